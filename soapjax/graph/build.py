@@ -1,0 +1,420 @@
+"""From a `TracedStep` to its `OperatorGraph`, and the `Binding` by which an executor finds its way back.
+
+>>> graph, binding = build_graph(trace(train_step, state, batch))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Hashable
+
+import numpy as np
+
+from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
+from soapjax.graph.flops import flops_of
+from soapjax.graph.operators import (
+    NOT_SPLIT,
+    Access,
+    Dim,
+    InnerSum,
+    LoopEntry,
+    Operator,
+    OperatorGraph,
+    Parameter,
+    Task,
+    Tensor,
+    Work,
+    check_graph,
+)
+from soapjax.graph.pairing import Pairing
+from soapjax.graph.phases import BACKWARD, UPDATE, Phases, find_phases, module_path
+from soapjax.graph.program import FlatEqn
+from soapjax.graph.rules import BLOCKED, user_spec
+from soapjax.graph.trace import TracedStep
+from soapjax.graph.units import LAYOUT_ONLY, Unit, find_units, generated_values
+from soapjax.graph.values import Values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Binding:
+    """Where the graph's tasks and tensors are in the traced program."""
+
+    values: Values
+    task_of: dict[str, int]  # equation key -> task
+    tensor_of: dict[int, int]  # root -> tensor
+    phases: Phases
+
+
+def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
+    """The operator graph of a traced step, checked."""
+    builder = _Builder(step)
+    graph = builder.build()
+    check_graph(graph)
+    task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
+    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases)
+
+
+class _Builder:
+    def __init__(self, step: TracedStep):
+        self.step, self.program = step, step.program
+        self.values = Values(self.program)
+        self.phases = find_phases(step, self.values)
+        self.generated = generated_values(self.program, self.values)
+        self.units, self.updates = find_units(self.program, self.values, self.phases)
+        self.labels = LabelCache(self.program)
+        self.tensor_of: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
+        self.samples = sample_nodes(self.program, self.values, self.labels, data)
+        self.parameter_values = {p.value for p in self.phases.parameters}
+        self.readers = self._readers()
+
+    def build(self) -> OperatorGraph:
+        pairing = Pairing(self.units, self.program, self.values, self.phases)
+        operators: list[tuple[list[int], DimClasses]] = []
+        for members in pairing.operators:
+            operators += self._split_unmatched(sorted(members, key=lambda i: (self.units[i].phase, i)))
+        op_of_unit = {i: k for k, (members, _) in enumerate(operators) for i in members}
+        # Operators in the order of their first unit.
+        order = sorted(range(len(operators)), key=lambda k: min(operators[k][0]))
+        rank = {k: n for n, k in enumerate(order)}
+        dims = [self._dims(*operators[k]) for k in order]
+        tasks = [
+            self._task(i, rank[op_of_unit[i]], operators[op_of_unit[i]][1], dims[rank[op_of_unit[i]]][1])
+            for i in range(len(self.units))
+        ]
+        names = self._names([operators[k][0] for k in order])
+        parameters, update_tasks = self._parameters(tasks)
+        tasks = self._ordered([*tasks, *update_tasks])
+        entries = self._entries()
+        self._mark_outputs()
+        built = []
+        for n, k in enumerate(order):
+            first = self.units[operators[k][0][0]]
+            own = tuple(t for t, task in enumerate(tasks) if task.operator == n)
+            built.append(
+                Operator(
+                    names[n],
+                    first.kind,
+                    dims[n][0],
+                    own,
+                    tuple(p for p, parameter in enumerate(parameters) if parameter.owner == n),
+                    0,
+                    _fixed_axes(first),
+                )
+            )
+        return OperatorGraph(
+            tuple(_grouped(built, tasks, self.tensors)),
+            tuple(tasks),
+            tuple(self.tensors),
+            tuple(parameters),
+            tuple(entries),
+            self.step.in_paths,
+            self.step.out_paths,
+            tuple(sorted(self.step.state_pairs.items())),
+            self.phases.is_single_phase or not self.phases.parameters,
+        )
+
+    def _classes(self, members: list[int]) -> DimClasses:
+        units = [self.units[i] for i in members]
+        return DimClasses(units, self.program, self.values, self.phases, self.labels, self.generated)
+
+    def _split_unmatched(self, members: list[int]) -> list[tuple[list[int], DimClasses]]:
+        """A backward region with dims that its forward unit lacks becomes an operator of its own."""
+        classes = self._classes(members)
+        first = self.units[members[0]]
+        known = classes.touched(first)
+        loose = [
+            i
+            for i in members[1:]
+            if not (found := classes.touched(self.units[i])) <= known and (self.units[i].heavy is None or not found & known)
+        ]
+        if not loose:
+            return [(members, classes)]
+        kept = [i for i in members if i not in loose]
+        return [(kept, self._classes(kept)), *((([i], self._classes([i]))) for i in loose)]
+
+    def _dims(self, members: list[int], classes: DimClasses) -> tuple[tuple[Dim, ...], dict[Hashable, int]]:
+        """Names and orders the dims: those of the main result first, then those that it sums over."""
+        first = self.units[members[0]]
+        main = (first.heavy or max(first.eqns, key=lambda e: math.prod(self.program.avals[e.outputs[0]].shape))).outputs[0]
+        rank = len(self.program.avals[main].shape)
+        ordered = [classes.of(self.values.node(main, d)) for d in range(rank)]
+        ordered = [c for c in dict.fromkeys(ordered) if c is not None]
+        in_result = set(ordered)
+        for i in members:
+            for e in self.units[i].eqns:
+                for a in (*e.inputs, *e.outputs):
+                    if isinstance(a, int):
+                        for d in range(len(self.program.avals[a].shape)):
+                            c = classes.of(self.values.node(a, d))
+                            if c is not None and c not in ordered:
+                                ordered.append(c)
+        dims, counts = [], {}
+        for c in ordered:
+            nodes = classes.classes[c]
+            is_parameter = any(t in self.parameter_values for t, _ in nodes)
+            kind = "P" if is_parameter else "S" if any(n in self.samples for n in nodes) else "A"
+            word = {"P": "param", "S": "sample", "A": "attr"}[kind]
+            index = counts[word] = counts.get(word, -1) + 1
+            name = word if word == "sample" and index == 0 else f"{word}{index}"
+            is_reduced = first.heavy is not None and c not in in_result and c in classes.touched(first)
+            spatial = any(n in classes.spatial_nodes for n in nodes)
+            sizes = [classes.sizes[n] for n in nodes]
+            dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))
+        return tuple(dims), {c: k for k, c in enumerate(ordered)}
+
+    def _readers(self) -> dict[int, set[int]]:
+        """Root -> units that read it (-1: the update, -2: the step's outputs, -3: the next trip of a loop)."""
+        readers: dict[int, set[int]] = {}
+        for i, u in enumerate(self.units):
+            for e in u.eqns:
+                for a in e.inputs:
+                    if isinstance(a, int):
+                        readers.setdefault(self.values.of(a).root, set()).add(i)
+        for e in self.updates:
+            for a in e.inputs:
+                if isinstance(a, int):
+                    readers.setdefault(self.values.of(a).root, set()).add(-1)
+        for o in self.program.outputs:
+            if isinstance(o, int):
+                readers.setdefault(self.values.of(o).root, set()).add(-2)
+        for c in self.values.carries.values():
+            if isinstance(c.result, int):
+                readers.setdefault(self.values.of(c.result).root, set()).add(-3)
+        return readers
+
+    def _tensor(self, root: int) -> int:
+        if root not in self.tensor_of:
+            aval = self.program.avals[root]
+            self.tensor_of[root] = len(self.tensors)
+            itemsize = getattr(aval.dtype, "itemsize", 4)
+            leaf = self.program.inputs.index(root) if root in self.program.inputs else -1
+            producer = self.values.producer.get(root)
+            copies = 1
+            if producer is not None and root in self.values.stacked:
+                loops = {e.key: e.params["length"] for e, _ in self.program.walk() if e.body is not None}
+                copies = math.prod(loops[k] for k in self.values.scope[producer.key])
+            self.tensors.append(Tensor(root, tuple(aval.shape), str(aval.dtype), itemsize, copies, leaf))
+        return self.tensor_of[root]
+
+    def _access(self, root: int, classes: DimClasses, index: dict, reduced=(), operand: int = -1) -> Access:
+        shape = self.program.avals[root].shape
+        dims = tuple(index.get(classes.of((root, d)), NOT_SPLIT) for d in range(len(shape)))
+        return Access(self._tensor(root), dims, tuple(reduced), operand)
+
+    def _heavy_access(self, eqn: FlatEqn, k: int, classes: DimClasses, index: dict, *, is_result: bool, reduced=()) -> Access:
+        atom = eqn.outputs[k] if is_result else eqn.inputs[k]
+        labs = (self.labels[eqn].outputs if is_result else self.labels[eqn].inputs)[k]
+        alias = self.values.tensor(atom)
+        dims = [NOT_SPLIT] * len(self.program.avals[alias.root].shape)
+        for d, lab in enumerate(labs):
+            c = classes.of_label(eqn, lab)
+            if c is not None and d >= alias.shift:
+                dims[d - alias.shift] = index[c]
+        return Access(self._tensor(alias.root), tuple(dims), tuple(reduced), k)
+
+    def _task(self, i: int, op: int, classes: DimClasses, index: dict[Hashable, int]) -> Task:
+        unit = self.units[i]
+        inside = {o for e in unit.eqns for o in e.outputs}
+        results = [
+            o for e in unit.eqns for o in e.outputs
+            if self.readers.get(o, set()) - {i} and o not in self.generated
+        ]  # fmt: skip
+        reads: dict[tuple, Access] = {}
+        for e in unit.eqns:
+            for k, a in enumerate(e.inputs):
+                if not isinstance(a, int) or self.values.of(a).root in inside | self.generated:
+                    continue
+                root = self.values.tensor(a).root
+                if math.prod(self.program.avals[root].shape) <= 1:
+                    continue
+                if e is unit.heavy:
+                    access = self._heavy_access(e, k, classes, index, is_result=False)
+                else:
+                    access = self._access(root, classes, index)
+                reads.setdefault((access.tensor, access.dims), access)
+        sums: list[InnerSum] = []
+        partial = self._partial_results(unit, classes, index, results, sums)
+        writes = []
+        for o in results:
+            reduced = partial.get(o, ())
+            if unit.heavy is not None and o in unit.heavy.outputs:
+                k = unit.heavy.outputs.index(o)
+                writes.append(self._heavy_access(unit.heavy, k, classes, index, is_result=True, reduced=reduced))
+            else:
+                writes.append(self._access(o, classes, index, reduced))
+        main = unit.heavy or unit.eqns[0]
+        floats = [str(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
+        dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
+        kind = unit.kind if unit.kind in ("dot", "conv") else "other"
+        return Task(
+            op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
+            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy is not None else "", unit.trip_count,
+        )  # fmt: skip
+
+    def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
+        """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""
+        readers: dict[int, list[FlatEqn]] = {}
+        for e in unit.eqns:
+            for a in e.inputs:
+                if isinstance(a, int):
+                    readers.setdefault(self.values.of(a).root, []).append(e)
+        partial: dict[int, tuple[int, ...]] = {}
+        for e in unit.eqns:
+            found = self.labels[e]
+            kept = {lab for labs in found.outputs for lab in labs}
+            gone = sorted({lab for labs in found.inputs for lab in labs} - kept - {BLOCKED})
+            reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in gone) if c is not None)
+            if not reduced:
+                continue
+            out = e.outputs[0]
+            # Follow transposes and casts of the sum: it stays partial up to the unit's result.
+            while out not in results and len(readers.get(out, [])) == 1 and readers[out][0].name in LAYOUT_ONLY:
+                out = readers[out][0].outputs[0]
+            if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
+                partial[out] = reduced
+            else:
+                root = e.outputs[0]
+                aval = self.program.avals[root]
+                dims = {index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in found.outputs[0]}
+                size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+                sums.append(InnerSum(float(size), tuple(sorted(dims - {NOT_SPLIT})), reduced))
+        return partial
+
+    def _work(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[Work, ...]:
+        total: dict[tuple[int, ...], float] = {}
+        for e in unit.eqns:
+            found = self.labels[e]
+            labs = {lab for one in (*found.inputs, *found.outputs) for lab in one}
+            dims = {index[c] for lab in labs if (c := classes.of_label(e, lab)) is not None}
+            flops = flops_of(e, self.program)
+            if flops or e is unit.heavy:
+                key = tuple(sorted(dims))
+                total[key] = total.get(key, 0.0) + flops
+        return tuple(Work(f, d) for d, f in sorted(total.items()))
+
+    def _names(self, operators: list[list[int]]) -> list[str]:
+        names: list[str] = []
+        for members in operators:
+            unit = self.units[members[0]]
+            paths = [module_path(e.stack) for e in ([unit.heavy] if unit.heavy else unit.eqns)]
+            path = max(sorted(set(paths), reverse=True), key=lambda p: (paths.count(p), p.count("/")))
+            base = path or {"fused": "step"}.get(unit.kind, unit.kind)
+            base += "~backward" if unit.phase == BACKWARD else "~update" if unit.phase == UPDATE else ""
+            name, n = base, 1
+            while name in names:
+                n += 1
+                name = f"{base}#{n}"
+            names.append(name)
+        return names
+
+    def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
+        first_reader: dict[int, int] = {}
+        for t in tasks:
+            for access in t.reads:
+                first_reader.setdefault(access.tensor, t.operator)
+        work, equations = self._update_work()
+        parameters, updates = [], []
+        for p, parameter in enumerate(self.phases.parameters):
+            tensor = self._tensor(parameter.value)
+            gradient = self._tensor(parameter.gradient)
+            shape = self.tensors[tensor].shape
+            stacked = len(shape) - len(self.tensors[gradient].shape)
+            dims = sorted(range(max(0, stacked), len(shape)), key=lambda d: (-shape[d], d))
+            owner = first_reader.get(tensor, 0)
+            parameters.append(
+                Parameter(
+                    parameter.path, tensor, gradient, owner, parameter.leaf, parameter.state_leaves,
+                    tuple(d for d in dims if shape[d] > 1),
+                )
+            )  # fmt: skip
+            read = Access(gradient, (NOT_SPLIT,) * len(self.tensors[gradient].shape))
+            dtype = self.tensors[tensor].dtype
+            updates.append(
+                Task(owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, p)
+            )
+        return parameters, updates
+
+    def _update_work(self) -> tuple[list[float], list[list[str]]]:
+        """FLOPs and equations of each parameter's update; what mixes parameters (a global norm) belongs to none."""
+        owner: dict[int, int] = {}
+        for p, parameter in enumerate(self.phases.parameters):
+            owner[parameter.gradient] = p
+            owner[parameter.value] = p
+            owner.update({self.program.inputs[j]: p for j in parameter.state_leaves})
+        work = [0.0] * len(self.phases.parameters)
+        equations: list[list[str]] = [[] for _ in work]
+        for e in self.updates:
+            mine = {owner[r] for a in e.inputs if isinstance(a, int) and (r := self.values.of(a).root) in owner}
+            if len(mine) == 1:
+                p = mine.pop()
+                work[p] += flops_of(e, self.program)
+                equations[p].append(e.key)
+                if self.program.avals[e.outputs[0]].shape:
+                    owner.update(dict.fromkeys(e.outputs, p))
+        return work, equations
+
+    def _ordered(self, tasks: list[Task]) -> list[Task]:
+        """Forward, backward, update: a heavy update equation (rare) stays behind what it reads."""
+        keys = [(t.phase, k) for k, t in enumerate(tasks)]
+        return tasks if self.phases.is_single_phase else [tasks[k] for _, k in sorted(keys)]
+
+    def _entries(self) -> list[LoopEntry]:
+        entries = []
+        for carry in self.values.carries.values():
+            target = self.values.tensor(carry.argument)
+            init = self.values.of(carry.init) if isinstance(carry.init, int) else None
+            if init is None or init.root in self.generated or init.root in self.values.carries:
+                continue
+            source = self.values.tensor(carry.init)
+            if target.root in self.tensor_of and source.root in self.tensor_of and target.root != source.root:
+                entries.append(LoopEntry(self.tensor_of[source.root], self.tensor_of[target.root]))
+        return entries
+
+    def _mark_outputs(self) -> None:
+        leaves: dict[int, list[int]] = {}
+        for leaf, o in enumerate(self.program.outputs):
+            if isinstance(o, int):
+                leaves.setdefault(self.values.tensor(o).root, []).append(leaf)
+        for root, found in leaves.items():
+            if root in self.tensor_of:
+                k = self.tensor_of[root]
+                self.tensors[k] = self.tensors[k]._replace(output_leaves=tuple(found))
+
+
+def _fixed_axes(unit: Unit) -> tuple[tuple[str, ...], ...] | None:
+    """A user's own sharding constraint as axis names per dim."""
+    sharding = user_spec(unit.heavy) if unit.kind == "constraint" else None
+    if sharding is None:
+        return None
+    spec = [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in sharding.spec]
+    return tuple(spec)
+
+
+def _grouped(operators: list[Operator], tasks: list[Task], tensors: list[Tensor]) -> list[Operator]:
+    """Numbers operators of equal structure and shapes alike."""
+    seen: dict[str, int] = {}
+    grouped = []
+    for op in operators:
+        own = [tasks[t] for t in op.tasks]
+        text = repr(
+            (op.kind, op.dims, len(op.parameters))
+            + tuple(
+                (t.phase, t.kind, t.dtype, t.work, t.trip_count)
+                + tuple((tensors[a.tensor].shape, a.dims, a.reduced) for a in (*t.reads, *t.writes))
+                for t in own
+            )
+        )
+        key = hashlib.sha256(text.encode()).hexdigest()
+        grouped.append(op._replace(group=seen.setdefault(key, len(seen))))
+    return grouped
+
+
+def total_flops(graph: OperatorGraph) -> float:
+    """FLOPs of one step on one device, loops counted with their trips."""
+    return float(np.sum([w.flops * t.trip_count for t in graph.tasks for w in t.work]))
+
+

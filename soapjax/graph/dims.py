@@ -1,0 +1,193 @@
+"""The iteration dims of an operator: classes of tensor dims that its equations tie together.
+
+Union-find over (tensor, dim) nodes; every equation's labels (rules.py) unite
+nodes, a forward unit is tied to its backward units by the values that they share and
+by "the cotangent of x has the dims of x".
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Hashable
+
+from soapjax.graph.phases import FORWARD, Phases, is_recompute, module_path
+from soapjax.graph.program import FlatEqn, Program
+from soapjax.graph.rules import BLOCKED, Labels, labels_of
+from soapjax.graph.units import Unit
+from soapjax.graph.values import Values
+
+
+class UnionFind:
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def find(self, x: Hashable) -> Hashable:
+        parent = self.parent
+        root = parent.setdefault(x, x)
+        while parent[root] != root:
+            root = parent[root]
+        while parent[x] != root:
+            parent[x], x = root, parent[x]
+        return root
+
+    def union(self, a: Hashable, b: Hashable) -> None:
+        ra, rb = self.find(a), self.find(b)
+        if ra != rb:
+            self.parent[max(ra, rb, key=str)] = min(ra, rb, key=str)
+
+
+class LabelCache:
+    """Each equation's labels, computed once."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self._found: dict[str, Labels] = {}
+
+    def __getitem__(self, eqn: FlatEqn) -> Labels:
+        if eqn.key not in self._found:
+            self._found[eqn.key] = labels_of(eqn, self.program)
+        return self._found[eqn.key]
+
+
+def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inputs: set[int]) -> set[tuple[int, int]]:
+    """All (root, dim) nodes that descend from the leading dim of the step's data."""
+    uf = UnionFind()
+    nodes: set[tuple[int, int]] = set()
+    for eqn, _ in program.walk():
+        if eqn.body is None:
+            found = labels[eqn]
+            for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
+                for d, lab in enumerate(labs):
+                    node = values.node(atom, d) if isinstance(atom, int) and lab != BLOCKED else None
+                    if node is not None:
+                        nodes.add(node)
+                        uf.union(node, (eqn.key, lab))
+    seeds = {uf.find((v, 0)) for v in data_inputs}
+    return {n for n in nodes if uf.find(n) in seeds}
+
+
+class DimClasses:
+    """The classes of one operator; `of(node)` is the class of a (root, dim), None where it cannot be split."""
+
+    def __init__(self, units: list[Unit], program: Program, values: Values, phases: Phases, labels: LabelCache, generated: set[int]):
+        self.program, self.values, self.labels, self.generated = program, values, labels, generated
+        self.uf = UnionFind()
+        self.poisoned: set[Hashable] = set()
+        self.sizes: dict[tuple[int, int], int] = {}
+        self.spatial_nodes: set[Hashable] = set()
+        for unit in units:
+            for eqn in unit.eqns:
+                self._equation(eqn, is_heavy=eqn is unit.heavy)
+        self._tie_backward(units, phases)
+        self._finish()
+
+    def _equation(self, eqn: FlatEqn, *, is_heavy: bool) -> None:
+        found = self.labels[eqn]
+        for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
+            if not isinstance(atom, int) or self.values.of(atom).root in self.generated:
+                continue
+            shape = tuple(self.program.avals[atom].shape)
+            for d, lab in enumerate(labs):
+                node = self.values.node(atom, d)
+                if node is None:
+                    if lab != BLOCKED and not is_heavy:
+                        self.poisoned.add((eqn.key, lab))
+                        self.uf.find((eqn.key, lab))
+                    continue
+                self.sizes.setdefault(node, shape[d])
+                self.uf.find(node)
+                if lab != BLOCKED:
+                    self.uf.union(node, (eqn.key, lab))
+                    if lab in found.spatial:
+                        self.spatial_nodes.add(node)
+                elif shape[d] > 1 and not is_heavy:
+                    self.poisoned.add(node)
+
+    def _unite(self, a: int, b: int) -> None:
+        """Ties two values of equal trailing dims (a stacked value against one trip of it included)."""
+        sa, sb = self._shape(a), self._shape(b)
+        n = min(len(sa), len(sb))
+        if sa[len(sa) - n :] != sb[len(sb) - n :]:
+            return
+        for k in range(1, n + 1):
+            na, nb = self.values.node(a, len(sa) - k), self.values.node(b, len(sb) - k)
+            if na in self.sizes and nb in self.sizes:
+                self.uf.union(na, nb)
+
+    def _shape(self, atom: int) -> tuple[int, ...]:
+        return tuple(self.program.avals[atom].shape)
+
+    def _tie_backward(self, units: list[Unit], phases: Phases) -> None:
+        for parameter in phases.parameters:
+            if (parameter.gradient, 0) in self.sizes and any(r == parameter.value for r, _ in self.sizes):
+                self._unite(parameter.value, parameter.gradient)
+        first = units[0]
+        for unit in units[1:]:
+            if is_recompute((unit.heavy or unit.eqns[0])) and first.phase == FORWARD:
+                self._tie_recomputed(first, unit)
+            elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
+                self._tie_cotangents(first, unit)
+
+    def _tie_recomputed(self, first: Unit, unit: Unit) -> None:
+        def signature(e: FlatEqn) -> tuple:
+            return module_path(e.stack), e.name, self._shape(e.outputs[0])
+
+        waiting: dict[tuple, collections.deque[FlatEqn]] = collections.defaultdict(collections.deque)
+        for e in first.eqns:
+            waiting[signature(e)].append(e)
+        for e in unit.eqns:
+            queue = waiting[signature(e)]
+            if queue:
+                twin = queue.popleft()
+                for a, b in zip((*e.inputs, *e.outputs), (*twin.inputs, *twin.outputs), strict=False):
+                    if isinstance(a, int) and isinstance(b, int) and self._shape(a) == self._shape(b):
+                        self._unite(a, b)
+
+    def _tie_cotangents(self, first: Unit, unit: Unit) -> None:
+        """A backward unit that reads one operand of the forward equation makes the cotangent of the other."""
+        a, b = first.heavy.inputs[:2]
+        read = {self.values.of(x).root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
+        result = unit.eqns[-1].outputs[0]
+        for mine, other in ((a, b), (b, a)):
+            if isinstance(mine, int) and isinstance(other, int) and self.values.of(mine).root in read:
+                if self._shape(other) == self._shape(result):
+                    self._unite(other, result)
+        # The cotangent of the result has the result's dims.
+        out = first.heavy.outputs[0]
+        for x in unit.heavy.inputs:
+            if isinstance(x, int) and self._shape(x) == self._shape(out) and x not in (a, b):
+                self._unite(out, x)
+
+    def _finish(self) -> None:
+        bad = {self.uf.find(n) for n in self.poisoned}
+        members: dict[Hashable, list[tuple[int, int]]] = collections.defaultdict(list)
+        for node in self.sizes:
+            members[self.uf.find(node)].append(node)
+        self.classes: dict[Hashable, list[tuple[int, int]]] = {}
+        for root, nodes in members.items():
+            tensors = [t for t, _ in nodes]
+            if root not in bad and len(set(tensors)) == len(tensors) and self.divisor(nodes) > 1:
+                self.classes[root] = nodes
+
+    def divisor(self, nodes: list[tuple[int, int]]) -> int:
+        return math.gcd(*(self.sizes[n] for n in nodes))
+
+    def of(self, node: tuple[int, int] | None) -> Hashable | None:
+        if node is None or node not in self.sizes:
+            return None
+        root = self.uf.find(node)
+        return root if root in self.classes else None
+
+    def of_label(self, eqn: FlatEqn, label: int) -> Hashable | None:
+        root = self.uf.find((eqn.key, label)) if label != BLOCKED else None
+        return root if root in self.classes else None
+
+    def touched(self, unit: Unit) -> set[Hashable]:
+        """Classes of the values that a unit reads or makes."""
+        found = set()
+        for e in unit.eqns:
+            for a in (*e.inputs, *e.outputs):
+                if isinstance(a, int):
+                    found |= {self.of(self.values.node(a, d)) for d in range(len(self._shape(a)))}
+        return found - {None}

@@ -1,0 +1,202 @@
+"""The operator graph: plain, frozen data that knows nothing of jax.
+
+Operators carry named iteration dims; tasks (what runs as one kernel) read and
+write tensors, and say which op dim splits which tensor dim. From a choice of
+"mesh axis -> dim" per operator everything else follows: local shapes, partial
+sums, conversions between neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import NamedTuple
+
+import rich.table
+
+from soapjax.errors import Problem, SoapjaxError
+
+NOT_SPLIT = -1
+
+
+class Dim(NamedTuple):
+    """One iteration dim. A degree must divide `divisor` (the gcd of all tensor dims that it runs over)."""
+
+    name: str
+    size: int
+    divisor: int
+    kind: str  # "S" sample, "A" attribute, "P" parameter
+    is_reduced: bool  # contracted or summed in the forward task
+    is_spatial: bool  # neighbours are read across the border of a shard
+
+
+class Access(NamedTuple):
+    """A tensor as one task reads or writes it.
+
+    `dims[d]` is the op dim that splits dim d of the tensor, or NOT_SPLIT. A result is partial on the axes
+    assigned to `reduced`. `operand` is the position among the heavy equation's operands (or results), -1 in a region.
+    """
+
+    tensor: int
+    dims: tuple[int, ...]
+    reduced: tuple[int, ...] = ()
+    operand: int = -1
+
+
+class Work(NamedTuple):
+    """FLOPs of one run of a part of a task, divided by the degrees of `dims`."""
+
+    flops: float
+    dims: tuple[int, ...]
+
+
+class InnerSum(NamedTuple):
+    """A reduction in the middle of a task: an all-reduce of `size_bytes`, split by `dims`, over the axes on `reduced`."""
+
+    size_bytes: float
+    dims: tuple[int, ...]
+    reduced: tuple[int, ...]
+
+
+class Task(NamedTuple):
+    """What the schedule orders: one heavy equation with its neighbours, one fused region, or one parameter's update."""
+
+    operator: int
+    phase: int  # 0 forward, 1 backward, 2 update
+    kind: str  # operator class for the cost: "dot", "conv", "other"
+    dtype: str
+    work: tuple[Work, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    sums: tuple[InnerSum, ...]
+    equations: tuple[str, ...]
+    heavy: str  # key of the heavy equation, "" for a region
+    trip_count: int
+    parameter: int = -1  # index of the parameter that an update task updates
+
+
+class Tensor(NamedTuple):
+    """A value that crosses from one task to another, or into or out of the step."""
+
+    value: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    copies: int  # how many of it are alive at once: loop trips for what a loop stacks
+    input_leaf: int = -1
+    output_leaves: tuple[int, ...] = ()
+
+    @property
+    def size_bytes(self) -> float:
+        size = self.itemsize
+        for n in self.shape:
+            size *= n
+        return float(size)
+
+
+class Parameter(NamedTuple):
+    """A trained leaf: one storage layout for it, its gradient and its optimizer state (leaves of the same shape)."""
+
+    path: str
+    tensor: int
+    gradient: int
+    owner: int
+    leaf: int
+    state_leaves: tuple[int, ...]
+    storage_dims: tuple[int, ...]  # dims that extra storage axes may split, best first
+
+
+class LoopEntry(NamedTuple):
+    """The first value of a loop-carried tensor: converted once to the layout in which the loop carries it."""
+
+    source: int
+    target: int
+
+
+class Operator(NamedTuple):
+    name: str
+    kind: str
+    dims: tuple[Dim, ...]
+    tasks: tuple[int, ...]
+    parameters: tuple[int, ...]
+    group: int  # operators of one group repeat each other: same structure, same shapes
+    fixed: tuple[tuple[str, ...], ...] | None = None  # a user's own constraint: axis names per dim
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorGraph:
+    operators: tuple[Operator, ...]
+    tasks: tuple[Task, ...]  # in schedule order
+    tensors: tuple[Tensor, ...]
+    parameters: tuple[Parameter, ...]
+    entries: tuple[LoopEntry, ...]
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    state_pairs: tuple[tuple[int, int], ...]
+    is_single_phase: bool
+
+    @property
+    def num_operators(self) -> int:
+        return len(self.operators)
+
+    def fingerprint(self) -> str:
+        """sha256 over operators, shapes and edges: no jaxpr text, value ids or equation addresses in it."""
+        data = {
+            "operators": [(o.name, o.kind, o.dims, o.tasks, o.parameters) for o in self.operators],
+            "tasks": [(t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks],
+            "tensors": [(t.shape, t.dtype, t.copies, t.input_leaf, t.output_leaves) for t in self.tensors],
+            "parameters": self.parameters,
+            "paths": (self.in_paths, self.out_paths),
+        }
+        return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()
+
+    def table(self) -> rich.table.Table:
+        table = rich.table.Table(title=f"{len(self.operators)} operators, {len(self.parameters)} parameters")
+        for column in ("operator", "kind", "dims", "GFLOP", "parameters"):
+            table.add_column(column)
+        for op in self.operators:
+            flops = sum(w.flops * self.tasks[t].trip_count for t in op.tasks for w in self.tasks[t].work)
+            dims = " ".join(f"{d.name}={d.size}" for d in op.dims)
+            table.add_row(op.name, op.kind, dims, f"{flops / 1e9:.3g}", str(len(op.parameters)))
+        return table
+
+
+def check_graph(graph: OperatorGraph) -> None:
+    """Runs after every pass: each reference in range, each tensor written once, each read after its write.
+
+    Raises: SoapjaxError with every inconsistency (each is a defect of the tracer: please report it with the step).
+    """
+    problems = []
+
+    def wrong(place: str, value: object, expected: str) -> None:
+        problems.append(Problem(place, str(value), expected, "this is a defect in soapjax's tracer: report it with the step"))
+
+    names = [o.name for o in graph.operators]
+    if len(set(names)) != len(names):
+        wrong("operators", sorted({n for n in names if names.count(n) > 1}), "unique names")
+    written: set[int] = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0}
+    carried = {e.target for e in graph.entries}
+    makers: dict[int, int] = {}
+    for k, task in enumerate(graph.tasks):
+        op = graph.operators[task.operator]
+        if k not in op.tasks:
+            wrong(f"task {k}", op.name, "an operator that lists the task")
+        for access in (*task.reads, *task.writes):
+            tensor = graph.tensors[access.tensor]
+            split = [d for d in access.dims if d != NOT_SPLIT]
+            if len(access.dims) != len(tensor.shape) or len(set(split)) != len(split):
+                wrong(f"task {k} of {op.name}", access, f"one op dim per dim of {tensor.shape}, none twice")
+            elif task.parameter < 0:
+                for d, n in zip(access.dims, tensor.shape, strict=True):
+                    if d != NOT_SPLIT and n % op.dims[d].divisor:
+                        wrong(f"{op.name}.{op.dims[d].name}", op.dims[d].divisor, f"a divisor of {n}")
+        for access in task.reads:
+            if access.tensor not in written and access.tensor not in carried:
+                wrong(f"task {k} of {op.name}", f"reads tensor {access.tensor}", "a tensor written before")
+        for access in task.writes:
+            if makers.setdefault(access.tensor, k) != k:
+                wrong(f"tensor {access.tensor}", f"tasks {makers[access.tensor]} and {k}", "one writer")
+            written.add(access.tensor)
+    if problems:
+        raise SoapjaxError(problems)

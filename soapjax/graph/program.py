@@ -1,0 +1,248 @@
+"""A train step as one flat list of equations, loops kept as nested programs.
+
+`flatten` inlines the call-like primitives (after differentiation: before it
+the custom rules would be lost), gives every value one integer id that is
+unique over all nesting levels, prepends the caller's name stack, and drops
+dead equations. Loops (`scan`) keep their body as a nested `Program`; `while`
+and `cond` stay opaque equations.
+
+>>> closed = jax.jit(lambda x: jnp.sin(x) @ x).trace(jnp.ones((4, 4))).jaxpr
+>>> [e.primitive.name for e in flatten(closed).eqns]
+['sin', 'dot_general']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+# Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
+CALL_PRIMITIVES = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+
+Atom = int | jex_core.Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatEqn:
+    """One equation of a flat program.
+
+    `address` is its position at every nesting level: (12,) or (12, 3) for the
+    fourth equation in the body of loop 12.
+    """
+
+    address: tuple[int, ...]
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    stack: str
+    ctx: Any
+    body: Program | None = None
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def key(self) -> str:
+        """The address as text, e.g. '12' or '12.3'."""
+        return ".".join(map(str, self.address))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Equations in order; `avals` (shared by all nesting levels) gives the type of each value id."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[Atom, ...]
+    eqns: tuple[FlatEqn, ...]
+    consts: dict[int, Any]
+    avals: dict[int, Any]
+
+    def walk(self, trip_count: int = 1) -> Iterator[tuple[FlatEqn, int]]:
+        """Every equation with the number of times it runs in a step; a loop comes before its body."""
+        for eqn in self.eqns:
+            yield eqn, trip_count
+            if eqn.body is not None:
+                yield from eqn.body.walk(trip_count * eqn.params["length"])
+
+    def aval(self, atom: Atom) -> Any:
+        return self.avals[atom] if isinstance(atom, int) else atom.aval
+
+
+class _Flattener:
+    def __init__(self, unroll: bool):
+        self.unroll = unroll
+        self.avals: dict[int, Any] = {}
+
+    def fresh(self, aval: Any) -> int:
+        self.avals[len(self.avals)] = aval
+        return len(self.avals) - 1
+
+    def inline(
+        self, jaxpr: Any, consts: list[Atom], args: list[Atom], stack: str, out: list[dict], barrier: bool = False
+    ) -> list[Atom]:
+        """Appends the equations of an open jaxpr to `out`; returns its outputs as atoms."""
+        env: dict[Any, Atom] = {}
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        if barrier:
+            args = self._barrier(args, stack, out)
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Atom:
+            return v if isinstance(v, jex_core.Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            inner = str(eqn.source_info.name_stack)
+            path = "/".join(p for p in (stack, inner) if p)
+            name = eqn.primitive.name
+            if name in CALL_PRIMITIVES:
+                sub = eqn.params[CALL_PRIMITIVES[name]]
+                open_jaxpr = getattr(sub, "jaxpr", sub)
+                sub_consts = [self._const(c, out) for c in getattr(sub, "consts", ())]
+                # Without the barrier XLA merges the recomputation of remat with the original and the memory is kept.
+                is_remat = name in ("remat2", "checkpoint")
+                keep = is_remat and eqn.params.get("prevent_cse", False) and eqn.params.get("differentiated", False)
+                results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=bool(keep))
+            elif name == "scan" and self.unroll:
+                results = self._unrolled(eqn, inputs, path, out)
+            else:
+                results = [self.fresh(v.aval) for v in eqn.outvars]
+                body = self._body(eqn, path, out) if name == "scan" else None
+                out.append(
+                    dict(
+                        primitive=eqn.primitive,
+                        params=eqn.params,
+                        inputs=tuple(inputs),
+                        outputs=tuple(results),
+                        stack=path,
+                        ctx=eqn.ctx,
+                        body=body,
+                        effects=bool(eqn.effects),
+                    )
+                )
+            for var, atom in zip(eqn.outvars, results, strict=True):
+                env[var] = atom
+        return [read(v) for v in jaxpr.outvars]
+
+    def _traced(self, fn: Callable[..., Any], args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        """Inlines a small function of our own over atoms."""
+        structs = [jax.ShapeDtypeStruct(self._aval(a).shape, self._aval(a).dtype) for a in args]
+        closed = jax.make_jaxpr(fn)(*structs)
+        return self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, stack, out)
+
+    def _aval(self, atom: Atom) -> Any:
+        return self.avals[atom] if isinstance(atom, int) else atom.aval
+
+    def _barrier(self, args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        index = [i for i, a in enumerate(args) if isinstance(a, int)]
+        if not index:
+            return args
+        held = self._traced(lambda *xs: jax.lax.optimization_barrier(xs), [args[i] for i in index], stack, out)
+        args = list(args)
+        for i, atom in zip(index, held, strict=True):
+            args[i] = atom
+        return args
+
+    def _const(self, value: Any, out: list[dict]) -> int:
+        ident = self.fresh(jax.typeof(value))
+        out.append(dict(const=ident, value=value))
+        return ident
+
+    def _body(self, eqn: Any, path: str, out: list[dict]) -> tuple[list[int], list[Atom], list[dict]]:
+        closed = eqn.params["jaxpr"]
+        inner: list[dict] = []
+        # Constants of the body are values of the outermost level: a body has no constants of its own.
+        consts = [self._const(c, out) for c in closed.consts]
+        args = [self.fresh(v.aval) for v in closed.jaxpr.invars]
+        results = self.inline(closed.jaxpr, list(consts), list(args), path, inner)
+        out.extend(e for e in inner if "const" in e)
+        return args, results, [e for e in inner if "const" not in e]
+
+    def _unrolled(self, eqn: Any, inputs: list[Atom], path: str, out: list[dict]) -> list[Atom]:
+        p = eqn.params
+        num_consts, num_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+        closed = p["jaxpr"]
+        body_consts = [self._const(c, out) for c in closed.consts]
+        ys: list[list[Atom]] = [[] for _ in eqn.outvars[num_carry:]]
+        for t in reversed(range(length)) if p["reverse"] else range(length):
+            step = f"{path}/t{t}"
+            slices = [self._traced(lambda x, t=t: x[t], [x], step, out)[0] for x in xs]
+            results = self.inline(closed.jaxpr, body_consts, [*consts, *carry, *slices], step, out)
+            carry = results[:num_carry]
+            for column, y in zip(ys, results[num_carry:], strict=True):
+                column.append(y)
+        stacked = []
+        for column in ys:
+            ordered = column[::-1] if p["reverse"] else column
+            stacked.append(self._stack(ordered, path, out))
+        return [*carry, *stacked]
+
+    def _stack(self, parts: list[Atom], path: str, out: list[dict]) -> Atom:
+        return self._traced(lambda *p: jax.numpy.stack(p), parts, path, out)[0]
+
+
+def flatten(closed: Any, *, unroll: bool = False) -> Program:
+    """The flat program of a ClosedJaxpr; `unroll=True` also unrolls every scan into equations."""
+    f = _Flattener(unroll)
+    args: list[Atom] = [f.fresh(v.aval) for v in closed.jaxpr.invars]
+    records: list[dict] = []
+    consts = [f._const(c, records) for c in closed.consts]
+    results = f.inline(closed.jaxpr, list(consts), args, "", records)
+    values = {r["const"]: r["value"] for r in records if "const" in r}
+    eqns = _finish([r for r in records if "const" not in r], {a for a in results if isinstance(a, int)}, (), f.avals, values)
+    return Program(tuple(a for a in args if isinstance(a, int)), tuple(results), eqns, values, f.avals)
+
+
+def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], avals, consts) -> tuple[FlatEqn, ...]:
+    """Drops dead equations (last to first) and numbers the rest."""
+    alive = []
+    for r in reversed(records):
+        if r["effects"] or any(o in needed for o in r["outputs"]):
+            needed.update(a for a in r["inputs"] if isinstance(a, int))
+            if r["body"] is not None:
+                args, results, inner = r["body"]
+                body_needed = {a for a in results if isinstance(a, int)}
+                live_inner = _collect_needed(inner, body_needed)
+                needed.update(live_inner - set(args))
+            alive.append(r)
+    alive.reverse()
+    eqns = []
+    for i, r in enumerate(alive):
+        address = (*prefix, i)
+        body = None
+        if r["body"] is not None:
+            args, results, inner = r["body"]
+            inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
+            body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
+        eqns.append(
+            FlatEqn(address, r["primitive"], r["params"], r["inputs"], r["outputs"], r["stack"], r["ctx"], body)
+        )
+    return tuple(eqns)
+
+
+def _collect_needed(records: list[dict], needed: set[int]) -> set[int]:
+    """All value ids that a body reads, nested bodies included (its own and those of outer levels)."""
+    for r in reversed(records):
+        if r["effects"] or any(o in needed for o in r["outputs"]):
+            needed.update(a for a in r["inputs"] if isinstance(a, int))
+            if r["body"] is not None:
+                args, results, inner = r["body"]
+                needed |= _collect_needed(inner, {a for a in results if isinstance(a, int)}) - set(args)
+    return needed

@@ -1,0 +1,255 @@
+"""Equations into units: what XLA runs as one kernel, and what the schedule orders as one task.
+
+A heavy equation (dot, conv, gather, ...) is a unit of its own, together with
+the transposes that only lay out its result. Light equations form regions:
+equations of one phase and one loop, with equally many heavy equations before
+them, that are connected by data or read the same heavy result. That makes every
+region convex: no path leaves it and comes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from soapjax.graph.phases import FORWARD, UPDATE, Phases, is_recompute
+from soapjax.graph.program import FlatEqn, Program
+from soapjax.graph.rules import is_known
+from soapjax.graph.values import IDENTITIES, Values
+
+HEAVY = {
+    "dot_general": "dot",
+    "conv_general_dilated": "conv",
+    "gather": "gather",
+    "scatter": "scatter",
+    "scatter-add": "scatter",
+    "scatter_add": "scatter",
+    "scatter-mul": "scatter",
+    "scatter_mul": "scatter",
+    "scatter_min": "scatter",
+    "scatter_max": "scatter",
+    "reduce_window": "pool",
+    "reduce_window_sum": "pool",
+    "reduce_window_max": "pool",
+    "reduce_window_min": "pool",
+    "select_and_scatter_add": "pool",
+    "select_and_gather_add": "pool",
+    "sort": "sort",
+    "top_k": "sort",
+    "fft": "fft",
+    "while": "loop",
+    "cond": "loop",
+    "sharding_constraint": "constraint",
+}
+LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy", "expand_dims"}
+# What may follow a heavy equation as part of it (bias, activation): nothing that sums over its result.
+_NO_EPILOGUE = ("reduce", "arg", "cum", "concatenate", "split", "slice", "dynamic", "pad", "rev", "random", "iota")
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """One task: equations in program order, of one phase and loop."""
+
+    eqns: list[FlatEqn]
+    phase: int
+    scope: tuple[str, ...]
+    kind: str  # a value of HEAVY, "fused", or "unknown"
+    heavy: FlatEqn | None = None
+    trip_count: int = 1
+
+    @property
+    def first(self) -> str:
+        return (self.heavy or self.eqns[0]).key
+
+
+def kind_of(eqn: FlatEqn) -> str | None:
+    """The kind of a heavy equation; None for a light one. An unknown primitive is an operator of its own."""
+    return HEAVY.get(eqn.name) or (None if is_known(eqn.name) else "unknown")
+
+
+def find_units(program: Program, values: Values, phases: Phases) -> tuple[list[Unit], list[FlatEqn]]:
+    """Units in program order, and the update equations, which are grouped by parameter elsewhere.
+
+    Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
+    """
+    generated = generated_values(program, values)
+    depth: dict[int, int] = {}
+    keys: dict[str, tuple] = {}
+    updates: list[FlatEqn] = []
+    light: list[tuple[FlatEqn, int]] = []
+    units: list[Unit] = []
+    heavy_unit: dict[int, Unit] = {}  # root -> the unit of the heavy equation that makes it
+
+    def depth_of(atom) -> int:
+        return depth.get(values.of(atom).root, 0) if isinstance(atom, int) else 0
+
+    def visit(p: Program, trips: int, base: int) -> int:
+        deepest = base
+        for eqn in p.eqns:
+            d = max([base, *(depth_of(a) for a in eqn.inputs)])
+            if eqn.body is not None:
+                inner = visit(eqn.body, trips * eqn.params["length"], d + 1) + 1
+                for out in eqn.outputs:
+                    depth[values.of(out).root] = inner
+                deepest = max(deepest, inner)
+                continue
+            if eqn.name in IDENTITIES or all(o in generated for o in eqn.outputs):
+                continue
+            phase, scope = phases.phase[eqn.key], values.scope[eqn.key]
+            kind = kind_of(eqn)
+            if phase == UPDATE and kind is None:
+                updates.append(eqn)
+            elif kind is not None:
+                d += 1
+                unit = Unit([eqn], phase, scope, kind, eqn, trips)
+                units.append(unit)
+                heavy_unit.update(dict.fromkeys(eqn.outputs, unit))
+            else:
+                keys[eqn.key] = (phase, scope, d)
+                light.append((eqn, trips))
+            depth.update(dict.fromkeys(eqn.outputs, d))
+            deepest = max(deepest, d)
+        return deepest
+
+    visit(program, 1, 0)
+    units += _regions(light, keys, depth, values, generated, heavy_unit, program)
+    for unit in units:
+        unit.eqns.sort(key=lambda e: values.order[e.key])
+    return _topological(units, values), updates
+
+
+def generated_values(program: Program, values: Values) -> set[int]:
+    """Values computed without any input of the step."""
+    made: set[int] = set(program.consts)
+    for eqn, _ in program.walk():
+        if eqn.body is None and not eqn.primitive.name.startswith("rng_uniform"):
+            roots = [values.of(a).root for a in eqn.inputs if isinstance(a, int)]
+            if all(r in made for r in roots):
+                made.update(eqn.outputs)
+    return made
+
+
+def _regions(light, keys, depth, values: Values, generated, heavy_unit, program: Program) -> list[Unit]:
+    """Connected regions of light equations; those that only prepare or finish a heavy equation join its unit."""
+    inputs = set(program.inputs)
+    prepared = _sink_preparations(light, keys, values, inputs, heavy_unit)
+    light = [(e, t) for e, t in light if e.key not in prepared]
+    parent = {eqn.key: eqn.key for eqn, _ in light}
+
+    def find(k: str) -> str:
+        while parent[k] != k:
+            parent[k] = parent[parent[k]]
+            k = parent[k]
+        return k
+
+    makers: dict[int, str] = {o: eqn.key for eqn, _ in light for o in eqn.outputs}
+    readers: dict[tuple, str] = {}
+    for eqn, _ in light:
+        for a in eqn.inputs:
+            root = values.of(a).root if isinstance(a, int) else None
+            if root is None or root in generated:
+                continue
+            maker = makers.get(root)
+            if maker is not None and keys[maker] == keys[eqn.key]:
+                parent[find(eqn.key)] = find(maker)
+            elif root in heavy_unit and depth[root] == keys[eqn.key][2]:
+                other = readers.setdefault((root, keys[eqn.key]), eqn.key)
+                parent[find(eqn.key)] = find(other)
+    groups: dict[str, list[tuple[FlatEqn, int]]] = {}
+    for eqn, trips in light:
+        groups.setdefault(find(eqn.key), []).append((eqn, trips))
+    units = []
+    for members in groups.values():
+        eqns, trips = [e for e, _ in members], members[0][1]
+        phase, scope, _ = keys[eqns[0].key]
+        inside = {o for e in eqns for o in e.outputs}
+        read = {values.of(a).root for e in eqns for a in e.inputs if isinstance(a, int)} - inside - generated
+        hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
+        host = next(iter(hosts.values())) if len(hosts) == 1 and read <= inputs | set(heavy_unit) else None
+        finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in ("dot", "conv", "gather")
+        if finishes and (phase != FORWARD and not is_recompute(eqns[0])):
+            finishes = all(e.name in LAYOUT_ONLY for e in eqns)
+        if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):
+            host.eqns += eqns
+        else:
+            units.append(Unit(eqns, phase, scope, "fused", None, trips))
+    return units
+
+
+def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit) -> set[str]:
+    """Reshapes, casts and broadcasts of the step's inputs (biases, mixed precision) belong to whoever reads them first.
+
+    Moves the key of each to that of its reader; where the reader is heavy, appends it to the unit and returns its key.
+    """
+    sinkable = {e.key for e, _ in light if e.name in LAYOUT_ONLY or e.name == "broadcast_in_dim"}
+    by_input = {e.key: e for e, _ in light}
+    only_inputs: set[int] = set()
+    for e, _ in light:
+        if e.key in sinkable and all(values.of(a).root in inputs | only_inputs for a in e.inputs if isinstance(a, int)):
+            only_inputs.update(e.outputs)
+    readers: dict[int, list[FlatEqn]] = {}
+    heavy_units = {id(u): u for u in heavy_unit.values()}.values()
+    host_of = {u.heavy.key: u for u in heavy_units}
+    for e in [*by_input.values(), *(u.heavy for u in heavy_units)]:
+        for a in e.inputs:
+            if isinstance(a, int):
+                readers.setdefault(values.of(a).root, []).append(e)
+    gone: set[str] = set()
+    for e, _ in reversed(light):
+        if not set(e.outputs) & only_inputs:
+            continue
+        same = [r for o in e.outputs for r in readers.get(o, ()) if values.scope[r.key] == values.scope[e.key]]
+        first = min(same, key=lambda r: values.order[r.key], default=None)
+        host = host_of.get(first.key) if first is not None else None
+        if first is None:
+            continue
+        if host is None and first.key in gone:
+            host = next(u for u in heavy_units if first in u.eqns)
+        if host is not None and host.phase == keys[e.key][0]:
+            host.eqns.append(e)
+            gone.add(e.key)
+        elif host is None and keys[first.key][0] == keys[e.key][0]:
+            keys[e.key] = keys[first.key]
+    return gone
+
+
+def _topological(units: list[Unit], values: Values) -> list[Unit]:
+    """Units so that each comes after those it reads from, otherwise in program order."""
+    maker = {o: i for i, u in enumerate(units) for e in u.eqns for o in e.outputs}
+    order = sorted(range(len(units)), key=lambda i: values.order[units[i].first])
+    placed: list[Unit] = []
+    state = [0] * len(units)
+
+    def place(i: int) -> None:
+        stack = [(i, iter(sorted(_needs(units[i], maker, values, i))))]
+        state[i] = 1
+        while stack:
+            k, needs = stack[-1]
+            nxt = next((j for j in needs if state[j] == 0), None)
+            if nxt is None:
+                stack.pop()
+                state[k] = 2
+                placed.append(units[k])
+            else:
+                state[nxt] = 1
+                stack.append((nxt, iter(sorted(_needs(units[nxt], maker, values, nxt)))))
+
+    for i in order:
+        if state[i] == 0:
+            place(i)
+    return placed
+
+
+def _needs(unit: Unit, maker: dict[int, int], values: Values, own: int) -> set[int]:
+    needs = set()
+    for e in unit.eqns:
+        for a in e.inputs:
+            if isinstance(a, int):
+                root = values.of(a).root
+                carry = values.carries.get(root)
+                if carry is not None:  # the value of the trip before: only the first one must be there
+                    first = values.of(carry.init)
+                    root = first.root if first else root
+                found = maker.get(root)
+                if found is not None and found != own:
+                    needs.add(found)
+    return needs

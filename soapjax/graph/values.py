@@ -1,0 +1,112 @@
+"""Which value is which: loops made transparent.
+
+A body's argument that is a constant of the loop is the outer value; a slice of
+what another loop stacked is that loop's body value; and so on. Every value id
+maps to a *root* and a *shift*: +1 where the id stacks the root over the trips of
+a loop (an extra leading dim), -1 where it is one trip's slice of the root.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from soapjax.graph.program import Atom, FlatEqn, Program
+
+
+# Results that are their operands: barriers (rematerialisation) and names.
+IDENTITIES = {"optimization_barrier", "name"}
+
+
+class Alias(NamedTuple):
+    root: int
+    shift: int
+
+
+class Carry(NamedTuple):
+    """A loop-carried value: the body's argument, its first value, and the body's result that becomes it."""
+
+    argument: int
+    init: Atom
+    result: Atom
+
+
+class Values:
+    """Aliases, producers and loop carries of a program."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.alias: dict[int, Alias] = {}
+        self.producer: dict[int, FlatEqn] = {}  # root -> the equation that makes it
+        self.carries: dict[int, Carry] = {}  # body argument -> its carry
+        self.order: dict[str, int] = {}  # equation key -> position in program order, bodies in place
+        self.scope: dict[str, tuple[str, ...]] = {}
+        self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value
+        self._visit(program, ())
+
+    def of(self, atom: Atom) -> Alias | None:
+        """The root of an atom; None for a literal."""
+        return self.alias.get(atom, Alias(atom, 0)) if isinstance(atom, int) else None
+
+    def _visit(self, program: Program, scope: tuple[str, ...]) -> None:
+        for eqn in program.eqns:
+            self.order[eqn.key] = len(self.order)
+            self.scope[eqn.key] = scope
+            if eqn.name in IDENTITIES and all(isinstance(a, int) for a in eqn.inputs):
+                for out, a in zip(eqn.outputs, eqn.inputs, strict=True):
+                    self.alias[out] = self.of(a)
+            elif eqn.body is None:
+                self.producer.update(dict.fromkeys(eqn.outputs, eqn))
+            else:
+                self._loop(eqn, (*scope, eqn.key))
+
+    def _loop(self, eqn: FlatEqn, scope: tuple[str, ...]) -> None:
+        body, p = eqn.body, eqn.params
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+        for k, (arg, outer) in enumerate(zip(body.inputs, eqn.inputs, strict=True)):
+            found = self.of(outer)
+            if num_consts <= k < num_consts + num_carry:
+                result = body.outputs[k - num_consts]
+                if result == arg and found is not None:  # handed through unchanged
+                    self.alias[arg] = found
+                else:
+                    self.carries[arg] = Carry(arg, outer, result)
+            elif found is not None:
+                self.alias[arg] = found if k < num_consts else Alias(found.root, found.shift - 1)
+        self._visit(body, scope)
+        for k, (out, result) in enumerate(zip(eqn.outputs, body.outputs, strict=True)):
+            found = self.of(result)
+            if found is None:
+                continue
+            shift = 0 if k < num_carry else 1
+            if shift:
+                self.stacked.add(found.root)
+            self.alias[out] = Alias(found.root, found.shift + shift)
+
+    def sources(self, eqn: FlatEqn) -> set[int]:
+        """Roots that an equation reads; through a loop-carried argument also its first value and the trip before's."""
+        roots: set[int] = set()
+        queue = [self.of(a).root for a in eqn.inputs if isinstance(a, int)]
+        while queue:
+            root = queue.pop()
+            if root not in roots:
+                roots.add(root)
+                carry = self.carries.get(root)
+                if carry is not None:
+                    queue += [self.of(a).root for a in (carry.init, carry.result) if isinstance(a, int)]
+        return roots
+
+    def tensor(self, atom: Atom) -> Alias | None:
+        """As `of`, and a loop-carried argument is the result that becomes it: they share one layout."""
+        found = self.of(atom)
+        for _ in range(64):
+            carry = self.carries.get(found.root) if found is not None else None
+            result = self.of(carry.result) if carry is not None else None
+            if result is None:
+                break
+            found = Alias(result.root, found.shift + result.shift)
+        return found
+
+    def node(self, atom: Atom, dim: int) -> tuple[int, int] | None:
+        """Dim `dim` of a value as (root, root's dim); None for a dim that stacks loop trips."""
+        alias = self.tensor(atom)
+        return (alias.root, dim - alias.shift) if alias is not None and dim >= alias.shift else None

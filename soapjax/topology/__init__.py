@@ -1,0 +1,17 @@
+"""Devices, the links between them, and the mesh that a plan is laid out on."""
+
+from soapjax.topology.device_topology import DeviceKind, DeviceTopology, LinkLevel
+from soapjax.topology.factor_mesh import FactorMesh, factor_mesh
+from soapjax.topology.local import local_topology
+from soapjax.topology.toml_file import load_topology, shipped_topologies
+
+__all__ = [
+    "DeviceKind",
+    "DeviceTopology",
+    "FactorMesh",
+    "LinkLevel",
+    "factor_mesh",
+    "load_topology",
+    "local_topology",
+    "shipped_topologies",
+]

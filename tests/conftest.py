@@ -1,0 +1,11 @@
+"""Eight fake CPU devices, strict dtype promotion, warnings as errors: set before jax is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")

@@ -1,0 +1,241 @@
+"""Every model: abstract and real ``make`` agree, its own batch is learned, parameters count as their formulas say."""
+
+import functools
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.extend import core as jax_core
+
+from models import alexnet, lenet, mlp, resnet, text, transformer_lm, transformer_nnx
+
+TINY_LM = dict(batch=2, seq=8, width=8, layers=2, heads=2, learning_rate=1e-2)
+TINY_IMAGE = dict(batch=4, image=32, classes=4, width=4, depth="tiny", learning_rate=0.05)
+
+# name -> (module, sizes)
+CASES = {
+    "mlp": (mlp, dict(batch=8, width=16, layers=2, classes=4, features=8, learning_rate=1e-2)),
+    "mlp_bfloat16": (mlp, dict(batch=8, width=16, classes=4, features=8, learning_rate=1e-2, dtype="bfloat16")),
+    "lm": (transformer_lm, TINY_LM),
+    "lm_full": (transformer_lm, TINY_LM | dict(scan=True, remat=True, dropout=0.1, tie=True, dtype="bfloat16")),
+    "lm_sgd": (transformer_lm, TINY_LM | dict(optimizer="sgd", vocab=50, remat=True, mlp_ratio=2, learning_rate=0.1)),
+    "nnx": (transformer_nnx, TINY_LM),
+    "nnx_full": (transformer_nnx, TINY_LM | dict(dropout=0.1, tie=True, dtype="bfloat16")),
+    "lenet_average": (lenet, dict(batch=4, image=12)),
+    "lenet_max": (lenet, dict(batch=4, image=12, pool="max")),
+    "alexnet": (alexnet, dict(batch=4, image=63, classes=4, width=1 / 32, dropout=0.1, learning_rate=0.1)),
+    "resnet_tiny": (resnet, TINY_IMAGE),
+    "resnet_bfloat16": (resnet, TINY_IMAGE | dict(dtype="bfloat16")),
+}
+
+# Training these as well would add minutes of compiling and no new path through the code.
+LEARNING = [name for name in CASES if name not in ("lm_sgd", "lenet_max", "resnet_bfloat16")]
+
+
+def shapes(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype)), tree)
+
+
+def count(tree) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def compiled(step):
+    """Jitted with little optimisation: these steps run a dozen times, so compiling is all that takes time."""
+    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def product_types(closed) -> set[str]:
+    """The types of the results of all matrix products and convolutions, those within nested jaxprs too."""
+    found = set()
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                found.add(str(eqn.outvars[0].aval.dtype))
+            for inner in jax_core.jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(closed.jaxpr)
+    return found
+
+
+@functools.cache
+def real_make(name):
+    module, sizes = CASES[name]
+    return module.make(**sizes)
+
+
+def abstract_make(module, **sizes):
+    """``make`` with every array abstract, and the step that came out of the abstract call."""
+    steps = []
+
+    def arrays():
+        step, state, batch = module.make(**sizes)
+        steps.append(step)
+        return state, batch
+
+    state, batch = jax.eval_shape(arrays)
+    return steps[0], state, batch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_abstract_make(name):
+    """No array is allocated, and the step is pure: it keeps the state's shapes and hides no array as a constant."""
+    module, sizes = CASES[name]
+    step, state, batch = abstract_make(module, **sizes)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, batch)))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {"float32"}
+    closed, (new_state, metrics) = jax.make_jaxpr(step, return_shape=True)(state, batch)
+    assert shapes(new_state) == shapes(state)
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == np.float32
+    assert all(np.size(const) <= 1 for const in closed.consts)
+    # The products of a bfloat16 model, forward and backward, are in bfloat16.
+    if sizes.get("dtype") == "bfloat16":
+        assert product_types(closed) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_step_of_abstract_make_learns_real_batch(name):
+    """One compilation checks three things: equal shapes, no leaked tracer in the step, and a loss that falls."""
+    module, sizes = CASES[name]
+    abstract_step, *abstract = abstract_make(module, **sizes)
+    _, state, batch = real_make(name)
+    assert shapes(abstract) == shapes([state, batch])
+    step, losses = compiled(abstract_step), []
+    for _ in range(12):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    assert state["step"] == 12 and step._cache_size() == 1
+    assert np.all(np.isfinite(losses)) and losses[-1] < 0.95 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", ["lm", "nnx"])
+def test_make_is_deterministic_and_follows_the_seed(name):
+    module, sizes = CASES[name]
+    first = real_make(name)[1:]
+    again, other = (module.make(**sizes, seed=seed)[1:] for seed in (0, 1))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, first, again)))
+    assert not np.array_equal(first[1]["tokens"], other[1]["tokens"])
+    assert not np.array_equal(first[0]["params"]["position"], other[0]["params"]["position"])
+
+
+def test_mlp_parameter_count():
+    width, layers, classes, features = 16, 3, 4, 8
+    _, state, _ = abstract_make(mlp, width=width, layers=layers, classes=classes, features=features)
+    expected = features * width + width + (layers - 1) * (width**2 + width) + width * classes + classes
+    assert count(state["params"]) == expected
+
+
+@pytest.mark.parametrize("module", [transformer_lm, transformer_nnx])
+@pytest.mark.parametrize("tie", [False, True])
+def test_transformer_parameter_count(module, tie):
+    seq, width, layers, vocab, ratio = 8, 16, 3, 50, 2
+    _, state, _ = abstract_make(module, seq=seq, width=width, layers=layers, vocab=vocab, mlp_ratio=ratio, tie=tie)
+    block = 4 * (width**2 + width) + 4 * width + 2 * ratio * width**2 + ratio * width + width
+    expected = (vocab + seq) * width + layers * block + 2 * width + (0 if tie else width * vocab)
+    assert count(state["params"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "published"),
+    [
+        (lenet, {}, 61_706),
+        (alexnet, {}, 61_100_840),
+        (resnet, dict(depth=18), 11_689_512),
+        (resnet, dict(depth=50), 25_557_032),
+    ],
+)
+def test_published_parameter_counts(module, sizes, published):
+    _, state, _ = abstract_make(module, **sizes)
+    assert count(state["params"]) == published
+
+
+def test_39_billion_parameters_cost_no_memory():
+    step, state, batch = abstract_make(
+        transformer_lm, batch=1024, seq=1024, width=8192, layers=48, heads=64, vocab=51200, scan=True, remat=True
+    )
+    assert count(state["params"]) > 39e9
+    _, metrics = jax.eval_shape(step, state, batch)
+    assert metrics["loss"].shape == ()
+
+
+def test_scan_and_remat_equal_loop():
+    step, state, batch = real_make("lm")
+    scan_step, scan_state, _ = abstract_make(transformer_lm, **TINY_LM, scan=True, remat=True)
+
+    def stacked(params):
+        blocks = [params[f"blk{i}"] for i in range(TINY_LM["layers"])]
+        rest = {name: leaf for name, leaf in params.items() if not name.startswith("blk")}
+        return rest | {"blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)}
+
+    def after_one_step(step, params):
+        optimizer = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), scan_state["opt_state"])
+        start = state if params is None else {**state, "params": params, "opt_state": optimizer}
+        new_state, metrics = compiled(step)(start, batch)
+        return metrics["loss"], new_state["opt_state"][0].mu
+
+    loss, gradient = after_one_step(step, None)
+    scan_loss, scan_gradient = after_one_step(scan_step, stacked(state["params"]))
+    np.testing.assert_allclose(scan_loss, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), scan_gradient, stacked(gradient))
+
+
+def test_nnx_equals_linen():
+    """The two have the same tree of parameters, so a state of one is a state of the other."""
+    linen_step, state, batch = real_make("lm")
+    nnx_step, nnx_state, _ = abstract_make(transformer_nnx, **TINY_LM)
+    assert shapes(nnx_state["params"]) == shapes(state["params"])
+    (linen_new, linen_metrics), (nnx_new, nnx_metrics) = (compiled(step)(state, batch) for step in (linen_step, nnx_step))
+    np.testing.assert_allclose(nnx_metrics["loss"], linen_metrics["loss"], rtol=1e-5)
+    linen_gradient, nnx_gradient = linen_new["opt_state"][0].mu, nnx_new["opt_state"][0].mu
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), nnx_gradient, linen_gradient)
+
+
+def test_attention_is_causal():
+    """Logits up to a position do not see the tokens after it, and those from there on do."""
+    sizes = dict(seq=6, width=8, layers=2, heads=2, vocab=16, ratio=2, dropout=0.0, tie=False)
+    model = transformer_lm.TransformerLM(**sizes, scan=False, remat=False, dtype=np.dtype("float32"))
+    tokens = np.arange(6, dtype=np.int32)[None]
+    changed = np.where(np.arange(6) < 4, tokens, 15).astype(np.int32)
+    params = jax.jit(model.init)(jax.random.key(0), tokens)
+    apply = jax.jit(model.apply)
+    same = np.isclose(apply(params, tokens), apply(params, changed)).all(axis=(0, 2))
+    assert same.tolist() == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("name", ["lm_full", "nnx_full"])
+def test_dropout_changes_with_the_step_only(name):
+    step, state, batch = real_make(name)
+    step = compiled(step)
+    losses = [float(step({**state, "step": np.int32(i)}, batch)[1]["loss"]) for i in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_text_is_python_source():
+    assert text.library_source(1000).shape == (1000,)
+    assert b"import" in text.library_source().tobytes()
+    drawn = list(itertools.islice(transformer_lm.batches(batch=3, seq=5), 2))
+    assert [b["tokens"].shape for b in drawn] == [(3, 6)] * 2 and drawn[0]["tokens"].dtype == np.int32
+    assert not np.array_equal(drawn[0]["tokens"], drawn[1]["tokens"])
+    assert next(text.batches(batch=2, seq=100, vocab=7))["tokens"].max() < 7
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "said"),
+    [
+        (mlp, dict(dtype="float64"), "choose 'float32' or 'bfloat16'"),
+        (transformer_lm, dict(optimizer="lion"), "adam, adamw, sgd"),
+        (transformer_lm, dict(width=10, heads=4), "not a multiple"),
+        (transformer_nnx, dict(width=10, heads=4), "not a multiple"),
+        (lenet, dict(pool="median"), "average, max"),
+        (lenet, dict(image=8), "at least 12"),
+        (alexnet, dict(image=32), "at least 63"),
+        (resnet, dict(depth=34), "'tiny', 18, 50"),
+    ],
+)
+def test_wrong_sizes_say_what_is_right(module, sizes, said):
+    with pytest.raises(ValueError, match=said):
+        abstract_make(module, **sizes)
