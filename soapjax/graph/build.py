@@ -182,8 +182,9 @@ class _Builder:
             if isinstance(o, int):
                 readers.setdefault(self.values.of(o).root, set()).add(-2)
         for c in self.values.carries.values():
-            if isinstance(c.result, int):
-                readers.setdefault(self.values.of(c.result).root, set()).add(-3)
+            for a in (c.init, c.result):
+                if isinstance(a, int):
+                    readers.setdefault(self.values.of(a).root, set()).add(-3)
         return readers
 
     def _tensor(self, root: int) -> int:
@@ -302,6 +303,7 @@ class _Builder:
             unit = self.units[members[0]]
             paths = [module_path(e.stack) for e in ([unit.heavy] if unit.heavy else unit.eqns)]
             path = max(sorted(set(paths), reverse=True), key=lambda p: (paths.count(p), p.count("/")))
+            path = path or self._parameter_path(unit)
             base = path or {"fused": "step"}.get(unit.kind, unit.kind)
             base += "~backward" if unit.phase == BACKWARD else "~update" if unit.phase == UPDATE else ""
             name, n = base, 1
@@ -310,6 +312,15 @@ class _Builder:
                 name = f"{base}#{n}"
             names.append(name)
         return names
+
+    def _parameter_path(self, unit: Unit) -> str:
+        """Where the name stacks carry no modules (nnx): the module of the first parameter that the unit reads."""
+        roots = [self.values.of(a).root for e in unit.eqns for a in e.inputs if isinstance(a, int)]
+        for parameter in self.phases.parameters:
+            if parameter.value in roots:
+                parts = [part for part in parameter.path.split(".") if part not in ("value", "params", "0")]
+                return "/".join(parts[1:-1])
+        return ""
 
     def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
         first_reader: dict[int, int] = {}

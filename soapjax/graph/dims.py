@@ -76,6 +76,7 @@ class DimClasses:
         self.poisoned: set[Hashable] = set()
         self.sizes: dict[tuple[int, int], int] = {}
         self.spatial_nodes: set[Hashable] = set()
+        self.labelled: set[tuple[int, int]] = set()
         for unit in units:
             for eqn in unit.eqns:
                 self._equation(eqn, is_heavy=eqn is unit.heavy)
@@ -99,6 +100,7 @@ class DimClasses:
                 self.uf.find(node)
                 if lab != BLOCKED:
                     self.uf.union(node, (eqn.key, lab))
+                    self.labelled.add(node)
                     if lab in found.spatial:
                         self.spatial_nodes.add(node)
                 elif shape[d] > 1 and not is_heavy:
@@ -167,7 +169,7 @@ class DimClasses:
         self.classes: dict[Hashable, list[tuple[int, int]]] = {}
         for root, nodes in members.items():
             tensors = [t for t, _ in nodes]
-            if root not in bad and len(set(tensors)) == len(tensors) and self.divisor(nodes) > 1:
+            if root not in bad and self.labelled.intersection(nodes) and len(set(tensors)) == len(tensors) and self.divisor(nodes) > 1:
                 self.classes[root] = nodes
 
     def divisor(self, nodes: list[tuple[int, int]]) -> int:

@@ -56,7 +56,7 @@ def module_path(stack: str) -> str:
     for part in re.split(r"/(?![^(]*\))", stack):
         if _WRAPPED.match(part):
             parts = []  # a transform restarts the path; the wrapped root module adds nothing
-        elif part and part not in _NOISE:
+        elif part and part not in _NOISE and "<lambda>" not in part:
             parts.append(part)
     return "/".join(parts)
 

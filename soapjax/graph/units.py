@@ -176,15 +176,14 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
 
 
 def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit) -> set[str]:
-    """Reshapes, casts and broadcasts of the step's inputs (biases, mixed precision) belong to whoever reads them first.
+    """What is computed from the step's inputs alone (casts of weights, masks, dropout bits) belongs to its first reader.
 
     Moves the key of each to that of its reader; where the reader is heavy, appends it to the unit and returns its key.
     """
-    sinkable = {e.key for e, _ in light if e.name in LAYOUT_ONLY or e.name == "broadcast_in_dim"}
     by_input = {e.key: e for e, _ in light}
     only_inputs: set[int] = set()
     for e, _ in light:
-        if e.key in sinkable and all(values.of(a).root in inputs | only_inputs for a in e.inputs if isinstance(a, int)):
+        if all(values.of(a).root in inputs | only_inputs for a in e.inputs if isinstance(a, int)):
             only_inputs.update(e.outputs)
     readers: dict[int, list[FlatEqn]] = {}
     heavy_units = {id(u): u for u in heavy_unit.values()}.values()
