@@ -253,7 +253,7 @@ class _Builder:
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
-            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy is not None else "", unit.trip_count,
+            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy is not None else "", unit.trip_count, "/".join(unit.scope),
         )  # fmt: skip
 
     def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
@@ -345,7 +345,7 @@ class _Builder:
             read = Access(gradient, (NOT_SPLIT,) * len(self.tensors[gradient].shape))
             dtype = self.tensors[tensor].dtype
             updates.append(
-                Task(owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, p)
+                Task(owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p)
             )
         return parameters, updates
 

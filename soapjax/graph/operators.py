@@ -73,6 +73,7 @@ class Task(NamedTuple):
     equations: tuple[str, ...]
     heavy: str  # key of the heavy equation, "" for a region
     trip_count: int
+    scope: str = ""  # the loop that the task runs in, "" outside
     parameter: int = -1  # index of the parameter that an update task updates
 
 

@@ -1,0 +1,205 @@
+"""From a strategy to durations and memory, in jit, without a table per pair of configs.
+
+`evaluator(tables)` gives a pure function of one strategy (axes [N, A], storage [N]);
+`jax.vmap` makes it one of a batch. Steps: config values -> layout of every access ->
+storage of every parameter -> home layout of every tensor (partial sums resolved towards
+the first reader) -> local sizes -> seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.conversion import conversion_cost
+from soapjax.costs.tables import FROM_FIXED, FROM_READER, CostTables
+from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.space import NOT_FIXED
+
+
+class Durations(NamedTuple):
+    """What the simulators schedule; L link levels, slowest first."""
+
+    compute_s: Array  # [K]
+    resolve_s: Array  # [T, L]
+    convert_s: Array  # [E, L]
+    sum_s: Array  # [S, L]
+
+
+class Layouts(NamedTuple):
+    """The layouts that a strategy implies; the executor's specs come from these."""
+
+    slots: Array  # int8 [U + 2P + 1, A]: accesses, parameter storages, gradient storages, replicated
+    home: Array  # int8 [T, A]: of each tensor as it is kept
+    raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
+    is_shared: Array  # bool [E]: the conversion was made before for another reader
+
+
+class Costs(NamedTuple):
+    durations: Durations
+    layouts: Layouts
+    bytes_by_collective: Array  # [4] that each device sends in a step, by COLLECTIVES
+    memory_bytes: Array  # [4]: parameters and optimizer state, peak of gradients and activations, largest transient, total
+    penalty: Array  # degree violations of the strategy (0 for a valid one)
+
+
+def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
+    """Layouts of every access, storage and tensor under a strategy."""
+    sizes = np.array(tables.links.axis_sizes)
+    index = jnp.maximum(axes, REPLICATED).astype(jnp.int32) + 1  # [N, A]; a pin replicates within its sub-mesh
+    used = jnp.take_along_axis(jnp.asarray(tables.access_map), index[tables.access_op], axis=1)  # [U, A]
+    stored = _storage_layouts(tables, used, storage, sizes)
+    shift = tables.gradient_shift[:, None]
+    gradients = jnp.where(stored >= 0, stored - shift, stored).astype(jnp.int8)
+    replicated = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
+    slots = jnp.concatenate([used, stored, gradients, replicated])
+    raw = slots[tables.tensor_slot]
+    reader = slots[tables.tensor_reader]
+    source = tables.tensor_source[:, None]
+    raw = jnp.where(source == FROM_FIXED, tables.tensor_fixed, raw)
+    raw = jnp.where((source == FROM_READER) & (raw == PARTIAL), jnp.int8(REPLICATED), raw)
+    # A partial sum is scattered where the first reader wants it split, if that divides; else summed everywhere.
+    scattered = jnp.where((raw == PARTIAL) & (reader >= 0), reader, raw)
+    fits = jnp.ones(raw.shape[0], bool)
+    for d in range(tables.tensor_shape.shape[1]):
+        split = jnp.prod(jnp.where(scattered == d, sizes, 1), axis=1)
+        fits &= tables.tensor_shape[:, d] % split == 0
+    home = jnp.where(fits[:, None], scattered, raw)
+    home = jnp.where(home == PARTIAL, jnp.int8(REPLICATED), home)
+    return Layouts(slots, home, raw, _shared(tables, slots, storage))
+
+
+def _storage_layouts(tables: CostTables, used: Array, storage: Array, sizes: np.ndarray) -> Array:
+    if not len(tables.parameter_op):
+        return jnp.zeros((0, len(sizes)), jnp.int8)
+    as_used = used[tables.parameter_slot]  # [P, A]
+    as_used = jnp.where(as_used == PARTIAL, jnp.int8(REPLICATED), as_used)
+    extra = jnp.asarray(tables.storage_masks)[storage[tables.parameter_op].astype(jnp.int32)] & (as_used == REPLICATED)
+    dim = tables.storage_dim[:, None]
+    split = jnp.prod(jnp.where((as_used == dim) | extra, sizes, 1), axis=1)
+    fits = tables.storage_dim_size % split == 0
+    stored = jnp.where(extra & fits[:, None], dim, as_used).astype(jnp.int8)
+    return jnp.where(tables.storage_fixed != NOT_FIXED, tables.storage_fixed, stored)
+
+
+def _shared(tables: CostTables, slots: Array, storage: Array) -> Array:
+    num_edges = len(tables.edge_task)
+    if not len(tables.twin):
+        return jnp.zeros(num_edges, bool)
+    later, earlier = tables.twin[:, 0], tables.twin[:, 1]
+    same = (slots[tables.edge_slot[later]] == slots[tables.edge_slot[earlier]]).all(axis=1)
+    parameter = tables.edge_parameter[later]
+    if len(tables.parameter_op):
+        op = tables.parameter_op[np.maximum(parameter, 0)]
+        again = jnp.asarray(tables.storage_regather)[storage[op].astype(jnp.int32)] & (parameter >= 0)
+        same &= ~(again & tables.twin_crosses)
+    return jnp.zeros(num_edges, bool).at[later].max(same)
+
+
+def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
+    """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped."""
+    sizes = np.array(tables.links.axis_sizes, np.float32)
+    device = tables.topology.device
+    memory_rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
+
+    def product(mask: Array) -> Array:
+        return jnp.prod(jnp.where(mask, sizes, jnp.float32(1)), axis=-1)
+
+    def evaluate(axes: Array, storage: Array) -> Costs:
+        found = layouts_of(tables, axes, storage)
+        slots, home = found.slots, found.home
+        index = jnp.maximum(axes, REPLICATED).astype(jnp.int32) + 1
+
+        # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
+        used = slots[: len(tables.access_op)]
+        access_bytes = tables.access_bytes / product(used >= 0)
+        moved = jnp.zeros(num_k).at[tables.access_task].add(access_bytes)
+        task_index = index[tables.task_op]
+        split = product(jnp.take_along_axis(jnp.asarray(tables.work_split), task_index[tables.work_task], axis=1))
+        flop_s = jnp.zeros(num_k).at[tables.work_task].add(tables.work_seconds / split)
+        is_update = tables.task_parameter >= 0
+        stored = slots[len(tables.access_op) : len(tables.access_op) + len(tables.parameter_op)]
+        if len(tables.parameter_op):
+            shards = product(stored >= 0)
+            update_split = shards[np.maximum(tables.task_parameter, 0)]
+            flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
+            moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
+        else:
+            shards = jnp.zeros(0)
+        compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
+
+        # Communication.
+        resolve = conversion_cost(found.raw, jnp.where(found.raw == PARTIAL, home, found.raw), tables.tensor_bytes, tables.links)
+        resolve_s = resolve.seconds * (tables.tensor_trips * tables.may_be_partial)[:, None]
+        edge_home = home[tables.edge_tensor]
+        target = slots[tables.edge_slot]
+        target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
+        convert = conversion_cost(edge_home, target, tables.edge_bytes, tables.links)
+        active = tables.edge_trips * ~found.is_shared
+        convert_s = convert.seconds * active[:, None]
+        sums = _inner_sums(tables, task_index)
+        sent = (
+            (resolve.bytes * (tables.tensor_trips * tables.may_be_partial)[:, None]).sum(0)
+            + (convert.bytes * active[:, None]).sum(0)
+            + sums[1]
+        )
+        durations = Durations(compute_s, resolve_s, convert_s, sums[0])
+
+        # Memory.
+        persistent = (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
+        held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
+        copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
+        live = _liveness(tables, held, copy, found.is_shared)
+        transient = jnp.zeros(num_t).at[:].set(tables.tensor_bytes / product(found.raw >= 0)) * tables.may_be_partial
+        peak = live.max() if num_k else jnp.float32(0)
+        largest = transient.max() if num_t else jnp.float32(0)
+        memory = jnp.stack([persistent, peak, largest, persistent + peak + largest])
+        return Costs(durations, found, sent, memory, _violations(tables, axes))
+
+    return evaluate
+
+
+def _inner_sums(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
+    """Seconds [S, L] and bytes [4] of the all-reduces in the middle of tasks."""
+    if not len(tables.sum_task):
+        return jnp.zeros((0, tables.links.num_levels)), jnp.zeros(4)
+    index = task_index[tables.sum_task]
+    is_split = jnp.take_along_axis(jnp.asarray(tables.sum_split), index, axis=1)
+    is_reduced = jnp.take_along_axis(jnp.asarray(tables.sum_reduced), index, axis=1)
+    source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED))
+    target = jnp.where(is_split & ~is_reduced, 0, REPLICATED)
+    cost = conversion_cost(source, target, tables.sum_bytes, tables.links)
+    trips = tables.task_trips[tables.sum_task]
+    return cost.seconds * trips[:, None], (cost.bytes * trips[:, None]).sum(0)
+
+
+def _liveness(tables: CostTables, held: Array, copy: Array, is_shared: Array) -> Array:
+    """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
+    num_k = tables.num_tasks
+    steps = jnp.zeros(num_k + 2)
+    alive = tables.tensor_death >= 0
+    steps = steps.at[np.where(alive, tables.tensor_birth, num_k + 1)].add(held)
+    steps = steps.at[np.where(alive, tables.tensor_death + 1, num_k + 1)].add(-held)
+    if len(tables.edge_task):
+        task = np.minimum(tables.edge_task, num_k - 1)
+        before = np.where(tables.edge_previous >= 0, task[np.maximum(tables.edge_previous, 0)] + 1, task)
+        start = jnp.where(is_shared, before, task)
+        steps = steps.at[start].add(copy)
+        steps = steps.at[task + 1].add(-copy)
+    return jnp.cumsum(steps)[:num_k]
+
+
+def _violations(tables: CostTables, axes: Array) -> Array:
+    """How many (operator, dim) degrees do not divide."""
+    sizes = np.array(tables.links.axis_sizes)
+    total = jnp.zeros((), jnp.int32)
+    for d in range(tables.space.divisors.shape[1]):
+        split = jnp.prod(jnp.where(axes == d, sizes, 1), axis=1)
+        total += (tables.space.divisors[:, d] % split != 0).sum()
+    return total

@@ -1,0 +1,328 @@
+"""`CostTables`: all that costs need of a graph, a space and a topology, as static arrays.
+
+Everything a strategy changes is computed from these in jit (evaluate.py). The
+sequences here also fix what the simulators schedule:
+
+* compute tasks, in program order;
+* one *resolution* per tensor that may be partial, right after its producer;
+* one *conversion* per (tensor, reader) whose layouts may differ, right before the reader;
+* one *inner sum* per reduction in the middle of a task.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from soapjax.costs.conversion import Links, links_of
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
+from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.space import SearchSpace
+from soapjax.topology import DeviceTopology
+
+FROM_ACCESS, FROM_STORAGE, FROM_READER, FROM_FIXED = range(4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CostTables:
+    """Static arrays; letters: K tasks, U accesses, T tensors, P parameters, E conversions, S inner sums, W work items."""
+
+    graph: OperatorGraph
+    space: SearchSpace
+    topology: DeviceTopology
+    links: Links
+    usable_memory_bytes: int
+
+    # Layout slots: U accesses, then P storages (of parameters), then P storages (of gradients), then "replicated".
+    access_op: np.ndarray  # int32 [U]
+    access_map: np.ndarray  # int8 [U, D + 1]: tensor dim (or REPLICATED, PARTIAL) by config value + 1
+    access_task: np.ndarray  # int32 [U]
+    access_tensor: np.ndarray  # int32 [U]
+    access_bytes: np.ndarray  # float32 [U]: of one trip
+    access_is_write: np.ndarray  # bool [U]
+
+    parameter_op: np.ndarray  # int32 [P] owner
+    parameter_slot: np.ndarray  # int32 [P]: the owner's first read of it
+    storage_dim: np.ndarray  # int32 [P]: dim that extra storage axes split
+    storage_dim_size: np.ndarray  # int32 [P]
+    gradient_shift: np.ndarray  # int32 [P]: leading (loop) dims that the gradient's tensor lacks
+    storage_fixed: np.ndarray  # int8 [P, A], NOT_FIXED where free
+    parameter_bytes: np.ndarray  # float32 [P]
+    state_copies: np.ndarray  # float32 [P]: parameter and optimizer state leaves of its shape
+    storage_masks: np.ndarray  # bool [O, A]
+    storage_regather: np.ndarray  # bool [O]
+
+    tensor_source: np.ndarray  # int32 [T]: FROM_*
+    tensor_slot: np.ndarray  # int32 [T]: the slot its layout comes from
+    tensor_reader: np.ndarray  # int32 [T]: slot of the first reader (or of "replicated")
+    tensor_fixed: np.ndarray  # int8 [T, A]
+    tensor_shape: np.ndarray  # int32 [T, R]
+    tensor_bytes: np.ndarray  # float32 [T]: of one trip
+    tensor_copies: np.ndarray  # float32 [T]: alive at once
+    tensor_birth: np.ndarray  # int32 [T]: first task that it is alive in
+    tensor_death: np.ndarray  # int32 [T]
+    tensor_trips: np.ndarray  # float32 [T]: how often it is made
+    may_be_partial: np.ndarray  # bool [T]
+
+    edge_tensor: np.ndarray  # int32 [E]
+    edge_slot: np.ndarray  # int32 [E]: the reader's slot
+    edge_task: np.ndarray  # int32 [E]: the reader; K for the step's end
+    edge_bytes: np.ndarray  # float32 [E]: of one conversion
+    edge_trips: np.ndarray  # float32 [E]
+    edge_parameter: np.ndarray  # int32 [E]: parameter that is read, -1 for other tensors
+    twin: np.ndarray  # int32 [Q, 2]: (conversion, an earlier one of the same tensor that may have made the same copy)
+    twin_crosses: np.ndarray  # bool [Q]: the earlier one is in the forward pass, the later in the backward pass
+    edge_previous: np.ndarray  # int32 [E]: the reader before, of the same tensor, -1 for none
+
+    sum_task: np.ndarray  # int32 [S]
+    sum_bytes: np.ndarray  # float32 [S]
+    sum_split: np.ndarray  # bool [S, D + 1]: config values that split it
+    sum_reduced: np.ndarray  # bool [S, D + 1]: config values that make it partial
+
+    work_task: np.ndarray  # int32 [W]
+    work_seconds: np.ndarray  # float32 [W]: on one device
+    work_split: np.ndarray  # bool [W, D + 1]
+    task_op: np.ndarray  # int32 [K]
+    task_trips: np.ndarray  # float32 [K]
+    task_parameter: np.ndarray  # int32 [K]
+    task_phase: np.ndarray  # int32 [K]
+    update_bytes: np.ndarray  # float32 [K]
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.task_op)
+
+
+def cost_tables(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> CostTables:
+    """Builds the arrays; analytic compute costs (a roofline with the topology's efficiencies)."""
+    t: dict[str, np.ndarray] = {}
+    mesh, num_axes = space.mesh, space.num_axes
+    width = space.allowed.shape[2]  # D + 1 config values
+    _accesses(graph, width, t)
+    _parameters(graph, space, t)
+    edges = _tensors_and_edges(graph, space, num_axes, t)
+    _twins(graph, edges, t)
+    _work(graph, topology, width, t)
+    t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
+    t["storage_regather"] = np.array([s.regather for s in space.storages], bool)
+    return CostTables(
+        graph=graph, space=space, topology=topology, links=links_of(topology, mesh),
+        usable_memory_bytes=topology.device.usable_memory_bytes, **t,
+    )  # fmt: skip
+
+
+def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
+    ops, maps, tasks, tensors, sizes, writes = [], [], [], [], [], []
+    for k, task in enumerate(graph.tasks):
+        if task.parameter >= 0:
+            continue
+        for is_write, accesses in ((False, task.reads), (True, task.writes)):
+            for access in accesses:
+                row = np.full(width, REPLICATED, np.int8)
+                for d, dim in enumerate(access.dims):
+                    if dim != NOT_SPLIT:
+                        row[dim + 1] = d
+                row[[dim + 1 for dim in access.reduced]] = PARTIAL
+                ops.append(task.operator)
+                maps.append(row)
+                tasks.append(k)
+                tensors.append(access.tensor)
+                sizes.append(_trip_bytes(graph, access.tensor, k))
+                writes.append(is_write)
+    t["access_op"], t["access_task"], t["access_tensor"] = (np.array(x, np.int32) for x in (ops, tasks, tensors))
+    t["access_map"] = np.array(maps, np.int8).reshape(len(maps), width)
+    t["access_bytes"], t["access_is_write"] = np.array(sizes, np.float32), np.array(writes, bool)
+
+
+def _trip_bytes(graph: OperatorGraph, tensor: int, task: int) -> float:
+    """Bytes of a tensor that one trip of a task touches: a loop reads one slice of a stacked input."""
+    found, trips = graph.tensors[tensor], graph.tasks[task].trip_count
+    stacked = trips > 1 and found.input_leaf >= 0 and found.shape and found.shape[0] == trips and _is_sliced(graph, tensor)
+    return found.size_bytes / (trips if stacked else 1)
+
+
+def _is_sliced(graph: OperatorGraph, tensor: int) -> bool:
+    """Whether loops read this input slice by slice: its leading dim is never split."""
+    return all(a.dims[0] == NOT_SPLIT for k in graph.tasks for a in k.reads if a.tensor == tensor and a.dims)
+
+
+def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
+    mesh = space.mesh
+    count = len(graph.parameters)
+    first_slot: dict[tuple[int, int], int] = {}
+    for u, (op, tensor, is_write) in enumerate(zip(t["access_op"], t["access_tensor"], t["access_is_write"], strict=True)):
+        if not is_write:
+            first_slot.setdefault((int(op), int(tensor)), u)
+    fixed = np.full((count, space.num_axes), -9, np.int8)
+    dims, shifts = [], []
+    for p, parameter in enumerate(graph.parameters):
+        shape = graph.tensors[parameter.tensor].shape
+        choices = parameter.storage_dims or (0,)
+        whole = [d for d in choices if shape and shape[d] % mesh.num_devices == 0]
+        dims.append(whole[0] if whole else max(choices, key=lambda d: math.gcd(shape[d], mesh.num_devices) if shape else 0))
+        shifts.append(len(shape) - len(graph.tensors[parameter.gradient].shape))
+        if parameter.leaf in space.fixed_layouts:
+            fixed[p] = space.fixed_layouts[parameter.leaf]
+    tensors = [graph.tensors[p.tensor] for p in graph.parameters]
+    t["parameter_op"] = np.array([p.owner for p in graph.parameters], np.int32)
+    t["parameter_slot"] = np.array([first_slot.get((p.owner, p.tensor), 0) for p in graph.parameters], np.int32)
+    t["storage_dim"] = np.array(dims, np.int32)
+    t["storage_dim_size"] = np.array([x.shape[d] if x.shape else 1 for x, d in zip(tensors, dims, strict=True)], np.int32)
+    t["gradient_shift"] = np.array(shifts, np.int32)
+    t["storage_fixed"] = fixed
+    t["parameter_bytes"] = np.array([x.size_bytes for x in tensors], np.float32)
+    t["state_copies"] = np.array([1 + len(p.state_leaves) for p in graph.parameters], np.float32)
+
+
+@dataclasses.dataclass
+class _Edge:
+    tensor: int
+    slot: int
+    task: int
+    bytes: float
+    trips: int
+    parameter: int
+
+
+def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t: dict) -> list[_Edge]:
+    num_u, num_p, num_k = len(t["access_op"]), len(graph.parameters), len(graph.tasks)
+    replicated_slot = num_u + 2 * num_p
+    by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
+    by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
+    update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
+    paired = dict(graph.state_pairs)
+    state_outputs = {o for i, o in graph.state_pairs}
+    readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)
+    writer: dict[int, int] = {}
+    for u in range(num_u):
+        tensor, k = int(t["access_tensor"][u]), int(t["access_task"][u])
+        if t["access_is_write"][u]:
+            writer[tensor] = u
+        else:
+            readers.setdefault(tensor, []).append((k, u))
+    n = len(graph.tensors)
+    source, slot, reader = np.zeros(n, np.int32), np.full(n, replicated_slot, np.int32), np.full(n, replicated_slot, np.int32)
+    fixed = np.full((n, num_axes), REPLICATED, np.int8)
+    rank = max([len(x.shape) for x in graph.tensors], default=1) or 1
+    shapes = np.ones((n, rank), np.int32)
+    birth, death, trips = np.zeros(n, np.int32), np.zeros(n, np.int32), np.ones(n, np.float32)
+    partial = np.zeros(n, bool)
+    edges: list[_Edge] = []
+    for i, tensor in enumerate(graph.tensors):
+        shapes[i, : len(tensor.shape)] = tensor.shape
+        found = sorted(readers.get(i, []))
+        if i in by_gradient and by_gradient[i] in update_task:
+            p = by_gradient[i]
+            found.append((update_task[p], num_u + num_p + p))
+            found.sort()
+        for k, u in found:
+            task = graph.tasks[k]
+            per_trip = _trip_bytes(graph, i, k)
+            made_inside = i in writer and graph.tasks[int(t["access_task"][writer[i]])].trip_count > 1
+            sliced = per_trip != tensor.size_bytes
+            count = task.trip_count if made_inside or sliced else 1
+            edges.append(_Edge(i, u, k, per_trip, count, by_parameter.get(i, -1)))
+        if tensor.output_leaves and i in writer and state_outputs.intersection(tensor.output_leaves):
+            edges.append(_Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1))
+        if found:
+            # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
+            reader[i] = found[0][1]
+        last = max([k for k, _ in found], default=0)
+        death[i] = num_k - 1 if tensor.output_leaves else last
+        if i in by_parameter:
+            source[i], slot[i] = FROM_STORAGE, num_u + by_parameter[i]
+            death[i] = -1  # counted with its optimizer state
+        elif i in writer:
+            source[i], slot[i] = FROM_ACCESS, writer[i]
+            birth[i] = t["access_task"][writer[i]]
+            trips[i] = graph.tasks[birth[i]].trip_count
+            partial[i] = bool((t["access_map"][writer[i]] == PARTIAL).any())
+            # A loop carries it over from the trip before.
+            death[i] = max(death[i], birth[i])
+        elif tensor.input_leaf in space.fixed_layouts:
+            source[i], fixed[i] = FROM_FIXED, space.fixed_layouts[tensor.input_leaf]
+        elif tensor.input_leaf in paired or not found:
+            source[i] = FROM_FIXED
+        else:
+            source[i], slot[i] = FROM_READER, found[0][1]
+    for entry in graph.entries:
+        first = min((k for k, _ in readers.get(entry.target, [])), default=None)
+        if first is not None:
+            # Converted to the layout in which the loop's own result is carried.
+            edges.append(_Edge(entry.source, writer.get(entry.target, replicated_slot), first, graph.tensors[entry.source].size_bytes, 1, -1))
+            death[entry.source] = max(death[entry.source], first)
+    edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
+    edges.sort(key=lambda e: (e.task, e.tensor))
+    t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
+    t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = shapes, birth, death
+    t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
+    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32)
+    t["tensor_trips"], t["may_be_partial"] = trips, partial
+    t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)
+    t["edge_slot"] = np.array([e.slot for e in edges], np.int32)
+    t["edge_task"] = np.array([e.task for e in edges], np.int32)
+    t["edge_bytes"] = np.array([e.bytes for e in edges], np.float32)
+    t["edge_trips"] = np.array([e.trips for e in edges], np.float32)
+    t["edge_parameter"] = np.array([e.parameter for e in edges], np.int32)
+    return edges
+
+
+def _twins(graph: OperatorGraph, edges: list[_Edge], t: dict) -> None:
+    """Pairs of conversions that may be one: the same tensor wanted twice in one layout, in the same loop."""
+    last = len(graph.tasks)
+    by_tensor: dict[int, list[int]] = {}
+    pairs, crosses = [], []
+    previous = np.full(len(edges), -1, np.int32)
+    for i, e in enumerate(edges):
+        for j in by_tensor.get(e.tensor, []):
+            if e.task < last:
+                a, b = graph.tasks[edges[j].task], graph.tasks[e.task]
+                if a.scope == b.scope:
+                    pairs.append((i, j))
+                    crosses.append(a.phase == FORWARD and b.phase in (BACKWARD, UPDATE))
+                    previous[i] = j
+        by_tensor.setdefault(e.tensor, []).append(i)
+    t["twin"] = np.array(pairs, np.int32).reshape(len(pairs), 2)
+    t["twin_crosses"] = np.array(crosses, bool)
+    t["edge_previous"] = previous
+
+
+def _work(graph: OperatorGraph, topology: DeviceTopology, width: int, t: dict) -> None:
+    device = topology.device
+
+    def mask(dims) -> np.ndarray:
+        row = np.zeros(width, bool)
+        row[[d + 1 for d in dims]] = True
+        return row
+
+    work_task, work_seconds, work_split = [], [], []
+    sum_task, sum_bytes, sum_split, sum_reduced = [], [], [], []
+    update_bytes = np.zeros(len(graph.tasks), np.float32)
+    for k, task in enumerate(graph.tasks):
+        rate = device.efficiency[task.kind] * device.peak(task.dtype, operator_class=task.kind)
+        for w in task.work:
+            work_task.append(k)
+            work_seconds.append(w.flops / rate)
+            work_split.append(mask(w.dims))
+        for s in task.sums:
+            sum_task.append(k)
+            sum_bytes.append(s.size_bytes)
+            sum_split.append(mask(s.dims))
+            sum_reduced.append(mask(s.reduced))
+        if task.parameter >= 0:
+            parameter = graph.parameters[task.parameter]
+            # The gradient is read; the parameter and its optimizer state are read and written.
+            update_bytes[k] = graph.tensors[parameter.tensor].size_bytes * (1 + 2 * (1 + len(parameter.state_leaves)))
+    t["work_task"], t["work_seconds"] = np.array(work_task, np.int32), np.array(work_seconds, np.float32)
+    t["work_split"] = np.array(work_split, bool).reshape(len(work_task), width)
+    t["sum_task"], t["sum_bytes"] = np.array(sum_task, np.int32), np.array(sum_bytes, np.float32)
+    t["sum_split"] = np.array(sum_split, bool).reshape(len(sum_task), width)
+    t["sum_reduced"] = np.array(sum_reduced, bool).reshape(len(sum_task), width)
+    t["task_op"] = np.array([x.operator for x in graph.tasks], np.int32)
+    t["task_trips"] = np.array([x.trip_count for x in graph.tasks], np.float32)
+    t["task_parameter"] = np.array([x.parameter for x in graph.tasks], np.int32)
+    t["task_phase"] = np.array([x.phase for x in graph.tasks], np.int32)
+    t["update_bytes"] = update_bytes

@@ -1,0 +1,122 @@
+"""The static schedule: every task that a step may run, in program order.
+
+What a strategy changes is durations only; a communication that a strategy does
+not need has duration zero, and then starts when its inputs are there and occupies
+no stream. Streams: 0 computes, 1 + l communicates over link level l. Per graph task:
+conversions of what it reads, the task, its inner sums, the resolution of what it wrote.
+Phases end in a barrier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from soapjax.costs.evaluate import Durations
+from soapjax.costs.tables import CostTables
+
+COMPUTE, SUM, RESOLVE, CONVERT, BARRIER = range(5)
+KIND_NAMES = ("compute", "inner sum", "resolve", "convert", "barrier")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """T tasks; `predecessors` is padded with T (always ended at 0)."""
+
+    kind: np.ndarray  # int32 [T]
+    source: np.ndarray  # int32 [T]: index among what `kind` counts
+    level: np.ndarray  # int32 [T]: link level of a communication, -1
+    predecessors: np.ndarray  # int32 [T, P]
+    occupies: np.ndarray  # bool [T, S]
+    is_barrier: np.ndarray  # bool [T]
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.kind)
+
+    def durations(self, d: Durations):
+        """Seconds of every scheduled task, [..., T], gathered from the cost model's figures."""
+        xp = np if isinstance(d.compute_s, np.ndarray) else _jnp()
+        lead = d.compute_s.shape[:-1]
+        flat = xp.concatenate(
+            [d.compute_s, *(x.reshape(*lead, -1) for x in (d.sum_s, d.resolve_s, d.convert_s)), xp.zeros((*lead, 1))], axis=-1
+        )
+        levels = d.resolve_s.shape[-1]
+        num_k, num_s, num_t = d.compute_s.shape[-1], d.sum_s.shape[-2], d.resolve_s.shape[-2]
+        start = np.array([0, num_k, num_k + num_s * levels, num_k + (num_s + num_t) * levels, flat.shape[-1] - 1])
+        stride = np.array([1, levels, levels, levels, 0])
+        index = start[self.kind] + self.source * stride[self.kind] + np.maximum(self.level, 0) * (self.kind != COMPUTE)
+        index = np.where(self.kind == BARRIER, flat.shape[-1] - 1, index)
+        return flat[..., index]
+
+
+def _jnp():
+    import jax.numpy as jnp
+
+    return jnp
+
+
+def schedule_of(tables: CostTables) -> Schedule:
+    """The schedule of a graph on a topology; independent of the strategy."""
+    graph, num_levels = tables.graph, tables.links.num_levels
+    overlap = tables.topology.device.overlap
+    rows: list[tuple[int, int, int, list[int]]] = []
+    ready: dict[int, int] = {}  # tensor -> scheduled task after which it is there
+    edges_of: dict[int, list[int]] = {}
+    sums_of: dict[int, list[int]] = {}
+    for e, k in enumerate(tables.edge_task):
+        edges_of.setdefault(int(k), []).append(e)
+    for s, k in enumerate(tables.sum_task):
+        sums_of.setdefault(int(k), []).append(s)
+
+    def add(kind: int, source: int, level: int, needs: list[int]) -> int:
+        rows.append((kind, source, level, needs))
+        return len(rows) - 1
+
+    def chain(kind: int, source: int, needs: list[int]) -> int:
+        last = -1
+        for level in range(num_levels):
+            last = add(kind, source, level, needs if level == 0 else [last])
+        return last
+
+    phase = None
+    for k, task in enumerate(graph.tasks):
+        if phase is not None and task.phase != phase and not graph.is_single_phase:
+            add(BARRIER, 0, -1, [])
+        phase = task.phase
+        converted: dict[int, int] = {}
+        needs = []
+        for e in edges_of.get(k, []):
+            tensor = int(tables.edge_tensor[e])
+            end = chain(CONVERT, e, [ready[tensor]] if tensor in ready else [])
+            converted[tensor] = end
+            needs.append(end)
+        needs += [ready[a.tensor] for a in task.reads if a.tensor in ready and a.tensor not in converted]
+        end = add(COMPUTE, k, -1, sorted(set(needs)))
+        for s in sums_of.get(k, []):
+            end = chain(SUM, s, [end])
+        for a in task.writes:
+            ready[a.tensor] = chain(RESOLVE, a.tensor, [end]) if tables.may_be_partial[a.tensor] else end
+    for e in edges_of.get(len(graph.tasks), []):
+        tensor = int(tables.edge_tensor[e])
+        chain(CONVERT, e, [ready[tensor]] if tensor in ready else [])
+    return _arrays(rows, num_levels, overlap)
+
+
+def _arrays(rows, num_levels: int, overlap: bool) -> Schedule:
+    n = len(rows)
+    width = max([len(r[3]) for r in rows], default=1) or 1
+    predecessors = np.full((n, width), n, np.int32)
+    occupies = np.zeros((n, 1 + num_levels), bool)
+    for t, (kind, _, level, needs) in enumerate(rows):
+        predecessors[t, : len(needs)] = needs
+        if kind == BARRIER:
+            occupies[t] = True
+        elif kind == COMPUTE:
+            occupies[t, 0] = True
+        else:
+            occupies[t, 1 + level] = True
+            occupies[t, 0] = not overlap
+    kind, source, level = (np.array([r[i] for r in rows], np.int32) for i in range(3))
+    return Schedule(kind, source, level, predecessors, occupies, kind == BARRIER)

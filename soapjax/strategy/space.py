@@ -1,0 +1,181 @@
+"""The SOAP space of a graph on a mesh: what the search may choose, and nothing that cannot run.
+
+An axis may split any dim that its size divides; together the axes on a dim must
+divide it. Pins (the O dimension) are part of the data model, and offered once an
+executor can place programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.operators import OperatorGraph
+from soapjax.strategy.layout import divides, layout_of
+from soapjax.strategy.strategy import REPLICATE, Storage, Strategy, replicated, storage_options
+from soapjax.topology.factor_mesh import FactorMesh
+
+NOT_FIXED = -9
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchSpace:
+    graph: OperatorGraph
+    mesh: FactorMesh
+    storages: tuple[Storage, ...]
+    divisors: np.ndarray  # int32 [N, K]: what a degree on each dim must divide; 1 where there is no such dim
+    allowed: np.ndarray  # bool [N, A, K + 1]: whether axis a may take value v - 1 (-1: replicate)
+    owns_parameters: np.ndarray  # bool [N]
+    fixed_layouts: dict[int, np.ndarray]  # input leaf -> layout that the user fixed, int8 [A]
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.mesh.axis_names)
+
+    def is_valid(self, strategy: Strategy) -> bool:
+        return not self.violations(strategy)
+
+    def violations(self, strategy: Strategy) -> list[Problem]:
+        """Everything about a strategy that this space does not offer."""
+        problems = []
+        for n, op in enumerate(self.graph.operators):
+            for a, value in enumerate(strategy.axes[n]):
+                name = self.mesh.axis_names[a]
+                if not (-1 <= value < self.allowed.shape[2] - 1 and self.allowed[n, a, value + 1]):
+                    shown = op.dims[value].name if 0 <= value < len(op.dims) else str(int(value))
+                    choices = ["replicate", *(d.name for k, d in enumerate(op.dims) if self.allowed[n, a, k + 1])]
+                    problems.append(
+                        Problem(f"operators.{op.name}.axes.{name}", shown, " or ".join(choices), "choose one of these")
+                    )
+            for k, dim in enumerate(op.dims):
+                split = int(np.prod([s for v, s in zip(strategy.axes[n], self.mesh.axis_sizes, strict=True) if v == k]))
+                if dim.divisor % split:
+                    problems.append(
+                        Problem(
+                            f"operators.{op.name}.{dim.name}", f"degree {split}", f"a divisor of {dim.divisor}",
+                            "assign fewer axes to this dim, or replicate",
+                        )
+                    )  # fmt: skip
+            if not 0 <= strategy.storage[n] < len(self.storages):
+                problems.append(
+                    Problem(f"operators.{op.name}.storage", str(strategy.storage[n]), "a storage option", "choose 'as used'")
+                )
+        return problems
+
+    def configs(self, n: int) -> Iterator[tuple[int, ...]]:
+        """All valid axis assignments of operator `n`, without storage."""
+        per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
+        for values in itertools.product(*per_axis):
+            if self._divides(n, values):
+                yield values
+
+    def num_configs(self, n: int) -> int:
+        return sum(1 for _ in self.configs(n))
+
+    def _divides(self, n: int, values: Sequence[int]) -> bool:
+        split: dict[int, int] = {}
+        for v, s in zip(values, self.mesh.axis_sizes, strict=True):
+            if v >= 0:
+                split[v] = split.get(v, 1) * s
+        return all(self.divisors[n, k] % d == 0 for k, d in split.items())
+
+    def random(self, rng: np.random.Generator) -> Strategy:
+        """A valid strategy: axis by axis a uniform choice among what still divides."""
+        start = replicated(self.graph, self.mesh)
+        for n in range(self.graph.num_operators):
+            values = [REPLICATE] * self.num_axes
+            for a in rng.permutation(self.num_axes):
+                choices = []
+                for v in range(-1, self.allowed.shape[2] - 1):
+                    if self.allowed[n, a, v + 1]:
+                        trial = [*values]
+                        trial[a] = v
+                        if self._divides(n, trial):
+                            choices.append(v)
+                values[a] = int(rng.choice(choices))
+            start.axes[n] = values
+            if self.owns_parameters[n]:
+                start.storage[n] = rng.integers(len(self.storages))
+        return start
+
+
+def search_space(graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None) -> SearchSpace:
+    """The space of `graph` on `mesh`; `fixed` maps argument paths to axis names per dim.
+
+    Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
+    user's own code that this mesh cannot express.
+    """
+    n, k = graph.num_operators, max((len(o.dims) for o in graph.operators), default=0)
+    divisors = np.ones((n, max(k, 1)), np.int32)
+    allowed = np.zeros((n, len(mesh.axis_names), max(k, 1) + 1), bool)
+    allowed[:, :, 0] = True
+    problems: list[Problem] = []
+    for i, op in enumerate(graph.operators):
+        for j, dim in enumerate(op.dims):
+            divisors[i, j] = dim.divisor
+            for a, size in enumerate(mesh.axis_sizes):
+                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1
+        if op.fixed is not None:
+            problems += _fix_operator(graph, mesh, i, allowed)
+    owns = np.array([bool(o.parameters) for o in graph.operators])
+    layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
+    if problems:
+        raise SoapjaxError(problems)
+    return SearchSpace(graph, mesh, storage_options(mesh), divisors, allowed, owns, layouts)
+
+
+def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.ndarray) -> list[Problem]:
+    """Leaves a user's constraint exactly one config."""
+    op = graph.operators[i]
+    task = graph.tasks[op.tasks[0]]
+    access = (*task.writes, *task.reads)[0]
+    problems = []
+    allowed[i, :, 1:] = False
+    for d, names in enumerate(op.fixed):
+        for name in names:
+            place = f"sharding constraint at {op.name}, dim {d}"
+            if name not in mesh.axis_names:
+                problems.append(
+                    Problem(place, repr(name), f"an axis of the plan's mesh {mesh.axis_names}", "name these axes in the constraint")
+                )
+            elif access.dims[d] < 0 or not graph.operators[i].dims[access.dims[d]].divisor % mesh.axis_sizes[
+                mesh.axis_names.index(name)
+            ] == 0:
+                problems.append(Problem(place, repr(name), "an axis whose size divides the dim", "drop it from the constraint"))
+            else:
+                a = mesh.axis_names.index(name)
+                allowed[i, a, :] = False
+                allowed[i, a, access.dims[d] + 1] = True
+    return problems
+
+
+def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list[Problem]) -> dict[int, np.ndarray]:
+    layouts: dict[int, np.ndarray] = {}
+    shapes = {t.input_leaf: t.shape for t in graph.tensors if t.input_leaf >= 0}
+    for path, spec in fixed.items():
+        if path not in graph.in_paths:
+            close = [p for p in graph.in_paths if path.split(".")[-1] in p][:3]
+            problems.append(
+                Problem(f"fixed[{path!r}]", "an unknown argument path", "a path of the step's arguments", f"e.g. {close}")
+            )
+            continue
+        leaf = graph.in_paths.index(path)
+        unknown = [a for names in spec for a in names if a not in mesh.axis_names]
+        shape = shapes.get(leaf)
+        if unknown:
+            problems.append(
+                Problem(f"fixed[{path!r}]", repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names")
+            )
+        elif shape is not None:
+            layout = layout_of(spec, mesh.axis_names)
+            if len(spec) > len(shape) or not divides(layout, shape, mesh.axis_sizes):
+                problems.append(
+                    Problem(f"fixed[{path!r}]", repr(spec), f"a spec that divides shape {shape}", "use fewer or smaller axes")
+                )
+            else:
+                layouts[leaf] = np.array(layout, np.int8)
+    return layouts
