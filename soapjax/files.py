@@ -59,7 +59,11 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES) 
         return target.read_bytes().decode("utf-8")
     except UnicodeDecodeError as e:
         raise SoapjaxError(
-            Problem(f"{target}: byte {e.start}", "bytes that are not UTF-8", "UTF-8 text", "save the file as UTF-8, or make it anew")
+            Problem(
+                f"{target}: byte {e.start}", "bytes that are not UTF-8", "UTF-8 text", "save the file as UTF-8, or make it anew"
+            )
         ) from None
     except OSError as e:
-        raise SoapjaxError(Problem(str(target), e.strerror or str(e), "a readable file", "check the path and its rights")) from None
+        raise SoapjaxError(
+            Problem(str(target), e.strerror or str(e), "a readable file", "check the path and its rights")
+        ) from None

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -64,7 +63,11 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
     raw = jnp.where(source == FROM_FIXED, tables.tensor_fixed, raw)
     raw = jnp.where((source == FROM_READER) & (raw == PARTIAL), jnp.int8(REPLICATED), raw)
     # A partial sum is scattered where the first reader wants it split, if that divides; else summed everywhere.
-    scattered = jnp.where((raw == PARTIAL) & (reader >= 0), reader, raw)
+    # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
+    out_of_order = jnp.stack(
+        [(raw[:, a + 1 :] == reader[:, a : a + 1]).any(axis=1) for a in range(len(sizes))], axis=1
+    )  # fmt: skip
+    scattered = jnp.where((raw == PARTIAL) & (reader >= 0) & ~out_of_order, reader, raw)
     fits = jnp.ones(raw.shape[0], bool)
     for d in range(tables.tensor_shape.shape[1]):
         split = jnp.prod(jnp.where(scattered == d, sizes, 1), axis=1)
@@ -135,7 +138,9 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
 
         # Communication.
-        resolve = conversion_cost(found.raw, jnp.where(found.raw == PARTIAL, home, found.raw), tables.tensor_bytes, tables.links)
+        resolve = conversion_cost(
+            found.raw, jnp.where(found.raw == PARTIAL, home, found.raw), tables.tensor_bytes, tables.links
+        )
         resolve_s = resolve.seconds * (tables.tensor_trips * tables.may_be_partial)[:, None]
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
@@ -152,7 +157,9 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         durations = Durations(compute_s, resolve_s, convert_s, sums[0])
 
         # Memory.
-        persistent = (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
+        persistent = (
+            (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
+        )
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
         live = _liveness(tables, held, copy, found.is_shared)

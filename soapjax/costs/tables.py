@@ -252,7 +252,16 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
         first = min((k for k, _ in readers.get(entry.target, [])), default=None)
         if first is not None:
             # Converted to the layout in which the loop's own result is carried.
-            edges.append(_Edge(entry.source, writer.get(entry.target, replicated_slot), first, graph.tensors[entry.source].size_bytes, 1, -1))
+            edges.append(
+                _Edge(
+                    entry.source,
+                    writer.get(entry.target, replicated_slot),
+                    first,
+                    graph.tensors[entry.source].size_bytes,
+                    1,
+                    -1,
+                )
+            )
             death[entry.source] = max(death[entry.source], first)
     edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
     edges.sort(key=lambda e: (e.task, e.tensor))

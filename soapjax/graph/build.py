@@ -163,7 +163,9 @@ class _Builder:
             is_reduced = first.heavy is not None and c not in in_result and c in classes.touched(first)
             spatial = any(n in classes.spatial_nodes for n in nodes)
             sizes = [classes.sizes[n] for n in nodes]
-            dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))
+            dims.append(
+                Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial)
+            )
         return tuple(dims), {c: k for k, c in enumerate(ordered)}
 
     def _readers(self) -> dict[int, set[int]]:
@@ -254,9 +256,23 @@ class _Builder:
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy is not None else "", unit.trip_count, "/".join(unit.scope),
+            -1, *self._heavy_dims(unit, classes, index),
         )  # fmt: skip
 
-    def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
+    def _heavy_dims(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """Op dims of the heavy equation's operands and of its first result."""
+        if unit.heavy is None:
+            return (), ()
+
+        def dims(labs: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(index.get(classes.of_label(unit.heavy, lab), NOT_SPLIT) for lab in labs)
+
+        found = self.labels[unit.heavy]
+        return tuple(map(dims, found.inputs)), dims(found.outputs[0])
+
+    def _partial_results(
+        self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]
+    ) -> dict[int, tuple[int, ...]]:
         """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""
         readers: dict[int, list[FlatEqn]] = {}
         for e in unit.eqns:
@@ -427,5 +443,3 @@ def _grouped(operators: list[Operator], tasks: list[Task], tensors: list[Tensor]
 def total_flops(graph: OperatorGraph) -> float:
     """FLOPs of one step on one device, loops counted with their trips."""
     return float(np.sum([w.flops * t.trip_count for t in graph.tasks for w in t.work]))
-
-

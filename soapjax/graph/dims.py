@@ -70,7 +70,9 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
 class DimClasses:
     """The classes of one operator; `of(node)` is the class of a (root, dim), None where it cannot be split."""
 
-    def __init__(self, units: list[Unit], program: Program, values: Values, phases: Phases, labels: LabelCache, generated: set[int]):
+    def __init__(
+        self, units: list[Unit], program: Program, values: Values, phases: Phases, labels: LabelCache, generated: set[int]
+    ):
         self.program, self.values, self.labels, self.generated = program, values, labels, generated
         self.uf = UnionFind()
         self.poisoned: set[Hashable] = set()
@@ -126,7 +128,7 @@ class DimClasses:
                 self._unite(parameter.value, parameter.gradient)
         first = units[0]
         for unit in units[1:]:
-            if is_recompute((unit.heavy or unit.eqns[0])) and first.phase == FORWARD:
+            if is_recompute(unit.heavy or unit.eqns[0]) and first.phase == FORWARD:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
                 self._tie_cotangents(first, unit)
@@ -169,7 +171,12 @@ class DimClasses:
         self.classes: dict[Hashable, list[tuple[int, int]]] = {}
         for root, nodes in members.items():
             tensors = [t for t, _ in nodes]
-            if root not in bad and self.labelled.intersection(nodes) and len(set(tensors)) == len(tensors) and self.divisor(nodes) > 1:
+            if (
+                root not in bad
+                and self.labelled.intersection(nodes)
+                and len(set(tensors)) == len(tensors)
+                and self.divisor(nodes) > 1
+            ):
                 self.classes[root] = nodes
 
     def divisor(self, nodes: list[tuple[int, int]]) -> int:

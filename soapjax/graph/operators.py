@@ -75,6 +75,9 @@ class Task(NamedTuple):
     trip_count: int
     scope: str = ""  # the loop that the task runs in, "" outside
     parameter: int = -1  # index of the parameter that an update task updates
+    # The heavy equation's operands and first result in their own shapes, whether they leave the task or not.
+    operand_dims: tuple[tuple[int, ...], ...] = ()
+    result_dims: tuple[int, ...] = ()
 
 
 class Tensor(NamedTuple):
@@ -145,7 +148,9 @@ class OperatorGraph:
         """sha256 over operators, shapes and edges: no jaxpr text, value ids or equation addresses in it."""
         data = {
             "operators": [(o.name, o.kind, o.dims, o.tasks, o.parameters) for o in self.operators],
-            "tasks": [(t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks],
+            "tasks": [
+                (t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks
+            ],
             "tensors": [(t.shape, t.dtype, t.copies, t.input_leaf, t.output_leaves) for t in self.tensors],
             "parameters": self.parameters,
             "paths": (self.in_paths, self.out_paths),

@@ -206,8 +206,39 @@ def flatten(closed: Any, *, unroll: bool = False) -> Program:
     consts = [f._const(c, records) for c in closed.consts]
     results = f.inline(closed.jaxpr, list(consts), args, "", records)
     values = {r["const"]: r["value"] for r in records if "const" in r}
+    records = _own_casts(records, {a for a in args if isinstance(a, int)}, f)
     eqns = _finish([r for r in records if "const" not in r], {a for a in results if isinstance(a, int)}, (), f.avals, values)
     return Program(tuple(a for a in args if isinstance(a, int)), tuple(results), eqns, values, f.avals)
+
+
+def _own_casts(records: list[dict], inputs: set[int], f: _Flattener) -> list[dict]:
+    """Every reader of a cast input (mixed precision) gets a cast of its own.
+
+    Else the backward pass would read the forward pass' cast copy, which then stays whole and alive although the
+    parameter behind it is stored in shards. XLA merges casts that stay alike.
+    """
+    casts: dict[int, dict] = {}
+    out: list[dict] = []
+    for r in records:
+        if "const" in r:
+            out.append(r)
+            continue
+        changed = list(r["inputs"])
+        for k, a in enumerate(changed):
+            if isinstance(a, int) and a in casts:
+                copy = dict(casts[a], outputs=(f.fresh(f.avals[a]),), stack=r["stack"])
+                out.append(copy)
+                changed[k] = copy["outputs"][0]
+        r = dict(r, inputs=tuple(changed))
+        if r["body"] is not None:
+            args, results, inner = r["body"]
+            first = r["params"]["num_consts"] + r["params"]["num_carry"]
+            stable = set(args[: r["params"]["num_consts"]]) | set(args[first:])
+            r["body"] = (args, results, _own_casts(inner, stable, f))
+        elif r["primitive"].name == "convert_element_type" and isinstance(a := r["inputs"][0], int) and a in inputs:
+            casts[r["outputs"][0]] = r
+        out.append(r)
+    return out
 
 
 def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], avals, consts) -> tuple[FlatEqn, ...]:
@@ -231,9 +262,7 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
             args, results, inner = r["body"]
             inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
             body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
-        eqns.append(
-            FlatEqn(address, r["primitive"], r["params"], r["inputs"], r["outputs"], r["stack"], r["ctx"], body)
-        )
+        eqns.append(FlatEqn(address, r["primitive"], r["params"], r["inputs"], r["outputs"], r["stack"], r["ctx"], body))
     return tuple(eqns)
 
 

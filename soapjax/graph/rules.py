@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -428,5 +428,3 @@ def user_spec(eqn: FlatEqn) -> jax.sharding.NamedSharding | None:
     """The sharding of a user's own constraint, None for any other equation."""
     sharding = eqn.params.get("sharding") if eqn.name == "sharding_constraint" else None
     return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
-
-

@@ -57,7 +57,9 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
-def trace(fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (), **kwargs: Any) -> TracedStep:
+def trace(
+    fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (), **kwargs: Any
+) -> TracedStep:
     """Traces `fn(*args, **kwargs)`; positions in `static_argnums` are compile-time constants.
 
     Raises: SoapjaxError where the function cannot be traced (the cause is named).
@@ -92,9 +94,7 @@ def trace(fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnu
     program = flatten(closed, unroll=unroll)
     pairs = _state_pairs([*dynamic, *(kwargs[k] for k in sorted(kwargs))], traced.out_info)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
-    return TracedStep(
-        program, in_tree, jax.tree_util.tree_structure(traced.out_info), tuple(in_paths), tuple(out_paths), pairs
-    )
+    return TracedStep(program, in_tree, jax.tree_util.tree_structure(traced.out_info), tuple(in_paths), tuple(out_paths), pairs)
 
 
 def _state_pairs(args: list[Any], out: Any) -> dict[int, int]:

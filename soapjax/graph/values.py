@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from soapjax.graph.program import Atom, FlatEqn, Program
 
-
 # Results that are their operands: barriers (rematerialisation) and names.
 IDENTITIES = {"optimization_barrier", "name"}
 

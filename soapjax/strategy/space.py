@@ -103,7 +103,9 @@ class SearchSpace:
         return start
 
 
-def search_space(graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None) -> SearchSpace:
+def search_space(
+    graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None
+) -> SearchSpace:
     """The space of `graph` on `mesh`; `fixed` maps argument paths to axis names per dim.
 
     Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
@@ -140,11 +142,14 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
             place = f"sharding constraint at {op.name}, dim {d}"
             if name not in mesh.axis_names:
                 problems.append(
-                    Problem(place, repr(name), f"an axis of the plan's mesh {mesh.axis_names}", "name these axes in the constraint")
+                    Problem(
+                        place, repr(name), f"an axis of the plan's mesh {mesh.axis_names}", "name these axes in the constraint"
+                    )
                 )
-            elif access.dims[d] < 0 or not graph.operators[i].dims[access.dims[d]].divisor % mesh.axis_sizes[
-                mesh.axis_names.index(name)
-            ] == 0:
+            elif (
+                access.dims[d] < 0
+                or not graph.operators[i].dims[access.dims[d]].divisor % mesh.axis_sizes[mesh.axis_names.index(name)] == 0
+            ):
                 problems.append(Problem(place, repr(name), "an axis whose size divides the dim", "drop it from the constraint"))
             else:
                 a = mesh.axis_names.index(name)

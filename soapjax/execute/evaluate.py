@@ -1,0 +1,117 @@
+"""Running a flat program equation by equation, with a hook for every equation: one evaluator for all executors.
+
+`Evaluator` alone reproduces the traced function; `PlannedEvaluator` (spmd.py) constrains
+what the plan says. Both run inside `jax.jit`, so the walk over equations happens once per trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from soapjax.execute.promote import is_low, promote, promoted_bind
+from soapjax.graph.phases import module_path
+from soapjax.graph.program import Atom, FlatEqn, Program
+
+
+class Evaluator:
+    """Evaluates a program on flat arguments.
+
+    Args:
+      program: what `flatten` made.
+      is_float64: evaluate with every float in float64 (needs x64 enabled).
+    """
+
+    def __init__(self, program: Program, *, is_float64: bool = False):
+        self.program = program
+        self.is_float64 = is_float64
+
+    def run(self, arguments: list[Any], also: tuple[int, ...] = ()) -> tuple[list[Any], list[Any]]:
+        """The outputs, and the values of the ids in `also` (gradients, say; ids of the outermost level)."""
+        env: dict[int, Any] = {k: self.lift(v) for k, v in self.program.consts.items()}
+        env.update((i, self.lift(a)) for i, a in zip(self.program.inputs, arguments, strict=True))
+        self.enter(env)
+        self.block(self.program, env)
+        return [self.read(o, env) for o in self.program.outputs], [env[i] for i in also]
+
+    def lift(self, x: Any) -> Any:
+        return promote(x) if self.is_float64 else x
+
+    def read(self, atom: Atom, env: dict[int, Any]) -> Any:
+        if isinstance(atom, int):
+            return env[atom]
+        value = np.asarray(atom.val, dtype=atom.aval.dtype) if hasattr(atom.aval, "dtype") else atom.val
+        return self.lift(jnp.asarray(value)) if self.is_float64 else value
+
+    def block(self, program: Program, env: dict[int, Any]) -> None:
+        for eqn in program.eqns:
+            with jax.named_scope(scope_name(eqn)), eqn.ctx.manager:
+                results = self.loop(eqn, env) if eqn.body is not None else self.equation(eqn, env)
+            env.update(zip(eqn.outputs, results, strict=True))
+
+    def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        """One equation; executors override this."""
+        return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
+
+    def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+        if self.is_float64:
+            dtypes = [self.program.aval(a).dtype for a in eqn.inputs]
+            return promoted_bind(eqn, inputs, dtypes, params)
+        out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    def loop(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        """A scan, its body evaluated in the same way."""
+        body, p = eqn.body, eqn.params
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+        values = [self.read(a, env) for a in eqn.inputs]
+        outer = dict(zip(body.inputs[:num_consts], values[:num_consts], strict=True))
+        carry_ids, x_ids = body.inputs[num_consts : num_consts + num_carry], body.inputs[num_consts + num_carry :]
+        carry = self.enter_loop(eqn, values[num_consts : num_consts + num_carry], outer)
+        # A body reads nothing of the outer levels but its constants.
+        held = {k: env[k] for k in self.program.consts if k in env}
+
+        def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            inner = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, xs, strict=True))}
+            self.enter_body(eqn, inner)
+            self.block(body, inner)
+            results = [self.read(o, inner) for o in body.outputs]
+            return tuple(results[:num_carry]), tuple(results[num_carry:])
+
+        final, stacked = jax.lax.scan(
+            step, tuple(carry), tuple(values[num_consts + num_carry :]), length=p["length"], reverse=p["reverse"],
+            unroll=p.get("unroll", 1),
+        )  # fmt: skip
+        return [*final, *stacked]
+
+    def enter(self, env: dict[int, Any]) -> None:
+        """Called with the arguments in place."""
+
+    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
+        """Called before a loop; returns the first carry."""
+        # A literal as first value is weakly typed or a NumPy scalar; the carry's type must not change in the body.
+        ids = eqn.body.inputs[eqn.params["num_consts"] :]
+        typed = []
+        for i, c in zip(ids, carry, strict=False):
+            dtype = self.program.avals[i].dtype
+            if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+                typed.append(c)
+            else:
+                typed.append(jnp.asarray(c, jnp.float64 if self.is_float64 and is_low(dtype) else dtype))
+        return typed
+
+    def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
+        """Called in every trip (once per trace) with the body's arguments in place."""
+
+
+def scope_name(eqn: FlatEqn) -> str:
+    """The readable path of an equation, ending in the mark by which it is found again in the compiled program."""
+    path = module_path(eqn.stack)
+    return f"{path}/{mark(eqn.key)}" if path else mark(eqn.key)
+
+
+def mark(key: str) -> str:
+    return "sj" + key.replace(".", "_")

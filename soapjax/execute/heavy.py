@@ -1,0 +1,89 @@
+"""Heavy equations exactly as planned: dots and convolutions run on their local blocks, in `shard_map`.
+
+What the partitioner would choose is left no room: local FLOPs, and the collective
+that resolves a partial sum (all-reduce, or reduce-scatter where the result's home is split), are the plan's.
+Axes on a spatial dim of a convolution stay automatic (halo exchange), all others are manual: that
+combination is right, the partitioner alone returns wrong numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from soapjax.graph.program import FlatEqn
+from soapjax.strategy.layout import Spec
+
+Bind = Callable[[list[Any], dict[str, Any]], list[Any]]
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in spec))
+
+
+def axes_of(spec: Spec) -> set[str]:
+    return {n for names in spec for n in names}
+
+
+def run_heavy(
+    eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec, home_spec: Spec, mesh: Mesh, bind: Bind
+) -> Any:
+    """One dot or convolution on local blocks.
+
+    Args:
+      in_specs: layout of each operand, as used.
+      raw_spec: layout of the result before partial sums are resolved.
+      home_spec: layout of the result after; an axis in it but not in `raw_spec` is reduce-scattered.
+    """
+    spatial = _spatial_axes(eqn, in_specs, raw_spec)
+    if not {n for s in (*in_specs, raw_spec) for n in axes_of(s)}:
+        return bind(inputs, eqn.params)[0]
+    # Unused axes too: left automatic beside a spatial one, the partitioner sums over them as well.
+    manual = set(mesh.axis_names) - spatial
+    contracted = ({n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)) & manual
+    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in contracted and n not in axes_of(raw_spec)]
+    summed = tuple(n for n in mesh.axis_names if n in contracted and n not in {a for _, a in scattered})
+    params = _local_params(eqn, in_specs, mesh, manual)
+
+    def body(*blocks: Any) -> Any:
+        out = bind(list(blocks), params)[0]
+        for d, n in scattered:
+            out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
+        return jax.lax.psum(out, summed) if summed else out
+
+    def keep(spec: Spec) -> PartitionSpec:
+        return partition_spec(tuple(tuple(n for n in names if n in manual) for names in spec))
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=keep(home_spec), axis_names=manual, check_vma=False
+    )(*inputs)
+
+
+def _spatial_axes(eqn: FlatEqn, in_specs: list[Spec], raw_spec: Spec) -> set[str]:
+    if eqn.name != "conv_general_dilated":
+        return set()
+    dn = eqn.params["dimension_numbers"]
+    dims = [(in_specs[0], dn.lhs_spec[2:]), (in_specs[1], dn.rhs_spec[2:]), (raw_spec, dn.out_spec[2:])]
+    return {n for spec, where in dims for d in where if d < len(spec) for n in spec[d]}
+
+
+def _local_params(eqn: FlatEqn, in_specs: list[Spec], mesh: Mesh, manual: set[str]) -> dict[str, Any]:
+    """Group counts of a convolution whose groups are split."""
+    if eqn.name != "conv_general_dilated":
+        return eqn.params
+    dn = eqn.params["dimension_numbers"]
+
+    def ways(d: int) -> int:
+        names = in_specs[0][d] if d < len(in_specs[0]) else ()
+        return math.prod(mesh.shape[n] for n in names if n in manual)
+
+    params = dict(eqn.params)
+    if params["feature_group_count"] > 1:
+        params["feature_group_count"] //= ways(dn.lhs_spec[1])
+    if params["batch_group_count"] > 1:
+        params["batch_group_count"] //= ways(dn.lhs_spec[0])
+    return params

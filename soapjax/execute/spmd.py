@@ -1,0 +1,220 @@
+"""The SPMD executor: one `jax.jit` program over the whole mesh that does what the plan says.
+
+Every tensor is constrained as used by the task that reads it, and as kept by the task
+that makes it; dots and convolutions run on their local blocks (heavy.py). A tensor wanted
+twice in one layout is converted once; a parameter that the plan regathers goes
+through a barrier first, or XLA would merge the two gathers and keep the whole parameter alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.heavy import partition_spec, run_heavy
+from soapjax.graph.build import Binding, build_graph
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
+from soapjax.graph.phases import FORWARD
+from soapjax.graph.program import FlatEqn
+from soapjax.graph.trace import TracedStep
+from soapjax.strategy.layout import Spec
+from soapjax.strategy.plan import Plan, parse_spec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A step and a plan that belong together, ready to be traced by `jax.jit`."""
+
+    step: TracedStep
+    plan: Plan
+    graph: OperatorGraph
+    binding: Binding
+    mesh: Mesh
+
+    def sharding(self, spec: Spec) -> NamedSharding:
+        return NamedSharding(self.mesh, partition_spec(spec))
+
+    def in_shardings(self) -> list[NamedSharding]:
+        return [self.sharding(parse_spec(self.plan.arguments[p])) for p in self.step.in_paths]
+
+    def out_shardings(self) -> list[NamedSharding]:
+        return [self.sharding(parse_spec(self.plan.results[p])) for p in self.step.out_paths]
+
+    def evaluator(self, *, is_float64: bool = False) -> Evaluator:
+        if self.mesh.size == 1:
+            return Evaluator(self.step.program, is_float64=is_float64)
+        return PlannedEvaluator(self, is_float64=is_float64)
+
+
+def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
+    """The plan's mesh over `devices` (all local and remote ones by default), axis types Auto.
+
+    Raises: SoapjaxError where there are fewer devices than planned.
+    """
+    devices = list(jax.devices()) if devices is None else list(devices)
+    if len(devices) < plan.num_devices:
+        raise SoapjaxError(
+            Problem(
+                "devices", f"{len(devices)} {devices[0].platform} devices", f"the {plan.num_devices} that the plan is for",
+                f"plan for {len(devices)} devices, or start JAX with more "
+                f"(on one CPU: XLA_FLAGS=--xla_force_host_platform_device_count={plan.num_devices})",
+            )
+        )  # fmt: skip
+    ordered = [devices[i] for i in plan.mesh.device_order]
+    return Mesh(np.array(ordered).reshape(plan.mesh.axis_sizes), plan.mesh.axis_names)
+
+
+def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> Program:
+    """Puts a traced step and a plan together.
+
+    Raises: SoapjaxError where the plan is for another step, or cannot be executed here.
+    """
+    graph, binding = build_graph(step)
+    problems = []
+    if graph.fingerprint() != plan.graph.fingerprint:
+        problems.append(
+            Problem(
+                "plan: graph.fingerprint", plan.graph.fingerprint[:12],
+                f"{graph.fingerprint()[:12]}, this step's ({graph.num_operators} operators; the plan has {plan.graph.num_operators})",
+                "use the plan with the model and sizes it was made for, or plan anew",
+            )
+        )  # fmt: skip
+    if not plan.executable:
+        problems.append(
+            Problem("plan: executable", "false", "a plan without pins", "pinned plans are for simulation: plan without them")
+        )
+    if problems:
+        raise SoapjaxError(problems)
+    return Program(step, plan, graph, binding, mesh_of(plan, devices))
+
+
+class PlannedEvaluator(Evaluator):
+    """Evaluates a program under a plan's constraints."""
+
+    def __init__(self, program: Program, *, is_float64: bool = False):
+        super().__init__(program.step.program, is_float64=is_float64)
+        self.bound, self.graph, self.binding = program, program.graph, program.binding
+        self.values = program.binding.values
+        plan = program.plan
+        axis_names = plan.mesh.axis_names
+        self._axes: list[dict[str, list[str]]] = []  # per operator: dim name -> axes in mesh order
+        for op in self.graph.operators:
+            chosen: dict[str, list[str]] = {}
+            for a in axis_names:
+                chosen.setdefault(plan.operators[op.name].axes[a], []).append(a)
+            self._axes.append(chosen)
+        # Per task: tensor -> spec as used (by operand position for heavy equations), tensor -> spec as kept.
+        self._used: list[dict[tuple[int, int], Spec]] = []
+        self._kept: list[dict[int, Spec]] = []
+        counters: dict[int, int] = {}
+        for task in self.graph.tasks:
+            if task.parameter >= 0:
+                self._used.append({})
+                self._kept.append({})
+                continue
+            k = counters[task.operator] = counters.get(task.operator, -1) + 1
+            part = plan.operators[self.graph.operators[task.operator].name].tasks[k]
+            self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
+            self._kept.append({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
+        self._home = {t: s for kept in self._kept for t, s in kept.items()}
+        self._made = [{o for key in task.equations for o in self._eqn(key).outputs} for task in self.graph.tasks]
+        self._regathered = {
+            p.tensor for p in self.graph.parameters
+            if plan.operators[self.graph.operators[p.owner].name].storage.endswith("regathered")
+        }  # fmt: skip
+        self._by_loop: dict[str, dict[tuple, Any]] = {}  # conversions of a loop's constants, made before it
+
+    def _eqn(self, key: str) -> FlatEqn:
+        if not hasattr(self, "_by_key"):
+            self._by_key = {e.key: e for e, _ in self.program.walk()}
+        return self._by_key[key]
+
+    def constrain(self, x: Any, spec: Spec) -> Any:
+        return jax.lax.with_sharding_constraint(x, self.bound.sharding(spec))
+
+    def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        k = self.binding.task_of.get(eqn.key)
+        inputs = [self.read(a, env) for a in eqn.inputs]
+        if k is None or self.graph.tasks[k].parameter >= 0:
+            return self.bind(eqn, inputs, eqn.params)
+        task = self.graph.tasks[k]
+        is_heavy = eqn.key == task.heavy
+        for j, a in enumerate(eqn.inputs):
+            if isinstance(a, int) and self.values.of(a).root not in self._made[k]:
+                inputs[j] = self.as_used(k, a, j if is_heavy else -1, env)
+        if is_heavy and task.kind in ("dot", "conv"):
+            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
+            raw = self.spec_from(task.operator, task.result_dims)
+            inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
+            home = self._kept[k].get(self.binding.tensor_of.get(eqn.outputs[0], -1), raw)
+            results = [run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))]
+        elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
+            results = inputs
+        else:
+            results = self.bind(eqn, inputs, eqn.params)
+        return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
+
+    def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
+        """The spec of an operand from its operator's config."""
+        names = self.graph.operators[operator].dims
+        return tuple(() if d == NOT_SPLIT else tuple(self._axes[operator].get(names[d].name, ())) for d in dims)
+
+    def shifted(self, atom: int, spec: Spec) -> Spec:
+        """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
+        shift = self.values.tensor(atom).shift
+        return ((),) * shift + spec if shift > 0 else spec[-shift:]
+
+    def as_used(self, k: int, atom: int, operand: int, env: dict[int, Any]) -> Any:
+        """A value in the layout in which task `k` reads it; equal conversions are made once."""
+        alias = self.values.tensor(atom)
+        tensor = self.binding.tensor_of.get(alias.root)
+        used = self._used[k]
+        spec = used.get((tensor, operand))
+        if spec is None:  # read under another operand's name in the same layout
+            spec = next((s for (t, _), s in used.items() if t == tensor), None)
+        if spec is None:
+            return env[atom]
+        task = self.graph.tasks[k]
+        again = tensor in self._regathered and task.phase != FORWARD
+        key = (atom, spec, again)
+        cache = env.setdefault("converted", {})
+        if key not in cache:
+            value = env[atom]
+            if again:
+                value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
+            cache[key] = self.constrain(value, self.shifted(atom, spec))
+        return cache[key]
+
+    def as_kept(self, k: int, out: int, x: Any) -> Any:
+        spec = self._kept[k].get(self.binding.tensor_of.get(out, -1))
+        return x if spec is None else self.constrain(x, spec)
+
+    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
+        carry = super().enter_loop(eqn, carry, consts)
+        outside: dict[Any, Any] = dict(consts)
+        for inner in eqn.body.eqns:
+            k = self.binding.task_of.get(inner.key)
+            if k is not None and inner.body is None:
+                for j, a in enumerate(inner.inputs):
+                    if isinstance(a, int) and a in consts:
+                        self.as_used(k, a, j if inner.key == self.graph.tasks[k].heavy else -1, outside)
+        self._by_loop[eqn.key] = outside.get("converted", {})
+        ids = eqn.body.inputs[eqn.params["num_consts"] :]
+        return [self._as_carried(i, c) for i, c in zip(ids, carry, strict=False)]
+
+    def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
+        env["converted"] = dict(self._by_loop[eqn.key])
+        first = eqn.params["num_consts"]
+        for i in eqn.body.inputs[first : first + eqn.params["num_carry"]]:
+            env[i] = self._as_carried(i, env[i])
+
+    def _as_carried(self, argument: int, x: Any) -> Any:
+        alias = self.values.tensor(argument)
+        spec = self._home.get(self.binding.tensor_of.get(alias.root, -1)) if alias is not None else None
+        return x if spec is None else self.constrain(x, self.shifted(argument, spec))

@@ -1,0 +1,86 @@
+"""The simulator that searches and reports use: strategies in, step times and memory out.
+
+One trace per batch size; `step_times` is what a search calls, `costs` and `timeline` are for one strategy.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.conversion import COLLECTIVES
+from soapjax.costs.evaluate import Costs, evaluator
+from soapjax.costs.tables import CostTables
+from soapjax.simulate.batched import simulate_batch
+from soapjax.simulate.event import Timeline, simulate
+from soapjax.simulate.schedule import schedule_of
+from soapjax.strategy.plan import Prediction
+from soapjax.strategy.strategy import Strategy
+
+
+class Scores(NamedTuple):
+    """Of a batch of B strategies."""
+
+    step_time_s: Array  # [B]
+    memory_bytes: Array  # [B]: total per device
+    violations: Array  # [B]: degrees that do not divide; such a strategy is in no space
+
+
+class Simulator:
+    """Simulates strategies of one problem (graph, space, topology)."""
+
+    def __init__(self, tables: CostTables):
+        self.tables = tables
+        self.schedule = schedule_of(tables)
+        self._evaluate = evaluator(tables)
+        self._one = jax.jit(self._evaluate)
+        self._batch = jax.jit(self.scores)
+
+    def scores(self, axes: Array, storage: Array) -> Scores:
+        """Scores of strategies [B, N, A] and [B, N]; pure, for use inside other jitted functions."""
+        costs = jax.vmap(self._evaluate)(axes, storage)
+        times = simulate_batch(self.schedule, self.schedule.durations(costs.durations))
+        return Scores(times, costs.memory_bytes[:, 3], costs.penalty)
+
+    def step_times(self, strategies: list[Strategy]) -> Scores:
+        axes = np.stack([s.axes for s in strategies])
+        storage = np.stack([s.storage for s in strategies])
+        return jax.tree.map(np.asarray, self._batch(jnp.asarray(axes), jnp.asarray(storage)))
+
+    def costs(self, strategy: Strategy) -> Costs:
+        """All figures of one strategy, as NumPy arrays."""
+        return jax.tree.map(np.asarray, self._one(jnp.asarray(strategy.axes), jnp.asarray(strategy.storage)))
+
+    def timeline(self, strategy: Strategy) -> Timeline:
+        return simulate(self.schedule, self.schedule.durations(self.costs(strategy).durations))
+
+    def prediction(self, strategy: Strategy) -> Prediction:
+        costs = self.costs(strategy)
+        time = float(self.step_times([strategy]).step_time_s[0])
+        parts = dict(zip(("parameters_and_state", "activations_and_gradients", "transient"), costs.memory_bytes, strict=False))
+        usable = self.tables.usable_memory_bytes
+        return Prediction(
+            # Rounded to what float32 carries, so that the file is the same on every host.
+            step_time_s=float(f"{time:.6g}"),
+            memory_bytes_per_device=int(costs.memory_bytes[3]),
+            usable_memory_bytes=usable,
+            memory_parts_bytes={k: int(v) for k, v in parts.items()},
+            feasible=bool(costs.memory_bytes[3] <= usable) and not int(costs.penalty),
+            bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
+        )
+
+    @functools.cached_property
+    def num_operators(self) -> int:
+        return self.tables.graph.num_operators
+
+
+def layouts_for_plan(tables: CostTables, costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(used [U, A], home [T, A], stored [P, A]) as `make_plan` takes them."""
+    num_u, num_p = len(tables.access_op), len(tables.parameter_op)
+    slots = costs.layouts.slots
+    return slots[:num_u], costs.layouts.home, slots[num_u : num_u + num_p]

@@ -1,0 +1,304 @@
+"""The plan file: what was decided, how every tensor is laid out, and what it was predicted to cost.
+
+Canonical JSON with a schema version. A person reads it, diffs it and edits the `axes` and `storage`
+of an operator; specs and prediction are derived, and made anew when the file is loaded.
+Specs are written per tensor dim, `-` for a dim that is not split: `"h0+d0, -, d1"`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.files import read_text, write_text_atomic
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.phases import PHASE_NAMES
+from soapjax.strategy.layout import REPLICATED, Spec, spec_of
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import REPLICATE, Strategy
+from soapjax.topology import DeviceTopology
+
+SCHEMA_VERSION = 1
+MAX_PLAN_BYTES = 256 * 2**20
+_MAX_NESTING = 32
+
+
+class _Part(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSource(_Part):
+    """Where the step came from: `path` names a module with `make`, or `module:factory`."""
+
+    path: str
+    settings: dict[str, bool | int | float | str] = {}
+
+
+class GraphId(_Part):
+    fingerprint: str
+    num_operators: int
+
+
+class MeshPart(_Part):
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    device_order: tuple[int, ...]
+
+
+class TaskPart(_Part):
+    """Specs of one task's operands as used by it, and of its results as they are kept."""
+
+    phase: str
+    operands: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+
+class OperatorPart(_Part):
+    kind: str
+    axes: dict[str, str]
+    storage: str = "as used"
+    tasks: tuple[TaskPart, ...] = ()
+
+
+class Prediction(_Part):
+    step_time_s: float
+    memory_bytes_per_device: int
+    usable_memory_bytes: int
+    memory_parts_bytes: dict[str, int]
+    feasible: bool
+    bytes_by_collective: dict[str, int]
+
+
+class Provenance(_Part):
+    versions: dict[str, str] = {}
+    planner: str = ""
+    seed: int = 0
+    num_proposals: int = 0
+    search_s: float = 0.0
+    baselines: dict[str, float | None] = {}
+    notes: tuple[str, ...] = ()
+
+
+class Plan(_Part):
+    """One plan. `Plan.load(path)` reads and checks the file; `plan.save(path)` writes it atomically."""
+
+    schema_version: Literal[1] = 1
+    model: ModelSource | None = None
+    graph: GraphId
+    topology: dict[str, Any]
+    mesh: MeshPart
+    executable: bool = True
+    fixed: dict[str, str] = {}
+    operators: dict[str, OperatorPart]
+    arguments: dict[str, str]
+    results: dict[str, str]
+    prediction: Prediction
+    provenance: Provenance = Provenance()
+
+    @property
+    def num_devices(self) -> int:
+        return int(np.prod(self.mesh.axis_sizes))
+
+    def dumps(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=False) + "\n"
+
+    @property
+    def plan_sha256(self) -> str:
+        """Over the canonical JSON without provenance."""
+        data = self.model_dump(mode="json", exclude={"provenance"})
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def save(self, path: str) -> None:
+        write_text_atomic(path, self.dumps())
+
+    @classmethod
+    def load(cls, path: str) -> Plan:
+        """Reads a plan file.
+
+        Raises: SoapjaxError naming every place in the file that is not as expected.
+        """
+        return cls.loads(read_text(path, max_bytes=MAX_PLAN_BYTES), place=str(path))
+
+    @classmethod
+    def loads(cls, text: str, *, place: str = "plan") -> Plan:
+        data = _parse(text, place)
+        version = data.get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise SoapjaxError(
+                Problem(f"{place}: schema_version", str(version), f"at most {SCHEMA_VERSION}", "update soapjax, or plan anew")
+            )
+        try:
+            return cls.model_validate(data)
+        except pydantic.ValidationError as e:
+            raise SoapjaxError(
+                Problem(
+                    f"{place}: {'.'.join(str(x) for x in error['loc'])}", repr(error.get("input"))[:80], error["msg"],
+                    "restore this entry, or plan anew",
+                )
+                for error in e.errors()[:20]
+            ) from None  # fmt: skip
+
+
+def _parse(text: str, place: str) -> dict[str, Any]:
+    depth = deepest = 0
+    for c in text:
+        if c in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif c in "]}":
+            depth -= 1
+    if deepest > _MAX_NESTING:
+        raise SoapjaxError(Problem(place, f"nested {deepest} deep", "a plan file", "this file was not written by soapjax"))
+
+    def no_constant(name: str) -> Any:
+        raise SoapjaxError(Problem(place, name, "finite numbers", "replace it by a number, or plan anew"))
+
+    def no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [k for k, _ in pairs]
+        twice = sorted({k for k in keys if keys.count(k) > 1}) if len(set(keys)) != len(keys) else []
+        if twice:
+            raise SoapjaxError(Problem(f"{place}: {twice[0]}", "given twice", "each key once", "delete one of them"))
+        return dict(pairs)
+
+    try:
+        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_twice)
+    except json.JSONDecodeError as e:
+        raise SoapjaxError(
+            Problem(f"{place}: line {e.lineno}, column {e.colno}", e.msg, "JSON", "restore the file, or plan anew")
+        ) from None
+    if not isinstance(data, dict):
+        raise SoapjaxError(Problem(place, type(data).__name__, "a JSON object", "this file was not written by soapjax"))
+    return data
+
+
+def format_spec(spec: Spec) -> str:
+    return ", ".join("+".join(names) or "-" for names in spec)
+
+
+def parse_spec(text: str) -> Spec:
+    """The inverse of `format_spec`."""
+    return tuple(tuple(n for n in part.strip().split("+") if n != "-") for part in text.split(",")) if text else ()
+
+
+def make_plan(
+    space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
+    prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(),
+) -> Plan:  # fmt: skip
+    """A plan from a strategy and the layouts that it implies.
+
+    Args:
+      used: int8 [U, A], layout of every access of every task but the updates, reads before writes, in task order.
+      home: int8 [T, A], layout of every tensor.
+      stored: int8 [P, A], storage layout of every parameter.
+    """
+    graph, mesh = space.graph, space.mesh
+    names = mesh.axis_names
+
+    def spec(layout: np.ndarray, rank: int) -> str:
+        return format_spec(spec_of([int(x) for x in layout], rank=rank, axis_names=names))
+
+    parts: dict[int, list[TaskPart]] = {n: [] for n in range(graph.num_operators)}
+    u = 0
+    for task in graph.tasks:
+        if task.parameter >= 0:
+            continue
+        operands = [spec(used[u + k], len(a.dims)) for k, a in enumerate(task.reads)]
+        results = [spec(home[a.tensor], len(a.dims)) for a in task.writes]
+        u += len(task.reads) + len(task.writes)
+        parts[task.operator].append(TaskPart(phase=PHASE_NAMES[task.phase], operands=tuple(operands), results=tuple(results)))
+    operators = {}
+    for n, op in enumerate(graph.operators):
+        config = strategy.config(n, op, mesh, space.storages)
+        operators[op.name] = OperatorPart(kind=op.kind, axes=config.axes, storage=config.storage, tasks=tuple(parts[n]))
+    arguments, results = _leaf_specs(graph, home, stored, spec)
+    return Plan(
+        model=model,
+        graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
+        topology=topology.to_dict(),
+        mesh=MeshPart(axis_names=names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
+        executable=bool((strategy.axes >= REPLICATE).all()),
+        fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
+        operators=operators,
+        arguments=arguments,
+        results=results,
+        prediction=prediction,
+        provenance=provenance,
+    )
+
+
+def _leaf_specs(graph: OperatorGraph, home, stored, spec) -> tuple[dict[str, str], dict[str, str]]:
+    """Argument and result specs by path; a leaf that no task touches is replicated."""
+    arguments: dict[str, str] = dict.fromkeys(graph.in_paths, "")
+    results: dict[str, str] = dict.fromkeys(graph.out_paths, "")
+    for i, tensor in enumerate(graph.tensors):
+        rank = len(tensor.shape)
+        for leaf in tensor.output_leaves:
+            if rank and tensor.copies == 1 and (home[i] != REPLICATED).any():
+                results[graph.out_paths[leaf]] = spec(home[i], rank)
+        if tensor.input_leaf >= 0:
+            arguments[graph.in_paths[tensor.input_leaf]] = spec(home[i], rank)
+    for p, parameter in enumerate(graph.parameters):
+        rank = len(graph.tensors[parameter.tensor].shape)
+        for leaf in (parameter.leaf, *parameter.state_leaves):
+            arguments[graph.in_paths[leaf]] = spec(stored[p], rank)
+    for i, o in graph.state_pairs:
+        results[graph.out_paths[o]] = arguments[graph.in_paths[i]]
+    return arguments, results
+
+
+def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strategy:
+    """The strategy that a plan's `axes` and `storage` name.
+
+    Raises: SoapjaxError naming every operator, axis, dim and storage that does not fit the graph and the mesh.
+    """
+    graph, mesh = space.graph, space.mesh
+    problems = []
+    remedy = "restore the entry, or plan anew"
+    for name in plan.operators.keys() - {o.name for o in graph.operators}:
+        problems.append(Problem(f"{place}: operators.{name}", "an unknown operator", "an operator of this step", remedy))
+    if tuple(plan.mesh.axis_names) != mesh.axis_names or tuple(plan.mesh.axis_sizes) != mesh.axis_sizes:
+        problems.append(
+            Problem(f"{place}: mesh", f"{plan.mesh.axis_names} of {plan.mesh.axis_sizes}", f"{mesh.axis_names} of {mesh.axis_sizes}",
+                    "plan anew for this topology")
+        )  # fmt: skip
+    n = graph.num_operators
+    strategy = Strategy(np.full((n, space.num_axes), REPLICATE, np.int8), np.zeros(n, np.int8))
+    storages = {s.describe(mesh.axis_names): k for k, s in enumerate(space.storages)}
+    for i, op in enumerate(graph.operators):
+        part = plan.operators.get(op.name)
+        if part is None:
+            problems.append(Problem(f"{place}: operators.{op.name}", "missing", "an entry for every operator", remedy))
+            continue
+        dims = {d.name: k for k, d in enumerate(op.dims)} | {"replicate": REPLICATE}
+        for a in part.axes.keys() - set(mesh.axis_names):
+            problems.append(
+                Problem(f"{place}: operators.{op.name}.axes.{a}", "an unknown axis", f"one of {mesh.axis_names}", remedy)
+            )
+        for k, a in enumerate(mesh.axis_names):
+            value = part.axes.get(a)
+            if value not in dims:
+                problems.append(
+                    Problem(f"{place}: operators.{op.name}.axes.{a}", repr(value), " or ".join(dims), "choose one of these")
+                )
+            else:
+                strategy.axes[i, k] = dims[value]
+        if part.storage not in storages:
+            problems.append(
+                Problem(
+                    f"{place}: operators.{op.name}.storage",
+                    repr(part.storage),
+                    " or ".join(map(repr, storages)),
+                    "choose one of these",
+                )
+            )
+        else:
+            strategy.storage[i] = storages[part.storage]
+    problems += [p._replace(place=f"{place}: {p.place}") for p in space.violations(strategy)] if not problems else []
+    if problems:
+        raise SoapjaxError(problems)
+    return strategy
