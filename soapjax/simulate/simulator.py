@@ -37,13 +37,13 @@ class Simulator:
     def __init__(self, tables: CostTables):
         self.tables = tables
         self.schedule = schedule_of(tables)
-        self._evaluate = evaluator(tables)
-        self._one = jax.jit(self._evaluate)
+        self.evaluate_one = evaluator(tables)
+        self._one = jax.jit(self.evaluate_one)
         self._batch = jax.jit(self.scores)
 
     def scores(self, axes: Array, storage: Array) -> Scores:
         """Scores of strategies [B, N, A] and [B, N]; pure, for use inside other jitted functions."""
-        costs = jax.vmap(self._evaluate)(axes, storage)
+        costs = jax.vmap(self.evaluate_one)(axes, storage)
         times = simulate_batch(self.schedule, self.schedule.durations(costs.durations))
         return Scores(times, costs.memory_bytes[:, 3], costs.penalty)
 

@@ -1,0 +1,93 @@
+"""What every planner gets and gives: one function type for all of them.
+
+`Planner = (rng_key, problem, budget) -> SearchResult`. Costs compare by `objective`: the step
+time, plus a penalty that grows with the memory that a device lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.tables import cost_tables
+from soapjax.graph.operators import OperatorGraph
+from soapjax.simulate.simulator import Scores, Simulator
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology
+
+
+_BATCH = 32
+
+
+class Budget(NamedTuple):
+    """What a planner may spend; whichever ends first. `progress(done, best_s, elapsed_s)` may raise KeyboardInterrupt."""
+
+    num_proposals: int | None = None
+    seconds: float | None = None
+    progress: Callable[[int, float, float], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanningProblem:
+    graph: OperatorGraph
+    space: SearchSpace
+    simulator: Simulator
+
+    @classmethod
+    def make(cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> PlanningProblem:
+        return cls(graph, space, Simulator(cost_tables(graph, space, topology)))
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        return self.simulator.tables.usable_memory_bytes
+
+    def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
+        """Step time, memory and cost of each; padded to batches of one size, so that the simulator is traced once."""
+        found: list[Evaluation] = []
+        for k in range(0, len(strategies), _BATCH):
+            part = strategies[k : k + _BATCH]
+            found += self._evaluate(part + [part[-1]] * (_BATCH - len(part)))[: len(part)]
+        return found
+
+    def _evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
+        scores = self.simulator.step_times(strategies)
+        costs = np.asarray(objective(scores, self.usable_memory_bytes))
+        return [
+            Evaluation(s, float(t), float(m), bool(m <= self.usable_memory_bytes and not v), float(c))
+            for s, t, m, v, c in zip(strategies, *scores, costs, strict=True)
+        ]
+
+
+class Evaluation(NamedTuple):
+    strategy: Strategy
+    step_time_s: float
+    memory_bytes: float
+    is_feasible: bool
+    cost: float
+
+
+class SearchResult(NamedTuple):
+    """`best` by cost among all that was consumed; `history` holds (proposals, seconds, best step time) as it improved."""
+
+    best: Evaluation
+    num_proposals: int
+    search_s: float
+    stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete"
+    history: tuple[tuple[int, float, float], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+Planner = Callable[[Array, PlanningProblem, Budget], SearchResult]
+
+
+def objective(scores: Scores, usable_memory_bytes: float) -> Array:
+    """Step time in seconds, times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
+    excess = jnp.maximum(scores.memory_bytes / usable_memory_bytes - 1, 0)
+    penalised = jnp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
+    return jnp.where(scores.violations > 0, jnp.inf, penalised)

@@ -1,0 +1,172 @@
+"""Costs of layout changes: the jitted formulas against the plain ones, hand calculations and identities."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soapjax.costs.conversion import COLLECTIVES, Links, conversion_cost, conversion_cost_plainly, links_of
+from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.topology import factor_mesh, load_topology
+
+R, P = REPLICATED, PARTIAL
+FLOAT32_ERROR = 1e-6  # largest relative difference seen over 40,000 random conversions: 4e-7
+KINDS = dict(zip(("scatter", "reduce", "exchange", "gather"), COLLECTIVES, strict=True))
+
+# Two hosts of four devices: latency 8 and 2 seconds, bandwidth 10 and 100 bytes per second.
+TWO_LEVELS = Links((2, 2, 2), (0, 1, 1), (8.0, 2.0), (10.0, 100.0))
+EIGHT = Links((2, 2, 2), (0, 0, 0), (0.5,), (4.0,))
+# Batches are of one fixed shape per mesh: one trace each.
+MESHES = (
+    TWO_LEVELS,
+    EIGHT,
+    Links((2,), (0,), (1e-6,), (1e9,)),
+    Links((3, 2, 5), (0, 0, 1), (3e-6, 1e-6), (1e9, 3e11)),
+    Links((2, 2, 3, 2, 7), (0, 1, 1, 2, 2), (1e-4, 8e-6, 2e-6), (1e8, 2e10, 2.25e11)),
+    links_of(load_topology("a100x64"), factor_mesh(load_topology("a100x64"))),
+)
+BATCH = 64
+
+
+@functools.cache
+def jitted(links: Links):
+    return jax.jit(functools.partial(conversion_cost, links=links))
+
+
+def one(source, target, size: float, links: Links):
+    """Seconds per level and bytes by kind of a single conversion, from both implementations, which must agree."""
+    found = conversion_cost(jnp.asarray(source, jnp.int8), jnp.asarray(target, jnp.int8), jnp.float32(size), links)
+    seconds, sent = conversion_cost_plainly(source, target, size, links)
+    np.testing.assert_allclose(found.seconds, seconds, rtol=FLOAT32_ERROR)
+    np.testing.assert_allclose(found.bytes, list(sent.values()), rtol=FLOAT32_ERROR)
+    return seconds, sent
+
+
+def random_layouts(rng: np.random.Generator, links: Links, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sources (with partial sums), targets (without) and sizes; half of the axes stay as they are."""
+    shape = (count, len(links.axis_sizes))
+    source = rng.integers(PARTIAL, 4, shape).astype(np.int8)
+    target = rng.integers(REPLICATED, 4, shape).astype(np.int8)
+    target = np.where((rng.random(shape) < 0.5) & (source != PARTIAL), source, target)
+    return source, target, np.exp(rng.uniform(0, 25, count)).astype(np.float32)
+
+
+@pytest.mark.parametrize("links", MESHES, ids=lambda x: "x".join(map(str, x.axis_sizes)))
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_jitted_equals_plain(links, seed):
+    source, target, size = random_layouts(np.random.default_rng(seed), links, BATCH)
+    found = jitted(links)(source, target, size)
+    assert found.seconds.shape == (BATCH, links.num_levels) and found.bytes.shape == (BATCH, len(COLLECTIVES))
+    plain = [conversion_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
+    np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
+    np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
+
+
+def test_gather_over_two_levels_by_hand():
+    # 800 bytes in eighths of 100. Between hosts first, while parts are small: 2 devices hold 200 together, each sends
+    # 100 bytes once. Within a host, 4 devices hold 800 together: 3 steps, 800 * 3/4 = 600 bytes.
+    seconds, sent = one((0, 0, 0), (R, R, R), 800.0, TWO_LEVELS)
+    assert seconds == pytest.approx([8 + 100 / 10, 3 * 2 + 600 / 100])
+    assert sent == {"reduce-scatter": 0, "all-reduce": 0, "all-to-all": 0, "all-gather": 700}
+
+
+def test_reduce_scatter_over_two_levels_by_hand():
+    # The same way back: within the host 800 * 3/4, then between hosts 200 * 1/2.
+    seconds, sent = one((P, P, P), (0, 0, 0), 800.0, TWO_LEVELS)
+    assert seconds == pytest.approx([8 + 100 / 10, 3 * 2 + 600 / 100])
+    assert sent["reduce-scatter"] == 700
+
+
+def test_all_reduce_over_two_levels_by_hand():
+    seconds, sent = one((P, P, P), (R, R, R), 800.0, TWO_LEVELS)
+    assert seconds == pytest.approx([2 * (8 + 100 / 10), 2 * (3 * 2 + 600 / 100)])
+    assert sent["all-reduce"] == 1400
+
+
+def test_all_to_all_over_two_levels_by_hand():
+    # Every device has 100 bytes; 1/2 of them leave for the other host, 3/4 of them for others within the host.
+    seconds, sent = one((0, 0, 0), (1, 1, 1), 800.0, TWO_LEVELS)
+    assert seconds == pytest.approx([8 + 50 / 10, 3 * 2 + 75 / 100])
+    assert sent["all-to-all"] == 125
+
+
+@pytest.mark.parametrize(
+    "kind, source, target, seconds, sent",
+    [  # n = 8, S = 64, a = 1/2, b = 4
+        ("gather", 0, R, 7 * 0.5 + 64 * 7 / 8 / 4, 56),
+        ("scatter", P, 0, 7 * 0.5 + 64 * 7 / 8 / 4, 56),
+        ("reduce", P, R, 2 * (7 * 0.5 + 64 * 7 / 8 / 4), 112),
+        ("exchange", 0, 1, 7 * 0.5 + 64 / 8 * 7 / 8 / 4, 7),
+    ],
+)
+def test_formulas_over_one_level(kind, source, target, seconds, sent):
+    found = one([source] * 3, [target] * 3, 64.0, EIGHT)
+    assert found[0] == pytest.approx([seconds])
+    assert {k: v for k, v in found[1].items() if v} == pytest.approx({KINDS[kind]: sent})
+
+
+def test_mixed_conversion_slices_and_reduces_before_it_exchanges_and_gathers():
+    # Axes: slice, reduce-scatter, exchange, gather, each of two devices. 160 bytes, split in two by `exchange` and
+    # `gather`: 40; sliced: 20; scattered (10 sent): 10; exchanged (5 sent); gathered to 20 (10 sent).
+    links = Links((2, 2, 2, 2), (0, 0, 0, 0), (1.0,), (1.0,))
+    seconds, sent = one((R, P, 0, 1), (2, 3, 2, R), 160.0, links)
+    assert sent == {"reduce-scatter": 10, "all-reduce": 0, "all-to-all": 5, "all-gather": 10}
+    assert seconds == [1 + 10 + 1 + 5 + 1 + 10]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
+def test_nothing_to_do_and_slicing_are_free(links, seed):
+    rng = np.random.default_rng(seed)
+    layout = rng.integers(REPLICATED, 4, (BATCH, len(links.axis_sizes))).astype(np.int8)
+    sliced = np.where((layout == R) & (rng.random(layout.shape) < 0.5), np.int8(3), layout)
+    size = np.full(BATCH, 1e9, np.float32)
+    for target in (layout, sliced):
+        cost = jitted(links)(layout, target, size)
+        assert not np.any(cost.seconds) and not np.any(cost.bytes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
+def test_more_bytes_cost_more(links, seed):
+    source, target, size = random_layouts(np.random.default_rng(seed), links, BATCH)
+    small, large = jitted(links)(source, target, size), jitted(links)(source, target, 2 * size)
+    moves = np.asarray(small.bytes).sum(-1) > 0
+    np.testing.assert_allclose(large.bytes, 2 * small.bytes, rtol=FLOAT32_ERROR)
+    assert (large.seconds >= small.seconds).all()
+    # Latencies stay what they are, so that time at most doubles.
+    assert (large.seconds <= 2 * small.seconds * (1 + FLOAT32_ERROR)).all()
+    converts = ((source != target) & ~((source == R) & (target >= 0))).any(-1)
+    assert (moves == converts).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
+def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(links, seed):
+    rng = np.random.default_rng(seed)
+    summed = rng.random((BATCH, len(links.axis_sizes))) < 0.5
+    size = np.exp(rng.uniform(0, 25, BATCH)).astype(np.float32)
+    partial, scattered = np.where(summed, P, R).astype(np.int8), np.where(summed, 0, R).astype(np.int8)
+    whole = np.full_like(partial, R)
+    reduce, scatter, gather = (
+        jitted(links)(s, t, size) for s, t in ((partial, whole), (partial, scattered), (scattered, whole))
+    )
+    np.testing.assert_allclose(reduce.seconds, scatter.seconds + gather.seconds, rtol=FLOAT32_ERROR)
+    np.testing.assert_allclose(reduce.bytes.sum(-1), (scatter.bytes + gather.bytes).sum(-1), rtol=FLOAT32_ERROR)
+    # Over all levels together the bytes are those of one flat group.
+    n = np.array([math.prod(s for s, on in zip(links.axis_sizes, row, strict=True) if on) for row in summed])
+    np.testing.assert_allclose(gather.bytes.sum(-1), size * (n - 1) / n, rtol=FLOAT32_ERROR)
+
+
+def test_links_of_a_topology_are_its_achieved_figures():
+    topology = load_topology("a100x64")
+    links = links_of(topology, factor_mesh(topology))
+    assert links.axis_levels == (0, 0, 0, 1, 1, 1)
+    assert links.bytes_per_s == pytest.approx((25e9 * 0.8, 300e9 * 0.75))
+    assert links.latency_s == pytest.approx((8e-6, 3e-6))

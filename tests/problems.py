@@ -1,0 +1,135 @@
+"""Small planning problems for tests: a model's graph, a topology, and all that costs and simulators need of them.
+
+Everything is cached, so that the tests of one run trace each model once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import numpy as np
+
+from soapjax.costs.evaluate import Costs, evaluator
+from soapjax.costs.tables import CostTables, cost_tables
+from soapjax.graph.build import build_graph
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.trace import trace
+from soapjax.simulate.batched import simulate_batch
+from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.space import SearchSpace, search_space
+from soapjax.strategy.strategy import Strategy, replicated
+from soapjax.topology import DeviceTopology, factor_mesh, load_topology
+
+BATCH = 16
+TINY_LM = dict(batch=8, seq=16, width=32, heads=4, vocab=64)
+MODELS = {
+    "mlp": ("mlp", dict(batch=64, width=64, layers=2, classes=64, features=64)),
+    "mlp_of_sixes": ("mlp", dict(batch=24, width=36, layers=2, classes=12, features=6)),
+    "lm": ("transformer_lm", dict(layers=1, **TINY_LM)),
+    "lm_scan": ("transformer_lm", dict(layers=2, scan=True, **TINY_LM)),
+    "lm_tied_scan_remat": ("transformer_lm", dict(layers=3, scan=True, remat=True, tie=True, **TINY_LM)),
+    "resnet": ("resnet", dict(batch=8, image=32, width=8, classes=8, depth="tiny")),
+}
+
+# (model, topology): one and two levels, two and three as prime factors, with overlap and without.
+PROBLEMS = (
+    ("mlp", "a100x64"),
+    ("mlp_of_sixes", "2x6"),
+    ("lm", "a100x8"),
+    ("lm_scan", "2x4"),
+    ("lm_tied_scan_remat", "cpu8"),
+    ("resnet", "dgx1_v100x8"),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One problem, ready to be asked."""
+
+    graph: OperatorGraph
+    topology: DeviceTopology
+    space: SearchSpace
+    tables: CostTables
+    simulator: Simulator
+
+    @functools.cached_property
+    def _batch(self):
+        def both(axes, storage):
+            costs = jax.vmap(evaluator(self.tables))(axes, storage)
+            return costs, simulate_batch(self.simulator.schedule, self.simulator.schedule.durations(costs.durations))
+
+        return jax.jit(both)
+
+    def figures(self, strategies: list[Strategy]) -> tuple[Costs, np.ndarray]:
+        """Costs [B, ...] and step times [B]; always evaluated in batches of BATCH, so that there is one trace."""
+        parts = []
+        for start in range(0, len(strategies), BATCH):
+            part = strategies[start : start + BATCH]
+            filled = part + part[:1] * (BATCH - len(part))
+            found = self._batch(np.stack([s.axes for s in filled]), np.stack([s.storage for s in filled]))
+            parts.append(jax.tree.map(lambda x, n=len(part): np.asarray(x)[:n], found))
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    def strategies(self, seed: int, count: int) -> list[Strategy]:
+        rng = np.random.default_rng(seed)
+        return [self.space.random(rng) for _ in range(count)]
+
+    def replicated(self) -> Strategy:
+        return replicated(self.graph, self.space.mesh)
+
+    def data_parallel(self) -> Strategy:
+        """Every axis on the first sample dim of every operator that has one."""
+        strategy = self.replicated()
+        for n, op in enumerate(self.graph.operators):
+            sample = [d for d, dim in enumerate(op.dims) if dim.kind == "S"]
+            if sample:
+                strategy.axes[n] = sample[0]
+        return strategy
+
+    def leaf(self, path: str) -> int:
+        return self.graph.in_paths.index(path)
+
+
+@functools.cache
+def graph_of(model: str) -> OperatorGraph:
+    """The operator graph of a small model; nothing is allocated."""
+    module, sizes = MODELS[model]
+    made = importlib.import_module(f"models.{module}")
+    steps = []
+
+    def arguments():
+        step, state, batch = made.make(**sizes)
+        steps.append(step)
+        return state, batch
+
+    state, batch = jax.eval_shape(arguments)
+    return build_graph(trace(steps[0], state, batch))[0]
+
+
+@functools.cache
+def topology_of(name: str) -> DeviceTopology:
+    """A shipped topology, or "HxD": H hosts of D GPUs with the figures of a100x64."""
+    if "x" not in name or not name[0].isdigit():
+        return load_topology(name)
+    base = load_topology("a100x64")
+    sizes = [int(n) for n in name.split("x")]
+    levels = tuple(dataclasses.replace(lv, size=n) for lv, n in zip(base.levels, sizes, strict=True))
+    return dataclasses.replace(base, name=name, levels=levels)
+
+
+@functools.cache
+def case(model: str, topology: str) -> Case:
+    return case_with(model, topology)
+
+
+def case_with(model: str, topology: str, *, overlap: bool | None = None, fixed=None) -> Case:
+    """As `case`, with the overlap of communication switched or with layouts fixed."""
+    graph, place = graph_of(model), topology_of(topology)
+    if overlap is not None:
+        place = dataclasses.replace(place, device=dataclasses.replace(place.device, overlap=overlap))
+    space = search_space(graph, factor_mesh(place), fixed=fixed)
+    tables = cost_tables(graph, space, place)
+    return Case(graph, place, space, tables, Simulator(tables))

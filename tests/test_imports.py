@@ -1,0 +1,127 @@
+"""Data flows one way: every package imports only those before it, read off the syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Package -> the packages of soapjax that it may import, besides itself; the helpers are free for all.
+MAY_IMPORT = {
+    "graph": set(),
+    "topology": set(),
+    "strategy": {"graph", "topology"},
+    "costs": {"graph", "topology", "strategy"},
+    "simulate": {"graph", "topology", "strategy", "costs"},
+    "search": {"graph", "topology", "strategy", "costs", "simulate"},
+    "execute": {"graph", "topology", "strategy"},
+    "report": {"strategy", "simulate"},
+}
+HELPERS = {"errors", "files"}
+AT_THE_TOP = {"__init__", "__main__", "api", "cli"}  # where the halves meet: may import all
+
+
+def sources(folder):
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def module_name(path):
+    """`soapjax.graph.build` for soapjax/graph/build.py; a package's own name for its __init__."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree, package):
+    """Absolute names of all that a module imports, inside functions too.
+
+    `from a import b` gives "a" and "a.b", since b may be a module. Relative imports are resolved against `package`.
+    """
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - (node.level - 1)]
+                base = ".".join([*above, base] if base else above)
+            names += [base, *(f"{base}.{a.name}" for a in node.names)]
+    return names
+
+
+def imports_of(path):
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return imported(ast.parse(path.read_text()), package)
+
+
+def is_within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+def forbidden(package, names):
+    """What `package` must not import of soapjax."""
+    allowed = {f"soapjax.{p}" for p in MAY_IMPORT[package] | HELPERS | {package}}
+    return sorted(n for n in names if n.startswith("soapjax.") and not any(is_within(n, a) for a in allowed))
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_those_before_it(package):
+    wrong = {module_name(p): found for p in sources(f"soapjax/{package}") if (found := forbidden(package, imports_of(p)))}
+    assert not wrong
+
+
+def test_every_module_has_its_place_in_the_table():
+    names = {p.relative_to(ROOT / "soapjax").parts[0].removesuffix(".py") for p in sources("soapjax")}
+    assert names <= MAY_IMPORT.keys() | HELPERS | AT_THE_TOP
+
+
+@pytest.mark.parametrize("helper", sorted(HELPERS))
+def test_helpers_import_no_package(helper):
+    names = imports_of(ROOT / "soapjax" / f"{helper}.py")
+    assert not [n for n in names if n.startswith("soapjax.") and not any(is_within(n, f"soapjax.{h}") for h in HELPERS)]
+
+
+def test_soapjax_and_the_models_do_not_know_each_other():
+    assert not {module_name(p) for p in sources("soapjax") if any(is_within(n, "models") for n in imports_of(p))}
+    assert not {module_name(p) for p in sources("models") if any(is_within(n, "soapjax") for n in imports_of(p))}
+
+
+def test_private_jax_is_in_one_module_at_most():
+    def uses_private(path):
+        tree = ast.parse(path.read_text())
+        if any(is_within(n, "jax._src") or is_within(n, "jaxlib._src") for n in imported(tree, "")):
+            return True
+        attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "_src"]
+        return any(isinstance(n.value, ast.Name) and n.value.id in ("jax", "jaxlib") for n in attributes)
+
+    assert sum(map(uses_private, sources("soapjax"))) <= 1
+    assert not any(map(uses_private, sources("models")))
+
+
+def test_nothing_unpickles_or_evaluates_text():
+    """A plan or topology file can hold data only."""
+    modules = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    wrong = []
+    for path in (*sources("soapjax"), *sources("models")):
+        tree = ast.parse(path.read_text())
+        wrong += [(module_name(path), n) for n in imported(tree, "") if n.split(".")[0] in modules]
+        called = [n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+        wrong += [(module_name(path), n) for n in called if n in ("eval", "exec", "compile", "__import__")]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "package, text, found",
+    [
+        ("execute", "from soapjax.costs import tables", ["soapjax.costs", "soapjax.costs.tables"]),
+        ("execute", "from soapjax import costs", ["soapjax.costs"]),
+        ("execute", "from ..search.mcmc import step", ["soapjax.search.mcmc", "soapjax.search.mcmc.step"]),
+        ("execute", "def f():\n    import soapjax.simulate.event", ["soapjax.simulate.event"]),
+        ("execute", "from soapjax.graph.rules import labels_of\nimport soapjax.errors\nfrom . import spmd", []),
+        ("report", "from soapjax.costs.tables import CostTables", ["soapjax.costs.tables", "soapjax.costs.tables.CostTables"]),
+    ],
+)
+def test_the_check_sees_what_it_must(package, text, found):
+    assert forbidden(package, imported(ast.parse(text), f"soapjax.{package}")) == found
