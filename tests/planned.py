@@ -41,13 +41,17 @@ def data_parallel(space):
     return strategy
 
 
-def all_on(space, axis, dim):
-    """One axis on the `dim`-th of each operator's dims that it divides (round robin), everything else replicated."""
+def rotated(space, start, axes=None):
+    """Axis a of each operator goes to its (start + a)-th choice, among the dims that it divides and replication."""
     strategy = replicated(space.graph, space.mesh)
     for n, op in enumerate(space.graph.operators):
-        choices = [k for k in range(len(op.dims)) if space.allowed[n, axis, k + 1]]
-        if choices:
-            strategy.axes[n, axis] = choices[dim % len(choices)]
+        left = [d.divisor for d in op.dims]
+        for a, size in enumerate(space.mesh.axis_sizes):
+            choices = [k for k in range(len(op.dims)) if space.allowed[n, a, k + 1] and left[k] % size == 0] + [-1]
+            k = choices[(start + a) % len(choices)] if axes is None or a in axes else -1
+            strategy.axes[n, a] = k
+            if k >= 0:
+                left[k] //= size
     assert space.is_valid(strategy)
     return strategy
 
@@ -129,5 +133,7 @@ class Case:
     def check(self, strategy, tolerance=1e-9):
         errors = leaf_errors(self.run(strategy), self.expected)
         wrong = {p: f"{e:.2g}" for p, e in zip(self.step.out_paths, errors, strict=True) if not e <= tolerance}
-        shown = {op.name: [op.dims[v].name if v >= 0 else "-" for v in strategy.axes[n]] for n, op in enumerate(self.graph.operators)}
+        shown = {
+            op.name: [op.dims[v].name if v >= 0 else "-" for v in strategy.axes[n]] for n, op in enumerate(self.graph.operators)
+        }
         assert not wrong, f"{wrong} under {shown}"

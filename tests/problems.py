@@ -27,7 +27,7 @@ BATCH = 16
 TINY_LM = dict(batch=8, seq=16, width=32, heads=4, vocab=64)
 MODELS = {
     "mlp": ("mlp", dict(batch=64, width=64, layers=2, classes=64, features=64)),
-    "mlp_of_sixes": ("mlp", dict(batch=24, width=36, layers=2, classes=12, features=6)),
+    "mlp_of_sixes": ("mlp", dict(batch=24, width=36, layers=2, classes=42, features=6)),
     "lm": ("transformer_lm", dict(layers=1, **TINY_LM)),
     "lm_scan": ("transformer_lm", dict(layers=2, scan=True, **TINY_LM)),
     "lm_tied_scan_remat": ("transformer_lm", dict(layers=3, scan=True, remat=True, tie=True, **TINY_LM)),
@@ -61,7 +61,8 @@ class Case:
             costs = jax.vmap(evaluator(self.tables))(axes, storage)
             return costs, simulate_batch(self.simulator.schedule, self.simulator.schedule.durations(costs.durations))
 
-        return jax.jit(both)
+        # Little optimisation: compiling is all that takes time here.
+        return jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})
 
     def figures(self, strategies: list[Strategy]) -> tuple[Costs, np.ndarray]:
         """Costs [B, ...] and step times [B]; always evaluated in batches of BATCH, so that there is one trace."""
@@ -130,6 +131,10 @@ def case_with(model: str, topology: str, *, overlap: bool | None = None, fixed=N
     graph, place = graph_of(model), topology_of(topology)
     if overlap is not None:
         place = dataclasses.replace(place, device=dataclasses.replace(place.device, overlap=overlap))
+    return case_of(graph, place, fixed=fixed)
+
+
+def case_of(graph: OperatorGraph, place: DeviceTopology, *, fixed=None) -> Case:
     space = search_space(graph, factor_mesh(place), fixed=fixed)
     tables = cost_tables(graph, space, place)
     return Case(graph, place, space, tables, Simulator(tables))

@@ -37,6 +37,7 @@ class Layouts(NamedTuple):
     home: Array  # int8 [T, A]: of each tensor as it is kept
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     is_shared: Array  # bool [E]: the conversion was made before for another reader
+    shared_since: Array  # int32 [E]: the task after the last reader of that copy, 0 where it is not shared
 
 
 class Costs(NamedTuple):
@@ -74,7 +75,7 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
         fits &= tables.tensor_shape[:, d] % split == 0
     home = jnp.where(fits[:, None], scattered, raw)
     home = jnp.where(home == PARTIAL, jnp.int8(REPLICATED), home)
-    return Layouts(slots, home, raw, _shared(tables, slots, storage))
+    return Layouts(slots, home, raw, *_shared(tables, slots, storage))
 
 
 def _storage_layouts(tables: CostTables, used: Array, storage: Array, sizes: np.ndarray) -> Array:
@@ -90,10 +91,10 @@ def _storage_layouts(tables: CostTables, used: Array, storage: Array, sizes: np.
     return jnp.where(tables.storage_fixed != NOT_FIXED, tables.storage_fixed, stored)
 
 
-def _shared(tables: CostTables, slots: Array, storage: Array) -> Array:
+def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Array]:
     num_edges = len(tables.edge_task)
     if not len(tables.twin):
-        return jnp.zeros(num_edges, bool)
+        return jnp.zeros(num_edges, bool), jnp.zeros(num_edges, jnp.int32)
     later, earlier = tables.twin[:, 0], tables.twin[:, 1]
     same = (slots[tables.edge_slot[later]] == slots[tables.edge_slot[earlier]]).all(axis=1)
     parameter = tables.edge_parameter[later]
@@ -101,7 +102,8 @@ def _shared(tables: CostTables, slots: Array, storage: Array) -> Array:
         op = tables.parameter_op[np.maximum(parameter, 0)]
         again = jnp.asarray(tables.storage_regather)[storage[op].astype(jnp.int32)] & (parameter >= 0)
         same &= ~(again & tables.twin_crosses)
-    return jnp.zeros(num_edges, bool).at[later].max(same)
+    since = jnp.where(same, tables.edge_task[earlier] + 1, 0)
+    return jnp.zeros(num_edges, bool).at[later].max(same), jnp.zeros(num_edges, jnp.int32).at[later].max(since)
 
 
 def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
@@ -162,8 +164,8 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         )
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
-        live = _liveness(tables, held, copy, found.is_shared)
-        transient = jnp.zeros(num_t).at[:].set(tables.tensor_bytes / product(found.raw >= 0)) * tables.may_be_partial
+        live = _liveness(tables, held, copy, found)
+        transient = jnp.where((found.raw == PARTIAL).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0)
         peak = live.max() if num_k else jnp.float32(0)
         largest = transient.max() if num_t else jnp.float32(0)
         memory = jnp.stack([persistent, peak, largest, persistent + peak + largest])
@@ -186,7 +188,7 @@ def _inner_sums(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
     return cost.seconds * trips[:, None], (cost.bytes * trips[:, None]).sum(0)
 
 
-def _liveness(tables: CostTables, held: Array, copy: Array, is_shared: Array) -> Array:
+def _liveness(tables: CostTables, held: Array, copy: Array, found: Layouts) -> Array:
     """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
     num_k = tables.num_tasks
     steps = jnp.zeros(num_k + 2)
@@ -195,8 +197,7 @@ def _liveness(tables: CostTables, held: Array, copy: Array, is_shared: Array) ->
     steps = steps.at[np.where(alive, tables.tensor_death + 1, num_k + 1)].add(-held)
     if len(tables.edge_task):
         task = np.minimum(tables.edge_task, num_k - 1)
-        before = np.where(tables.edge_previous >= 0, task[np.maximum(tables.edge_previous, 0)] + 1, task)
-        start = jnp.where(is_shared, before, task)
+        start = jnp.where(found.is_shared, found.shared_since, task)
         steps = steps.at[start].add(copy)
         steps = steps.at[task + 1].add(-copy)
     return jnp.cumsum(steps)[:num_k]

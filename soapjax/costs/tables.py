@@ -75,7 +75,6 @@ class CostTables:
     edge_parameter: np.ndarray  # int32 [E]: parameter that is read, -1 for other tensors
     twin: np.ndarray  # int32 [Q, 2]: (conversion, an earlier one of the same tensor that may have made the same copy)
     twin_crosses: np.ndarray  # bool [Q]: the earlier one is in the forward pass, the later in the backward pass
-    edge_previous: np.ndarray  # int32 [E]: the reader before, of the same tensor, -1 for none
 
     sum_task: np.ndarray  # int32 [S]
     sum_bytes: np.ndarray  # float32 [S]
@@ -224,6 +223,8 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
             made_inside = i in writer and graph.tasks[int(t["access_task"][writer[i]])].trip_count > 1
             sliced = per_trip != tensor.size_bytes
             count = task.trip_count if made_inside or sliced else 1
+            if task.parameter >= 0:
+                per_trip *= tensor.copies  # the gradients of all layers of a loop at once
             edges.append(_Edge(i, u, k, per_trip, count, by_parameter.get(i, -1)))
         if tensor.output_leaves and i in writer and state_outputs.intersection(tensor.output_leaves):
             edges.append(_Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1))
@@ -262,7 +263,8 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
                     -1,
                 )
             )
-            death[entry.source] = max(death[entry.source], first)
+            if entry.source not in by_parameter:
+                death[entry.source] = max(death[entry.source], first)
     edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
     edges.sort(key=lambda e: (e.task, e.tensor))
     t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
@@ -284,7 +286,6 @@ def _twins(graph: OperatorGraph, edges: list[_Edge], t: dict) -> None:
     last = len(graph.tasks)
     by_tensor: dict[int, list[int]] = {}
     pairs, crosses = [], []
-    previous = np.full(len(edges), -1, np.int32)
     for i, e in enumerate(edges):
         for j in by_tensor.get(e.tensor, []):
             if e.task < last:
@@ -292,11 +293,9 @@ def _twins(graph: OperatorGraph, edges: list[_Edge], t: dict) -> None:
                 if a.scope == b.scope:
                     pairs.append((i, j))
                     crosses.append(a.phase == FORWARD and b.phase in (BACKWARD, UPDATE))
-                    previous[i] = j
         by_tensor.setdefault(e.tensor, []).append(i)
     t["twin"] = np.array(pairs, np.int32).reshape(len(pairs), 2)
     t["twin_crosses"] = np.array(crosses, bool)
-    t["edge_previous"] = previous
 
 
 def _work(graph: OperatorGraph, topology: DeviceTopology, width: int, t: dict) -> None:

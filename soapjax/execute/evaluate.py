@@ -6,15 +6,16 @@ what the plan says. Both run inside `jax.jit`, so the walk over equations happen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.execute.promote import is_low, promote, promoted_bind
+from soapjax.execute.promote import high, promote, promoted_bind
 from soapjax.graph.phases import module_path
-from soapjax.graph.program import Atom, FlatEqn, Program
+from soapjax.graph.program import Atom, FlatEqn, Program, flatten
 
 
 class Evaluator:
@@ -48,15 +49,24 @@ class Evaluator:
 
     def block(self, program: Program, env: dict[int, Any]) -> None:
         for eqn in program.eqns:
-            with jax.named_scope(scope_name(eqn)), eqn.ctx.manager:
+            with jax.named_scope(self.scope_name(eqn)), eqn.ctx.manager:
                 results = self.loop(eqn, env) if eqn.body is not None else self.equation(eqn, env)
             env.update(zip(eqn.outputs, results, strict=True))
+
+    def scope_name(self, eqn: FlatEqn) -> str:
+        """The readable path of an equation, as profilers and the compiled program show it."""
+        return module_path(eqn.stack) or eqn.name
 
     def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
         """One equation; executors override this."""
         return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
 
     def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+        if self.is_float64 and eqn.name == "while":
+            return _while_in_float64(params, inputs)
+        if self.is_float64 and eqn.name == "cond":
+            branches = [_in_float64(b) for b in params["branches"]]
+            return list(jax.lax.switch(inputs[0].astype("int32"), branches, *inputs[1:]))
         if self.is_float64:
             dtypes = [self.program.aval(a).dtype for a in eqn.inputs]
             return promoted_bind(eqn, inputs, dtypes, params)
@@ -100,18 +110,25 @@ class Evaluator:
             if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
                 typed.append(c)
             else:
-                typed.append(jnp.asarray(c, jnp.float64 if self.is_float64 and is_low(dtype) else dtype))
+                typed.append(jnp.asarray(c, high(dtype) if self.is_float64 else dtype))
         return typed
 
     def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
         """Called in every trip (once per trace) with the body's arguments in place."""
 
 
-def scope_name(eqn: FlatEqn) -> str:
-    """The readable path of an equation, ending in the mark by which it is found again in the compiled program."""
-    path = module_path(eqn.stack)
-    return f"{path}/{mark(eqn.key)}" if path else mark(eqn.key)
+def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:
+    """A jaxpr of an opaque equation as a function that evaluates it in float64."""
+    inner = Evaluator(flatten(closed), is_float64=True)
+    return lambda *arguments: tuple(inner.run(list(arguments))[0])
 
 
-def mark(key: str) -> str:
-    return "sj" + key.replace(".", "_")
+def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
+    condition, body = _in_float64(params["cond_jaxpr"]), _in_float64(params["body_jaxpr"])
+    first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    final = jax.lax.while_loop(
+        lambda carry: condition(*inputs[:first], *carry)[0],
+        lambda carry: body(*inputs[first:start], *carry),
+        tuple(map(jnp.asarray, inputs[start:])),
+    )
+    return list(final)

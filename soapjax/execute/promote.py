@@ -14,24 +14,30 @@ import numpy as np
 
 from soapjax.graph.program import FlatEqn
 
-_LOW = {"float32", "bfloat16", "float16"}
+_HIGH = {"float32": "float64", "bfloat16": "float64", "float16": "float64", "complex64": "complex128"}
 _BITS = {"bitcast_convert_type", "random_bits", "rng_bit_generator", "random_wrap", "random_unwrap", "nextafter"}
 _SCATTERS = {
     "scatter-add": jax.lax.scatter_add,
     "scatter": jax.lax.scatter,
+    "scatter-sub": jax.lax.scatter_sub,
     "scatter-mul": jax.lax.scatter_mul,
-    "scatter_min": jax.lax.scatter_min,
-    "scatter_max": jax.lax.scatter_max,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
 }
 
 
 def is_low(dtype: Any) -> bool:
-    return str(dtype) in _LOW
+    return str(dtype) in _HIGH
+
+
+def high(dtype: Any) -> Any:
+    """The type in which a value of `dtype` is evaluated: float64 (complex128) for floats, itself for others."""
+    return np.dtype(_HIGH[str(dtype)]) if is_low(dtype) else dtype
 
 
 def promote(x: Any) -> Any:
     """`x` in float64 where it is a floating-point array of lower precision."""
-    return jnp.asarray(x, jnp.float64) if hasattr(x, "dtype") and is_low(x.dtype) else x
+    return jnp.asarray(x, high(x.dtype)) if hasattr(x, "dtype") and is_low(x.dtype) else x
 
 
 def promoted_bind(eqn: FlatEqn, inputs: list[Any], in_dtypes: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -39,10 +45,10 @@ def promoted_bind(eqn: FlatEqn, inputs: list[Any], in_dtypes: list[Any], params:
     name = eqn.name
     if name == "reduce_precision":
         return list(inputs)
-    if name in _SCATTERS:
+    if name in _SCATTERS and (name != "scatter" or params["update_jaxpr"] is None):
         keep = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [_SCATTERS[name](*inputs, **{k: params[k] for k in keep})]
-    if name in _BITS or any(k.endswith("jaxpr") for k in params):
+    if name in _BITS or any(k.endswith(("jaxpr", "branches")) for k in params):
         low = [jnp.asarray(x, d) if is_low(d) else x for x, d in zip(inputs, in_dtypes, strict=True)]
         return [promote(x) for x in _listed(eqn, low, params)]
     return _listed(eqn, inputs, {k: _promoted_param(v) for k, v in params.items()})
@@ -50,7 +56,7 @@ def promoted_bind(eqn: FlatEqn, inputs: list[Any], in_dtypes: list[Any], params:
 
 def _promoted_param(value: Any) -> Any:
     is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
-    return np.dtype("float64") if is_dtype and is_low(np.dtype(value)) else value
+    return high(np.dtype(value)) if is_dtype else value
 
 
 def _listed(eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:

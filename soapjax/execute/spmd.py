@@ -9,6 +9,7 @@ through a barrier first, or XLA would merge the two gathers and keep the whole p
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -37,6 +38,14 @@ class Program:
     binding: Binding
     mesh: Mesh
 
+    @functools.cached_property
+    def _by_key(self) -> dict[str, FlatEqn]:
+        return {e.key: e for e, _ in self.step.program.walk()}
+
+    def eqn(self, key: str) -> FlatEqn:
+        """The equation with a key (its address as text)."""
+        return self._by_key[key]
+
     def sharding(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(spec))
 
@@ -50,6 +59,11 @@ class Program:
         if self.mesh.size == 1:
             return Evaluator(self.step.program, is_float64=is_float64)
         return PlannedEvaluator(self, is_float64=is_float64)
+
+
+def task_mark(task: int) -> str:
+    """The name-stack part by which a task is found again in the compiled program."""
+    return f"sj{task}"
 
 
 def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
@@ -123,17 +137,16 @@ class PlannedEvaluator(Evaluator):
             self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
             self._kept.append({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
         self._home = {t: s for kept in self._kept for t, s in kept.items()}
-        self._made = [{o for key in task.equations for o in self._eqn(key).outputs} for task in self.graph.tasks]
+        self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._regathered = {
             p.tensor for p in self.graph.parameters
             if plan.operators[self.graph.operators[p.owner].name].storage.endswith("regathered")
         }  # fmt: skip
         self._by_loop: dict[str, dict[tuple, Any]] = {}  # conversions of a loop's constants, made before it
 
-    def _eqn(self, key: str) -> FlatEqn:
-        if not hasattr(self, "_by_key"):
-            self._by_key = {e.key: e for e, _ in self.program.walk()}
-        return self._by_key[key]
+    def scope_name(self, eqn: FlatEqn) -> str:
+        k = self.binding.task_of.get(eqn.key)
+        return super().scope_name(eqn) if k is None else f"{super().scope_name(eqn)}/{task_mark(k)}"
 
     def constrain(self, x: Any, spec: Spec) -> Any:
         return jax.lax.with_sharding_constraint(x, self.bound.sharding(spec))
@@ -153,7 +166,9 @@ class PlannedEvaluator(Evaluator):
             raw = self.spec_from(task.operator, task.result_dims)
             inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
             home = self._kept[k].get(self.binding.tensor_of.get(eqn.outputs[0], -1), raw)
-            results = [run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))]
+            result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))
+            # Also where nothing is split: what follows must not draw a convolution into a spatial split.
+            results = [self.constrain(result, home)]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
         else:

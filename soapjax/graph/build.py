@@ -334,7 +334,7 @@ class _Builder:
         roots = [self.values.of(a).root for e in unit.eqns for a in e.inputs if isinstance(a, int)]
         for parameter in self.phases.parameters:
             if parameter.value in roots:
-                parts = [part for part in parameter.path.split(".") if part not in ("value", "params", "0")]
+                parts = [part for part in parameter.path.removesuffix(".value").split(".") if part not in ("params", "0")]
                 return "/".join(parts[1:-1])
         return ""
 

@@ -77,7 +77,7 @@ class DimClasses:
         self.uf = UnionFind()
         self.poisoned: set[Hashable] = set()
         self.sizes: dict[tuple[int, int], int] = {}
-        self.spatial_nodes: set[Hashable] = set()
+        self.spatial_nodes: dict[tuple[int, int], int] = {}  # -> the largest degree
         self.labelled: set[tuple[int, int]] = set()
         for unit in units:
             for eqn in unit.eqns:
@@ -104,7 +104,7 @@ class DimClasses:
                     self.uf.union(node, (eqn.key, lab))
                     self.labelled.add(node)
                     if lab in found.spatial:
-                        self.spatial_nodes.add(node)
+                        self.spatial_nodes[node] = min(found.spatial[lab], self.spatial_nodes.get(node, found.spatial[lab]))
                 elif shape[d] > 1 and not is_heavy:
                     self.poisoned.add(node)
 
@@ -180,7 +180,10 @@ class DimClasses:
                 self.classes[root] = nodes
 
     def divisor(self, nodes: list[tuple[int, int]]) -> int:
-        return math.gcd(*(self.sizes[n] for n in nodes))
+        """What a degree must divide: every dim of the class; for windows also so little that a shard holds one."""
+        divisor = math.gcd(*(self.sizes[n] for n in nodes))
+        limit = min((self.spatial_nodes[n] for n in nodes if n in self.spatial_nodes), default=divisor)
+        return max(d for d in range(1, min(limit, divisor) + 1) if divisor % d == 0)
 
     def of(self, node: tuple[int, int] | None) -> Hashable | None:
         if node is None or node not in self.sizes:

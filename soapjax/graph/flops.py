@@ -1,20 +1,26 @@
-"""Floating-point operations of one equation, from its shapes (as XLA's own cost analysis counts them)."""
+"""Floating-point operations of one equation, from its shapes (as XLA's own cost analysis counts them).
+
+One per element of what an elementwise equation makes, whatever its type;
+products count two per multiply-add, and of a convolution only the window
+positions that meet a real input element (no padding, no zero of a dilation).
+Unlike XLA, which keeps a second counter for them, exponentials and the like count one.
+"""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from soapjax.graph.program import FlatEqn, Program
 
 _FREE = {
-    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "dynamic_update_slice",
-    "concatenate", "pad", "rev", "gather", "iota", "copy", "convert_element_type", "bitcast_convert_type", "stop_gradient",
-    "select_n", "optimization_barrier", "name", "random_bits", "random_wrap", "random_unwrap", "random_seed",
-    "random_fold_in", "random_split", "random_clone", "split", "sort", "top_k", "argmax", "argmin", "sharding_constraint",
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice",
+    "concatenate", "stack", "unstack", "tile", "pad", "rev", "gather", "iota", "copy", "bitcast_convert_type", "stop_gradient",
+    "optimization_barrier", "name", "random_wrap", "random_unwrap", "random_seed",
+    "random_fold_in", "random_split", "random_clone", "split", "sort", "top_k", "sharding_constraint",
     "scatter", "empty", "empty2", "while", "cond",
 }  # fmt: skip
+# Threefry: 20 rounds of an addition, a rotation (two shifts, an or) and an xor make two words.
+_PER_RANDOM_WORD = 50.0
 
 
 def flops_of(eqn: FlatEqn, program: Program) -> float:
@@ -26,27 +32,52 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
         (lhs_contract, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * math.prod(out) * math.prod(ins[0][d] for d in lhs_contract)
     if name == "conv_general_dilated":
-        dn = eqn.params["dimension_numbers"]
-        kernel = ins[1]
-        per_output = math.prod(kernel[d] for d in dn.rhs_spec[1:])
-        return 2.0 * math.prod(out) * per_output / eqn.params["batch_group_count"]
+        return _conv(eqn, ins, out)
     if name in _FREE:
         return 0.0
-    if not np.issubdtype(np.dtype(_dtype(program, eqn)), np.inexact):
-        return 0.0
+    if name == "random_bits":
+        return _PER_RANDOM_WORD * math.prod(out)
+    if name == "integer_pow":
+        power = abs(eqn.params["y"])
+        return float(math.prod(out) * max(0, power.bit_length() - 1 + power.bit_count() - 1))
     if name in ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"):
         return float(math.prod(out) * (math.prod(eqn.params["window_dimensions"]) - 1))
     if name == "select_and_scatter_add":
         return float(math.prod(ins[0]) * math.prod(eqn.params["window_dimensions"]))
-    if name.startswith(("reduce_", "cum")):
+    if name.startswith("reduce_") and name != "reduce_precision":
+        return float(math.prod(ins[0]) - math.prod(out))
+    if name.startswith(("cum", "arg")):
         return float(math.prod(ins[0]))
     if name.startswith("scatter"):
         return float(math.prod(ins[2]))
     return float(math.prod(out))
 
 
-def _dtype(program: Program, eqn: FlatEqn) -> object:
-    dtype = program.aval(eqn.outputs[0]).dtype if eqn.outputs else np.dtype("int32")
-    # Key types and bfloat16 are no plain NumPy dtypes.
-    text = str(dtype)
-    return "float32" if text in ("bfloat16", "float16") else (text if text in np.sctypeDict else "int32")
+def _conv(eqn: FlatEqn, ins: list[tuple[int, ...]], out: tuple[int, ...]) -> float:
+    p, dn = eqn.params, eqn.params["dimension_numbers"]
+    flops = 2.0 * (ins[0][dn.lhs_spec[0]] // p["batch_group_count"]) * math.prod(ins[1][d] for d in dn.rhs_spec[:2])
+    for k, (low, _) in enumerate(p["padding"]):
+        n, w, m = ins[0][dn.lhs_spec[2 + k]], ins[1][dn.rhs_spec[2 + k]], out[dn.out_spec[2 + k]]
+        flops *= window_pairs(n, w, m, p["window_strides"][k], low, p["lhs_dilation"][k], p["rhs_dilation"][k])
+    return flops
+
+
+def conv_flops_by_shape(eqn: FlatEqn, program: Program) -> float:
+    """FLOPs of a convolution with the window positions that meet padding counted too."""
+    p, dn = eqn.params, eqn.params["dimension_numbers"]
+    kernel = program.aval(eqn.inputs[1]).shape
+    per_output = math.prod(kernel[d] for d in dn.rhs_spec[1:])
+    return 2.0 * math.prod(program.aval(eqn.outputs[0]).shape) * per_output / p["batch_group_count"]
+
+
+def window_pairs(n: int, w: int, m: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs of an output and a kernel position of one spatial dim that meet an input element."""
+    count = 0
+    for i in range(w):  # i-th kernel position meets element (o·stride + shift) / lhs_dilation of the input
+        shift = i * rhs_dilation - low
+        # Outputs o whose place is inside the dilated input, then those among them that hit an element, not a zero.
+        first, last = max(0, -(shift // stride)), min(m - 1, ((n - 1) * lhs_dilation - shift) // stride)
+        period = lhs_dilation // math.gcd(lhs_dilation, stride)
+        hit = next((o for o in range(first, min(first + period, last + 1)) if (o * stride + shift) % lhs_dilation == 0), None)
+        count += 0 if hit is None else (last - hit) // period + 1
+    return count

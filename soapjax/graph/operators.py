@@ -148,9 +148,7 @@ class OperatorGraph:
         """sha256 over operators, shapes and edges: no jaxpr text, value ids or equation addresses in it."""
         data = {
             "operators": [(o.name, o.kind, o.dims, o.tasks, o.parameters) for o in self.operators],
-            "tasks": [
-                (t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks
-            ],
+            "tasks": [(t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks],
             "tensors": [(t.shape, t.dtype, t.copies, t.input_leaf, t.output_leaves) for t in self.tensors],
             "parameters": self.parameters,
             "paths": (self.in_paths, self.out_paths),
@@ -184,6 +182,8 @@ def check_graph(graph: OperatorGraph) -> None:
     written: set[int] = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0}
     carried = {e.target for e in graph.entries}
     makers: dict[int, int] = {}
+    # Of what a loop carries, a trip reads what the trip before wrote; the first value may be a constant.
+    loop_of = {access.tensor: task.scope.split("/")[0] for task in graph.tasks for access in task.writes}
     for k, task in enumerate(graph.tasks):
         op = graph.operators[task.operator]
         if k not in op.tasks:
@@ -198,7 +198,8 @@ def check_graph(graph: OperatorGraph) -> None:
                     if d != NOT_SPLIT and n % op.dims[d].divisor:
                         wrong(f"{op.name}.{op.dims[d].name}", op.dims[d].divisor, f"a divisor of {n}")
         for access in task.reads:
-            if access.tensor not in written and access.tensor not in carried:
+            is_carried = access.tensor in carried or (task.scope and task.scope.split("/")[0] == loop_of.get(access.tensor))
+            if access.tensor not in written and not is_carried:
                 wrong(f"task {k} of {op.name}", f"reads tensor {access.tensor}", "a tensor written before")
         for access in task.writes:
             if makers.setdefault(access.tensor, k) != k:

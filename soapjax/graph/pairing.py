@@ -109,9 +109,7 @@ class Pairing:
         """The forward region that has most equations of this one (same module path, primitive and shape)."""
 
         def bag(u: Unit) -> collections.Counter:
-            return collections.Counter(
-                (module_path(e.stack), e.name, tuple(self.program.aval(e.outputs[0]).shape)) for e in u.eqns
-            )
+            return collections.Counter((module_path(e.stack), e.name, tuple(self.program.aval(e.outputs[0]).shape)) for e in u.eqns)
 
         mine, best, best_share = bag(self.units[i]), None, 0.5
         for op, members in enumerate(self.operators):
@@ -137,6 +135,7 @@ class Pairing:
         path = module_path(unit.heavy.stack)
         weights = {p.value for p in self.phases.parameters}
         best, best_score = None, 2
+        alike: list[int] = []  # same module: where it has one such product, the path alone tells (operands recomputed)
         for op in range(len(self.operators) - 1, -1, -1):
             first = self.units[self.operators[op][0]]
             if first.kind not in partners or first.phase != FORWARD:
@@ -145,13 +144,15 @@ class Pairing:
             same_path = path == module_path(first.heavy.stack)
             if not shared and not same_path:
                 continue
+            if same_path and path:
+                alike.append(op)
             score = 2 * bool(shared) + 2 * same_path + 2 * bool(shared & weights) + 2 * (len(shared) > 1)
             # An input gradient and a weight gradient at most, unless the forward unit was recomputed.
             score -= sum(self.units[m].phase == BACKWARD and not is_recompute(self.units[m].heavy or self.units[m].eqns[0])
                          and self.units[m].heavy is not None for m in self.operators[op])  # fmt: skip
             if score > best_score:
                 best, best_score = op, score
-        return best
+        return alike[0] if best is None and len(alike) == 1 else best
 
     def _region_partner(self, i: int) -> int | None:
         unit = self.units[i]

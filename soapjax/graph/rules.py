@@ -29,13 +29,13 @@ log = logging.getLogger("soapjax")
 class Labels(NamedTuple):
     """Labels of each operand's and each result's dims.
 
-    `spatial` holds the labels whose neighbours are read across the border of a
-    shard (windows): they cost a halo exchange, and convolutions need manual axes.
+    `spatial` maps the labels whose neighbours are read across the border of a shard (windows) to the largest degree at
+    which a shard still holds a window: they cost a halo exchange, and convolutions need manual axes.
     """
 
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
-    spatial: frozenset[int] = frozenset()
+    spatial: dict[int, int] = {}  # noqa: RUF012 - never written to
 
 
 Rule = Callable[[FlatEqn, list[tuple[int, ...]], list[tuple[int, ...]]], Labels]
@@ -62,8 +62,7 @@ def labels_of(eqn: FlatEqn, program: Program) -> Labels:
         if eqn.name not in _warned:
             _warned.add(eqn.name)
             log.warning(
-                "no dimension rule for primitive %r: it is replicated on every device "
-                "(add one with soapjax.graph.rules.register)",
+                "no dimension rule for primitive %r: it is replicated on every device (add one with soapjax.graph.rules.register)",
                 eqn.name,
             )
         return replicated(ins, outs)
@@ -147,26 +146,11 @@ def _squeeze(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(range(len(ins[0]))),), (tuple(i for i in range(len(ins[0])) if i not in gone),))
 
 
-@register("expand_dims")
-def _expand_dims(eqn: FlatEqn, ins, outs) -> Labels:
-    new = set(eqn.params["dimensions"])
-    return Labels((tuple(range(len(ins[0]))),), (tuple(iter_skip(new, len(outs[0]))),))
-
-
-def iter_skip(new: set[int], rank: int):
-    label = 0
-    for i in range(rank):
-        if i in new:
-            yield BLOCKED
-        else:
-            yield label
-            label += 1
-
-
 @register("reshape")
 def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
     """Merged or split dims are tied by their major factor: blocks of it stay blocks."""
-    a, b = ins[0], outs[0]
+    order = eqn.params.get("dimensions") or range(len(ins[0]))  # a transpose first
+    a, b = tuple(ins[0][d] for d in order), outs[0]
     la, lb = [BLOCKED] * len(a), [BLOCKED] * len(b)
     i = j = 0
     label = 0
@@ -187,7 +171,9 @@ def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
             la[ma] = lb[mb] = label
             label += 1
         i, j = i + 1, j + 1
-    return Labels((tuple(la), *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),))
+    labels = dict(zip(order, la, strict=True))
+    first = tuple(labels[d] for d in range(len(a)))
+    return Labels((first, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),))
 
 
 @register("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
@@ -218,6 +204,25 @@ def _concatenate(eqn: FlatEqn, ins, outs) -> Labels:
 @register("split")
 def _split(eqn: FlatEqn, ins, outs) -> Labels:
     return _tied_except({eqn.params["axis"]}, ins, outs)
+
+
+@register("stack")
+def _stack(eqn: FlatEqn, ins, outs) -> Labels:
+    kept = tuple(range(len(ins[0])))
+    axis = eqn.params["axis"]
+    return Labels(tuple(kept for _ in ins), ((*kept[:axis], BLOCKED, *kept[axis:]),))
+
+
+@register("unstack")
+def _unstack(eqn: FlatEqn, ins, outs) -> Labels:
+    kept = tuple(range(len(outs[0])))
+    axis = eqn.params["axis"]
+    return Labels(((*kept[:axis], BLOCKED, *kept[axis:]),), tuple(kept for _ in outs))
+
+
+@register("tile")
+def _tile(eqn: FlatEqn, ins, outs) -> Labels:
+    return _tied_except({i for i, n in enumerate(eqn.params["reps"]) if n != 1}, ins, outs)
 
 
 @register("rev")
@@ -315,20 +320,20 @@ def _conv(eqn: FlatEqn, ins, outs) -> Labels:
         lhs[dn.lhs_spec[1]] = rhs[dn.rhs_spec[0]] = out[dn.out_spec[1]] = 1
     elif batch_groups > 1 and batch_groups == ins[0][dn.lhs_spec[0]]:
         lhs[dn.lhs_spec[0]] = rhs[dn.rhs_spec[0]] = out[dn.out_spec[1]] = 1
-    spatial = set()
+    spatial: dict[int, int] = {}
     for k, stride in enumerate(p["window_strides"]):
         n, w, m = ins[0][dn.lhs_spec[2 + k]], ins[1][dn.rhs_spec[2 + k]], outs[0][dn.out_spec[2 + k]]
         lhs_dilation, rhs_dilation = p["lhs_dilation"][k], p["rhs_dilation"][k]
-        forward = lhs_dilation == rhs_dilation == 1 and w < n == m * stride
-        input_gradient = rhs_dilation == stride == 1 and w < m == n * lhs_dilation
-        kernel_gradient = lhs_dilation == stride == 1 and m < n == w * rhs_dilation
+        forward = lhs_dilation == rhs_dilation == 1 and w < n == m * stride and m > 1
+        input_gradient = rhs_dilation == stride == 1 and w < m == n * lhs_dilation and n > 1
+        kernel_gradient = lhs_dilation == stride == 1 and m < n == w * rhs_dilation and w > 1
         if forward or input_gradient:
             lhs[dn.lhs_spec[2 + k]] = out[dn.out_spec[2 + k]] = 3 + k
-            spatial.add(3 + k)
+            spatial[3 + k] = max(1, min(n, m) // w)
         elif kernel_gradient:
             lhs[dn.lhs_spec[2 + k]] = rhs[dn.rhs_spec[2 + k]] = 3 + k
-            spatial.add(3 + k)
-    return Labels((tuple(lhs), tuple(rhs)), (tuple(out),), frozenset(spatial))
+            spatial[3 + k] = max(1, w // m)
+    return Labels((tuple(lhs), tuple(rhs)), (tuple(out),), spatial)
 
 
 @register("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
@@ -340,7 +345,7 @@ def _reduce_window(eqn: FlatEqn, ins, outs) -> Labels:
     def label(i: int) -> int:
         w, s, pad = p["window_dimensions"][i], p["window_strides"][i], tuple(p["padding"][i])
         untouched = w == 1 and s == 1 and pad == (0, 0)
-        tiled = w == s and pad == (0, 0) and shape[i] == out[i] * s
+        tiled = w == s and pad == (0, 0) and shape[i] == out[i] * s and out[i] > 1
         dilated = p.get("base_dilation", (1,) * len(shape))[i] != 1 or p.get("window_dilation", (1,) * len(shape))[i] != 1
         return i if (untouched or tiled) and not dilated else BLOCKED
 
@@ -357,7 +362,7 @@ def _select_and_scatter_add(eqn: FlatEqn, ins, outs) -> Labels:
     def label(i: int) -> int:
         w, s, pad = p["window_dimensions"][i], p["window_strides"][i], tuple(p["padding"][i])
         untouched = w == 1 and s == 1 and pad == (0, 0)
-        tiled = w == s and pad == (0, 0) and operand[i] == source[i] * s
+        tiled = w == s and pad == (0, 0) and operand[i] == source[i] * s and source[i] > 1
         return i if untouched or tiled else BLOCKED
 
     labels = tuple(label(i) for i in range(len(operand)))
@@ -389,7 +394,7 @@ def _gather(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(table), tuple(index)), (out,))
 
 
-@register("scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter_mul", "scatter_min", "scatter_max")
+@register("scatter-add", "scatter-sub", "scatter", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(eqn: FlatEqn, ins, outs) -> Labels:
     """Labels: operand dims by position, then the scattered dims of the updates (reduced, for sums only)."""
     dn = eqn.params["dimension_numbers"]
@@ -404,7 +409,7 @@ def _scatter(eqn: FlatEqn, ins, outs) -> Labels:
         if update_shape[u] == operand_shape[d]:
             operand[d] = update[u] = d
     scattered = [u for u in range(len(update_shape)) if u not in dn.update_window_dims]
-    is_sum = eqn.name in ("scatter-add", "scatter_add")
+    is_sum = eqn.name in ("scatter-add", "scatter-sub")
     for k, (u, i) in enumerate(zip(scattered, range(len(ins[1]) - 1), strict=True)):
         if i in index_batching:
             d = batching[index_batching.index(i)]

@@ -22,11 +22,10 @@ HEAVY = {
     "gather": "gather",
     "scatter": "scatter",
     "scatter-add": "scatter",
-    "scatter_add": "scatter",
+    "scatter-sub": "scatter",
     "scatter-mul": "scatter",
-    "scatter_mul": "scatter",
-    "scatter_min": "scatter",
-    "scatter_max": "scatter",
+    "scatter-min": "scatter",
+    "scatter-max": "scatter",
     "reduce_window": "pool",
     "reduce_window_sum": "pool",
     "reduce_window_max": "pool",
@@ -40,7 +39,7 @@ HEAVY = {
     "cond": "loop",
     "sharding_constraint": "constraint",
 }
-LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy", "expand_dims"}
+LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"}
 # What may follow a heavy equation as part of it (bias, activation): nothing that sums over its result.
 _NO_EPILOGUE = ("reduce", "arg", "cum", "concatenate", "split", "slice", "dynamic", "pad", "rev", "random", "iota")
 

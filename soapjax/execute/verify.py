@@ -1,0 +1,126 @@
+"""The proof of a plan: its numbers are the single-device step's, and the compiled program does what it says.
+
+Loss and gradients are compared leaf by leaf, ||g - g1|| / max(||g1||, 1e-6 ||all gradients||), in float64 (bound 1e-9)
+and in the step's own precision (bound: 1e-5, or three times the single-device step's own distance from float64).
+Gradients, never updated parameters: where a gradient is exactly zero, Adam turns rounding noise into steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.hlo import check_ops
+from soapjax.execute.spmd import Program
+
+FLOAT64_BOUND = 1e-9
+
+
+class Verification(NamedTuple):
+    loss_rel_error: float
+    gradient_rel_error: float
+    gradient_rel_bound: float
+    loss_rel_error_float64: float
+    gradient_rel_error_float64: float
+    planned_ops: int
+    ops_as_planned: int
+    ops_unchecked: int
+    num_gradients: int
+    worst_leaf: str
+    differences: tuple[str, ...]
+
+    @property
+    def is_proven(self) -> bool:
+        return (
+            self.gradient_rel_error <= self.gradient_rel_bound
+            and self.gradient_rel_error_float64 <= FLOAT64_BOUND
+            and self.loss_rel_error_float64 <= FLOAT64_BOUND
+            and self.ops_as_planned == self.planned_ops - self.ops_unchecked
+        )
+
+
+def verify(program: Program, arguments: list[Any]) -> Verification:
+    """Runs the step on one device and under the plan, in its own precision and in float64, on flat `arguments`."""
+    step = program.step
+    gradients = _gradient_ids(program)
+    single = Evaluator(step.program)
+    reference, _ = _run(single, None, arguments, gradients)
+    reference64, _ = _run(Evaluator(step.program, is_float64=True), None, arguments, gradients)
+    planned, text = _run(program.evaluator(), program, arguments, gradients)
+    planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)
+    names = [p.path for p in program.graph.parameters] or list(step.out_paths)
+    own, worst = _gradient_error(planned[1], reference[1], names)
+    rounding, _ = _gradient_error(reference[1], reference64[1], names)
+    error64, worst64 = _gradient_error(planned64[1], reference64[1], names)
+    losses = [i for i, path in enumerate(step.out_paths) if i not in set(step.state_pairs.values())] or range(len(step.out_paths))
+    check = check_ops(program, text)
+    return Verification(
+        _output_error(planned[0], reference[0], losses),
+        own,
+        max(1e-5, 3 * rounding),
+        _output_error(planned64[0], reference64[0], losses),
+        error64,
+        check.planned_ops,
+        check.ops_as_planned,
+        check.ops_unchecked,
+        len(gradients),
+        worst64 or worst,
+        check.differences,
+    )
+
+
+def _gradient_ids(program: Program) -> tuple[int, ...]:
+    """Value ids of the gradients at the outermost level, in the order of the graph's parameters."""
+    values = program.binding.values
+    level = [o for eqn in program.step.program.eqns for o in eqn.outputs]
+    at = {values.of(o).root: o for o in reversed(level)}
+    return tuple(at[p.gradient] for p in program.binding.phases.parameters)
+
+
+def _run(evaluator: Evaluator, program: Program | None, arguments: list[Any], also: tuple[int, ...]) -> tuple[tuple, str]:
+    """(outputs, extra values) as NumPy arrays, and the compiled text of a planned program."""
+
+    def fn(*leaves: Any) -> Any:
+        return evaluator.run(list(leaves), also)
+
+    with jax.enable_x64(evaluator.is_float64):
+        jitted = jax.jit(fn) if program is None else jax.jit(fn, in_shardings=tuple(program.in_shardings()))
+        if program is not None:
+            shardings = program.in_shardings()
+            arguments = [jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)]
+        compiled = jitted.lower(*arguments).compile()
+        outputs, extra = compiled(*arguments)
+        return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text() if program is not None else ""
+
+
+def _numpy(x: Any) -> np.ndarray | None:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return None
+    return np.asarray(x.astype("float32") if str(x.dtype) == "bfloat16" else x)
+
+
+def _gradient_error(found: list, wanted: list, names: list[str]) -> tuple[float, str]:
+    """The largest relative error of any leaf, and its name."""
+    norms = [float(np.linalg.norm(np.asarray(g, np.float64))) for g in wanted]
+    everything = float(np.sqrt(sum(n * n for n in norms)))
+    worst, name = 0.0, ""
+    for g, g1, norm, path in zip(found, wanted, norms, names, strict=False):
+        distance = float(np.linalg.norm(np.asarray(g, np.float64) - np.asarray(g1, np.float64)))
+        error = distance / max(norm, 1e-6 * everything, np.finfo(np.float64).tiny)
+        if not error <= worst:  # a NaN counts as the worst
+            worst, name = error, path
+    return worst, name
+
+
+def _output_error(found: list, wanted: list, which: Any) -> float:
+    """The largest relative error among the floating-point outputs that are no state (the loss, metrics, predictions)."""
+    worst = 0.0
+    for i in which:
+        if wanted[i] is not None and np.issubdtype(wanted[i].dtype, np.floating):
+            a, b = np.asarray(found[i], np.float64), np.asarray(wanted[i], np.float64)
+            error = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
+            worst = error if not error <= worst else worst
+    return worst

@@ -1,0 +1,74 @@
+"""What the user fixed: `fixed={path: spec}` and Flax's partitioning metadata, as layouts by argument path.
+
+Constraints inside the step (`with_sharding_constraint`) are operators of the graph; see strategy/space.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.strategy.layout import Spec
+
+
+def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[str, Any] | None) -> dict[str, Spec]:
+    """Specs by argument path. A path that names a subtree fixes all leaves in it.
+
+    Raises: SoapjaxError naming every entry that is no spec, and every path that names nothing.
+    """
+    layouts = _flax_metadata(args, in_paths)
+    problems = []
+    for path, value in (fixed or {}).items():
+        leaves = [p for p in in_paths if p == path or p.startswith(path + ".")]
+        spec = _spec(value)
+        if spec is None:
+            problems.append(
+                Problem(f"fixed[{path!r}]", repr(value), "a PartitionSpec, a NamedSharding, or axis names per dim", "write P('d0', None)")
+            )
+        elif not leaves:
+            close = [p for p in in_paths if path.split(".")[-1] in p][:3] or list(in_paths[:3])
+            problems.append(Problem(f"fixed[{path!r}]", "no such argument", "a path of the step's arguments", f"e.g. {close}"))
+        else:
+            layouts.update(dict.fromkeys(leaves, spec))
+    if problems:
+        raise SoapjaxError(problems)
+    return layouts
+
+
+def _spec(value: Any) -> Spec | None:
+    if isinstance(value, jax.sharding.NamedSharding):
+        value = value.spec
+    if not isinstance(value, jax.sharding.PartitionSpec | tuple | list):
+        return None
+    parts = []
+    for part in value:
+        names = () if part is None else (part,) if isinstance(part, str) else part
+        if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
+            return None
+        parts.append(tuple(names))
+    return tuple(parts)
+
+
+def _flax_metadata(args: Sequence[Any], in_paths: Sequence[str]) -> dict[str, Spec]:
+    """Specs of `nn.Partitioned` boxes (linen) and of `sharding` metadata (nnx); all None means not fixed."""
+
+    def names_of(x: Any) -> tuple[Any, ...] | None:
+        names = getattr(x, "names", None) if hasattr(x, "unbox") else None
+        if names is None and hasattr(x, "get_metadata"):
+            metadata = x.get_metadata()
+            names = metadata.get("sharding_names") or metadata.get("sharding") or metadata.get("out_sharding")
+        return tuple(names) if isinstance(names, tuple | list) else None
+
+    layouts: dict[str, Spec] = {}
+    position = 0
+    for a in args:
+        for box in jax.tree_util.tree_leaves(a, is_leaf=lambda x: names_of(x) is not None):
+            count = len(jax.tree_util.tree_leaves(box))
+            names = names_of(box)
+            if names is not None and count == 1 and any(n is not None for n in names):
+                layouts[in_paths[position]] = tuple(() if n is None else (n,) if isinstance(n, str) else tuple(n) for n in names)
+            position += count
+    return layouts

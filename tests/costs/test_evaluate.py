@@ -1,0 +1,269 @@
+"""Costs of whole strategies: the jitted evaluator against the plain oracle, and what known strategies must cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from problems import PROBLEMS, case, case_of, case_with, topology_of
+
+from soapjax.costs.conversion import COLLECTIVES
+from soapjax.graph.build import build_graph
+from soapjax.graph.phases import BACKWARD, FORWARD
+from soapjax.graph.trace import trace
+from soapjax.strategy.layout import PARTIAL, divides
+from soapjax.strategy.strategy import Strategy
+
+SECONDS_ERROR = 1e-5
+MEMORY_ERROR = 1e-5
+names = pytest.mark.parametrize("model, topology", PROBLEMS)
+
+
+def assert_equals_oracle(c, strategies):
+    costs, _ = c.figures(strategies)
+    for b, strategy in enumerate(strategies):
+        found = jax.tree.map(lambda x, b=b: x[b], costs)
+        plain = oracles.plain_costs(c.graph, c.space, c.topology, strategy)
+        assert [tuple(row) for row in found.layouts.home.tolist()] == plain.home
+        d, t = found.durations, c.tables
+        np.testing.assert_allclose(d.compute_s, plain.compute_s, rtol=SECONDS_ERROR)
+        resolved = {i: s for i, s in enumerate(d.resolve_s) if s.any()}
+        assert_same_seconds(resolved, plain.resolve_s)
+        assert_same_seconds(summed(zip(t.edge_task, t.edge_tensor, strict=True), d.convert_s), plain.convert_s)
+        assert_same_seconds(summed(t.sum_task, d.sum_s), plain.sum_s)
+        sent = [plain.bytes_by_collective[k] for k in COLLECTIVES]
+        np.testing.assert_allclose(found.bytes_by_collective, sent, rtol=SECONDS_ERROR)
+        np.testing.assert_allclose(found.memory_bytes[:3], plain.memory_bytes, rtol=MEMORY_ERROR)
+        np.testing.assert_allclose(found.memory_bytes[3], sum(plain.memory_bytes), rtol=MEMORY_ERROR)
+
+
+def summed(keys, seconds) -> dict:
+    total = {}
+    for key, s in zip(keys, seconds, strict=True):
+        key = tuple(map(int, key)) if isinstance(key, tuple) else int(key)
+        total[key] = total.get(key, 0.0) + s
+    return total
+
+
+def assert_same_seconds(found: dict, expected: dict):
+    assert {k for k, s in found.items() if np.any(s)} == {k for k, s in expected.items() if np.any(s)}
+    for k, s in found.items():
+        if np.any(s):
+            np.testing.assert_allclose(s, expected[k], rtol=SECONDS_ERROR, err_msg=str(k))
+
+
+@names
+def test_evaluator_equals_the_plain_oracle(model, topology):
+    c = case(model, topology)
+    assert_equals_oracle(c, [c.replicated(), c.data_parallel(), *c.strategies(seed=1, count=30)])
+
+
+@names
+def test_evaluator_equals_the_plain_oracle_on_neighbours_that_agree(model, topology):
+    """Random operators seldom agree; here most do, so that sums scatter, copies are shared and inputs come as read."""
+    c = case(model, topology)
+    strategies = []
+    for seed, random in enumerate(c.strategies(seed=2, count=16)):
+        rng = np.random.default_rng(seed)
+        keep = rng.random(c.graph.num_operators) < 0.3
+        base = c.data_parallel()
+        base.storage[:] = np.where(c.space.owns_parameters, seed % len(c.space.storages), 0)
+        axes = np.where(keep[:, None] | [bool(c.space.violations(base))], random.axes, base.axes)
+        strategies.append(Strategy(axes.astype(np.int8), base.storage))
+    assert_equals_oracle(c, strategies)
+
+
+def test_oracle_covers_the_rules_it_is_there_for():
+    """The random strategies above do scatter sums, refuse to for both reasons, share copies and gather again."""
+    seen = set()
+    for model, topology in PROBLEMS:
+        c = case(model, topology)
+        t, sizes = c.tables, c.space.mesh.axis_sizes
+        costs, _ = c.figures(c.strategies(seed=1, count=30))
+        for b in range(30):
+            found = jax.tree.map(lambda x, b=b: x[b], costs.layouts)
+            for i in np.flatnonzero((found.raw == PARTIAL).any(1)):
+                raw, home, reader = found.raw[i], found.home[i], found.slots[t.tensor_reader[i]]
+                for a in np.flatnonzero(raw == PARTIAL):
+                    if reader[a] >= 0:
+                        ordered = reader[a] not in raw[a + 1 :]
+                        wanted = np.where((raw == PARTIAL) & (reader >= 0), reader, raw)
+                        fits = divides(wanted.tolist(), c.graph.tensors[i].shape, sizes)
+                        seen.add(("scattered" if home[a] >= 0 else "summed", ordered, fits))
+            seen.add(("shared", bool(found.is_shared.any())))
+            seen.add(("crosses", bool(found.is_shared[t.twin[t.twin_crosses, 0]].any())))
+    assert {("scattered", True, True), ("summed", False, True), ("summed", True, False)} <= seen
+    assert {("shared", True), ("crosses", True)} <= seen
+
+
+@names
+def test_replicated_sends_nothing(model, topology):
+    c = case(model, topology)
+    costs, _ = c.figures([c.replicated()])
+    assert not costs.bytes_by_collective.any()
+    assert not any(x.any() for x in (costs.durations.resolve_s, costs.durations.convert_s, costs.durations.sum_s))
+
+
+@pytest.mark.parametrize("topology", ["a100x64", "a100x8"])
+def test_data_parallelism_of_the_mlp_all_reduces_its_gradients_and_its_loss(topology):
+    c = case("mlp", topology)
+    strategy = c.data_parallel()
+    assert c.space.is_valid(strategy)
+    costs, _ = c.figures([strategy])
+    n = c.space.mesh.num_devices
+    numbers = 64 * 64 + 64 + 64 * 64 + 64 + 64 * 64 + 64 + 1  # three dense layers and the loss
+    assert dict(zip(COLLECTIVES, costs.bytes_by_collective[0], strict=True)) == pytest.approx(
+        {"reduce-scatter": 0, "all-reduce": 2 * 4 * numbers * (n - 1) / n, "all-to-all": 0, "all-gather": 0}, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("topology", ["a100x64", "a100x8"])
+def test_fully_sharded_mlp_keeps_one_nth_of_its_state_and_sends_three_times_its_parameters(topology):
+    c = case("mlp", topology)
+    n = c.space.mesh.num_devices
+    described = [s.describe(c.space.mesh.axis_names) for s in c.space.storages]
+    everywhere = ",".join(c.space.mesh.axis_names)
+    options = [described.index(x) for x in ("as used", f"sharded({everywhere}), kept", f"sharded({everywhere}), regathered")]
+    strategies = []
+    for option in options:
+        strategy = c.data_parallel()
+        strategy.storage[c.space.owns_parameters] = option
+        strategies.append(strategy)
+    costs, _ = c.figures(strategies)
+    state = costs.memory_bytes[:, 0]
+    parameters = 4 * 3 * (64 * 64 + 64)
+    assert state[0] == 3 * parameters  # adam: the parameter and two moments
+    assert state[1] == state[2] == state[0] / n
+    part = (n - 1) / n
+    sent = [dict(zip(COLLECTIVES, row, strict=True)) for row in costs.bytes_by_collective]
+    for s in sent[1:]:
+        assert s["reduce-scatter"] == pytest.approx(parameters * part, rel=1e-6)
+        assert s["all-reduce"] == pytest.approx(2 * 4 * part, rel=1e-6)  # the loss
+    assert sent[1]["all-gather"] == pytest.approx(parameters * part, rel=1e-6)
+    # The backward pass reads the kernels of the second and third layer again.
+    assert sent[2]["all-gather"] == pytest.approx((parameters + 2 * 4 * 64 * 64) * part, rel=1e-6)
+
+
+@names
+def test_random_strategies_are_valid_and_all_layouts_divide(model, topology):
+    c = case(model, topology)
+    strategies = c.strategies(seed=3, count=30)
+    costs, _ = c.figures(strategies)
+    assert not costs.penalty.any()
+    t, sizes = c.tables, c.space.mesh.axis_sizes
+    shapes = [x.shape for x in c.graph.tensors]
+    num_u = len(t.access_op)
+    slot_shapes = [shapes[i] for i in t.access_tensor]
+    slot_shapes += [shapes[p.tensor] for p in c.graph.parameters] + [shapes[p.gradient] for p in c.graph.parameters]
+    for b in range(len(strategies)):
+        slots, home = costs.layouts.slots[b], costs.layouts.home[b]
+        assert (home >= -1).all() and (slots[num_u:] >= -1).all()
+        for layout, shape in (*zip(home.tolist(), shapes, strict=True), *zip(slots.tolist(), slot_shapes, strict=False)):
+            assert max(layout) < len(shape)
+            assert divides(layout, shape, sizes), (layout, shape)
+
+
+def test_penalty_counts_the_degrees_that_do_not_divide():
+    c = case("mlp_of_sixes", "2x6")
+    strategy = c.replicated()
+    dims = [[d.size for d in op.dims] for op in c.graph.operators]
+    assert dims[0] == [24, 36, 6]
+    strategy.axes[0] = 0  # 24 over 12 devices
+    strategy.axes[1] = [2, 2, 2]  # 36 over 12 devices
+    bad = Strategy(strategy.axes.copy(), strategy.storage)
+    bad.axes[0] = [2, 0, 2]  # 6 over 4
+    worse = Strategy(bad.axes.copy(), bad.storage)
+    worse.axes[2] = 1  # 42 classes over 12
+    worse.axes[3] = 0
+    worse.axes[0] = [2, 2, 2]  # 6 over 12
+    costs, _ = c.figures([strategy, bad, worse])
+    assert costs.penalty.tolist() == [0, 1, 2]
+    assert [len(c.space.violations(s)) for s in (strategy, bad, worse)] == [0, 1, 2]
+
+
+@names
+def test_gathering_again_saves_memory_and_sends_more_than_keeping(model, topology):
+    c = case(model, topology)
+    pairs = [
+        (i, j) for i, kept in enumerate(c.space.storages) for j, again in enumerate(c.space.storages)
+        if any(kept.axes) and kept.axes == again.axes and again.regather and not kept.regather
+    ]  # fmt: skip
+    strategies = []
+    for kept, again in pairs:
+        for random in [c.data_parallel(), *c.strategies(seed=4, count=7)]:
+            for option in (kept, again):
+                storage = np.where(c.space.owns_parameters, option, 0).astype(np.int8)
+                strategies.append(Strategy(random.axes, storage))
+    costs, times = c.figures(strategies)
+    sent, peak = costs.bytes_by_collective.sum(-1), costs.memory_bytes[:, 1]
+    assert (sent[1::2] >= sent[0::2]).all()
+    # A loop reads its slices of a parameter anew in the backward pass, whatever the storage.
+    reads_again = any(
+        a.phase == FORWARD and b.phase == BACKWARD and a.scope == b.scope and p.tensor in tensors_read(a) & tensors_read(b)
+        for p in c.graph.parameters for a in c.graph.tasks for b in c.graph.tasks
+    )  # fmt: skip
+    assert (sent[1::2] > sent[0::2]).any() == reads_again
+    assert (peak[1::2] <= peak[0::2] * (1 + MEMORY_ERROR)).all()
+    assert (times[1::2] >= times[0::2] * (1 - SECONDS_ERROR)).all()
+    # Nothing else changes.
+    assert (costs.memory_bytes[1::2, 0] == costs.memory_bytes[0::2, 0]).all()
+    assert (costs.durations.compute_s[1::2] == costs.durations.compute_s[0::2]).all()
+
+
+def tensors_read(task) -> set[int]:
+    return {a.tensor for a in task.reads}
+
+
+def test_gathering_again_lowers_the_peak_of_a_deep_model():
+    c = case("lm", "a100x8")
+    described = [s.describe(c.space.mesh.axis_names) for s in c.space.storages]
+    strategies = []
+    for ending in ("kept", "regathered"):
+        strategy = c.data_parallel()
+        strategy.storage[c.space.owns_parameters] = next(k for k, s in enumerate(described) if s.endswith(ending))
+        strategies.append(strategy)
+    costs, _ = c.figures(strategies)
+    assert costs.memory_bytes[1, 1] < costs.memory_bytes[0, 1]
+
+
+def test_fixed_layouts_are_kept_and_costed():
+    kernel, features = "state.params.dense0.kernel", "batch.features"
+    c = case_with("mlp", "a100x8", fixed={kernel: (("d0",), ("d1", "d2")), features: ((), ("d0",))})
+    strategies = [c.replicated(), c.data_parallel(), *c.strategies(seed=5, count=10)]
+    assert_equals_oracle(c, strategies)
+    costs, _ = c.figures(strategies)
+    tensor_of = {x.input_leaf: i for i, x in enumerate(c.graph.tensors)}
+    assert (costs.layouts.home[:, tensor_of[c.leaf(kernel)]] == [0, 1, 1]).all()
+    assert (costs.layouts.home[:, tensor_of[c.leaf(features)]] == [1, -1, -1]).all()
+    # The replicated step gathers both before it uses them: 64 x 64 and 64 x 64 floats.
+    assert costs.bytes_by_collective[0, COLLECTIVES.index("all-gather")] == 4 * 64 * 64 * (7 / 8 + 1 / 2)
+
+
+def test_a_recurrent_loop_from_a_trained_start():
+    """The start is converted once to the layout in which the loop carries it; the inputs are read slice by slice."""
+
+    def step(params, xs):
+        def loss(params):
+            def cell(h, x):
+                h = jnp.tanh(h @ params["w"] + x)
+                return h, h.sum()
+
+            return jax.lax.scan(cell, params["start"], xs)[1].sum()
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {}
+
+    shape = jax.ShapeDtypeStruct
+    params = {"w": shape((32, 32), jnp.float32), "start": shape((16, 32), jnp.float32)}
+    graph = build_graph(trace(step, params, shape((5, 16, 32), jnp.float32)))[0]
+    start = next(i for i, t in enumerate(graph.tensors) if t.shape == (16, 32) and t.input_leaf >= 0)
+    assert start in [e.source for e in graph.entries]
+    c = case_of(graph, topology_of("2x4"))
+    assert_equals_oracle(c, [c.replicated(), *c.strategies(seed=6, count=20)])
+
+
+def test_one_trace_for_many_strategies():
+    c = case("mlp", "a100x8")
+    for seed in range(20):
+        c.figures(c.strategies(seed, 3))
+    assert c._batch._cache_size() == 1

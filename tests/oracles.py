@@ -1,0 +1,274 @@
+"""What a strategy costs, worked out slowly: one operator, one tensor, one task at a time, in Python floats.
+
+The oracle of `soapjax.costs.evaluate`. It reads the graph and the strategy only, never
+the cost tables. Where the tables have an order of their own, figures are summed by the names given here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly, links_of
+from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, Task
+from soapjax.graph.phases import FORWARD
+from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology
+
+Layout = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Conversion:
+    """A reader that wants a tensor in a layout; `task` is the number of tasks for the step's end."""
+
+    task: int
+    tensor: int
+    target: Layout
+    size: float
+    trips: int
+    scope: str | None  # None where it is never shared
+    is_shared: bool = False
+
+
+@dataclasses.dataclass
+class PlainCosts:
+    """L link levels; everything in float64."""
+
+    compute_s: list[float]  # by task
+    resolve_s: dict[int, np.ndarray]  # tensor -> [L]
+    convert_s: dict[tuple[int, int], np.ndarray]  # (task, tensor) -> [L]
+    sum_s: dict[int, np.ndarray]  # task -> [L]
+    bytes_by_collective: dict[str, float]
+    home: list[Layout]
+    memory_bytes: tuple[float, float, float]  # parameters and state, peak of the others, largest transient
+
+
+def plain_costs(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, strategy: Strategy) -> PlainCosts:
+    return _Oracle(graph, space, topology, strategy).costs()
+
+
+class _Oracle:
+    def __init__(self, graph, space, topology, strategy):
+        self.graph, self.space, self.topology, self.strategy = graph, space, topology, strategy
+        self.sizes = space.mesh.axis_sizes
+        self.links = links_of(topology, space.mesh)
+        self.nowhere = (REPLICATED,) * len(self.sizes)
+        self.parameter_of = {p.tensor: p for p in graph.parameters}
+        self.gradient_of = {p.gradient: p for p in graph.parameters}
+        self.writer: dict[int, int] = {}
+        self.readers: dict[int, list[tuple[int, Layout]]] = defaultdict(list)
+        self.raw: dict[int, Layout] = {}
+        for k, task in enumerate(graph.tasks):
+            if task.parameter >= 0:
+                parameter = graph.parameters[task.parameter]
+                self.readers[parameter.gradient].append((k, self.stored_gradient(parameter)))
+                continue
+            for access in task.reads:
+                self.readers[access.tensor].append((k, self.layout(task, access)))
+            for access in task.writes:
+                self.writer[access.tensor] = k
+                self.raw[access.tensor] = self.layout(task, access)
+        self.homes = [self.home(i) for i in range(len(graph.tensors))]
+
+    # Layouts.
+
+    def layout(self, task: Task, access: Access) -> Layout:
+        found = []
+        for value in self.strategy.axes[task.operator]:
+            if value >= 0 and value in access.reduced:
+                found.append(PARTIAL)
+            elif value >= 0 and value in access.dims:
+                found.append(access.dims.index(value))
+            else:
+                found.append(REPLICATED)
+        return tuple(found)
+
+    def shards(self, layout: Layout) -> int:
+        return math.prod(s for d, s in zip(layout, self.sizes, strict=True) if d >= 0)
+
+    def stored(self, parameter) -> Layout:
+        """As its owner first reads it, and over the storage's axes where the owner leaves them free."""
+        if parameter.leaf in self.space.fixed_layouts:
+            return tuple(int(d) for d in self.space.fixed_layouts[parameter.leaf])
+        shape = self.graph.tensors[parameter.tensor].shape
+        reads = [
+            self.layout(t, a) for t in self.graph.tasks if t.operator == parameter.owner and t.parameter < 0
+            for a in t.reads if a.tensor == parameter.tensor
+        ]  # fmt: skip
+        as_used = tuple(max(d, REPLICATED) for d in reads[0])
+        if not shape:
+            return as_used
+        devices = self.space.mesh.num_devices
+        dims = parameter.storage_dims or (0,)
+        dim = next((d for d in dims if shape[d] % devices == 0), None)
+        if dim is None:
+            dim = max(dims, key=lambda d: math.gcd(shape[d], devices))
+        storage = self.space.storages[self.strategy.storage[parameter.owner]]
+        wanted = tuple(dim if d == REPLICATED and on else d for d, on in zip(as_used, storage.axes, strict=True))
+        degree = math.prod(s for d, s in zip(wanted, self.sizes, strict=True) if d == dim)
+        return wanted if shape[dim] % degree == 0 else as_used
+
+    def stored_gradient(self, parameter) -> Layout:
+        """A loop makes the gradient without the parameter's leading dim."""
+        missing = len(self.graph.tensors[parameter.tensor].shape) - len(self.graph.tensors[parameter.gradient].shape)
+        return tuple(d - missing if d >= 0 else d for d in self.stored(parameter))
+
+    def home(self, i: int) -> Layout:
+        """As it is kept: a partial sum goes where its first reader wants it, or everywhere."""
+        tensor = self.graph.tensors[i]
+        first = self.readers[i][0][1] if self.readers[i] else self.nowhere
+        if i in self.parameter_of:
+            return self.stored(self.parameter_of[i])
+        if i not in self.writer:
+            if tensor.input_leaf in self.space.fixed_layouts:
+                return tuple(int(d) for d in self.space.fixed_layouts[tensor.input_leaf])
+            if tensor.input_leaf in dict(self.graph.state_pairs):
+                return self.nowhere
+            return tuple(max(d, REPLICATED) for d in first)
+        raw = self.raw[i]
+        scattered = list(raw)
+        for a, d in enumerate(raw):
+            if d == PARTIAL and first[a] >= 0 and first[a] not in raw[a + 1 :]:
+                scattered[a] = first[a]
+        if not divides(scattered, tensor.shape, self.sizes):
+            scattered = list(raw)
+        return tuple(max(d, REPLICATED) for d in scattered)
+
+    # Costs.
+
+    def conversion(self, source: Layout, target: Layout, size: float, times: float) -> tuple[np.ndarray, dict[str, float]]:
+        seconds, sent = conversion_cost_plainly(source, target, size, self.links)
+        return times * np.array(seconds), {k: times * v for k, v in sent.items()}
+
+    def trip_bytes(self, i: int, task: Task) -> tuple[float, bool]:
+        """What one trip of a task reads or writes; a loop reads one slice of a stacked argument."""
+        tensor = self.graph.tensors[i]
+        never_split = all(
+            a.dims[0] == NOT_SPLIT for t in self.graph.tasks for a in t.reads if a.tensor == i and a.dims
+        )  # fmt: skip
+        is_sliced = tensor.input_leaf >= 0 and task.trip_count > 1 and tensor.shape[:1] == (task.trip_count,) and never_split
+        return (tensor.size_bytes / task.trip_count if is_sliced else tensor.size_bytes), is_sliced
+
+    def compute(self, k: int) -> float:
+        task, device = self.graph.tasks[k], self.topology.device
+        memory_rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+        rate = device.efficiency[task.kind] * device.peak(task.dtype, operator_class=task.kind)
+        axes = self.strategy.axes[task.operator]
+        if task.parameter >= 0:
+            parameter = self.graph.parameters[task.parameter]
+            shards = self.shards(self.stored(parameter))
+            copies = 3 + 2 * len(parameter.state_leaves)  # gradient in; parameter and state in and out
+            moved = copies * self.graph.tensors[parameter.tensor].size_bytes / shards
+            flop_s = sum(w.flops for w in task.work) / rate / shards
+            return max(flop_s, moved / memory_rate) + device.launch_s
+        flop_s = 0.0
+        for w in task.work:
+            degree = math.prod(s for v, s in zip(axes, self.sizes, strict=True) if v in w.dims)
+            flop_s += w.flops / rate / degree
+        moved = sum(self.trip_bytes(a.tensor, task)[0] / self.shards(self.layout(task, a)) for a in (*task.reads, *task.writes))
+        return (max(flop_s, moved / memory_rate) + device.launch_s) * task.trip_count
+
+    def conversions(self) -> list[Conversion]:
+        """Every reader of every tensor, in schedule order."""
+        tasks, tensors, found = self.graph.tasks, self.graph.tensors, []
+        made_in_loop = {i for i, k in self.writer.items() if tasks[k].trip_count > 1}
+        for i, tensor in enumerate(tensors):
+            for k, target in self.readers[i]:
+                size, is_sliced = self.trip_bytes(i, tasks[k])
+                trips = tasks[k].trip_count if is_sliced or i in made_in_loop else 1
+                if tasks[k].parameter >= 0:
+                    size *= tensor.copies  # the gradients of all layers of a loop at once
+                found.append(Conversion(k, i, target, size, trips, tasks[k].scope))
+            replaced = {o for _, o in self.graph.state_pairs}
+            if i in self.writer and replaced & set(tensor.output_leaves):
+                found.append(Conversion(len(tasks), i, self.nowhere, tensor.size_bytes * tensor.copies, 1, None))
+        for entry in self.graph.entries:
+            if self.readers[entry.target]:
+                first = self.readers[entry.target][0][0]
+                target = self.raw.get(entry.target, self.nowhere)
+                size = tensors[entry.source].size_bytes
+                found.append(Conversion(first, entry.source, target, size, 1, tasks[first].scope))
+        found = [c for c in found if c.size > tensors[c.tensor].itemsize]
+        for c in found:  # a loop carries its sums resolved
+            c.target = tuple(h if d == PARTIAL else d for d, h in zip(c.target, self.homes[c.tensor], strict=True))
+        return sorted(found, key=lambda c: (c.task, c.tensor))
+
+    def may_share(self, earlier: Conversion, later: Conversion) -> bool:
+        if earlier.tensor != later.tensor or earlier.target != later.target or later.scope is None:
+            return False
+        if earlier.scope != later.scope:
+            return False
+        parameter = self.parameter_of.get(later.tensor)
+        phases = self.graph.tasks[earlier.task].phase, self.graph.tasks[later.task].phase
+        if parameter is not None and self.space.storages[self.strategy.storage[parameter.owner]].regather:
+            return not (phases[0] == FORWARD and phases[1] != FORWARD)
+        return True
+
+    def costs(self) -> PlainCosts:
+        tasks, tensors = self.graph.tasks, self.graph.tensors
+        sent = dict.fromkeys(COLLECTIVES, 0.0)
+
+        def add(seconds: np.ndarray, moved: dict[str, float]) -> np.ndarray:
+            for kind, b in moved.items():
+                sent[kind] += b
+            return seconds
+
+        resolve_s = {}
+        for i, raw in self.raw.items():
+            if PARTIAL in raw:
+                trips = tasks[self.writer[i]].trip_count
+                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips))
+        sum_s = {}
+        for k, task in enumerate(tasks):
+            for s in task.sums:
+                source, target = [], []
+                for value in self.strategy.axes[task.operator]:
+                    is_split = value in s.dims and value not in s.reduced
+                    source.append(PARTIAL if value in s.reduced else 0 if is_split else REPLICATED)
+                    target.append(0 if is_split else REPLICATED)
+                seconds = add(*self.conversion(tuple(source), tuple(target), s.size_bytes, task.trip_count))
+                sum_s[k] = sum_s.get(k, 0.0) + seconds
+
+        # A converted copy lives from the reader it is made for to the last one that shares it.
+        live = [0.0] * len(tasks)
+        convert_s: dict[tuple[int, int], np.ndarray] = {}
+        done: list[Conversion] = []
+        for c in self.conversions():
+            home = self.homes[c.tensor]
+            before = [e for e in done if self.may_share(e, c)]
+            done.append(c)
+            here = min(c.task, len(tasks) - 1)
+            seconds = np.zeros(self.links.num_levels)
+            if not before:
+                seconds = add(*self.conversion(home, c.target, c.size, c.trips))
+            convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
+            if c.target != home:
+                since = max(e.task for e in before) + 1 if before else here
+                for k in range(since, here + 1):
+                    live[k] += c.size / self.shards(c.target)
+
+        last = len(tasks) - 1
+        for i, tensor in enumerate(tensors):
+            if i in self.parameter_of:
+                continue
+            born = self.writer.get(i, 0)
+            ends = [born, *(k for k, _ in self.readers[i])]
+            for e in self.graph.entries:
+                if e.source == i and self.readers[e.target]:
+                    ends.append(self.readers[e.target][0][0])
+            for k in range(born, (last if tensor.output_leaves else max(ends)) + 1):
+                live[k] += tensor.size_bytes * tensor.copies / self.shards(self.homes[i])
+        persistent = sum(
+            tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
+        )
+        transient = max((tensors[i].size_bytes / self.shards(r) for i, r in self.raw.items() if PARTIAL in r), default=0.0)
+        return PlainCosts(
+            [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
+            (persistent, max(live), transient),
+        )  # fmt: skip

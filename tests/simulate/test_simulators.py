@@ -1,0 +1,302 @@
+"""Event-driven, batched and longest-path simulations give one timeline, on random schedules and on real models."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import PROBLEMS, case, case_with
+
+from soapjax.costs.evaluate import Durations
+from soapjax.simulate.batched import simulate_batch
+from soapjax.simulate.event import simulate
+from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+from soapjax.simulate.simulator import Simulator
+
+FLOAT32_ERROR = 3e-6  # largest relative difference: 3e-7 on random schedules, 1e-6 on the models; the contract is 1e-5
+FLOAT64_ERROR = 1e-12
+BATCH = 6
+# (tasks, predecessors each, streams), from one compute and one link level to four devices with their own.
+SHAPES = ((1, 1, 1), (12, 2, 2), (40, 3, 3), (60, 1, 3), (40, 6, 12))
+names = pytest.mark.parametrize("model, topology", PROBLEMS)
+
+
+def longest_paths(schedule: Schedule, durations) -> list[float]:
+    """When every task ends: longest paths over written-out edges, inputs and the order on each stream."""
+    n, num_streams = schedule.occupies.shape
+    active = [durations[t] > 0 or bool(schedule.is_barrier[t]) for t in range(n)]
+    edges = {(int(p), t) for t in range(n) for p in schedule.predecessors[t] if p < n}
+    for s in range(num_streams):
+        queue = [t for t in range(n) if active[t] and schedule.occupies[t, s]]
+        edges |= set(zip(queue, queue[1:], strict=False))
+    end = [float(d) for d in durations]
+    for a, b in sorted(edges, key=lambda edge: (edge[1], edge[0])):  # every edge points forward
+        end[b] = max(end[b], end[a] + float(durations[b]))
+    return end
+
+
+def makespan(schedule: Schedule, durations) -> float:
+    return max(longest_paths(schedule, durations), default=0.0)
+
+
+def critical_path(schedule: Schedule, durations) -> float:
+    return makespan(dataclasses.replace(schedule, occupies=np.zeros_like(schedule.occupies)), durations)
+
+
+def random_schedule(rng: np.random.Generator, shape: tuple[int, int, int]) -> tuple[Schedule, np.ndarray]:
+    """A schedule, and durations [BATCH, T] of which about a third are zero.
+
+    Tasks of one stream, tasks of several (communication that does not overlap; work on several devices of a pinned
+    placement), and barriers over all streams. Predecessors come before: some near, some far, some twice.
+    """
+    n, width, num_streams = shape
+    predecessors = np.full((n, width), n, np.int32)
+    for t in range(1, n):
+        near = rng.random(width) < 0.7
+        found = np.where(near, t - 1 - rng.integers(0, min(t, 4), width), rng.integers(0, t, width))
+        predecessors[t] = np.where(rng.random(width) < 0.6, found, n)
+    occupies = np.zeros((n, num_streams), bool)
+    occupies[np.arange(n), rng.integers(0, num_streams, n)] = True
+    occupies |= (rng.random((n, num_streams)) < rng.choice([0.0, 0.4])) & (rng.random((n, 1)) < 0.5)
+    kind = rng.choice([COMPUTE, SUM, RESOLVE, CONVERT, BARRIER], n, p=[0.5, 0.1, 0.1, 0.2, 0.1]).astype(np.int32)
+    occupies[kind == BARRIER] = True
+    predecessors[kind == BARRIER] = n
+    durations = rng.choice([0.0, 1.0, 1.0], (BATCH, n)) * np.exp(rng.uniform(-12, 3, (BATCH, n)))
+    durations[:, kind == BARRIER] = 0.0
+    level = np.where(kind == COMPUTE, -1, 0).astype(np.int32)
+    return Schedule(kind, np.arange(n, dtype=np.int32), level, predecessors, occupies, kind == BARRIER), durations
+
+
+@jax.jit
+def batched(predecessors, occupies, is_barrier, durations):
+    """With the schedule as arguments, so that there is one trace per shape."""
+    unused = np.zeros(len(is_barrier), np.int32)
+    return simulate_batch(Schedule(unused, unused, unused, predecessors, occupies, is_barrier), durations)
+
+
+def run_batched(schedule: Schedule, durations) -> np.ndarray:
+    return np.asarray(batched(schedule.predecessors, schedule.occupies, schedule.is_barrier, durations))
+
+
+random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
+several_hundred = settings(max_examples=300, deadline=None)
+a_hundred = settings(max_examples=100, deadline=None)
+
+
+@several_hundred
+@random_cases
+def test_three_simulations_of_random_schedules_agree(shape, seed):
+    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    short = durations.astype(np.float32)
+    events = [simulate(schedule, d).makespan_s for d in short]
+    np.testing.assert_allclose(events, [makespan(schedule, d) for d in short], rtol=FLOAT64_ERROR)
+    np.testing.assert_allclose(run_batched(schedule, short), events, rtol=FLOAT32_ERROR)
+
+
+@a_hundred
+@random_cases
+def test_in_float64_they_agree_to_the_last_digits(shape, seed):
+    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    with jax.enable_x64(True):
+        found = run_batched(schedule, durations)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in durations], rtol=FLOAT64_ERROR)
+
+
+@a_hundred
+@random_cases
+def test_every_task_of_the_timeline_starts_as_early_as_it_may(shape, seed):
+    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    for d in durations:
+        timeline = simulate(schedule, d)
+        ends = longest_paths(schedule, d)
+        assert sorted(e.task for e in timeline.entries) == np.flatnonzero(d > 0).tolist()
+        assert list(timeline.entries) == sorted(timeline.entries, key=lambda e: (e.start_time, e.task))
+        for entry in timeline.entries:
+            assert entry.end_time == pytest.approx(ends[entry.task], rel=FLOAT64_ERROR)
+            assert entry.end_time == entry.start_time + d[entry.task]
+
+
+@a_hundred
+@random_cases
+def test_bounds_and_exclusive_streams(shape, seed):
+    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    for d in durations:
+        timeline = simulate(schedule, d)
+        busiest = (schedule.occupies * d[:, None]).sum(0).max()
+        assert timeline.makespan_s >= busiest * (1 - FLOAT64_ERROR)
+        assert timeline.makespan_s >= critical_path(schedule, d) * (1 - FLOAT64_ERROR)
+        assert timeline.makespan_s <= d.sum() * (1 + FLOAT64_ERROR)
+        assert_no_overlap(schedule, timeline)
+
+
+def assert_no_overlap(schedule: Schedule, timeline):
+    for s in range(schedule.occupies.shape[1]):
+        mine = sorted((e for e in timeline.entries if schedule.occupies[e.task, s]), key=lambda e: e.task)
+        for a, b in zip(mine, mine[1:], strict=False):  # in program order, one after the other
+            assert b.start_time >= a.end_time
+
+
+@a_hundred
+@random_cases
+def test_barriers_separate_phases(shape, seed):
+    schedule, durations = random_schedule(np.random.default_rng(seed), shape)
+    barriers = np.flatnonzero(schedule.is_barrier)
+    for d in durations[:2]:
+        entries = simulate(schedule, d).entries
+        for b in barriers:
+            before = [e.end_time for e in entries if e.task < b]
+            after = [e.start_time for e in entries if e.task > b]
+            assert max(before, default=0.0) <= min(after, default=np.inf)
+        # So that the phases add up.
+        bounds = [0, *barriers, len(d)]
+        phases = [(d * ((np.arange(len(d)) >= a) & (np.arange(len(d)) < b))) for a, b in zip(bounds, bounds[1:], strict=False)]
+        total = sum(simulate(schedule, p).makespan_s for p in phases)
+        assert total == pytest.approx(simulate(schedule, d).makespan_s, rel=FLOAT64_ERROR)
+
+
+@a_hundred
+@random_cases
+def test_tasks_without_duration_neither_delay_nor_occupy(shape, seed):
+    rng = np.random.default_rng(seed)
+    schedule, durations = random_schedule(rng, shape)
+    d = durations[0]
+    unused = (d == 0) & ~schedule.is_barrier
+    expected = simulate(schedule, d)
+    for value in (True, False):
+        occupies = np.where(unused[:, None], value, schedule.occupies)
+        changed = dataclasses.replace(schedule, occupies=occupies)
+        assert simulate(changed, d) == simulate(schedule, d, occupies) == expected
+        assert run_batched(changed, d[None].astype(np.float32)) == run_batched(schedule, d[None].astype(np.float32))
+
+
+def test_streams_order_and_inputs_by_hand():
+    # Two streams. 0 computes 3; 1 sends 2 from the start; 2 needs 1 and computes 1 after 0; 3 sends what 2 made, 4;
+    # 4 computes beside it, 2; barrier; 6 computes 1. 7 is not needed: it takes no time and waits for nothing but 0.
+    n = 8
+    predecessors = np.full((n, 2), n, np.int32)
+    predecessors[2, 0], predecessors[3, 0], predecessors[7, 0] = 1, 2, 0
+    kind = np.array([COMPUTE, CONVERT, COMPUTE, CONVERT, COMPUTE, BARRIER, COMPUTE, CONVERT], np.int32)
+    occupies = np.array([kind != CONVERT, (kind == CONVERT) | (kind == BARRIER)]).T
+    schedule = Schedule(kind, np.zeros(n, np.int32), np.zeros(n, np.int32), predecessors, occupies, kind == BARRIER)
+    durations = np.array([3.0, 2, 1, 4, 2, 0, 1, 0])
+    timeline = simulate(schedule, durations)
+    assert timeline.makespan_s == 9
+    assert [tuple(e) for e in timeline.entries] == [(0, 0, 3), (1, 0, 2), (2, 3, 4), (3, 4, 8), (4, 4, 6), (6, 8, 9)]
+    assert longest_paths(schedule, durations) == [3, 2, 4, 8, 6, 8, 9, 3]
+    assert run_batched(schedule, np.float32(durations)[None]) == [9]
+    # One stream for all: nothing overlaps.
+    alone = dataclasses.replace(schedule, occupies=occupies | [True, False])
+    assert simulate(alone, durations).makespan_s == run_batched(alone, np.float32(durations)[None])[0] == 13
+
+
+def test_a_schedule_of_nothing_takes_no_time():
+    none = np.zeros(0, np.int32)
+    schedule = Schedule(none, none, none, np.zeros((0, 1), np.int32), np.zeros((0, 2), bool), none.astype(bool))
+    assert simulate(schedule, np.zeros(0)) == (0.0, ())
+    assert run_batched(schedule, np.zeros((3, 0), np.float32)).tolist() == [0, 0, 0]
+
+
+@names
+def test_models_take_the_same_time_in_every_simulation(model, topology):
+    c = case(model, topology)
+    schedule = c.simulator.schedule
+    costs, times = c.figures([c.replicated(), c.data_parallel(), *c.strategies(seed=11, count=30)])
+    durations = schedule.durations(costs.durations)
+    for d, time in zip(durations, times, strict=True):
+        timeline = simulate(schedule, d)
+        assert timeline.makespan_s == pytest.approx(makespan(schedule, d), rel=FLOAT64_ERROR)
+        assert time == pytest.approx(timeline.makespan_s, rel=FLOAT32_ERROR)
+        assert_no_overlap(schedule, timeline)
+
+
+@names
+def test_what_a_schedule_holds(model, topology):
+    c = case(model, topology)
+    t, schedule = c.tables, c.simulator.schedule
+    n = schedule.num_tasks
+    assert all(p == n or p < i for i, row in enumerate(schedule.predecessors) for p in row)
+    assert (schedule.occupies[schedule.is_barrier]).all() and (schedule.is_barrier == (schedule.kind == BARRIER)).all()
+    assert schedule.is_barrier.sum() == (0 if c.graph.is_single_phase else 2)
+    levels = t.links.num_levels
+    counts = {k: int((schedule.kind == k).sum()) for k in (COMPUTE, SUM, RESOLVE, CONVERT)}
+    assert counts == {
+        COMPUTE: len(c.graph.tasks),
+        SUM: levels * len(t.sum_task),
+        RESOLVE: levels * int(t.may_be_partial.sum()),
+        CONVERT: levels * len(t.edge_task),
+    }
+    # Every figure is scheduled once, and what is converted for a task comes before it.
+    position = {int(k): i for i, k in enumerate(schedule.source) if schedule.kind[i] == COMPUTE}
+    assert list(position) == list(range(len(c.graph.tasks)))
+    assert all(i < position.get(int(t.edge_task[e]), n) for i, e in enumerate(schedule.source) if schedule.kind[i] == CONVERT)
+    for kind in (SUM, RESOLVE, CONVERT):
+        rows = [(int(s), int(lv)) for s, lv, k in zip(schedule.source, schedule.level, schedule.kind, strict=True) if k == kind]
+        assert len(set(rows)) == len(rows)
+
+
+def test_durations_are_gathered_from_the_right_figures():
+    c = case("mlp", "a100x64")
+    t, schedule, levels = c.tables, c.simulator.schedule, c.tables.links.num_levels
+    sizes = (t.num_tasks, (len(t.tensor_bytes), levels), (len(t.edge_task), levels), (len(t.sum_task), levels))
+    rng = np.random.default_rng(0)
+    one = Durations(*(rng.random(size) for size in sizes))
+    found = schedule.durations(one)
+    for d, kind, source, level in zip(found, schedule.kind, schedule.source, schedule.level, strict=True):
+        if kind == COMPUTE:
+            assert d == one.compute_s[source]
+        elif kind == BARRIER:
+            assert d == 0
+        else:
+            assert d == {SUM: one.sum_s, RESOLVE: one.resolve_s, CONVERT: one.convert_s}[kind][source, level]
+    batch = Durations(*(np.stack([x, 2 * x, 0 * x]) for x in one))
+    np.testing.assert_array_equal(schedule.durations(batch), [found, 2 * found, 0 * found])
+    np.testing.assert_allclose(schedule.durations(Durations(*map(jnp.asarray, batch))), schedule.durations(batch), rtol=1e-6)
+
+
+def test_without_overlap_communication_occupies_the_compute_stream():
+    beside, instead = (case_with("mlp", "a100x64", overlap=overlap) for overlap in (True, False))
+    assert instead.simulator.schedule.occupies[:, 0].all()
+    communicates = np.isin(beside.simulator.schedule.kind, (SUM, RESOLVE, CONVERT))
+    assert not beside.simulator.schedule.occupies[communicates, 0].any()
+    costs, times = case("mlp", "a100x64").figures(beside.strategies(seed=12, count=16))
+    durations = beside.simulator.schedule.durations(costs.durations)
+    gains = []
+    for d, time in zip(durations, times, strict=True):
+        alone = simulate(instead.simulator.schedule, d)
+        assert alone.makespan_s == pytest.approx(d.sum(dtype=np.float64), rel=FLOAT64_ERROR)  # one after the other
+        together = simulate(beside.simulator.schedule, d).makespan_s
+        assert together == pytest.approx(time, rel=FLOAT32_ERROR)
+        assert together <= alone.makespan_s
+        gains.append(alone.makespan_s - together)
+    assert max(gains) > 0
+
+
+def test_simulator_traces_once_and_reports_what_its_parts_say():
+    class Counting(Simulator):
+        traces = 0
+
+        def scores(self, axes, storage):
+            self.traces += 1
+            return super().scores(axes, storage)
+
+    c = case("mlp_of_sixes", "2x6")
+    simulator = Counting(c.tables)
+    strategies = c.strategies(seed=13, count=20)
+    costs, times = c.figures(strategies)
+    scores = [simulator.step_times([s]) for s in strategies]
+    assert simulator.traces == 1
+    np.testing.assert_allclose([s.step_time_s[0] for s in scores], times, rtol=FLOAT32_ERROR)
+    np.testing.assert_allclose([s.memory_bytes[0] for s in scores], costs.memory_bytes[:, 3], rtol=1e-6)
+    assert not any(s.violations[0] for s in scores)
+    prediction = simulator.prediction(strategies[0])
+    assert simulator.traces == 1
+    assert prediction.step_time_s == pytest.approx(times[0], rel=1e-5)
+    assert prediction.memory_bytes_per_device == int(costs.memory_bytes[0, 3])
+    assert list(prediction.memory_parts_bytes.values()) == [int(x) for x in costs.memory_bytes[0, :3]]
+    assert list(prediction.bytes_by_collective.values()) == [int(x) for x in costs.bytes_by_collective[0]]
+    assert prediction.feasible and prediction.usable_memory_bytes == c.topology.device.usable_memory_bytes
+    assert simulator.timeline(strategies[0]).makespan_s == pytest.approx(times[0], rel=FLOAT32_ERROR)
