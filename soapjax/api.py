@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled import CompiledStep, ShapesChanged
+from soapjax.execute.compiled import CompiledStep, ShapesChanged, place
 from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
@@ -147,7 +147,9 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
     problems = []
     if topology is not None and topology.fingerprint() != own.fingerprint():
         problems.append(
-            Problem(f"{place}: topology", own.name, f"{topology.name}, which differs from the plan's", "plan anew for this topology")
+            Problem(
+                f"{place}: topology", own.name, f"{topology.name}, which differs from the plan's", "plan anew for this topology"
+            )
         )
     graph, _ = build_graph(step)
     if graph.fingerprint() != loaded.graph.fingerprint:
@@ -161,7 +163,12 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
     mesh = factor_mesh(own)
     if sorted(loaded.mesh.device_order) != list(range(mesh.num_devices)):
         problems.append(
-            Problem(f"{place}: mesh.device_order", str(loaded.mesh.device_order)[:60], f"a permutation of 0 to {mesh.num_devices - 1}", "restore it")
+            Problem(
+                f"{place}: mesh.device_order",
+                str(loaded.mesh.device_order)[:60],
+                f"a permutation of 0 to {mesh.num_devices - 1}",
+                "restore it",
+            )
         )
     if problems:
         raise SoapjaxError(problems)
@@ -270,7 +277,7 @@ class SoapShard:
         """`tree` laid out as the plan wants positional argument `argument` (the state, by default)."""
         self.plan  # noqa: B018 - raises where there is none
         shardings = self._last.in_shardings[argument]
-        return jax.tree.map(lambda x, s: jax.device_put(x, s, may_alias=False), tree, shardings)
+        return jax.tree.map(place, tree, shardings)
 
     def shardings(self) -> tuple[Any, ...]:
         """NamedShardings of every argument, as pytrees: `in_shardings` for plain `jax.jit`."""

@@ -64,6 +64,4 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES) 
             )
         ) from None
     except OSError as e:
-        raise SoapjaxError(
-            Problem(str(target), e.strerror or str(e), "a readable file", "check the path and its rights")
-        ) from None
+        raise SoapjaxError(Problem(str(target), e.strerror or str(e), "a readable file", "check the path and its rights")) from None

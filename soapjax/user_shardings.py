@@ -26,7 +26,12 @@ def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[st
         spec = _spec(value)
         if spec is None:
             problems.append(
-                Problem(f"fixed[{path!r}]", repr(value), "a PartitionSpec, a NamedSharding, or axis names per dim", "write P('d0', None)")
+                Problem(
+                    f"fixed[{path!r}]",
+                    repr(value),
+                    "a PartitionSpec, a NamedSharding, or axis names per dim",
+                    "write P('d0', None)",
+                )
             )
         elif not leaves:
             close = [p for p in in_paths if path.split(".")[-1] in p][:3] or list(in_paths[:3])

@@ -131,10 +131,6 @@ def case_with(model: str, topology: str, *, overlap: bool | None = None, fixed=N
     graph, place = graph_of(model), topology_of(topology)
     if overlap is not None:
         place = dataclasses.replace(place, device=dataclasses.replace(place.device, overlap=overlap))
-    return case_of(graph, place, fixed=fixed)
-
-
-def case_of(graph: OperatorGraph, place: DeviceTopology, *, fixed=None) -> Case:
     space = search_space(graph, factor_mesh(place), fixed=fixed)
     tables = cost_tables(graph, space, place)
     return Case(graph, place, space, tables, Simulator(tables))

@@ -140,9 +140,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
 
         # Communication.
-        resolve = conversion_cost(
-            found.raw, jnp.where(found.raw == PARTIAL, home, found.raw), tables.tensor_bytes, tables.links
-        )
+        resolve = conversion_cost(found.raw, jnp.where(found.raw == PARTIAL, home, found.raw), tables.tensor_bytes, tables.links)
         resolve_s = resolve.seconds * (tables.tensor_trips * tables.may_be_partial)[:, None]
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
@@ -159,9 +157,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         durations = Durations(compute_s, resolve_s, convert_s, sums[0])
 
         # Memory.
-        persistent = (
-            (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
-        )
+        persistent = (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
         live = _liveness(tables, held, copy, found)

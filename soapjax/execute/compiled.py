@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd import Program
@@ -12,6 +13,15 @@ from soapjax.execute.spmd import Program
 
 class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
     """The arguments have other shapes than the plan was made for."""
+
+
+def place(x: Any, sharding: NamedSharding) -> Any:
+    """`x` under `sharding`: itself where it is laid out so, else a copy (donation must not take the caller's buffer)."""
+    if isinstance(x, jax.Array):
+        if x.committed and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        x = x.copy()
+    return jax.device_put(x, sharding)
 
 
 class CompiledStep:
@@ -29,9 +39,7 @@ class CompiledStep:
         if kwargs:
             raise TypeError("keyword arguments must be bound to positions before")
         self._argument_leaves = [jax.tree_util.tree_leaves(a) for a in args]
-        state = {
-            i for i, leaves in enumerate(self._argument_leaves) if leaves and all(k in step.state_pairs for k in leaves)
-        }
+        state = {i for i, leaves in enumerate(self._argument_leaves) if leaves and all(k in step.state_pairs for k in leaves)}
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
         self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
         self.out_shardings = step.out_tree.unflatten(out_shardings)
@@ -63,11 +71,8 @@ class CompiledStep:
             return self.jitted(*self.place(*args))
 
     def place(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments laid out as planned; never the caller's own buffers, which donation would take away."""
-        return tuple(
-            jax.tree.map(lambda x, s: jax.device_put(x, s, may_alias=False), a, s)
-            for a, s in zip(args, self.in_shardings, strict=True)
-        )
+        """The arguments laid out as planned."""
+        return tuple(jax.tree.map(place, a, s) for a, s in zip(args, self.in_shardings, strict=True))
 
     def lower(self, *args: Any) -> Any:
         return self.jitted.lower(*args)

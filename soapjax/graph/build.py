@@ -163,9 +163,7 @@ class _Builder:
             is_reduced = first.heavy is not None and c not in in_result and c in classes.touched(first)
             spatial = any(n in classes.spatial_nodes for n in nodes)
             sizes = [classes.sizes[n] for n in nodes]
-            dims.append(
-                Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial)
-            )
+            dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))
         return tuple(dims), {c: k for k, c in enumerate(ordered)}
 
     def _readers(self) -> dict[int, set[int]]:
@@ -270,9 +268,7 @@ class _Builder:
         found = self.labels[unit.heavy]
         return tuple(map(dims, found.inputs)), dims(found.outputs[0])
 
-    def _partial_results(
-        self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]
-    ) -> dict[int, tuple[int, ...]]:
+    def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
         """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""
         readers: dict[int, list[FlatEqn]] = {}
         for e in unit.eqns:

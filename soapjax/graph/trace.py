@@ -47,6 +47,12 @@ def leaf_paths(tree: Any, prefix: str) -> list[str]:
     return paths
 
 
+def _abstract(x: Any) -> Any:
+    if isinstance(x, jax.Array) or (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+    return x
+
+
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     """The names of the first `count` positional parameters, `arg0` where there is none."""
     try:
@@ -65,7 +71,9 @@ def trace(
     Raises: SoapjaxError where the function cannot be traced (the cause is named).
     """
     static = {i % len(args) for i in static_argnums} if args else set()
-    dynamic = [a for i, a in enumerate(args) if i not in static]
+    # Shapes only: an array's own sharding would leave its marks in the jaxpr.
+    dynamic = [jax.tree.map(_abstract, a) for i, a in enumerate(args) if i not in static]
+    kwargs = jax.tree.map(_abstract, kwargs)
 
     @functools.wraps(fn)
     def step(*dyn: Any, **kw: Any) -> Any:

@@ -143,7 +143,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     if limit is None and budget.seconds is None:
         limit = DEFAULT_PROPOSALS
     per_chain = None if limit is None else -(-limit // NUM_CHAINS)
-    best_cost, best_at, rounds, done, batch = float(cost.min()), 0.0, 0, 0, BATCHES[0]
+    best_cost, best_at, rounds, done, batch = float(cost.min()), 0.0, 0, 0, BATCHES[-1]
     history = [(0, 0.0, begun[0].step_time_s)]
     stopped_by = "proposals"
     try:
@@ -160,7 +160,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
             rate = (np.asarray(moved.accepted).sum() - before) / max(1, (target - done) * NUM_CHAINS)
             chains = exchange(jax.random.fold_in(swap_key, rounds), moved, betas, rounds % 2)
             done, rounds = target, rounds + 1
-            batch = BATCHES[-1] if rate < 1 / BATCHES[0] else BATCHES[0]
+            batch = BATCHES[0] if rate > 0.5 else BATCHES[-1]
             elapsed = time.monotonic() - begin
             lowest = float(np.asarray(chains.best_cost).min())
             if lowest < best_cost:

@@ -38,8 +38,7 @@ def simulate(schedule: Schedule, durations: Sequence[float] | np.ndarray, occupi
     n, num_streams = occupies.shape
     predecessors = [[int(p) for p in row if p < n] for row in schedule.predecessors]
     uses = [
-        [s for s in range(num_streams) if occupies[t, s]] if durations[t] > 0 or schedule.is_barrier[t] else []
-        for t in range(n)
+        [s for s in range(num_streams) if occupies[t, s]] if durations[t] > 0 or schedule.is_barrier[t] else [] for t in range(n)
     ]
     queues = [[t for t in range(n) if s in set(uses[t])] for s in range(num_streams)]
     position = [0] * num_streams

@@ -48,9 +48,7 @@ class SearchSpace:
                 if not (-1 <= value < self.allowed.shape[2] - 1 and self.allowed[n, a, value + 1]):
                     shown = op.dims[value].name if 0 <= value < len(op.dims) else str(int(value))
                     choices = ["replicate", *(d.name for k, d in enumerate(op.dims) if self.allowed[n, a, k + 1])]
-                    problems.append(
-                        Problem(f"operators.{op.name}.axes.{name}", shown, " or ".join(choices), "choose one of these")
-                    )
+                    problems.append(Problem(f"operators.{op.name}.axes.{name}", shown, " or ".join(choices), "choose one of these"))
             for k, dim in enumerate(op.dims):
                 split = int(np.prod([s for v, s in zip(strategy.axes[n], self.mesh.axis_sizes, strict=True) if v == k]))
                 if dim.divisor % split:
@@ -142,9 +140,7 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
             place = f"sharding constraint at {op.name}, dim {d}"
             if name not in mesh.axis_names:
                 problems.append(
-                    Problem(
-                        place, repr(name), f"an axis of the plan's mesh {mesh.axis_names}", "name these axes in the constraint"
-                    )
+                    Problem(place, repr(name), f"an axis of the plan's mesh {mesh.axis_names}", "name these axes in the constraint")
                 )
             elif (
                 access.dims[d] < 0

@@ -194,9 +194,7 @@ def _read_topology(reader: TableReader) -> DeviceTopology:
     )
     names = [level.name for level in topology.levels if level.name]
     for name in sorted({n for n in names if names.count(n) > 1}):
-        reader.report(
-            "levels", f"{names.count(name)} levels named {name!r}", "a name of its own for each", "rename all but one"
-        )
+        reader.report("levels", f"{names.count(name)} levels named {name!r}", "a name of its own for each", "rename all but one")
     if topology.num_devices > MAX_DEVICES:
         reader.report("levels", f"{topology.num_devices} devices", f"at most {MAX_DEVICES}", "make the sizes smaller")
     reader.finish()
@@ -265,8 +263,6 @@ def _read_level(reader: TableReader) -> LinkLevel:
         source=reader.text("source"),
     )
     if level.name and not re.fullmatch("[a-z][a-z_]*", level.name):
-        reader.report(
-            "name", shown(level.name), "a lower-case word", "mesh axes are named after it: write it with a-z and _ only"
-        )
+        reader.report("name", shown(level.name), "a lower-case word", "mesh axes are named after it: write it with a-z and _ only")
     reader.finish()
     return level

@@ -41,9 +41,7 @@ class FactorMesh:
         """Where device `i` sits on each axis."""
         if not 0 <= i < self.num_devices:
             raise SoapjaxError(
-                Problem(
-                    f"device {i}", str(i), f"0 to {self.num_devices - 1}", "this mesh has no such device: check the topology"
-                )
+                Problem(f"device {i}", str(i), f"0 to {self.num_devices - 1}", "this mesh has no such device: check the topology")
             )
         coordinates = []
         for size in reversed(self.axis_sizes):

@@ -89,9 +89,7 @@ def load_topology(name_or_path: str | os.PathLike[str]) -> DeviceTopology:
 
         return local_topology()
     if not isinstance(name, str) or "\0" in name:
-        raise SoapjaxError(
-            Problem("topology", shown(name), "a name or the path of a TOML file", _remedy_with_names("correct it"))
-        )
+        raise SoapjaxError(Problem("topology", shown(name), "a name or the path of a TOML file", _remedy_with_names("correct it")))
     shipped = _shipped_files()
     if name in shipped:
         return parse_topology(shipped[name].read_text(encoding="utf-8"), place=f"{name}.toml")

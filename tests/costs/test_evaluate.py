@@ -1,16 +1,13 @@
 """Costs of whole strategies: the jitted evaluator against the plain oracle, and what known strategies must cost."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from problems import PROBLEMS, case, case_of, case_with, topology_of
+from problems import PROBLEMS, case, case_with
 
 from soapjax.costs.conversion import COLLECTIVES
-from soapjax.graph.build import build_graph
 from soapjax.graph.phases import BACKWARD, FORWARD
-from soapjax.graph.trace import trace
 from soapjax.strategy.layout import PARTIAL, divides
 from soapjax.strategy.strategy import Strategy
 
@@ -237,29 +234,6 @@ def test_fixed_layouts_are_kept_and_costed():
     assert (costs.layouts.home[:, tensor_of[c.leaf(features)]] == [1, -1, -1]).all()
     # The replicated step gathers both before it uses them: 64 x 64 and 64 x 64 floats.
     assert costs.bytes_by_collective[0, COLLECTIVES.index("all-gather")] == 4 * 64 * 64 * (7 / 8 + 1 / 2)
-
-
-def test_a_recurrent_loop_from_a_trained_start():
-    """The start is converted once to the layout in which the loop carries it; the inputs are read slice by slice."""
-
-    def step(params, xs):
-        def loss(params):
-            def cell(h, x):
-                h = jnp.tanh(h @ params["w"] + x)
-                return h, h.sum()
-
-            return jax.lax.scan(cell, params["start"], xs)[1].sum()
-
-        grads = jax.grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {}
-
-    shape = jax.ShapeDtypeStruct
-    params = {"w": shape((32, 32), jnp.float32), "start": shape((16, 32), jnp.float32)}
-    graph = build_graph(trace(step, params, shape((5, 16, 32), jnp.float32)))[0]
-    start = next(i for i, t in enumerate(graph.tensors) if t.shape == (16, 32) and t.input_leaf >= 0)
-    assert start in [e.source for e in graph.entries]
-    c = case_of(graph, topology_of("2x4"))
-    assert_equals_oracle(c, [c.replicated(), *c.strategies(seed=6, count=20)])
 
 
 def test_one_trace_for_many_strategies():

@@ -1,0 +1,176 @@
+"""The command line: plan, simulate, run, verify, demo.
+
+Every command takes --json: one JSON object on standard output, everything else on standard error. Bad input
+ends with exit status 2 and a message that names the place, the value, what was expected and the
+remedy; an interrupted search keeps the best plan so far and exits with 130.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import warnings
+from typing import Annotated, Any
+
+import rich.console
+import rich.progress
+import tyro
+
+from soapjax.errors import InfeasibleError, SoapjaxError
+
+errors = rich.console.Console(stderr=True, soft_wrap=True)
+
+
+@dataclasses.dataclass
+class PlanCommand:
+    """Plan a model for a topology and write the plan file.
+
+    Examples:
+
+      soapjax plan models.mlp --topology cpu8 -o plan.json
+
+      soapjax plan models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
+
+      soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """package.module (its `make`) or package.module:factory."""
+    topology: str = "local"
+    """A TOML file, "local", or a shipped name such as a100x64."""
+    set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """A setting of the model, key=value; repeat for more."""
+    planner: str = "mcmc"
+    """mcmc, data_parallel, fsdp, tensor_parallel or exhaustive."""
+    seed: int = 0
+    """Of the search; the same seed and --proposals give the same plan."""
+    seconds: float | None = None
+    """End the search after this time."""
+    proposals: int | None = None
+    """End the search after so many proposals."""
+    output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Where to write the plan."""
+    unroll: bool = False
+    """Plan every step of a scan on its own."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class SimulateCommand:
+    """Predict the step time of a plan file, edited or not, anew.
+
+    Example:  soapjax simulate plan.json
+    """
+
+    plan: Annotated[str, tyro.conf.Positional]
+    """A plan file."""
+    topology: str | None = None
+    """Refuse the plan unless it is for this topology."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class RunCommand:
+    """Train the plan's model under the plan, and time it.
+
+    Example:  soapjax run plan.json --steps 20
+    """
+
+    plan: Annotated[str, tyro.conf.Positional]
+    """A plan file."""
+    steps: int = 10
+    """Training steps."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class VerifyCommand:
+    """Prove a plan: numbers equal to one device's, compiled program as planned.
+
+    Example:  soapjax verify plan.json
+    """
+
+    plan: Annotated[str, tyro.conf.Positional]
+    """A plan file."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class DemoCommand:
+    """Plan a small language model for 8 devices, train it on 8 fake CPU devices, and compare with one.
+
+    Example:  soapjax demo
+    """
+
+    steps: int = 20
+    """Training steps."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+COMMANDS = {
+    "plan": PlanCommand,
+    "simulate": SimulateCommand,
+    "run": RunCommand,
+    "verify": VerifyCommand,
+    "demo": DemoCommand,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the `soapjax` command; ends the process with its exit status."""
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="soapjax", description=__doc__, sort_subcommands=False)
+    # XLA's C++ warnings belong to no user of a command line; they are back with TF_CPP_MIN_LOG_LEVEL=0.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
+    from soapjax import commands  # after parsing: --help must not wait for jax
+
+    try:
+        result, text, status = commands.run(command, _progress(command))
+    except SoapjaxError as e:
+        for problem in e.problems:
+            errors.print(f"error: {problem}", markup=False, highlight=False)
+        sys.exit(3 if isinstance(e, InfeasibleError) else 2)
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing was written")
+        sys.exit(130)
+    try:
+        if command.json:
+            print(json.dumps(result))
+        else:
+            rich.console.Console().print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
+
+
+def _progress(command: Any) -> Any:
+    """A bar with the best step time so far, on a terminal only: returns (update function, closing function)."""
+    if not (isinstance(command, PlanCommand) and sys.stderr.isatty()):
+        return None
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("searching"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[best]}"),
+        rich.progress.TimeElapsedColumn(), console=errors, transient=True,
+    )  # fmt: skip
+    total = command.proposals if command.proposals else None
+    task = bar.add_task("search", total=command.seconds or total, best="")
+    bar.start()
+
+    def update(done: int, best_s: float, elapsed_s: float) -> None:
+        bar.update(task, completed=elapsed_s if command.seconds else done, best=f"{done} proposals, best {best_s * 1e3:.4g} ms")
+
+    update.stop = bar.stop
+    return update
+
+
+if __name__ == "__main__":
+    main()

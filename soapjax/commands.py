@@ -1,0 +1,271 @@
+"""What the commands do: each returns (result for --json, renderable text, exit status)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from soapjax import api, cli
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled import CompiledStep
+from soapjax.execute.spmd import bind_plan
+from soapjax.execute.verify import verify
+from soapjax.graph.trace import TracedStep, trace
+from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
+from soapjax.report.tables import plan_report, seconds
+from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.topology import DeviceTopology, load_topology
+
+Result = tuple[dict[str, Any], RenderableType, int]
+Progress = Callable[[int, float, float], None] | None
+
+
+def run(command: Any, progress: Progress) -> Result:
+    """Runs a parsed command."""
+    handlers = {
+        cli.PlanCommand: functools.partial(plan_command, progress=progress),
+        cli.SimulateCommand: simulate_command,
+        cli.RunCommand: run_command,
+        cli.VerifyCommand: verify_command,
+        cli.DemoCommand: demo_command,
+    }
+    return handlers[type(command)](command)
+
+
+def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
+    problems = []
+    if command.seconds is not None and not command.seconds > 0:
+        problems.append(Problem("--seconds", str(command.seconds), "a positive number of seconds", "give the search some time"))
+    if command.proposals is not None and command.proposals < 1:
+        problems.append(Problem("--proposals", str(command.proposals), "a positive number", "give the search at least one"))
+    if not 0 <= command.seed < 2**31:
+        problems.append(Problem("--seed", str(command.seed), "0 to 2147483647", "choose another seed"))
+    if command.output is not None and not os.path.isdir(os.path.dirname(os.path.abspath(command.output))):
+        problems.append(Problem("--output", command.output, "a path in an existing folder", "make the folder first"))
+    if problems:
+        raise SoapjaxError(problems)
+    topology = load_topology(command.topology)
+    api.get_planner(command.planner)
+    model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
+    with _closing(progress):
+        found = api.plan(
+            model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals,
+            seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
+        )  # fmt: skip
+    if command.output is not None:
+        found.plan.save(command.output)
+    result = _plan_result(found.plan) | {"stopped_by": found.result.stopped_by, "output": command.output}
+    lines = [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
+    if found.result.stopped_by == "interrupted":
+        lines.append("interrupted: this is the best so far")
+    status = 130 if found.result.stopped_by == "interrupted" else 0
+    return result, Group(plan_report(found.plan), Text("\n".join(lines))), status
+
+
+@contextlib.contextmanager
+def _closing(progress: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if progress is not None:
+            progress.stop()
+
+
+def _plan_result(plan: Plan) -> dict[str, Any]:
+    p, source = plan.prediction, plan.provenance
+    return {
+        "step_time_s": p.step_time_s,
+        "baselines": source.baselines,
+        "feasible": p.feasible,
+        "memory_bytes_per_device": p.memory_bytes_per_device,
+        "usable_memory_bytes": p.usable_memory_bytes,
+        "bytes_by_collective": p.bytes_by_collective,
+        "num_operators": plan.graph.num_operators,
+        "num_devices": plan.num_devices,
+        "num_proposals": source.num_proposals,
+        "search_s": source.search_s,
+        "notes": list(source.notes),
+        "plan_sha256": plan.plan_sha256,
+    }
+
+
+def _loaded(path: str, *, topology: str | None = None, concrete: bool = False) -> tuple[Plan, Model, TracedStep]:
+    """A plan file with its model, traced, and its prediction made anew."""
+    raw = Plan.load(path)
+    if raw.model is None:
+        raise SoapjaxError(
+            Problem(f"{path}: model", "missing", "the model that the plan is for",
+                    'add "model": {"path": "package.module", "settings": {}}, or use soap_shard(plan=...) in your own code')
+        )  # fmt: skip
+    wanted = load_topology(topology) if topology is not None else None
+    model = abstract_model(raw.model)
+    step = trace(model.step, *model.arguments)
+    plan = api.recost(raw, step, place=path, topology=wanted)
+    return plan, concrete_model(raw.model) if concrete else model, step
+
+
+def simulate_command(command: cli.SimulateCommand) -> Result:
+    plan, _, _ = _loaded(command.plan, topology=command.topology)
+    return _plan_result(plan), plan_report(plan), 0
+
+
+def start_devices(count: int) -> list[Any]:
+    """At least `count` devices: the accelerators at hand, or as many fake CPU devices, started if need be."""
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # the backend runs already: what it has must do
+            jax.config.update("jax_num_cpu_devices", max(count, 1))
+    devices = jax.devices()
+    if len(devices) < count and len(jax.devices("cpu")) >= count:
+        devices = jax.devices("cpu")
+    return devices[:count] if len(devices) >= count else devices
+
+
+def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
+    """Whether a measured time says something about the prediction: real devices of the planned kind."""
+    topology = DeviceTopology.from_dict(plan.topology)
+    kind = devices[0].device_kind.lower()
+    same_kind = topology.device.platform == devices[0].platform or (
+        topology.device.platform == "cuda" and devices[0].platform == "gpu"
+    )
+    fake = devices[0].platform == "cpu" and len(devices) > jax.process_count()
+    name = topology.device.name.lower()
+    return same_kind and not fake and not topology.fake and (devices[0].platform == "cpu" or name in kind or kind in name)
+
+
+def run_command(command: cli.RunCommand) -> Result:
+    if command.steps < 1:
+        raise SoapjaxError(Problem("--steps", str(command.steps), "at least 1", "train one step or more"))
+    devices = start_devices(Plan.load(command.plan).num_devices)
+    plan, model, step = _loaded(command.plan, concrete=True)
+    _require_state(model, step)
+    program = bind_plan(step, plan, devices=devices)
+    losses, times = train(CompiledStep(program), model, command.steps)
+    result = {
+        "predicted_s": plan.prediction.step_time_s,
+        "measured_s": statistics.median(times),
+        "comparable": _is_comparable(plan, devices),
+        "loss": losses,
+    }
+    remark = "" if result["comparable"] else " (not comparable: these are not the planned devices)"
+    text = Text(
+        f"{command.steps} steps: loss {losses[0]:.6g} → {losses[-1]:.6g}\n"
+        f"predicted {seconds(result['predicted_s'])} per step, measured {seconds(result['measured_s'])}{remark}"
+    )
+    return result, text, 0
+
+
+def _require_state(model: Model, step: TracedStep) -> None:
+    count = len(jax.tree_util.tree_leaves(model.arguments[0]))
+    if not count or any(i not in step.state_pairs for i in range(count)):
+        raise SoapjaxError(
+            Problem(f"model {model.source.path}", "a step that does not return its first argument's new value", "(state, batch) -> (state, metrics)",
+                    "return the new state, with the same tree, shapes and dtypes, first")
+        )  # fmt: skip
+
+
+def train(step: Callable[..., Any], model: Model, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and seconds of `steps` steps on the model's own data (its module's `batches`, or one batch again and again)."""
+    arguments = step.place(*model.arguments) if isinstance(step, CompiledStep) else model.arguments
+    state, rest = arguments[0], arguments[1:]
+    data = _batches(model)
+    losses, times = [], []
+    for _ in range(steps):
+        if data is not None:
+            rest = (next(data),)
+        start = time.perf_counter()
+        out = step(state, *rest)
+        state, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        loss = _loss(metrics)
+        jax.block_until_ready(state)
+        times.append(time.perf_counter() - start)
+        losses.append(loss)
+    # The first step compiles.
+    return losses, times[1:] or times
+
+
+def _loss(metrics: Any) -> float:
+    if isinstance(metrics, dict) and "loss" in metrics:
+        return float(metrics["loss"])
+    scalars = [x for x in jax.tree_util.tree_leaves(metrics) if np.ndim(x) == 0]
+    return float(scalars[0]) if scalars else float("nan")
+
+
+def _batches(model: Model) -> Iterator[Any] | None:
+    """The module's stream of batches, where it has one for the settings in use."""
+    module = importlib.import_module(model.source.path.partition(":")[0])
+    stream = getattr(module, "batches", None)
+    if stream is None or len(model.arguments) != 2:
+        return None
+    shapes = jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), model.arguments[1])
+    settings = {k: v for k, v in model.source.settings.items() if k in ("batch", "seq", "vocab", "seed")}
+    try:
+        first = stream(**_defaults(model, settings))
+        sample = next(first)
+    except (TypeError, ValueError):
+        return None
+    if jax.tree.map(lambda x: (np.shape(x), str(x.dtype)), sample) != shapes:
+        return None
+    return stream(**_defaults(model, settings))
+
+
+def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings for `batches`, with the factory's own defaults where none was given."""
+    module = importlib.import_module(model.source.path.partition(":")[0])
+    factory = getattr(module, model.source.path.partition(":")[2] or "make")
+    defaults = {k: p.default for k, p in inspect.signature(factory).parameters.items() if p.default is not p.empty}
+    wanted = inspect.signature(module.batches).parameters
+    return {k: v for k, v in {**defaults, **settings}.items() if k in wanted}
+
+
+def verify_command(command: cli.VerifyCommand) -> Result:
+    devices = start_devices(Plan.load(command.plan).num_devices)
+    plan, model, step = _loaded(command.plan, concrete=True)
+    found = verify(bind_plan(step, plan, devices=devices), jax.tree_util.tree_leaves(model.arguments))
+    result = found._asdict() | {"differences": list(found.differences), "proven": found.is_proven}
+    lines = [
+        f"loss: relative error {found.loss_rel_error:.2g} (float64: {found.loss_rel_error_float64:.2g})",
+        f"{found.num_gradients} gradients: relative error {found.gradient_rel_error:.2g}, bound {found.gradient_rel_bound:.2g}"
+        f" (float64: {found.gradient_rel_error_float64:.2g}, bound 1e-9)",
+        f"{found.ops_as_planned} of {found.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
+        f"{found.ops_unchecked} not found by name",
+        *(f"differs: {d}" for d in found.differences),
+        "proven" if found.is_proven else f"NOT proven (worst leaf: {found.worst_leaf})",
+    ]
+    return result, Text("\n".join(lines)), 0 if found.is_proven else 1
+
+
+def demo_command(command: cli.DemoCommand) -> Result:
+    begin = time.perf_counter()
+    devices = start_devices(8)
+    source = ModelSource(path="models.transformer_lm", settings={"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8})
+    model = abstract_model(source)
+    found = api.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)
+    real = concrete_model(source)
+    program = bind_plan(found.step, found.plan, devices=devices)
+    losses, _ = train(CompiledStep(program), real, command.steps)
+    single, _ = train(jax.jit(real.step), real, command.steps)
+    difference = max(abs(a - b) / abs(b) for a, b in zip(losses, single, strict=True))
+    result = _plan_result(found.plan) | {"loss": losses, "loss_single_device": single, "max_rel_difference": difference}
+    result["seconds"] = time.perf_counter() - begin
+    lines = [
+        f"{command.steps} training steps on the standard library's own source, 8 fake CPU devices against one:",
+        *(
+            f"  step {i + 1:3d}   loss {a:.6f}   one device {b:.6f}"
+            for i, (a, b) in enumerate(zip(losses, single, strict=True))
+            if i % 4 == 0 or i == len(losses) - 1
+        ),
+        f"largest relative difference {difference:.2g}; {result['seconds']:.0f} s in all",
+    ]
+    return result, Group(plan_report(found.plan), Text("\n".join(lines))), 0 if difference < 1e-3 else 1

@@ -1,0 +1,142 @@
+"""Models by name: `package.module` (its `make`) or `package.module:factory`, importable from the working folder.
+
+A factory returns `(train_step, state, batch)`. For planning it is evaluated abstractly, so that no parameter
+is allocated, whatever the size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.strategy.plan import ModelSource
+
+Setting = bool | int | float | str
+
+
+class Model(NamedTuple):
+    """A step with its example arguments: shapes only, or real arrays."""
+
+    source: ModelSource
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, Setting]:
+    """`key=value` texts; values are numbers, true/false, or words.
+
+    Raises: SoapjaxError naming every text that is none.
+    """
+    settings: dict[str, Setting] = {}
+    problems = []
+    for pair in pairs:
+        key, found, text = pair.partition("=")
+        if not found or not key.isidentifier():
+            problems.append(Problem(f"--set {pair}", repr(pair), "key=value", "write e.g. --set layers=12"))
+            continue
+        try:
+            value = json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        except (json.JSONDecodeError, RecursionError, ValueError):
+            value = text
+        if isinstance(value, bool | int | str) or (isinstance(value, float) and value == value and abs(value) != float("inf")):
+            settings[key] = value
+        else:
+            problems.append(Problem(f"--set {pair}", repr(text), "a finite number, true, false or a word", "give one value"))
+    if problems:
+        raise SoapjaxError(problems)
+    return settings
+
+
+def abstract_model(source: ModelSource) -> Model:
+    """The model with shapes in place of arrays.
+
+    Raises: SoapjaxError where the module, the factory or a setting does not exist, or the factory fails.
+    """
+    factory = _factory(source)
+    made: dict[str, Any] = {}
+
+    def evaluate() -> Any:
+        result = _checked(source, factory(**source.settings))
+        made["step"] = result[0]
+        return result[1:]
+
+    arguments = _guarded(source, lambda: jax.eval_shape(evaluate))
+    return Model(source, made["step"], tuple(arguments))
+
+
+def concrete_model(source: ModelSource) -> Model:
+    """The model with real arrays."""
+    factory = _factory(source)
+    result = _guarded(source, lambda: _checked(source, factory(**source.settings)))
+    return Model(source, result[0], tuple(result[1:]))
+
+
+def _checked(source: ModelSource, result: Any) -> tuple[Any, ...]:
+    if not isinstance(result, tuple) or len(result) < 2 or not callable(result[0]):
+        raise SoapjaxError(
+            Problem(f"model {source.path}", f"a factory that returned {type(result).__name__}", "(train_step, state, batch)",
+                    "return the step function first, then its example arguments")
+        )  # fmt: skip
+    return result
+
+
+def _guarded(source: ModelSource, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except SoapjaxError:
+        raise
+    except Exception as e:  # noqa: BLE001 - the user's own code may raise anything; its words are passed on
+        message = str(e).strip().split("\n")[0][:300]
+        raise SoapjaxError(
+            Problem(f"model {source.path}", f"{type(e).__name__}: {message}", "a factory that runs with these settings",
+                    f"check --set; settings: {source.settings}")
+        ) from e  # fmt: skip
+
+
+def _factory(source: ModelSource) -> Callable[..., Any]:
+    module_name, _, name = source.path.partition(":")
+    name = name or "make"
+    place = f"model {source.path}"
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        # What a module prints while it is imported must not reach --json's standard output.
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
+    except ImportError as e:
+        raise SoapjaxError(
+            Problem(place, str(e), "a module importable from the working folder or PYTHONPATH",
+                    "write package.module or package.module:factory, e.g. models.mlp")
+        ) from None  # fmt: skip
+    except Exception as e:  # noqa: BLE001 - see above
+        raise SoapjaxError(
+            Problem(
+                place, f"{type(e).__name__}: {str(e)[:200]}", "a module that imports", "run python -c 'import ...' to see the error"
+            )
+        ) from None
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        close = difflib.get_close_matches(name, names, 3) or names[:5]
+        raise SoapjaxError(
+            Problem(place, f"no function {name!r}", "a factory in that module", f"it has {', '.join(close) or 'none'}")
+        )
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        unknown = [k for k in source.settings if k not in parameters]
+        if unknown:
+            raise SoapjaxError(
+                Problem(f"{place}: --set {k}", repr(source.settings[k]), f"one of {', '.join(parameters)}", "correct the name")
+                for k in unknown
+            )
+    return factory

@@ -1,0 +1,1 @@
+"""Plain data in, text out."""

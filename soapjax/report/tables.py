@@ -1,0 +1,83 @@
+"""A plan as tables for a terminal: what every operator does, and what it is predicted to cost beside the baselines."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from soapjax.strategy.plan import Plan
+
+
+def seconds(s: float) -> str:
+    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
+
+
+def size(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"
+
+
+def operator_table(plan: Plan) -> Table:
+    """One row per kind of operator: those that differ only in a layer number and share their config are one row."""
+    table = Table(title="the plan: into how many parts each dim of an operator is split", title_justify="left")
+    for column in ("operators", "kind", "split", "parameters stored"):
+        table.add_column(column, overflow="fold")
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    rows: dict[tuple, list[str]] = {}
+    for name, part in plan.operators.items():
+        degrees: dict[str, int] = {}
+        for axis, dim in part.axes.items():
+            if dim != "replicate":
+                degrees[dim] = degrees.get(dim, 1) * sizes[axis]
+        axes_of = {d: "+".join(a for a, v in part.axes.items() if v == d) for d in degrees}
+        split = "  ".join(f"{d}/{n} ({axes_of[d]})" for d, n in degrees.items()) or "replicated"
+        pattern = "".join("#" if c.isdigit() else c for c in name)
+        rows.setdefault((pattern, part.kind, split, part.storage), []).append(name)
+    for (_, kind, split, storage), names in rows.items():
+        shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+        table.add_row(shown, kind, split, storage)
+    return table
+
+
+def comparison_table(plan: Plan) -> Table:
+    """Predicted step time of the plan and of the baselines."""
+    table = Table(title="predicted step time", title_justify="left")
+    for column in ("strategy", "step", "against data parallelism", "memory per device"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    p = plan.prediction
+    baselines = plan.provenance.baselines
+    base = baselines.get("data_parallel")
+    unfit = {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}
+
+    def gain(s: float | None) -> str:
+        return f"{base / s:.2f} ×" if base and s else ""
+
+    fits = "" if p.feasible else " — does not fit"
+    table.add_row(
+        f"this plan ({plan.provenance.planner})", seconds(p.step_time_s), gain(p.step_time_s),
+        f"{size(p.memory_bytes_per_device)} of {size(p.usable_memory_bytes)}{fits}",
+    )  # fmt: skip
+    for name, s in baselines.items():
+        if s is not None:
+            table.add_row(name, seconds(s), gain(s), "does not fit" if name in unfit else "fits")
+    return table
+
+
+def plan_report(plan: Plan) -> RenderableType:
+    """Everything a person wants to know about a plan."""
+    p = plan.prediction
+    moved = ", ".join(f"{k} {size(v)}" for k, v in p.bytes_by_collective.items() if v) or "nothing"
+    parts = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in p.memory_parts_bytes.items())
+    lines = [
+        f"{plan.graph.num_operators} operators on {plan.topology.get('name', '?')}, {plan.num_devices} devices: "
+        + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        f"each device sends per step: {moved}",
+        f"memory per device: {parts}",
+        *(f"note: {note}" for note in plan.provenance.notes),
+        f"plan_sha256 {plan.plan_sha256}",
+    ]
+    return Group(operator_table(plan), comparison_table(plan), Text("\n".join(lines)))
