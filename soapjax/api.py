@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled import CompiledStep, ShapesChanged, place
+from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
@@ -29,8 +29,9 @@ from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of
+from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of, topology_of
 from soapjax.strategy.space import search_space
+from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.user_shardings import user_layouts
 
@@ -63,7 +64,7 @@ def plan(
       topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
       planner: a name in `soapjax.PLANNERS`.
       seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan.
-      fixed: argument path -> PartitionSpec (or axis names per dim) that the plan must keep.
+      fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
       unroll: plan every step of a scan on its own.
       progress: called between rounds with (proposals, best step time, elapsed seconds).
     Raises: SoapjaxError for every input that does not fit.
@@ -71,7 +72,8 @@ def plan(
     topology = load_topology(topology) if isinstance(topology, str) else topology
     search = get_planner(planner)
     step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
-    layouts = user_layouts([a for i, a in enumerate(args) if i not in set(static_argnums)], step.in_paths, fixed)
+    static = {i % len(args) for i in static_argnums} if args else set()
+    layouts = user_layouts([a for i, a in enumerate(args) if i not in static], step.in_paths, fixed)
     problem = planning_problem(step, topology, layouts)
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
@@ -79,7 +81,8 @@ def plan(
     with _on_cpu():
         baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
         result = search(key, problem, Budget(proposals, seconds, progress))
-        made = _plan_of(problem, topology, result, model, _provenance(planner, seed, result, baselines))
+        provenance = _provenance(planner, seed, result, baselines)
+        made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance)
     return Planned(made, result, baselines, problem, step)
 
 
@@ -97,10 +100,13 @@ def _on_cpu() -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
 
-def _plan_of(problem: PlanningProblem, topology: DeviceTopology, result: SearchResult, model, provenance: Provenance) -> Plan:
+def plan_of_strategy(
+    problem: PlanningProblem, strategy: Strategy, *, model: ModelSource | None = None, provenance: Provenance = Provenance()
+) -> Plan:
+    """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator
-    strategy = result.best.strategy
     layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
+    topology = simulator.tables.topology
     return make_plan(
         problem.space, topology, strategy, *layouts, simulator.prediction(strategy), model=model, provenance=provenance
     )
@@ -143,7 +149,7 @@ def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = 
 
 def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Plan:
     """The plan with specs and prediction derived from its `axes` and `storage`."""
-    own = DeviceTopology.from_dict(loaded.topology)
+    own, mesh = topology_of(loaded, place=place)
     problems = []
     if topology is not None and topology.fingerprint() != own.fingerprint():
         problems.append(
@@ -160,28 +166,24 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
                 "use the plan with the model and sizes that it was made for, or plan anew",
             )
         )  # fmt: skip
-    mesh = factor_mesh(own)
-    if sorted(loaded.mesh.device_order) != list(range(mesh.num_devices)):
-        problems.append(
-            Problem(
-                f"{place}: mesh.device_order",
-                str(loaded.mesh.device_order)[:60],
-                f"a permutation of 0 to {mesh.num_devices - 1}",
-                "restore it",
-            )
-        )
     if problems:
         raise SoapjaxError(problems)
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), own)
     strategy = strategy_of(loaded, problem.space, place=place)
     with _on_cpu():
-        layouts = layouts_for_plan(problem.simulator.tables, problem.simulator.costs(strategy))
-        made = make_plan(
-            problem.space, own, strategy, *layouts, problem.simulator.prediction(strategy), model=loaded.model,
-            provenance=loaded.provenance,
-        )  # fmt: skip
+        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance)
     return made.model_copy(update={"mesh": loaded.mesh})
+
+
+class Constants(NamedTuple):
+    """Which positional arguments are compile-time constants, and the values of those that `static_argnums` names."""
+
+    positions: tuple[int, ...] = ()
+    values: tuple[Any, ...] = ()
+
+    def others(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(a for i, a in enumerate(args) if i not in self.positions) if self.positions else args
 
 
 class SoapShard:
@@ -189,6 +191,7 @@ class SoapShard:
 
     def __init__(self, fn: Callable[..., Any], **options: Any):
         functools.update_wrapper(self, fn)
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a functools.partial has none
         self._fn = fn
         self._source = options.pop("plan")
         self._donate = options.pop("donate")
@@ -197,46 +200,50 @@ class SoapShard:
         self._options = options
         self._by_shapes: dict[Any, tuple[Plan, CompiledStep]] = {}
         self._last: CompiledStep | None = None
-        self._last_static: tuple[Any, ...] = ()
+        self._last_constants: Constants = Constants()
         self._last_plan: Plan | None = None
-        self._bind = _binder(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or self._static:
+            args, constants = self._bound(args, kwargs)
+        else:
+            constants = Constants()
+        if self._last is not None and constants == self._last_constants:
+            try:
+                return self._last(*constants.others(args))
+            except ShapesChanged:
+                log.info("soap_shard(%s): arguments of another shape", self.__name__)
+        compiled = self._prepared(args, constants)
+        return compiled(*compiled.place(*constants.others(args)))
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Constants]:
+        """Arguments by position, and those among them that are compile-time constants.
+
+        Where a keyword comes after parameters that were left out, these take their defaults, as constants.
+        """
+        left_out: list[int] = []
         if kwargs:
-            args = self._bind(args, kwargs)
-        if self._static:
-            return self._call_static(args)
-        if self._last is not None:
-            try:
-                return self._last(*args)
-            except ShapesChanged:
-                log.info("soap_shard(%s): arguments of another shape", self.__name__)
-        return self._first_call(args)
+            bound = inspect.signature(self._fn).bind(*args, **kwargs)
+            parameters = bound.signature.parameters.values()
+            only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.kind is p.VAR_KEYWORD]
+            if given := [name for name in only if name in bound.arguments]:
+                expected, remedy = "arguments that have a position", "wrap the step in a function of positional arguments"
+                raise SoapjaxError(Problem(self.__name__, f"keyword-only arguments {given}", expected, remedy))
+            if bound.kwargs:
+                named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
+                left_out = [i for i, name in enumerate(named) if name not in bound.arguments]
+                bound.apply_defaults()
+            args = bound.args
+        static = {i + len(args) if i < 0 else i for i in self._static}
+        positions = sorted({i for i in static if 0 <= i < len(args)} | set(left_out))
+        return args, Constants(tuple(positions), tuple(args[i] for i in positions if i not in left_out))
 
-    def _call_static(self, args: tuple[Any, ...]) -> Any:
-        static = tuple(args[i] for i in self._static)
-        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
-        if self._last is not None and static == self._last_static:
-            try:
-                return self._last(*dynamic)
-            except ShapesChanged:
-                log.info("soap_shard(%s): arguments of another shape", self.__name__)
-        return self._first_call(args)
-
-    def _first_call(self, args: tuple[Any, ...]) -> Any:
-        compiled = self._prepared(args)
-        dynamic = tuple(a for i, a in enumerate(args) if i not in self._static)
-        return compiled(*compiled.place(*dynamic))
-
-    def _prepared(self, args: tuple[Any, ...]) -> CompiledStep:
-        """Plans (or loads) for these shapes and static values, once."""
-        static = tuple(args[i] for i in self._static)
-        dynamic = [a for i, a in enumerate(args) if i not in self._static]
-        leaves, tree = jax.tree_util.tree_flatten(dynamic)
-        key = (static, tree, tuple((jax.numpy.shape(x), str(jax.numpy.result_type(x))) for x in leaves))
+    def _prepared(self, args: tuple[Any, ...], constants: Constants) -> CompiledStep:
+        """Plans (or loads) for these shapes and constants, once."""
+        key = (constants, signature(constants.others(args)))
         if key not in self._by_shapes:
             start = time.monotonic()
-            made, step = self._make_plan(args)
+            made, step = self._make_plan(args, constants.positions)
             devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
             self._by_shapes[key] = made, CompiledStep(bind_plan(step, made, devices=devices), donate=self._donate)
             log.info(
@@ -244,15 +251,15 @@ class SoapShard:
                 self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
             )  # fmt: skip
         self._last_plan, self._last = self._by_shapes[key]
-        self._last_static = static
+        self._last_constants = constants
         return self._last
 
-    def _make_plan(self, args: tuple[Any, ...]) -> tuple[Plan, TracedStep]:
+    def _make_plan(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
         options = self._options
         if self._source is None:
-            found = plan(self._fn, *args, static_argnums=self._static, **options)
+            found = plan(self._fn, *args, static_argnums=static, **options)
             return found.plan, found.step
-        step = trace(self._fn, *args, static_argnums=self._static, unroll=options["unroll"])
+        step = trace(self._fn, *args, static_argnums=static, unroll=options["unroll"])
         source = self._source
         return (recost(source, step) if isinstance(source, Plan) else load_plan(source, step)), step
 
@@ -270,42 +277,23 @@ class SoapShard:
 
     def prepare(self, *args: Any, **kwargs: Any) -> SoapShard:
         """Plans for these arguments (arrays or ShapeDtypeStructs) without running."""
-        self._prepared(self._bind(args, kwargs) if kwargs else args)
+        self._prepared(*self._bound(args, kwargs))
         return self
 
     def shard(self, tree: Any, *, argument: int = 0) -> Any:
         """`tree` laid out as the plan wants positional argument `argument` (the state, by default)."""
-        self.plan  # noqa: B018 - raises where there is none
-        shardings = self._last.in_shardings[argument]
-        return jax.tree.map(place, tree, shardings)
+        before = sum(i < argument for i in self._last_constants.positions)
+        return jax.tree.map(place, tree, self.shardings()[argument - before])
 
     def shardings(self) -> tuple[Any, ...]:
-        """NamedShardings of every argument, as pytrees: `in_shardings` for plain `jax.jit`."""
-        self.plan  # noqa: B018
+        """NamedShardings of every argument but the static ones, as pytrees: `in_shardings` for plain `jax.jit`."""
+        self.plan  # noqa: B018 - raises where there is none
         return self._last.in_shardings
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`: the planned program, lowered for these arguments."""
-        args = self._bind(args, kwargs) if kwargs else args
-        compiled = self._prepared(args)
-        return compiled.lower(*(a for i, a in enumerate(args) if i not in self._static))
-
-
-def _binder(fn: Callable[..., Any]) -> Callable[[tuple, dict], tuple[Any, ...]]:
-    """Keyword arguments to positions, defaults filled in where a keyword comes after them."""
-
-    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        bound = inspect.signature(fn).bind(*args, **kwargs)
-        if bound.kwargs:
-            raise SoapjaxError(
-                Problem(
-                    getattr(fn, "__name__", "step"), f"keyword-only arguments {sorted(bound.kwargs)}", "arguments that have a position",
-                    "wrap the step in a function of positional arguments",
-                )
-            )  # fmt: skip
-        return bound.args
-
-    return bind
+        args, constants = self._bound(args, kwargs)
+        return self._prepared(args, constants).lower(*constants.others(args))
 
 
 def soap_shard(
@@ -325,6 +313,8 @@ def soap_shard(
       devices: the devices to run on; the first of `jax.devices()` by default.
     """
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if plan is not None and fixed is not None:
+        raise SoapjaxError(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
         static_argnums=static, donate=donate, devices=devices,

@@ -1,15 +1,17 @@
 """The command line: plan, simulate, run, verify, demo.
 
-Every command takes --json: one JSON object on standard output, everything else on standard error. Bad input
-ends with exit status 2 and a message that names the place, the value, what was expected and the
-remedy; an interrupted search keeps the best plan so far and exits with 130.
+Every command takes --json: one JSON object on standard output, everything else on standard error.
+Bad input ends with exit status 2 and a message that names the place, the value, what was expected and
+the remedy; an interrupted search keeps the best plan so far and exits with 130.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -134,7 +136,9 @@ def main(argv: list[str] | None = None) -> None:
     from soapjax import commands  # after parsing: --help must not wait for jax
 
     try:
-        result, text, status = commands.run(command, _progress(command))
+        # What the user's own modules print must not reach --json's standard output.
+        with contextlib.redirect_stdout(sys.stderr):
+            result, text, status = commands.run(command, _progress(command))
     except SoapjaxError as e:
         for problem in e.problems:
             errors.print(f"error: {problem}", markup=False, highlight=False)
@@ -144,13 +148,22 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
     try:
         if command.json:
-            print(json.dumps(result))
+            print(json.dumps(_without_nan(result), allow_nan=False))
         else:
             rich.console.Console().print(text)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _progress(command: Any) -> Any:

@@ -25,11 +25,13 @@ from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
 from soapjax.report.tables import plan_report, seconds
-from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.search.planners import get_planner
+from soapjax.strategy.plan import ModelSource, Plan, topology_of
 from soapjax.topology import DeviceTopology, load_topology
 
 Result = tuple[dict[str, Any], RenderableType, int]
 Progress = Callable[[int, float, float], None] | None
+MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine
 
 
 def run(command: Any, progress: Progress) -> Result:
@@ -52,12 +54,12 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
         problems.append(Problem("--proposals", str(command.proposals), "a positive number", "give the search at least one"))
     if not 0 <= command.seed < 2**31:
         problems.append(Problem("--seed", str(command.seed), "0 to 2147483647", "choose another seed"))
-    if command.output is not None and not os.path.isdir(os.path.dirname(os.path.abspath(command.output))):
-        problems.append(Problem("--output", command.output, "a path in an existing folder", "make the folder first"))
+    if command.output is not None:
+        problems += _output_problems(command.output)
     if problems:
         raise SoapjaxError(problems)
     topology = load_topology(command.topology)
-    api.get_planner(command.planner)
+    get_planner(command.planner)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
     with _closing(progress):
         found = api.plan(
@@ -72,6 +74,19 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
         lines.append("interrupted: this is the best so far")
     status = 130 if found.result.stopped_by == "interrupted" else 0
     return result, Group(plan_report(found.plan), Text("\n".join(lines))), status
+
+
+def _output_problems(output: str) -> list[Problem]:
+    """What would keep a plan from being written there: found before the search, not after it."""
+    path = os.path.abspath(output)
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):
+        return [Problem("--output", repr(output), "a path in an existing folder", "make the folder first")]
+    if not output or os.path.isdir(path):
+        return [Problem("--output", f"{output!r}, a folder", "a file", "name the plan file, e.g. plan.json")]
+    if not os.access(folder, os.W_OK):
+        return [Problem("--output", repr(output), "a folder that you may write to", "choose another folder")]
+    return []
 
 
 @contextlib.contextmanager
@@ -105,10 +120,9 @@ def _loaded(path: str, *, topology: str | None = None, concrete: bool = False) -
     """A plan file with its model, traced, and its prediction made anew."""
     raw = Plan.load(path)
     if raw.model is None:
-        raise SoapjaxError(
-            Problem(f"{path}: model", "missing", "the model that the plan is for",
-                    'add "model": {"path": "package.module", "settings": {}}, or use soap_shard(plan=...) in your own code')
-        )  # fmt: skip
+        expected = "the model that the plan is for"
+        remedy = 'add "model": {"path": "package.module", "settings": {}}, or use soap_shard(plan=...) in your own code'
+        raise SoapjaxError(Problem(f"{path}: model", "missing", expected, remedy))
     wanted = load_topology(topology) if topology is not None else None
     model = abstract_model(raw.model)
     step = trace(model.step, *model.arguments)
@@ -121,9 +135,15 @@ def simulate_command(command: cli.SimulateCommand) -> Result:
     return _plan_result(plan), plan_report(plan), 0
 
 
+def _devices_for(path: str) -> list[Any]:
+    """The devices for a plan file; its mesh is checked before any are started."""
+    topology, _ = topology_of(Plan.load(path), place=path)
+    return start_devices(topology.num_devices)
+
+
 def start_devices(count: int) -> list[Any]:
     """At least `count` devices: the accelerators at hand, or as many fake CPU devices, started if need be."""
-    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and count <= MAX_FAKE_DEVICES:
         with contextlib.suppress(RuntimeError):  # the backend runs already: what it has must do
             jax.config.update("jax_num_cpu_devices", max(count, 1))
     devices = jax.devices()
@@ -147,7 +167,7 @@ def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
 def run_command(command: cli.RunCommand) -> Result:
     if command.steps < 1:
         raise SoapjaxError(Problem("--steps", str(command.steps), "at least 1", "train one step or more"))
-    devices = start_devices(Plan.load(command.plan).num_devices)
+    devices = _devices_for(command.plan)
     plan, model, step = _loaded(command.plan, concrete=True)
     _require_state(model, step)
     program = bind_plan(step, plan, devices=devices)
@@ -170,9 +190,13 @@ def _require_state(model: Model, step: TracedStep) -> None:
     count = len(jax.tree_util.tree_leaves(model.arguments[0]))
     if not count or any(i not in step.state_pairs for i in range(count)):
         raise SoapjaxError(
-            Problem(f"model {model.source.path}", "a step that does not return its first argument's new value", "(state, batch) -> (state, metrics)",
-                    "return the new state, with the same tree, shapes and dtypes, first")
-        )  # fmt: skip
+            Problem(
+                f"model {model.source.path}",
+                "a step that does not return its first argument's new value",
+                "(state, batch) -> (state, metrics)",
+                "return the new state, with the same tree, shapes and dtypes, first",
+            )
+        )
 
 
 def train(step: Callable[..., Any], model: Model, steps: int) -> tuple[list[float], list[float]]:
@@ -230,7 +254,7 @@ def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_command(command: cli.VerifyCommand) -> Result:
-    devices = start_devices(Plan.load(command.plan).num_devices)
+    devices = _devices_for(command.plan)
     plan, model, step = _loaded(command.plan, concrete=True)
     found = verify(bind_plan(step, plan, devices=devices), jax.tree_util.tree_leaves(model.arguments))
     result = found._asdict() | {"differences": list(found.differences), "proven": found.is_proven}

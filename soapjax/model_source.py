@@ -6,7 +6,6 @@ is allocated, whatever the size.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib
 import inspect
@@ -95,7 +94,7 @@ def _guarded(source: ModelSource, run: Callable[[], Any]) -> Any:
         return run()
     except SoapjaxError:
         raise
-    except Exception as e:  # noqa: BLE001 - the user's own code may raise anything; its words are passed on
+    except (Exception, SystemExit) as e:  # the user's own code may raise anything; its words are passed on
         message = str(e).strip().split("\n")[0][:300]
         raise SoapjaxError(
             Problem(f"model {source.path}", f"{type(e).__name__}: {message}", "a factory that runs with these settings",
@@ -110,20 +109,15 @@ def _factory(source: ModelSource) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        # What a module prints while it is imported must not reach --json's standard output.
-        with contextlib.redirect_stdout(sys.stderr):
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ImportError as e:
         raise SoapjaxError(
             Problem(place, str(e), "a module importable from the working folder or PYTHONPATH",
                     "write package.module or package.module:factory, e.g. models.mlp")
         ) from None  # fmt: skip
-    except Exception as e:  # noqa: BLE001 - see above
-        raise SoapjaxError(
-            Problem(
-                place, f"{type(e).__name__}: {str(e)[:200]}", "a module that imports", "run python -c 'import ...' to see the error"
-            )
-        ) from None
+    except (Exception, SystemExit) as e:  # as above
+        remedy = f"run python -c 'import {module_name}' to see the error"
+        raise SoapjaxError(Problem(place, f"{type(e).__name__}: {str(e)[:200]}", "a module that imports", remedy)) from None
     factory = getattr(module, name, None)
     if not callable(factory):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]

@@ -11,39 +11,53 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.trace import leaf_paths
 from soapjax.strategy.layout import Spec
+from soapjax.strategy.plan import parse_spec
 
 
 def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[str, Any] | None) -> dict[str, Spec]:
-    """Specs by argument path. A path that names a subtree fixes all leaves in it.
+    """Specs by argument path.
+
+    A path that names a subtree fixes all leaves in it: each to the one spec that it is given, or to
+    its own where a pytree of shardings is given, such as a part of another step's `.shardings()`.
 
     Raises: SoapjaxError naming every entry that is no spec, and every path that names nothing.
     """
     layouts = _flax_metadata(args, in_paths)
     problems = []
     for path, value in (fixed or {}).items():
-        leaves = [p for p in in_paths if p == path or p.startswith(path + ".")]
-        spec = _spec(value)
-        if spec is None:
-            problems.append(
-                Problem(
-                    f"fixed[{path!r}]",
-                    repr(value),
-                    "a PartitionSpec, a NamedSharding, or axis names per dim",
-                    "write P('d0', None)",
-                )
-            )
-        elif not leaves:
-            close = [p for p in in_paths if path.split(".")[-1] in p][:3] or list(in_paths[:3])
-            problems.append(Problem(f"fixed[{path!r}]", "no such argument", "a path of the step's arguments", f"e.g. {close}"))
-        else:
+        specs = _specs(path, value)
+        if specs is None:
+            expected = "a PartitionSpec, a NamedSharding, axis names per dim, a plan file's spec, or a pytree of shardings"
+            problems.append(Problem(f"fixed[{path!r}]", repr(value), expected, "write P('d0', None)"))
+        for inner, spec in (specs or {}).items():
+            leaves = [p for p in in_paths if p == inner or p.startswith(inner + ".")]
             layouts.update(dict.fromkeys(leaves, spec))
+            if not leaves:
+                close = [p for p in in_paths if inner.split(".")[-1] in p][:3] or list(in_paths[:3])
+                problems.append(Problem(f"fixed[{inner!r}]", "no such argument", "a path of the step's arguments", f"e.g. {close}"))
     if problems:
         raise SoapjaxError(problems)
     return layouts
 
 
+def _specs(path: str, value: Any) -> dict[str, Spec] | None:
+    """`value` as specs by path: one, or one per leaf of a pytree of shardings."""
+    spec = _spec(value)
+    if spec is not None:
+        return {path: spec}
+    kinds = (jax.sharding.NamedSharding, jax.sharding.PartitionSpec)
+    leaves = jax.tree_util.tree_leaves(value, is_leaf=lambda x: isinstance(x, kinds))
+    if not leaves or not all(isinstance(x, kinds) for x in leaves):
+        return None
+    specs = dict(zip(leaf_paths(value, path), map(_spec, leaves), strict=True))
+    return None if None in specs.values() else specs
+
+
 def _spec(value: Any) -> Spec | None:
+    if isinstance(value, str):
+        return parse_spec(value)
     if isinstance(value, jax.sharding.NamedSharding):
         value = value.spec
     if not isinstance(value, jax.sharding.PartitionSpec | tuple | list):

@@ -142,8 +142,12 @@ class _Oracle:
 
     # Costs.
 
-    def conversion(self, source: Layout, target: Layout, size: float, times: float) -> tuple[np.ndarray, dict[str, float]]:
-        seconds, sent = conversion_cost_plainly(source, target, size, self.links)
+    def conversion(
+        self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """`is_merged`: small collectives of parameters and gradients share their latency where the compiler merges them."""
+        share = min(1.0, size / self.links.combine_bytes) if is_merged and self.links.combine_bytes else 1.0
+        seconds, sent = conversion_cost_plainly(source, target, size, self.links, share)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
 
     def trip_bytes(self, i: int, task: Task) -> tuple[float, bool]:
@@ -219,11 +223,12 @@ class _Oracle:
                 sent[kind] += b
             return seconds
 
+        gradients = {p.gradient for p in self.graph.parameters}
         resolve_s = {}
         for i, raw in self.raw.items():
             if PARTIAL in raw:
                 trips = tasks[self.writer[i]].trip_count
-                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips))
+                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, i in gradients))
         sum_s = {}
         for k, task in enumerate(tasks):
             for s in task.sums:
@@ -246,7 +251,7 @@ class _Oracle:
             here = min(c.task, len(tasks) - 1)
             seconds = np.zeros(self.links.num_levels)
             if not before:
-                seconds = add(*self.conversion(home, c.target, c.size, c.trips))
+                seconds = add(*self.conversion(home, c.target, c.size, c.trips, c.tensor in self.parameter_of))
             convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
             if c.target != home:
                 since = max(e.task for e in before) + 1 if before else here

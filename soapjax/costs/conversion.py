@@ -25,6 +25,11 @@ from soapjax.topology import DeviceTopology, FactorMesh
 COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather")
 
 
+# XLA's GPU backend merges all-reduces, all-gathers and reduce-scatters of independent tensors up to this size
+# (xla_gpu_all_reduce_combine_threshold_bytes and its siblings); the CPU backend runs each on its own.
+COMBINE_BYTES = {"cuda": 30 * 2**20, "rocm": 30 * 2**20}
+
+
 class Links(NamedTuple):
     """The mesh's axes and the link levels below them."""
 
@@ -32,6 +37,7 @@ class Links(NamedTuple):
     axis_levels: tuple[int, ...]
     latency_s: tuple[float, ...]  # per level, slowest first
     bytes_per_s: tuple[float, ...]
+    combine_bytes: float = 0.0  # the compiler merges small collectives of parameters up to this size; 0: it does not
 
     @property
     def num_levels(self) -> int:
@@ -44,6 +50,7 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
         mesh.axis_levels,
         tuple(lv.latency_s for lv in topology.levels),
         tuple(lv.achieved_bytes_per_s for lv in topology.levels),
+        COMBINE_BYTES.get(topology.device.platform, 0.0),
     )
 
 
@@ -52,8 +59,20 @@ class ConversionCost(NamedTuple):
     bytes: Array  # [..., 4] that each device sends, by COLLECTIVES
 
 
-def conversion_cost(source: Array, target: Array, size_bytes: Array, links: Links) -> ConversionCost:
-    """The cost of bringing tensors of `size_bytes` [...] from layouts `source` to `target`, both [..., A]."""
+def combined_share(size_bytes, combines, links: Links):
+    """The share of a collective's latency that a tensor of `size_bytes` pays, where it is merged with its neighbours."""
+    if not links.combine_bytes:
+        return np.ones_like(size_bytes)
+    return np.where(combines, np.minimum(1.0, size_bytes / links.combine_bytes), 1.0).astype(np.float32)
+
+
+def conversion_cost(
+    source: Array, target: Array, size_bytes: Array, links: Links, latency_share: np.ndarray | float = 1.0
+) -> ConversionCost:
+    """The cost of bringing tensors of `size_bytes` [...] from layouts `source` to `target`, both [..., A].
+
+    `latency_share` [...] scales the latencies (`combined_share`).
+    """
     sizes = links.axis_sizes
     src = [source[..., a] for a in range(len(sizes))]
     dst = [target[..., a] for a in range(len(sizes))]
@@ -85,7 +104,7 @@ def conversion_cost(source: Array, target: Array, size_bytes: Array, links: Link
             steps = n - 1
             if kind == "all-reduce":
                 moved, steps = 2 * moved, 2 * steps
-            seconds[lv] = seconds[lv] + steps * links.latency_s[lv] + moved / links.bytes_per_s[lv]
+            seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
             sent[kind] = sent[kind] + moved
             if kind in ("reduce-scatter", "all-reduce"):
                 size = size / n
@@ -94,7 +113,9 @@ def conversion_cost(source: Array, target: Array, size_bytes: Array, links: Link
     return ConversionCost(jnp.stack(seconds, -1), jnp.stack([sent[k] for k in COLLECTIVES], -1))
 
 
-def conversion_cost_plainly(source, target, size_bytes: float, links: Links) -> tuple[list[float], dict[str, float]]:
+def conversion_cost_plainly(
+    source, target, size_bytes: float, links: Links, latency_share: float = 1.0
+) -> tuple[list[float], dict[str, float]]:
     """The same, one tensor at a time in plain Python: the oracle of the tests, and of hand calculations."""
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
     local = size_bytes
@@ -109,7 +130,7 @@ def conversion_cost_plainly(source, target, size_bytes: float, links: Links) -> 
 
     def run(kind: str, level: int, n: int, size: float, times: int = 1) -> None:
         moved = times * size * (n - 1) / n
-        seconds[level] += times * (n - 1) * links.latency_s[level] + moved / links.bytes_per_s[level]
+        seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.bytes_per_s[level]
         sent[kind] += moved
 
     fast_first = list(reversed(range(links.num_levels)))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import conversion_cost
+from soapjax.costs.conversion import combined_share, conversion_cost
 from soapjax.costs.tables import FROM_FIXED, FROM_READER, CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
@@ -106,12 +106,23 @@ def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Ar
     return jnp.zeros(num_edges, bool).at[later].max(same), jnp.zeros(num_edges, jnp.int32).at[later].max(since)
 
 
+def latency_shares(tables: CostTables) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of latency that gradient sums [T] and parameter gathers [E] pay; activations wait for nobody to be merged with."""
+    is_gradient = np.zeros(len(tables.tensor_bytes), bool)
+    is_gradient[[p.gradient for p in tables.graph.parameters]] = True
+    return (
+        combined_share(tables.tensor_bytes, is_gradient, tables.links),
+        combined_share(tables.edge_bytes, tables.edge_parameter >= 0, tables.links),
+    )
+
+
 def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped."""
     sizes = np.array(tables.links.axis_sizes, np.float32)
     device = tables.topology.device
     memory_rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
+    gradient_share, parameter_share = latency_shares(tables)
 
     def product(mask: Array) -> Array:
         return jnp.prod(jnp.where(mask, sizes, jnp.float32(1)), axis=-1)
@@ -140,12 +151,13 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
 
         # Communication.
-        resolve = conversion_cost(found.raw, jnp.where(found.raw == PARTIAL, home, found.raw), tables.tensor_bytes, tables.links)
+        resolved = jnp.where(found.raw == PARTIAL, home, found.raw)
+        resolve = conversion_cost(found.raw, resolved, tables.tensor_bytes, tables.links, gradient_share)
         resolve_s = resolve.seconds * (tables.tensor_trips * tables.may_be_partial)[:, None]
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
         target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
-        convert = conversion_cost(edge_home, target, tables.edge_bytes, tables.links)
+        convert = conversion_cost(edge_home, target, tables.edge_bytes, tables.links, parameter_share)
         active = tables.edge_trips * ~found.is_shared
         convert_s = convert.seconds * active[:, None]
         sums = _inner_sums(tables, task_index)

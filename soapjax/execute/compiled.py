@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from soapjax.errors import SoapjaxError
@@ -24,6 +25,18 @@ def place(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(x, sharding)
 
 
+def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a plan is made for: the tree, and shape and dtype of every leaf (as JAX sees them: float32 for a float64 array)."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return structure, tuple(
+        (tuple(np.shape(x)), str(jax.dtypes.canonicalize_dtype(_dtype(x), allow_extended_dtype=True))) for x in leaves
+    )
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
+
+
 class CompiledStep:
     """Calls cost what `jax.jit` costs: nothing is looked at in Python but by `jax.jit` itself.
 
@@ -41,6 +54,7 @@ class CompiledStep:
         self._argument_leaves = [jax.tree_util.tree_leaves(a) for a in args]
         state = {i for i, leaves in enumerate(self._argument_leaves) if leaves and all(k in step.state_pairs for k in leaves)}
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
+        self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
         self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
         self.out_shardings = step.out_tree.unflatten(out_shardings)
         self.jitted = jax.jit(
@@ -52,20 +66,22 @@ class CompiledStep:
 
     def _run(self, *args: Any) -> Any:
         step = self.program.step
-        leaves, tree = jax.tree_util.tree_flatten((args, {}))
-        wanted = step.in_avals
-        if tree != step.in_tree or any(
-            tuple(x.shape) != tuple(w.shape) or x.dtype != w.dtype for x, w in zip(leaves, wanted, strict=False)
-        ):
-            raise ShapesChanged
-        outputs, _ = self.program.evaluator().run(leaves)
+        self._require_shapes(args)
+        outputs, _ = self.program.evaluator().run(jax.tree_util.tree_leaves(args))
         return step.out_tree.unflatten(outputs)
+
+    def _require_shapes(self, args: tuple[Any, ...]) -> None:
+        if signature((args, {})) != self._signature:
+            raise ShapesChanged
 
     def __call__(self, *args: Any) -> Any:
         try:
             return self.jitted(*args)
         except ValueError as e:
-            if isinstance(e, SoapjaxError) or "sharding" not in str(e).lower():
+            if isinstance(e, SoapjaxError):
+                raise
+            self._require_shapes(args)  # another tree, or a size that its sharding does not divide
+            if "sharding" not in str(e).lower():
                 raise
             # Committed to other devices (a data loader's device_put, say): place them, then run.
             return self.jitted(*self.place(*args))

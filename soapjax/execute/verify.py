@@ -42,26 +42,42 @@ class Verification(NamedTuple):
         )
 
 
-def verify(program: Program, arguments: list[Any]) -> Verification:
-    """Runs the step on one device and under the plan, in its own precision and in float64, on flat `arguments`."""
+class Reference(NamedTuple):
+    """What the step gives on one device: outputs and gradients, in its own precision and in float64."""
+
+    own: tuple[list, list]
+    float64: tuple[list, list]
+
+
+def reference(program: Program, arguments: list[Any]) -> Reference:
+    """Runs the step on one device; one reference serves every plan of the same step and arguments."""
+    gradients = _gradient_ids(program)
+    traced = program.step.program
+    return Reference(
+        _run(Evaluator(traced), None, arguments, gradients)[0],
+        _run(Evaluator(traced, is_float64=True), None, arguments, gradients)[0],
+    )
+
+
+def verify(program: Program, arguments: list[Any], single: Reference | None = None) -> Verification:
+    """Runs the step under the plan, in its own precision and in float64, on flat `arguments`, and compares."""
     step = program.step
     gradients = _gradient_ids(program)
-    single = Evaluator(step.program)
-    reference, _ = _run(single, None, arguments, gradients)
-    reference64, _ = _run(Evaluator(step.program, is_float64=True), None, arguments, gradients)
+    single = reference(program, arguments) if single is None else single
     planned, text = _run(program.evaluator(), program, arguments, gradients)
     planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)
     names = [p.path for p in program.graph.parameters] or list(step.out_paths)
-    own, worst = _gradient_error(planned[1], reference[1], names)
-    rounding, _ = _gradient_error(reference[1], reference64[1], names)
-    error64, worst64 = _gradient_error(planned64[1], reference64[1], names)
-    losses = [i for i, path in enumerate(step.out_paths) if i not in set(step.state_pairs.values())] or range(len(step.out_paths))
+    own, worst = _gradient_error(planned[1], single.own[1], names)
+    rounding, _ = _gradient_error(single.own[1], single.float64[1], names)
+    error64, worst64 = _gradient_error(planned64[1], single.float64[1], names)
+    state = set(step.state_pairs.values())
+    losses = [i for i in range(len(step.out_paths)) if i not in state] or list(range(len(step.out_paths)))
     check = check_ops(program, text)
     return Verification(
-        _output_error(planned[0], reference[0], losses),
+        _output_error(planned[0], single.own[0], losses),
         own,
         max(1e-5, 3 * rounding),
-        _output_error(planned64[0], reference64[0], losses),
+        _output_error(planned64[0], single.float64[0], losses),
         error64,
         check.planned_ops,
         check.ops_as_planned,

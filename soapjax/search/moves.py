@@ -5,6 +5,9 @@
 * one operator's storage;
 * tied: on one axis, two values change places in all members of a group of repeated operators (an involution);
 * tied storage: likewise;
+* flow: on one axis, two dims change places wherever the graph carries them: a dim of an operator is the dim of its
+  neighbour that the tensor between them ties it to (so "batch" and "hidden width" change places in a whole layer at once);
+  in one layer or in all that repeat it, in the whole graph or in a run of operators (an involution);
 * axes: two axes change places in a run of consecutive operators (an involution).
 
 All are symmetric, so the Hastings correction is one. A proposal whose degrees do not divide is
@@ -21,15 +24,48 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from soapjax.graph.dims import UnionFind
 from soapjax.strategy.space import SearchSpace
 
-MOVES = ("axis", "operator", "storage", "tied", "tied storage", "axes")
-WEIGHTS = (0.3, 0.1, 0.1, 0.3, 0.1, 0.1)
+MOVES = ("axis", "operator", "storage", "tied", "tied storage", "flow", "tied flow", "axes")
+WEIGHTS = (0.2, 0.1, 0.1, 0.15, 0.1, 0.15, 0.15, 0.05)
 
 
 class State(NamedTuple):
     axes: Array  # int8 [N, A]
     storage: Array  # int8 [N]
+
+
+def dim_flows(space: SearchSpace) -> tuple[np.ndarray, np.ndarray]:
+    """Class ids [N, D + 1] of config values: of dims that tensors tie together, and the same with repeated operators tied too.
+
+    Column 0 (replicate) is class 0; a value that an operator does not have is -1.
+    """
+    graph, width = space.graph, space.allowed.shape[2]
+
+    def classes(is_tied: bool) -> np.ndarray:
+        uf = UnionFind()
+        for task in graph.tasks:
+            if task.parameter < 0:
+                for access in (*task.reads, *task.writes):
+                    for d, k in enumerate(access.dims):
+                        if k >= 0:
+                            uf.union(("op", task.operator, k), ("tensor", access.tensor, d))
+        if is_tied:
+            first: dict[int, int] = {}
+            for n, op in enumerate(graph.operators):
+                twin = first.setdefault(op.group, n)
+                for k in range(len(op.dims)):
+                    uf.union(("op", n, k), ("op", twin, k))
+        ids: dict[object, int] = {}
+        found = np.full((graph.num_operators, width), -1, np.int32)
+        found[:, 0] = 0
+        for n, op in enumerate(graph.operators):
+            for k in range(len(op.dims)):
+                found[n, k + 1] = ids.setdefault(uf.find(("op", n, k)), len(ids) + 1)
+        return found
+
+    return classes(False), classes(True)
 
 
 def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
@@ -90,13 +126,38 @@ def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
         u, v = (jax.random.randint(k, (), 0, num_storages).astype(jnp.int8) for k in (k2, k3))
         return s._replace(storage=swap(s.storage, u, v, members))
 
-    def two_axes(key: Array, s: State) -> State:
-        k1, k2, k3, k4 = jax.random.split(key, 4)
-        a, b = jax.random.randint(k1, (), 0, num_axes), jax.random.randint(k2, (), 0, num_axes)
-        ends = jax.random.randint(k3, (2,), 0, num_ops + 1)
-        whole = jax.random.bernoulli(k4, 0.3)
+    flows = [jnp.asarray(x) for x in dim_flows(space)]
+    # Operators with a choice on an axis; a user's constraint leaves none.
+    movable = jnp.asarray(counts > 1)  # [N, A]
+
+    def flow(is_tied: bool) -> Callable[[Array, State], State]:
+        ids = flows[int(is_tied)]
+
+        def move(key: Array, s: State) -> State:
+            k1, k2, k3, k4, k5 = jax.random.split(key, 5)
+            n = jnp.asarray(free)[jax.random.randint(k1, (), 0, len(free))]
+            a = jax.random.randint(k2, (), 0, num_axes)
+            u, v = ids[n, draw_value(k3, n, a) + 1], ids[n, draw_value(k4, n, a) + 1]
+            has_u, has_v = ids == u, ids == v
+            where = has_u.any(axis=1) & has_v.any(axis=1) & movable[:, a] & run(k5)
+            # Where a class stands twice in an operator, its first dim.
+            mine_u, mine_v = (jnp.argmax(x, axis=1).astype(jnp.int8) - 1 for x in (has_u, has_v))
+            return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], mine_u, mine_v, where)))
+
+        return move
+
+    def run(key: Array) -> Array:
+        """All operators, or a run of consecutive ones."""
+        k1, k2 = jax.random.split(key)
+        ends = jax.random.randint(k1, (2,), 0, num_ops + 1)
         index = jnp.arange(num_ops)
-        inside = ((index >= ends.min()) & (index < ends.max())) | whole
+        return jax.random.bernoulli(k2, 0.5) | ((index >= ends.min()) & (index < ends.max()))
+
+    def two_axes(key: Array, s: State) -> State:
+        k1, k2, k3 = jax.random.split(key, 3)
+        a, b = jax.random.randint(k1, (), 0, num_axes), jax.random.randint(k2, (), 0, num_axes)
+        index = jnp.arange(num_ops)
+        inside = run(k3)
         # Only where both axes may take both values: else the reverse would not exist.
         va, vb = s.axes[:, a], s.axes[:, b]
         allowed = jnp.asarray(space.allowed)
@@ -106,7 +167,7 @@ def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
         axes = s.axes.at[:, a].set(jnp.where(inside, vb, va))
         return s._replace(axes=axes.at[:, b].set(jnp.where(inside, va, axes[:, b])))
 
-    moves = (one_axis, one_operator, one_storage, tied, tied_storage, two_axes)
+    moves = (one_axis, one_operator, one_storage, tied, tied_storage, flow(False), flow(True), two_axes)
 
     def propose(key: Array, s: State) -> State:
         k1, k2 = jax.random.split(key)

@@ -21,7 +21,7 @@ from soapjax.graph.phases import PHASE_NAMES
 from soapjax.strategy.layout import REPLICATED, Spec, spec_of
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import REPLICATE, Strategy
-from soapjax.topology import DeviceTopology
+from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 SCHEMA_VERSION = 1
 MAX_PLAN_BYTES = 256 * 2**20
@@ -255,6 +255,27 @@ def _leaf_specs(graph: OperatorGraph, home, stored, spec) -> tuple[dict[str, str
     return arguments, results
 
 
+def topology_of(plan: Plan, *, place: str = "plan") -> tuple[DeviceTopology, FactorMesh]:
+    """The topology that a plan is for, and its mesh.
+
+    Raises: SoapjaxError where the topology is none, or the plan's mesh is not the topology's.
+    """
+    topology = DeviceTopology.from_dict(plan.topology, place=f"{place}: topology")
+    mesh = factor_mesh(topology)
+    found, wanted = (plan.mesh.axis_names, plan.mesh.axis_sizes), (mesh.axis_names, mesh.axis_sizes)
+    problems = []
+    if found != wanted:
+        value, expected = (f"{names} of {sizes}" for names, sizes in (found, wanted))
+        remedy = f"restore it, or plan anew for {topology.num_devices} devices"
+        problems.append(Problem(f"{place}: mesh", value, f"{expected}, the topology's", remedy))
+    elif sorted(plan.mesh.device_order) != list(range(mesh.num_devices)):
+        order, expected = str(plan.mesh.device_order), f"a permutation of 0 to {mesh.num_devices - 1}"
+        problems.append(Problem(f"{place}: mesh.device_order", order, expected, "restore it, or plan anew"))
+    if problems:
+        raise SoapjaxError(problems)
+    return topology, mesh
+
+
 def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strategy:
     """The strategy that a plan's `axes` and `storage` name.
 
@@ -263,13 +284,17 @@ def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strat
     graph, mesh = space.graph, space.mesh
     problems = []
     remedy = "restore the entry, or plan anew"
-    for name in plan.operators.keys() - {o.name for o in graph.operators}:
+    for name in sorted(plan.operators.keys() - {o.name for o in graph.operators}):
         problems.append(Problem(f"{place}: operators.{name}", "an unknown operator", "an operator of this step", remedy))
     if tuple(plan.mesh.axis_names) != mesh.axis_names or tuple(plan.mesh.axis_sizes) != mesh.axis_sizes:
         problems.append(
-            Problem(f"{place}: mesh", f"{plan.mesh.axis_names} of {plan.mesh.axis_sizes}", f"{mesh.axis_names} of {mesh.axis_sizes}",
-                    "plan anew for this topology")
-        )  # fmt: skip
+            Problem(
+                f"{place}: mesh",
+                f"{plan.mesh.axis_names} of {plan.mesh.axis_sizes}",
+                f"{mesh.axis_names} of {mesh.axis_sizes}",
+                "plan anew for this topology",
+            )
+        )
     n = graph.num_operators
     strategy = Strategy(np.full((n, space.num_axes), REPLICATE, np.int8), np.zeros(n, np.int8))
     storages = {s.describe(mesh.axis_names): k for k, s in enumerate(space.storages)}
@@ -279,7 +304,7 @@ def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strat
             problems.append(Problem(f"{place}: operators.{op.name}", "missing", "an entry for every operator", remedy))
             continue
         dims = {d.name: k for k, d in enumerate(op.dims)} | {"replicate": REPLICATE}
-        for a in part.axes.keys() - set(mesh.axis_names):
+        for a in sorted(part.axes.keys() - set(mesh.axis_names)):
             problems.append(
                 Problem(f"{place}: operators.{op.name}.axes.{a}", "an unknown axis", f"one of {mesh.axis_names}", remedy)
             )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.strategy.layout import divides, layout_of
+from soapjax.strategy.layout import REPLICATED, divides, layout_of
 from soapjax.strategy.strategy import REPLICATE, Storage, Strategy, replicated, storage_options
 from soapjax.topology.factor_mesh import FactorMesh
 
@@ -133,51 +134,60 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
     op = graph.operators[i]
     task = graph.tasks[op.tasks[0]]
     access = (*task.writes, *task.reads)[0]
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     problems = []
     allowed[i, :, 1:] = False
     for d, names in enumerate(op.fixed):
-        for name in names:
-            place = f"sharding constraint at {op.name}, dim {d}"
-            if name not in mesh.axis_names:
-                problems.append(
-                    Problem(place, repr(name), f"an axis of the plan's mesh {mesh.axis_names}", "name these axes in the constraint")
-                )
-            elif (
-                access.dims[d] < 0
-                or not graph.operators[i].dims[access.dims[d]].divisor % mesh.axis_sizes[mesh.axis_names.index(name)] == 0
-            ):
-                problems.append(Problem(place, repr(name), "an axis whose size divides the dim", "drop it from the constraint"))
-            else:
-                a = mesh.axis_names.index(name)
-                allowed[i, a, :] = False
-                allowed[i, a, access.dims[d] + 1] = True
+        place = f"sharding constraint at {op.name}, dim {d}"
+        unknown = [name for name in names if name not in sizes]
+        dim = access.dims[d]
+        split = math.prod(sizes.get(name, 1) for name in names)
+        if unknown:
+            value, expected = repr(unknown), f"axes of the plan's mesh {mesh.axis_names}"
+            problems.append(Problem(place, value, expected, "name these axes in the constraint"))
+        elif split > 1 and (dim < 0 or op.dims[dim].divisor % split):
+            whole = 1 if dim < 0 else op.dims[dim].divisor
+            value = f"{names}, a split into {split}"
+            problems.append(Problem(place, value, f"axes whose product divides {whole}", "drop axes from the constraint"))
+        else:
+            for name in names if split > 1 else ():
+                allowed[i, mesh.axis_names.index(name), :] = False
+                allowed[i, mesh.axis_names.index(name), dim + 1] = True
     return problems
 
 
 def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list[Problem]) -> dict[int, np.ndarray]:
+    """Layouts by input leaf. A parameter and its optimizer state have one: fixing any of them fixes the parameter."""
     layouts: dict[int, np.ndarray] = {}
     shapes = {t.input_leaf: t.shape for t in graph.tensors if t.input_leaf >= 0}
+    parameter_of = {leaf: p for p in graph.parameters for leaf in p.state_leaves}
+    shapes |= {leaf: graph.tensors[p.tensor].shape for leaf, p in parameter_of.items()}
+    fixed_by: dict[int, str] = {}
     for path, spec in fixed.items():
+        place, shown = f"fixed[{path!r}]", repr(tuple(spec))
         if path not in graph.in_paths:
             close = [p for p in graph.in_paths if path.split(".")[-1] in p][:3]
-            problems.append(
-                Problem(f"fixed[{path!r}]", "an unknown argument path", "a path of the step's arguments", f"e.g. {close}")
-            )
+            problems.append(Problem(place, "an unknown argument path", "a path of the step's arguments", f"e.g. {close}"))
             continue
         leaf = graph.in_paths.index(path)
         unknown = [a for names in spec for a in names if a not in mesh.axis_names]
-        shape = shapes.get(leaf)
         if unknown:
-            problems.append(
-                Problem(f"fixed[{path!r}]", repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names")
-            )
-        elif shape is not None:
-            layout = layout_of(spec, mesh.axis_names)
-            twice = len({a for names in spec for a in names}) < sum(map(len, spec))
-            if twice or len(spec) > len(shape) or not divides(layout, shape, mesh.axis_sizes):
-                problems.append(
-                    Problem(f"fixed[{path!r}]", repr(spec), f"a spec that divides shape {shape}", "use fewer axes, each once")
-                )
-            else:
-                layouts[leaf] = np.array(layout, np.int8)
+            problems.append(Problem(place, repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names"))
+            continue
+        layout = np.array(layout_of(spec, mesh.axis_names), np.int8)
+        if leaf not in shapes:
+            if (layout != REPLICATED).any():
+                expected = "no axes: no operator reads this argument, so that it is kept whole"
+                problems.append(Problem(place, shown, expected, "drop this entry"))
+            continue
+        twice = len({a for names in spec for a in names}) < sum(map(len, spec))
+        if twice or len(spec) > len(shapes[leaf]) or not divides(layout, shapes[leaf], mesh.axis_sizes):
+            expected = f"a spec that divides shape {shapes[leaf]}"
+            problems.append(Problem(place, shown, expected, "use fewer axes, each once"))
+            continue
+        owner = parameter_of[leaf].leaf if leaf in parameter_of else leaf
+        if (layouts.setdefault(owner, layout) != layout).any():
+            expected = f"the layout that {fixed_by[owner]!r} has: a parameter and its optimizer state share one"
+            problems.append(Problem(place, shown, expected, "fix one of them, or both alike"))
+        fixed_by.setdefault(owner, path)
     return layouts
