@@ -33,7 +33,7 @@ from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, pars
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
-from soapjax.user_shardings import user_layouts
+from soapjax.user_shardings import check_constraints, user_layouts
 
 log = logging.getLogger("soapjax")
 DEFAULT_PROPOSALS = 8_000
@@ -89,7 +89,9 @@ def plan(
 def planning_problem(step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None) -> PlanningProblem:
     """The graph, space and simulator of a traced step on a topology."""
     graph, _ = build_graph(step)
-    return PlanningProblem.make(graph, search_space(graph, factor_mesh(topology), fixed=fixed), topology)
+    mesh = factor_mesh(topology)
+    check_constraints(step, mesh)
+    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), topology)
 
 
 def _on_cpu() -> contextlib.AbstractContextManager:
@@ -168,6 +170,7 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         )  # fmt: skip
     if problems:
         raise SoapjaxError(problems)
+    check_constraints(step, mesh)
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), own)
     strategy = strategy_of(loaded, problem.space, place=place)

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.trace import leaf_paths
+from soapjax.graph.rules import user_spec
+from soapjax.graph.trace import TracedStep, leaf_paths
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
+from soapjax.topology import FactorMesh
 
 
 def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[str, Any] | None) -> dict[str, Spec]:
@@ -40,6 +42,23 @@ def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[st
     if problems:
         raise SoapjaxError(problems)
     return layouts
+
+
+def check_constraints(step: TracedStep, mesh: FactorMesh) -> None:
+    """Axes that the user's own constraints and the plan's mesh both name must have one size.
+
+    Raises: SoapjaxError naming those that have not. (Axes that the plan's mesh lacks are named by the space.)
+    """
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    constraints = [s for eqn, _ in step.program.walk() if (s := user_spec(eqn)) is not None]
+    used = {(a, s.mesh.shape[a]) for s in constraints for a in jax.tree.leaves(tuple(s.spec)) if a in s.mesh.axis_names}
+    problems = [
+        Problem(f"sharding constraint over {a!r}", f"size {n}", f"size {sizes[a]}, the plan's", f"use a mesh of {sizes}")
+        for a, n in sorted(used)
+        if sizes.get(a, n) != n
+    ]
+    if problems:
+        raise SoapjaxError(problems)
 
 
 def _specs(path: str, value: Any) -> dict[str, Spec] | None:

@@ -122,7 +122,9 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     device = tables.topology.device
     memory_rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
-    gradient_share, parameter_share = latency_shares(tables)
+    shares = np.concatenate([*latency_shares(tables), np.ones(len(tables.sum_task), np.float32)])
+    resolve_times = tables.tensor_trips * tables.may_be_partial
+    sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
     def product(mask: Array) -> Array:
         return jnp.prod(jnp.where(mask, sizes, jnp.float32(1)), axis=-1)
@@ -150,23 +152,22 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
             shards = jnp.zeros(0)
         compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
 
-        # Communication.
+        # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
         resolved = jnp.where(found.raw == PARTIAL, home, found.raw)
-        resolve = conversion_cost(found.raw, resolved, tables.tensor_bytes, tables.links, gradient_share)
-        resolve_s = resolve.seconds * (tables.tensor_trips * tables.may_be_partial)[:, None]
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
         target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
-        convert = conversion_cost(edge_home, target, tables.edge_bytes, tables.links, parameter_share)
-        active = tables.edge_trips * ~found.is_shared
-        convert_s = convert.seconds * active[:, None]
-        sums = _inner_sums(tables, task_index)
-        sent = (
-            (resolve.bytes * (tables.tensor_trips * tables.may_be_partial)[:, None]).sum(0)
-            + (convert.bytes * active[:, None]).sum(0)
-            + sums[1]
-        )
-        durations = Durations(compute_s, resolve_s, convert_s, sums[0])
+        sum_source, sum_target = _sum_layouts(tables, task_index)
+        every = conversion_cost(
+            jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([resolved, target, sum_target]),
+            np.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares,
+        )  # fmt: skip
+        times = jnp.concatenate([resolve_times, tables.edge_trips * ~found.is_shared, sum_times])[:, None]
+        seconds = every.seconds * times
+        num_e = len(tables.edge_task)
+        resolve_s, convert_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
+        sent = (every.bytes * times).sum(0)
+        durations = Durations(compute_s, resolve_s, convert_s, sum_s)
 
         # Memory.
         persistent = (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
@@ -182,18 +183,16 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     return evaluate
 
 
-def _inner_sums(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
-    """Seconds [S, L] and bytes [4] of the all-reduces in the middle of tasks."""
+def _sum_layouts(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
+    """Source and target layouts [S, A] of the all-reduces in the middle of tasks, as tensors of one dim."""
     if not len(tables.sum_task):
-        return jnp.zeros((0, tables.links.num_levels)), jnp.zeros(4)
+        none = jnp.zeros((0, task_index.shape[1]), jnp.int8)
+        return none, none
     index = task_index[tables.sum_task]
     is_split = jnp.take_along_axis(jnp.asarray(tables.sum_split), index, axis=1)
     is_reduced = jnp.take_along_axis(jnp.asarray(tables.sum_reduced), index, axis=1)
-    source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED))
-    target = jnp.where(is_split & ~is_reduced, 0, REPLICATED)
-    cost = conversion_cost(source, target, tables.sum_bytes, tables.links)
-    trips = tables.task_trips[tables.sum_task]
-    return cost.seconds * trips[:, None], (cost.bytes * trips[:, None]).sum(0)
+    source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED)).astype(jnp.int8)
+    return source, jnp.where(is_split & ~is_reduced, 0, REPLICATED).astype(jnp.int8)
 
 
 def _liveness(tables: CostTables, held: Array, copy: Array, found: Layouts) -> Array:

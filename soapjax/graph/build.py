@@ -413,7 +413,8 @@ def _fixed_axes(unit: Unit) -> tuple[tuple[str, ...], ...] | None:
     sharding = user_spec(unit.heavy) if unit.kind == "constraint" else None
     if sharding is None:
         return None
-    spec = [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in sharding.spec]
+    # P.UNCONSTRAINED stays as a name, which no mesh has: the space refuses it by this name.
+    spec = [() if s is None else tuple(s) if isinstance(s, tuple) else (str(s),) for s in sharding.spec]
     return tuple(spec)
 
 

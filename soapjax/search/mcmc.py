@@ -123,6 +123,13 @@ def starts(rng_key: Array, problem: PlanningProblem) -> list[Evaluation]:
     return sorted(problem.evaluate(list(unique.values())), key=lambda e: (not e.is_feasible, e.cost))
 
 
+def _batch_for(rate: float, budget: Budget, limit: int | None, done: int, elapsed: float) -> int:
+    """Small batches where most proposals are accepted (the rest is thrown away), if what is left pays for another compilation."""
+    left = limit - done * NUM_CHAINS if limit is not None else 0
+    long = left > 20_000 or (budget.seconds is not None and budget.seconds - elapsed > 60)
+    return BATCHES[0] if rate > 0.5 and long else BATCHES[-1]
+
+
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
@@ -160,7 +167,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
             rate = (np.asarray(moved.accepted).sum() - before) / max(1, (target - done) * NUM_CHAINS)
             chains = exchange(jax.random.fold_in(swap_key, rounds), moved, betas, rounds % 2)
             done, rounds = target, rounds + 1
-            batch = BATCHES[0] if rate > 0.5 else BATCHES[-1]
+            batch = _batch_for(rate, budget, limit, done, elapsed)
             elapsed = time.monotonic() - begin
             lowest = float(np.asarray(chains.best_cost).min())
             if lowest < best_cost:

@@ -27,8 +27,8 @@ from jax import Array
 from soapjax.graph.dims import UnionFind
 from soapjax.strategy.space import SearchSpace
 
-MOVES = ("axis", "operator", "storage", "tied", "tied storage", "flow", "tied flow", "axes")
-WEIGHTS = (0.2, 0.1, 0.1, 0.15, 0.1, 0.15, 0.15, 0.05)
+MOVES = ("axis", "operator", "storage", "tied", "tied storage", "flow", "axes")
+WEIGHTS = (0.2, 0.1, 0.1, 0.15, 0.1, 0.3, 0.05)
 
 
 class State(NamedTuple):
@@ -88,91 +88,86 @@ def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
     free = free if len(free) else np.zeros(1, np.int64)
     table = jnp.asarray(choices)
 
-    def draw_value(key: Array, n: Array, a: Array) -> Array:
-        return table[n, a, jax.random.randint(key, (), 0, jnp.asarray(counts)[n, a])]
+    # All randomness of a move is one vector of uniforms u [R] drawn at once: one generator call to compile.
+    def pick(u: Array, count: Array | int) -> Array:
+        """A uniform integer below `count`."""
+        return jnp.minimum((u * count).astype(jnp.int32), count - 1)
 
-    def one_axis(key: Array, s: State) -> State:
-        k1, k2, k3 = jax.random.split(key, 3)
-        n = jnp.asarray(free)[jax.random.randint(k1, (), 0, len(free))]
-        a = jax.random.randint(k2, (), 0, num_axes)
-        return s._replace(axes=s.axes.at[n, a].set(draw_value(k3, n, a)))
+    def draw_value(u: Array, n: Array, a: Array) -> Array:
+        return table[n, a, pick(u, jnp.asarray(counts)[n, a])]
 
-    def one_operator(key: Array, s: State) -> State:
-        k1, k2 = jax.random.split(key)
-        n = jnp.asarray(free)[jax.random.randint(k1, (), 0, len(free))]
-        keys = jax.random.split(k2, num_axes)
-        return s._replace(axes=s.axes.at[n].set(jax.vmap(draw_value, (0, None, 0))(keys, n, jnp.arange(num_axes))))
+    def draw_operator(u: Array) -> Array:
+        return jnp.asarray(free)[pick(u, len(free))]
 
-    def one_storage(key: Array, s: State) -> State:
-        k1, k2 = jax.random.split(key)
-        n = jnp.asarray(owners)[jax.random.randint(k1, (), 0, len(owners))]
-        return s._replace(storage=s.storage.at[n].set(jax.random.randint(k2, (), 0, num_storages).astype(jnp.int8)))
+    def draw_owner(u: Array) -> Array:
+        return jnp.asarray(owners)[pick(u, len(owners))]
+
+    def draw_storage(u: Array) -> Array:
+        return pick(u, num_storages).astype(jnp.int8)
+
+    def run(u: Array) -> Array:
+        """All operators, or a run of consecutive ones; takes three uniforms."""
+        ends = jnp.stack([pick(u[0], num_ops + 1), pick(u[1], num_ops + 1)])
+        index = jnp.arange(num_ops)
+        return (u[2] < 0.5) | ((index >= ends.min()) & (index < ends.max()))
 
     def swap(x: Array, u: Array, v: Array, where: Array) -> Array:
         return jnp.where(where & (x == u), v, jnp.where(where & (x == v), u, x))
 
-    def tied(key: Array, s: State) -> State:
-        k1, k2, k3, k4 = jax.random.split(key, 4)
-        n = jnp.asarray(free)[jax.random.randint(k1, (), 0, len(free))]
-        a = jax.random.randint(k2, (), 0, num_axes)
+    def one_axis(u: Array, s: State) -> State:
+        n, a = draw_operator(u[0]), pick(u[1], num_axes)
+        return s._replace(axes=s.axes.at[n, a].set(draw_value(u[2], n, a)))
+
+    def one_operator(u: Array, s: State) -> State:
+        n, index = draw_operator(u[0]), jnp.arange(num_axes)
+        return s._replace(axes=s.axes.at[n].set(draw_value(u[8 : 8 + num_axes], n, index)))
+
+    def one_storage(u: Array, s: State) -> State:
+        return s._replace(storage=s.storage.at[draw_owner(u[0])].set(draw_storage(u[1])))
+
+    def tied(u: Array, s: State) -> State:
+        n, a = draw_operator(u[0]), pick(u[1], num_axes)
         members = jnp.asarray(groups) == jnp.asarray(groups)[n]
-        column = swap(s.axes[:, a], draw_value(k3, n, a), draw_value(k4, n, a), members)
+        column = swap(s.axes[:, a], draw_value(u[2], n, a), draw_value(u[3], n, a), members)
         return s._replace(axes=s.axes.at[:, a].set(column))
 
-    def tied_storage(key: Array, s: State) -> State:
-        k1, k2, k3 = jax.random.split(key, 3)
-        n = jnp.asarray(owners)[jax.random.randint(k1, (), 0, len(owners))]
-        members = jnp.asarray(groups) == jnp.asarray(groups)[n]
-        u, v = (jax.random.randint(k, (), 0, num_storages).astype(jnp.int8) for k in (k2, k3))
-        return s._replace(storage=swap(s.storage, u, v, members))
+    def tied_storage(u: Array, s: State) -> State:
+        members = jnp.asarray(groups) == jnp.asarray(groups)[draw_owner(u[0])]
+        return s._replace(storage=swap(s.storage, draw_storage(u[1]), draw_storage(u[2]), members))
 
-    flows = [jnp.asarray(x) for x in dim_flows(space)]
+    flows = jnp.stack([jnp.asarray(x) for x in dim_flows(space)])  # [2, N, D + 1]
     # Operators with a choice on an axis; a user's constraint leaves none.
     movable = jnp.asarray(counts > 1)  # [N, A]
 
-    def flow(is_tied: bool) -> Callable[[Array, State], State]:
-        ids = flows[int(is_tied)]
+    def flow(u: Array, s: State) -> State:
+        ids = flows[(u[7] < 0.5).astype(jnp.int32)]
+        n, a = draw_operator(u[0]), pick(u[1], num_axes)
+        first, second = ids[n, draw_value(u[2], n, a) + 1], ids[n, draw_value(u[3], n, a) + 1]
+        has_first, has_second = ids == first, ids == second
+        where = has_first.any(axis=1) & has_second.any(axis=1) & movable[:, a] & run(u[4:7])
+        # Where a class stands twice in an operator, its first dim.
+        x, y = (jnp.argmax(has, axis=1).astype(jnp.int8) - 1 for has in (has_first, has_second))
+        return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], x, y, where)))
 
-        def move(key: Array, s: State) -> State:
-            k1, k2, k3, k4, k5 = jax.random.split(key, 5)
-            n = jnp.asarray(free)[jax.random.randint(k1, (), 0, len(free))]
-            a = jax.random.randint(k2, (), 0, num_axes)
-            u, v = ids[n, draw_value(k3, n, a) + 1], ids[n, draw_value(k4, n, a) + 1]
-            has_u, has_v = ids == u, ids == v
-            where = has_u.any(axis=1) & has_v.any(axis=1) & movable[:, a] & run(k5)
-            # Where a class stands twice in an operator, its first dim.
-            mine_u, mine_v = (jnp.argmax(x, axis=1).astype(jnp.int8) - 1 for x in (has_u, has_v))
-            return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], mine_u, mine_v, where)))
-
-        return move
-
-    def run(key: Array) -> Array:
-        """All operators, or a run of consecutive ones."""
-        k1, k2 = jax.random.split(key)
-        ends = jax.random.randint(k1, (2,), 0, num_ops + 1)
+    def two_axes(u: Array, s: State) -> State:
+        a, b = pick(u[0], num_axes), pick(u[1], num_axes)
         index = jnp.arange(num_ops)
-        return jax.random.bernoulli(k2, 0.5) | ((index >= ends.min()) & (index < ends.max()))
-
-    def two_axes(key: Array, s: State) -> State:
-        k1, k2, k3 = jax.random.split(key, 3)
-        a, b = jax.random.randint(k1, (), 0, num_axes), jax.random.randint(k2, (), 0, num_axes)
-        index = jnp.arange(num_ops)
-        inside = run(k3)
+        inside = run(u[4:7])
         # Only where both axes may take both values: else the reverse would not exist.
         va, vb = s.axes[:, a], s.axes[:, b]
         allowed = jnp.asarray(space.allowed)
         both = allowed[index, a, vb + 1] & allowed[index, b, va + 1]
-        ok = (both | ~inside).all()
-        inside &= ok
+        inside &= (both | ~inside).all()
         axes = s.axes.at[:, a].set(jnp.where(inside, vb, va))
         return s._replace(axes=axes.at[:, b].set(jnp.where(inside, va, axes[:, b])))
 
-    moves = (one_axis, one_operator, one_storage, tied, tied_storage, flow(False), flow(True), two_axes)
+    moves = (one_axis, one_operator, one_storage, tied, tied_storage, flow, two_axes)
+    thresholds = jnp.asarray(np.cumsum(WEIGHTS)[:-1], jnp.float32)
 
     def propose(key: Array, s: State) -> State:
-        k1, k2 = jax.random.split(key)
-        kind = jax.random.choice(k1, len(moves), p=jnp.asarray(WEIGHTS))
+        u = jax.random.uniform(key, (9 + num_axes,))
+        kind = (u[-1] >= thresholds).sum()
         # Under vmap a switch computes every branch; the moves are cheap beside the simulation.
-        return jax.lax.switch(kind, moves, k2, s)
+        return jax.lax.switch(kind, moves, u, s)
 
     return propose

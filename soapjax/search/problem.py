@@ -21,8 +21,6 @@ from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
-_BATCH = 32
-
 
 class Budget(NamedTuple):
     """What a planner may spend; whichever ends first. `progress(done, best_s, elapsed_s)` may raise KeyboardInterrupt."""
@@ -47,14 +45,7 @@ class PlanningProblem:
         return self.simulator.tables.usable_memory_bytes
 
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
-        """Step time, memory and cost of each; padded to batches of one size, so that the simulator is traced once."""
-        found: list[Evaluation] = []
-        for k in range(0, len(strategies), _BATCH):
-            part = strategies[k : k + _BATCH]
-            found += self._evaluate(part + [part[-1]] * (_BATCH - len(part)))[: len(part)]
-        return found
-
-    def _evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
+        """Step time, memory and cost of each."""
         scores = self.simulator.step_times(strategies)
         costs = np.asarray(objective(scores, self.usable_memory_bytes))
         return [

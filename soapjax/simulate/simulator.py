@@ -5,7 +5,6 @@ One trace per batch size; `step_times` is what a search calls, `costs` and `time
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -31,6 +30,9 @@ class Scores(NamedTuple):
     violations: Array  # [B]: degrees that do not divide; such a strategy is in no space
 
 
+BATCH = 32  # strategies per call of `step_times` and `costs`: one size, so that they are traced and compiled once
+
+
 class Simulator:
     """Simulates strategies of one problem (graph, space, topology)."""
 
@@ -38,23 +40,33 @@ class Simulator:
         self.tables = tables
         self.schedule = schedule_of(tables)
         self.evaluate_one = evaluator(tables)
-        self._one = jax.jit(self.evaluate_one)
-        self._batch = jax.jit(self.scores)
+        self._batch = jax.jit(self._scores_and_costs)
+
+    def _scores_and_costs(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
+        costs = jax.vmap(self.evaluate_one)(axes, storage)
+        times = simulate_batch(self.schedule, self.schedule.durations(costs.durations))
+        return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
 
     def scores(self, axes: Array, storage: Array) -> Scores:
         """Scores of strategies [B, N, A] and [B, N]; pure, for use inside other jitted functions."""
-        costs = jax.vmap(self.evaluate_one)(axes, storage)
-        times = simulate_batch(self.schedule, self.schedule.durations(costs.durations))
-        return Scores(times, costs.memory_bytes[:, 3], costs.penalty)
+        return self._scores_and_costs(axes, storage)[0]
+
+    def _padded(self, strategies: list[Strategy]) -> tuple[Scores, Costs]:
+        padded = strategies + [strategies[-1]] * (BATCH - len(strategies))
+        axes, storage = np.stack([s.axes for s in padded]), np.stack([s.storage for s in padded])
+        return jax.tree.map(np.asarray, self._batch(jnp.asarray(axes), jnp.asarray(storage)))
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
-        axes = np.stack([s.axes for s in strategies])
-        storage = np.stack([s.storage for s in strategies])
-        return jax.tree.map(np.asarray, self._batch(jnp.asarray(axes), jnp.asarray(storage)))
+        """Scores of any number of strategies, as NumPy arrays."""
+        parts = [
+            jax.tree.map(lambda x, k=k: x[: len(strategies) - k], self._padded(strategies[k : k + BATCH])[0])
+            for k in range(0, len(strategies), BATCH)
+        ]
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def costs(self, strategy: Strategy) -> Costs:
         """All figures of one strategy, as NumPy arrays."""
-        return jax.tree.map(np.asarray, self._one(jnp.asarray(strategy.axes), jnp.asarray(strategy.storage)))
+        return jax.tree.map(lambda x: x[0], self._padded([strategy])[1])
 
     def timeline(self, strategy: Strategy) -> Timeline:
         return simulate(self.schedule, self.schedule.durations(self.costs(strategy).durations))
@@ -73,10 +85,6 @@ class Simulator:
             feasible=bool(costs.memory_bytes[3] <= usable) and not int(costs.penalty),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
         )
-
-    @functools.cached_property
-    def num_operators(self) -> int:
-        return self.tables.graph.num_operators
 
 
 def layouts_for_plan(tables: CostTables, costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
