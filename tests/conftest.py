@@ -16,7 +16,7 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 def quick_compile(monkeypatch):
     """For programs that run once or twice: compiling is all that takes time. Processes that a test starts do likewise."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -33,14 +35,18 @@ def operator_table(plan: Plan) -> Table:
         for axis, dim in part.axes.items():
             if dim != "replicate":
                 degrees[dim] = degrees.get(dim, 1) * sizes[axis]
-        axes_of = {d: "+".join(a for a, v in part.axes.items() if v == d) for d in degrees}
-        split = "  ".join(f"{d}/{n} ({axes_of[d]})" for d, n in degrees.items()) or "replicated"
-        pattern = "".join("#" if c.isdigit() else c for c in name)
-        rows.setdefault((pattern, part.kind, split, part.storage), []).append(name)
+        axes_of = {d: [a for a, v in part.axes.items() if v == d] for d in degrees}
+        split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items()) or "replicated"
+        storage = part.storage.replace(f"({','.join(sizes)})", f"/{plan.num_devices}")
+        rows.setdefault((re.sub(r"\d+", "#", name), part.kind, split, storage), []).append(name)
     for (_, kind, split, storage), names in rows.items():
         shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
         table.add_row(shown, kind, split, storage)
     return table
+
+
+def _axes(names: list[str], sizes: dict[str, int]) -> str:
+    return "all axes" if len(names) == len(sizes) and len(sizes) > 1 else "+".join(names)
 
 
 def comparison_table(plan: Plan) -> Table:

@@ -40,7 +40,8 @@ class Simulator:
         self.tables = tables
         self.schedule = schedule_of(tables)
         self.evaluate_one = evaluator(tables)
-        self._batch = jax.jit(self._scores_and_costs)
+        # Little optimisation: it is called a few times, and compiling is what takes time.
+        self._batch = jax.jit(self._scores_and_costs, compiler_options={"xla_backend_optimization_level": 0})
 
     def _scores_and_costs(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         costs = jax.vmap(self.evaluate_one)(axes, storage)
