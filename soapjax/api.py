@@ -172,7 +172,10 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         raise SoapjaxError(problems)
     check_constraints(step, mesh)
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
-    problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), own)
+    try:
+        problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), own)
+    except SoapjaxError as e:
+        raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
     strategy = strategy_of(loaded, problem.space, place=place)
     with _on_cpu():
         made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance)

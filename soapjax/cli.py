@@ -30,13 +30,11 @@ errors = rich.console.Console(stderr=True, soft_wrap=True)
 class PlanCommand:
     """Plan a model for a topology and write the plan file.
 
-    Examples:
+    Example:  soapjax plan models.mlp --topology cpu8 -o plan.json
 
-      soapjax plan models.mlp --topology cpu8 -o plan.json
+    Example:  soapjax plan models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
 
-      soapjax plan models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
-
-      soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
+    Example:  soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -183,7 +181,3 @@ def _progress(command: Any) -> Any:
 
     update.stop = bar.stop
     return update
-
-
-if __name__ == "__main__":
-    main()

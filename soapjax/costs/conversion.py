@@ -25,9 +25,9 @@ from soapjax.topology import DeviceTopology, FactorMesh
 COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather")
 
 
-# XLA's GPU backend merges all-reduces, all-gathers and reduce-scatters of independent tensors up to this size
-# (xla_gpu_all_reduce_combine_threshold_bytes and its siblings); the CPU backend runs each on its own.
-COMBINE_BYTES = {"cuda": 30 * 2**20, "rocm": 30 * 2**20}
+# XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
+# (xla_gpu_all_reduce_combine_threshold_bytes and its siblings); on CPUs a whole step's gradients were seen in one.
+COMBINE_BYTES = {"cuda": 30 * 2**20, "rocm": 30 * 2**20, "cpu": 30 * 2**20}
 
 
 class Links(NamedTuple):

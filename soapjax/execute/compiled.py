@@ -18,7 +18,7 @@ class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for t
 
 def place(x: Any, sharding: NamedSharding) -> Any:
     """`x` under `sharding`: itself where it is laid out so, else a copy (donation must not take the caller's buffer)."""
-    if isinstance(x, jax.Array):
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         if x.committed and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         x = x.copy()
@@ -38,11 +38,12 @@ def _dtype(x: Any) -> Any:
 
 
 class CompiledStep:
-    """Calls cost what `jax.jit` costs: nothing is looked at in Python but by `jax.jit` itself.
+    """Calls cost what `jax.jit` costs: next to nothing is looked at in Python but by `jax.jit` itself.
 
     Args:
       program: the bound step and plan.
-      donate: reuse the memory of state arguments (those that an output replaces) for the results.
+      donate: reuse the memory of state arguments (those that an output replaces) for the results. Only of state that is
+        laid out as planned, such as the step's own results: any other is copied, and stays the caller's.
     """
 
     def __init__(self, program: Program, *, donate: bool = True):
@@ -53,6 +54,7 @@ class CompiledStep:
             raise TypeError("keyword arguments must be bound to positions before")
         self._argument_leaves = [jax.tree_util.tree_leaves(a) for a in args]
         state = {i for i, leaves in enumerate(self._argument_leaves) if leaves and all(k in step.state_pairs for k in leaves)}
+        self._donated = tuple(sorted(state)) if donate else ()
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
         self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
         self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
@@ -61,7 +63,7 @@ class CompiledStep:
             self._run,
             in_shardings=tuple(self.in_shardings),
             out_shardings=self.out_shardings,
-            donate_argnums=tuple(sorted(state)) if donate else (),
+            donate_argnums=self._donated,
         )
 
     def _run(self, *args: Any) -> Any:
@@ -74,7 +76,19 @@ class CompiledStep:
         if signature((args, {})) != self._signature:
             raise ShapesChanged
 
+    def _is_foreign(self, args: tuple[Any, ...]) -> bool:
+        """Whether a state comes from elsewhere: the step's own results are committed to their devices. Looks at one leaf each."""
+        for i in self._donated:
+            leaves = jax.tree_util.tree_leaves(args[i]) if i < len(args) else ()
+            if leaves and isinstance(leaves[0], jax.Array) and not isinstance(leaves[0], jax.core.Tracer):
+                if not leaves[0].committed:
+                    return True
+        return False
+
     def __call__(self, *args: Any) -> Any:
+        if self._donated and self._is_foreign(args):
+            self._require_shapes(args)
+            args = self.place(*args)
         try:
             return self.jitted(*args)
         except ValueError as e:

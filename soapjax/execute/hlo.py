@@ -153,3 +153,21 @@ def check_ops(program: Program, text: str) -> OpsCheck:
         else:
             unchecked += 1
     return OpsCheck(planned, as_planned, unchecked, tuple(differences))
+
+
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
+
+
+def collective_bytes(text: str) -> dict[str, int]:
+    """Bytes of the results of all collectives in HLO text, by kind; an instruction in a loop counts once."""
+    total: dict[str, int] = {}
+    for line in text.splitlines():
+        match = _COLLECTIVE.search(line)
+        if match is None or " = " not in line:
+            continue
+        result = line.split(" = ", 1)[1][: match.start() - line.index(" = ") - 3]
+        for dtype, dims in _SHAPE.findall(result):
+            size = _ITEMSIZE.get(dtype, 4) * math.prod(int(n) for n in dims.split(",") if n)
+            total[match.group(1)] = total.get(match.group(1), 0) + size
+    return total

@@ -183,9 +183,12 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("command", ["simulate", "run", "verify"])
-def test_a_plan_that_does_not_fit_is_refused(edit, command):
+COMMANDS = [("simulate", edit) for edit in EDITS]
+COMMANDS += [("run", for_another_size), ("run", for_a_million_devices), ("verify", degree_over_the_batch), ("verify", not_a_number)]
+
+
+@pytest.mark.parametrize("command, edit", COMMANDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_a_plan_that_does_not_fit_is_refused(command, edit):
     refused(command, edited(edit), words=EDITS[edit])
 
 

@@ -1,0 +1,188 @@
+"""The commands end to end on small models: plan, simulate, run, verify; and what a person at a terminal relies on."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, TINY, call, plan_text
+
+from soapjax import Plan
+from soapjax.cli import COMMANDS
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PLAN_FIELDS = {
+    "step_time_s", "baselines", "feasible", "memory_bytes_per_device", "bytes_by_collective", "num_operators",
+    "num_proposals", "search_s", "plan_sha256",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working folder; what a command adds to the module search path is taken back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    return tmp_path
+
+
+def done(*argv) -> dict:
+    """The one JSON object of a command that succeeds."""
+    ended = call(*argv, "--json")
+    assert ended.status == 0, ended.err
+    return ended.result
+
+
+def test_plan_simulate_run_verify():
+    planned = done("plan", "models.mlp", "--topology", "cpu8", "--proposals", 32, "-o", "plan.json", *TINY)
+    assert planned.keys() >= PLAN_FIELDS
+    assert planned["feasible"] is True and planned["num_proposals"] == 32 and planned["search_s"] > 0
+    assert planned["baselines"].keys() == {"data_parallel", "fsdp", "tensor_parallel"}
+    assert planned["step_time_s"] <= min(planned["baselines"].values())
+    plan = Plan.load("plan.json")
+    assert planned["plan_sha256"] == plan.plan_sha256 and planned["num_operators"] == len(plan.operators)
+    assert plan.model.path == "models.mlp" and plan.model.settings["width"] == 16
+
+    simulated = done("simulate", "plan.json")
+    assert simulated.keys() >= PLAN_FIELDS
+    for field in PLAN_FIELDS:
+        assert simulated[field] == planned[field], field
+    assert Plan.load("plan.json") == plan
+
+    ran = done("run", "plan.json", "--steps", 4)
+    assert ran.keys() == {"predicted_s", "measured_s", "comparable", "loss"}
+    assert ran["predicted_s"] == planned["step_time_s"] and ran["measured_s"] > 0
+    assert ran["comparable"] is False, "eight fake devices"
+    assert len(ran["loss"]) == 4 and ran["loss"][-1] < ran["loss"][0]
+
+    verified = done("verify", "plan.json")
+    assert verified["gradient_rel_error"] <= verified["gradient_rel_bound"]
+    assert verified["loss_rel_error"] <= 1e-5 and verified["gradient_rel_error_float64"] <= 1e-9
+    assert verified["ops_as_planned"] == verified["planned_ops"] - verified["ops_unchecked"] > 0
+    assert verified["proven"] is True
+
+
+def test_an_edit_by_hand_counts():
+    text = plan_text()
+    before = Plan.loads(text)
+    data = json.loads(text)
+    axes = data["operators"]["dense0"]["axes"]
+    (feature,) = {"param0"} - set(axes.values())
+    data["operators"]["dense0"]["axes"] = dict.fromkeys(axes, feature)
+    Path("plan.json").write_text(json.dumps(data))
+    after = done("simulate", "plan.json")
+    assert after["step_time_s"] != before.prediction.step_time_s and after["plan_sha256"] != before.plan_sha256
+    assert done("verify", "plan.json")["proven"]
+
+
+def test_an_edit_of_the_form_only_does_not_count():
+    text = plan_text()
+    sha256 = Plan.loads(text).plan_sha256
+    data = json.loads(text)
+    for same in (json.dumps(data), json.dumps(data, indent=8, sort_keys=True), text.replace("\n", "\r\n")):
+        assert same != text
+        Path("plan.json").write_text(same)
+        assert Plan.load("plan.json").plan_sha256 == sha256
+
+
+def test_without_json_people_read_tables():
+    Path("plan.json").write_text(plan_text())
+    ended = call("simulate", "plan.json")
+    assert ended.status == 0 and ended.err == "" and ended.out.endswith(f"plan_sha256 {Plan.loads(plan_text()).plan_sha256}\n")
+    for word in ("dense0", "data_parallel", "fsdp", "plan_sha256", "memory per device"):
+        assert word in ended.out
+    ended = call("run", "plan.json", "--steps", 2)
+    assert ended.status == 0 and re.search(r"2 steps: loss \S+ → \S+", ended.out) and "not comparable" in ended.out
+
+
+OWN_MODEL = '''
+import jax
+import jax.numpy as jnp
+
+print("being imported")
+
+def small(*, batch=8, width: int = 16):
+    """Plain functions, no library."""
+    print("being made")
+
+    def step(state, batch):
+        def loss(params):
+            return ((jnp.tanh(batch @ params["w"]) @ params["v"]) ** 2).mean()
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
+
+    key = jax.random.key(0)
+    return step, {"w": jax.random.normal(key, (8, width)), "v": 0.1 * jnp.ones((width, 1))}, jnp.ones((batch, 8))
+'''
+
+
+def test_a_model_of_ones_own_in_the_working_folder():
+    Path("own_package").mkdir()
+    Path("own_package/training.py").write_text(OWN_MODEL)
+    argv = ("plan", "own_package.training:small", "--topology", "cpu8", "--planner", "fsdp", "--set", "width=24", "-o", "plan.json")
+    planned = done(*argv)
+    assert planned["feasible"] and Plan.load("plan.json").model.settings == {"width": 24}
+    ran = done("run", "plan.json", "--steps", 3)
+    assert ran["loss"][-1] < ran["loss"][0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command):
+    ended = call(command, "--help")
+    assert ended.status == 0 and "Example" in ended.out and f"soapjax {command}" in ended.out and "--json" in ended.out
+
+
+def test_help_lists_the_commands():
+    ended = call("--help")
+    assert ended.status == 0 and all(command in ended.out for command in COMMANDS)
+
+
+def started(*argv, hash_seed="0", **streams):
+    """A process of its own, which finds one CPU and must start the fake devices by itself."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env |= {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "soapjax", *map(str, argv)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, **streams)
+
+
+def test_the_same_seed_gives_the_same_plan_in_any_process():
+    argv = ("plan", "models.mlp", "--topology", "cpu8", "--proposals", 64, "--seed", 7, "--json", *TINY)
+    processes = [started(*argv, "-o", f"{s}.json", hash_seed=s, stderr=subprocess.DEVNULL) for s in ("1", "2")]
+    results = [json.loads(p.communicate(timeout=240)[0]) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0]
+    assert results[0]["plan_sha256"] == results[1]["plan_sha256"] == Plan.load("2.json").plan_sha256
+    # A process with one CPU starts as many devices as the plan needs.
+    process = started("run", "1.json", "--steps", 2, "--json", stderr=subprocess.DEVNULL)
+    ran = json.loads(process.communicate(timeout=240)[0])
+    assert process.returncode == 0 and len(ran["loss"]) == 2 and ran["comparable"] is False
+
+
+def test_ctrl_c_keeps_the_best_so_far():
+    terminal, stderr = pty.openpty()
+    process = started("plan", "models.mlp", "--topology", "cpu8", "--seconds", 300, "-o", "plan.json", *TINY, stderr=stderr)
+    os.close(stderr)
+    shown, end = b"", time.monotonic() + 240
+    while not re.search(rb"[1-9]\d* proposals, best", shown):  # the bar: the search has begun
+        assert time.monotonic() < end and process.poll() is None, shown
+        if select.select([terminal], [], [], 1.0)[0]:
+            shown += os.read(terminal, 2**16)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:  # a full terminal would block it
+        if select.select([terminal], [], [], 0.2)[0]:
+            try:
+                shown += os.read(terminal, 2**16)
+            except OSError:
+                break
+    out = process.communicate(timeout=60)[0].decode()
+    os.close(terminal)
+    assert process.returncode == 130 and b"Traceback" not in shown
+    assert "interrupted: this is the best so far" in out and "written to plan.json" in out
+    plan = Plan.load("plan.json")
+    assert plan.provenance.num_proposals > 0 and plan.prediction.feasible
+    assert [p.name for p in Path(".").iterdir()] == ["plan.json"]

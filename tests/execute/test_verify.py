@@ -1,0 +1,107 @@
+"""`verify` proves right plans and catches wrong ones; the planned data-parallel program is the hand-written one."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import soapjax
+from soapjax.api import plan_of_strategy, planning_problem
+from soapjax.execute import spmd
+from soapjax.execute.hlo import check_ops, collective_bytes, heavy_instructions
+from soapjax.execute.spmd import bind_plan
+from soapjax.execute.verify import reference, verify
+from soapjax.search.planners import get_planner
+from soapjax.search.problem import Budget
+from soapjax.topology import load_topology
+
+MODELS = {
+    "mlp": ("mlp", dict(batch=16, width=32, layers=2, features=16)),
+    "lenet": ("lenet", dict(batch=8)),
+    "lm": ("transformer_lm", dict(batch=8, seq=16, width=32, layers=1, scan=True, remat=True, dropout=0.1)),
+}
+
+
+def made(name: str):
+    module, sizes = MODELS[name]
+    step, state, batch = importlib.import_module(f"models.{module}").make(**sizes)
+    traced = soapjax.trace(step, state, batch)
+    return step, (state, batch), traced, planning_problem(traced, load_topology("cpu8"))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_plans_are_proven(name):
+    _, arguments, traced, problem = made(name)
+    leaves = jax.tree_util.tree_leaves(arguments)
+    strategies = [get_planner("tensor_parallel")(jax.random.key(0), problem, Budget()).best.strategy]
+    strategies.append(problem.space.random(np.random.default_rng(1)))
+    single = None
+    for strategy in strategies:
+        program = bind_plan(traced, plan_of_strategy(problem, strategy))
+        single = single or reference(program, leaves)
+        found = verify(program, leaves, single)
+        assert found.is_proven, found
+        assert found.planned_ops > 0 and found.ops_unchecked <= 0.1 * found.planned_ops
+        assert found.num_gradients == len(problem.graph.parameters) > 0
+
+
+def test_a_wrong_sum_is_caught(monkeypatch):
+    """An executor that forgets to add up partial sums is found out by the gradients."""
+    _, arguments, traced, problem = made("mlp")
+    leaves = jax.tree_util.tree_leaves(arguments)
+    strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
+    program = bind_plan(traced, plan_of_strategy(problem, strategy))
+    single = reference(program, leaves)
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
+    found = verify(program, leaves, single)
+    assert not found.is_proven and found.gradient_rel_error_float64 > 0.1
+    assert "kernel" in found.worst_leaf
+
+
+def test_work_done_twice_is_caught(monkeypatch):
+    """An executor that runs operators whole on every device has the right numbers, and the wrong local FLOPs."""
+    _, arguments, traced, problem = made("mlp")
+    leaves = jax.tree_util.tree_leaves(arguments)
+    strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
+    program = bind_plan(traced, plan_of_strategy(problem, strategy))
+
+    def whole(eqn, inputs, in_specs, raw, home, mesh, bind):
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return bind([jax.lax.with_sharding_constraint(x, everywhere) for x in inputs], eqn.params)[0]
+
+    monkeypatch.setattr(spmd, "run_heavy", whole)
+    monkeypatch.setattr(spmd.PlannedEvaluator, "constrain", lambda self, x, spec: x)
+    found = verify(program, leaves)
+    assert found.gradient_rel_error_float64 <= 1e-9
+    assert found.ops_as_planned < found.planned_ops - found.ops_unchecked and found.differences
+    assert not found.is_proven
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "lm"])
+def test_data_parallel_is_the_hand_written_program(name):
+    """Collectives and local FLOPs of the planned step equal those of plain jax.jit with a split batch."""
+    step, arguments, _, _ = made(name)
+    planned = soapjax.soap_shard(step, topology="cpu8", planner="data_parallel").lower(*arguments).compile()
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    by_hand = jax.jit(step, in_shardings=(whole, split), out_shardings=whole, donate_argnums=0).lower(*arguments).compile()
+    assert collective_bytes(planned.as_text()) == collective_bytes(by_hand.as_text())
+    dots = lambda c: sorted(h.flops for h in heavy_instructions(c.as_text()))  # noqa: E731
+    assert dots(planned) == dots(by_hand)
+    assert planned.cost_analysis()["flops"] == pytest.approx(by_hand.cost_analysis()["flops"], rel=2e-3)
+
+
+def test_check_ops_reads_every_instruction():
+    _, arguments, traced, problem = made("mlp")
+    strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
+    program = bind_plan(traced, plan_of_strategy(problem, strategy))
+    text = """
+  ROOT %d = f32[2,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/dense0/sj0/dot_general"}
+"""
+    text = "  %a = f32[2,16]{1,0} parameter(0)\n  %b = f32[16,32]{1,0} parameter(1)\n" + text
+    (found,) = heavy_instructions(text)
+    assert (found.kind, found.task, found.flops.met) == ("dot", 0, 2 * 2 * 32 * 16)
+    check = check_ops(program, text)
+    assert check.ops_as_planned == 1 and check.ops_unchecked == check.planned_ops - 1
