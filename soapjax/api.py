@@ -56,7 +56,8 @@ class Planned(NamedTuple):
 def plan(
     fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
     proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
-    static_argnums: Sequence[int] = (), model: ModelSource | None = None, progress: Callable[[int, float, float], None] | None = None,
+    static_argnums: Sequence[int] = (), model: ModelSource | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -164,7 +165,8 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         problems.append(
             Problem(
                 f"{place}: graph.fingerprint", loaded.graph.fingerprint[:12],
-                f"{graph.fingerprint()[:12]}, this step's ({graph.num_operators} operators, the plan has {loaded.graph.num_operators})",
+                f"{graph.fingerprint()[:12]}, this step's "
+                f"({graph.num_operators} operators, the plan has {loaded.graph.num_operators})",
                 "use the plan with the model and sizes that it was made for, or plan anew",
             )
         )  # fmt: skip

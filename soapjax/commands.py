@@ -63,8 +63,8 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
     with _closing(progress):
         found = api.plan(
-            model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals,
-            seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
+            model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed,
+            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
         )  # fmt: skip
     if command.output is not None:
         found.plan.save(command.output)

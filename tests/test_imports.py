@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "report": {"strategy", "simulate"},
 }
 HELPERS = {"errors", "files"}
-AT_THE_TOP = {"__init__", "__main__", "api", "cli", "commands", "model_source", "user_shardings"}  # where the halves meet: may import all
+# Where the halves meet: may import all.
+AT_THE_TOP = {"__init__", "__main__", "api", "cli", "commands", "model_source", "user_shardings"}
 
 
 def sources(folder):

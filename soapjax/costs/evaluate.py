@@ -81,7 +81,8 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
 def _storage_layouts(tables: CostTables, used: Array, storage: Array, sizes: np.ndarray) -> Array:
     if not len(tables.parameter_op):
         return jnp.zeros((0, len(sizes)), jnp.int8)
-    as_used = used[tables.parameter_slot]  # [P, A]
+    replicated = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
+    as_used = jnp.concatenate([used, replicated])[tables.parameter_slot]  # [P, A]
     as_used = jnp.where(as_used == PARTIAL, jnp.int8(REPLICATED), as_used)
     extra = jnp.asarray(tables.storage_masks)[storage[tables.parameter_op].astype(jnp.int32)] & (as_used == REPLICATED)
     dim = tables.storage_dim[:, None]

@@ -45,7 +45,7 @@ class CostTables:
     access_is_write: np.ndarray  # bool [U]
 
     parameter_op: np.ndarray  # int32 [P] owner
-    parameter_slot: np.ndarray  # int32 [P]: the owner's first read of it
+    parameter_slot: np.ndarray  # int32 [P]: the owner's first read of it, U (replicated) where only a loop starts from it
     storage_dim: np.ndarray  # int32 [P]: dim that extra storage axes split
     storage_dim_size: np.ndarray  # int32 [P]
     gradient_shift: np.ndarray  # int32 [P]: leading (loop) dims that the gradient's tensor lacks
@@ -167,7 +167,7 @@ def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
             fixed[p] = space.fixed_layouts[parameter.leaf]
     tensors = [graph.tensors[p.tensor] for p in graph.parameters]
     t["parameter_op"] = np.array([p.owner for p in graph.parameters], np.int32)
-    t["parameter_slot"] = np.array([first_slot.get((p.owner, p.tensor), 0) for p in graph.parameters], np.int32)
+    t["parameter_slot"] = np.array([first_slot.get((p.owner, p.tensor), len(t["access_op"])) for p in graph.parameters], np.int32)
     t["storage_dim"] = np.array(dims, np.int32)
     t["storage_dim_size"] = np.array([x.shape[d] if x.shape else 1 for x, d in zip(tensors, dims, strict=True)], np.int32)
     t["gradient_shift"] = np.array(shifts, np.int32)

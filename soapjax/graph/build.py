@@ -201,10 +201,12 @@ class _Builder:
             self.tensors.append(Tensor(root, tuple(aval.shape), str(aval.dtype), itemsize, copies, leaf))
         return self.tensor_of[root]
 
-    def _access(self, root: int, classes: DimClasses, index: dict, reduced=(), operand: int = -1) -> Access:
-        shape = self.program.avals[root].shape
-        dims = tuple(index.get(classes.of((root, d)), NOT_SPLIT) for d in range(len(shape)))
-        return Access(self._tensor(root), dims, tuple(reduced), operand)
+    def _access(self, atom: int, classes: DimClasses, index: dict, reduced=(), operand: int = -1) -> Access:
+        alias = self.values.tensor(atom)
+        rank = len(self.program.avals[alias.root].shape)
+        nodes = [self.values.node(atom, d + alias.shift) if d + alias.shift >= 0 else None for d in range(rank)]
+        dims = tuple(index.get(classes.of(node), NOT_SPLIT) for node in nodes)
+        return Access(self._tensor(alias.root), dims, tuple(reduced), operand)
 
     def _heavy_access(self, eqn: FlatEqn, k: int, classes: DimClasses, index: dict, *, is_result: bool, reduced=()) -> Access:
         atom = eqn.outputs[k] if is_result else eqn.inputs[k]
@@ -235,7 +237,7 @@ class _Builder:
                 if e is unit.heavy:
                     access = self._heavy_access(e, k, classes, index, is_result=False)
                 else:
-                    access = self._access(root, classes, index)
+                    access = self._access(a, classes, index)
                 reads.setdefault((access.tensor, access.dims), access)
         sums: list[InnerSum] = []
         partial = self._partial_results(unit, classes, index, results, sums)

@@ -63,6 +63,12 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
                     if node is not None:
                         nodes.add(node)
                         uf.union(node, (eqn.key, lab))
+    for carry in values.carries.values():
+        for d in range(len(program.avals[carry.argument].shape)):
+            ends = [values.node(a, d) for a in (carry.argument, carry.init, carry.result) if isinstance(a, int)]
+            for end in ends[1:]:
+                if None not in (ends[0], end):
+                    uf.union(ends[0], end)
     seeds = {uf.find((v, 0)) for v in data_inputs}
     return {n for n in nodes if uf.find(n) in seeds}
 
@@ -131,7 +137,7 @@ class DimClasses:
             if is_recompute(unit.heavy or unit.eqns[0]) and first.phase == FORWARD:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
-                self._tie_cotangents(first, unit)
+                self._tie_cotangents(first, unit, {p.value for p in phases.parameters})
 
     def _tie_recomputed(self, first: Unit, unit: Unit) -> None:
         def signature(e: FlatEqn) -> tuple:
@@ -148,19 +154,22 @@ class DimClasses:
                     if isinstance(a, int) and isinstance(b, int) and self._shape(a) == self._shape(b):
                         self._unite(a, b)
 
-    def _tie_cotangents(self, first: Unit, unit: Unit) -> None:
-        """A backward unit that reads one operand of the forward equation makes the cotangent of the other."""
+    def _tie_cotangents(self, first: Unit, unit: Unit, trained: set[int]) -> None:
+        """A backward unit that reads one operand of the forward equation makes the cotangent of the other.
+
+        A parameter is tied to its gradient already; here a square one may not be transposed yet.
+        """
         a, b = first.heavy.inputs[:2]
         read = {self.values.of(x).root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
         result = unit.eqns[-1].outputs[0]
         for mine, other in ((a, b), (b, a)):
             if isinstance(mine, int) and isinstance(other, int) and self.values.of(mine).root in read:
-                if self._shape(other) == self._shape(result):
+                if self._shape(other) == self._shape(result) and self.values.of(other).root not in trained:
                     self._unite(other, result)
         # The cotangent of the result has the result's dims.
-        out = first.heavy.outputs[0]
+        out, operands = first.heavy.outputs[0], (self.values.of(a), self.values.of(b))
         for x in unit.heavy.inputs:
-            if isinstance(x, int) and self._shape(x) == self._shape(out) and x not in (a, b):
+            if isinstance(x, int) and self._shape(x) == self._shape(out) and self.values.of(x) not in operands:
                 self._unite(out, x)
 
     def _finish(self) -> None:

@@ -146,6 +146,7 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int]) -> tupl
         for a in eqn.inputs
         if isinstance(a, int)
     }
+    used |= {values.of(c.init).root for c in values.carries.values() if isinstance(c.init, int)}  # a trained first state
     trained = [i for i in gradients if program.inputs[i] in used]
     return tuple(
         Parameter(

@@ -106,6 +106,10 @@ class Values:
         return found
 
     def node(self, atom: Atom, dim: int) -> tuple[int, int] | None:
-        """Dim `dim` of a value as (root, root's dim); None for a dim that stacks loop trips."""
-        alias = self.tensor(atom)
+        """Dim `dim` of a value as (root, root's dim); None for a dim that stacks loop trips.
+
+        A loop-carried argument stays apart from the result that becomes it: a recurrent weight's input and output
+        features are carried in one layout, yet are two dims.
+        """
+        alias = self.of(atom)
         return (alias.root, dim - alias.shift) if alias is not None and dim >= alias.shift else None

@@ -115,7 +115,7 @@ def small(*, batch=8, width: int = 16):
         def loss(params):
             return ((jnp.tanh(batch @ params["w"]) @ params["v"]) ** 2).mean()
         value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
+        return jax.tree.map(lambda p, g: p - 0.01 * g, state, grads), {"loss": value}
 
     key = jax.random.key(0)
     return step, {"w": jax.random.normal(key, (8, width)), "v": 0.1 * jnp.ones((width, 1))}, jnp.ones((batch, 8))
