@@ -27,6 +27,10 @@ def one_device() -> soapjax.DeviceTopology:
     return dataclasses.replace(local, levels=(dataclasses.replace(local.levels[-1], size=1),), fake=False)
 
 
+def _quartiles(ordered: list[float]) -> list[float]:
+    return [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -63,15 +67,16 @@ def main() -> int:
         "settings": source.settings,
         "pairs": options.pairs,
         "median_step_s": {name: statistics.median(times) for name, times in step_s.items()},
-        "step_ratio": {"median": statistics.median(ratios), "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]},
+        "step_ratio": {"median": statistics.median(ratios), "quartiles": _quartiles(ratios)},
         "median_host_s": {name: statistics.median(times) for name, times in host_s.items()},
-        "extra_host_s": {"median": statistics.median(extra), "quartiles": [extra[len(extra) // 4], extra[3 * len(extra) // 4]]},
+        "extra_host_s": {"median": statistics.median(extra), "quartiles": _quartiles(extra)},
     }
     if options.json:
         print(json.dumps(result))
     else:
         for name in sides:
-            print(f"{name:12s} step {result['median_step_s'][name] * 1e3:.3f} ms   host {result['median_host_s'][name] * 1e6:.0f} µs")
+            step, host = result["median_step_s"][name], result["median_host_s"][name]
+            print(f"{name:12s} step {step * 1e3:.3f} ms   host {host * 1e6:.0f} µs")
         print("step ratio   {median:.3f}  quartiles {quartiles[0]:.3f} to {quartiles[1]:.3f}".format(**result["step_ratio"]))
         print(f"extra host   {result['extra_host_s']['median'] * 1e6:.1f} µs per call (CPU runs small steps within the call)")
     return 0

@@ -82,9 +82,10 @@ def main() -> int:
             v = verify(program, arguments, single)
             proven = v.is_proven and v.gradient_rel_error_float64 <= FLOAT64_BOUND and v.ops_unchecked <= 0.1 * v.planned_ops
             failed += not proven
+            verdict = "yes" if proven else f"NO: {v.worst_leaf}"
             lines.append(
-                f"| {name} | {label} | {v.gradient_rel_error:.1e} | {v.gradient_rel_bound:.1e} | {v.gradient_rel_error_float64:.1e} "
-                f"| {v.ops_as_planned}/{v.planned_ops} | {v.ops_unchecked} | {'yes' if proven else 'NO: ' + v.worst_leaf} "
+                f"| {name} | {label} | {v.gradient_rel_error:.1e} | {v.gradient_rel_bound:.1e} "
+                f"| {v.gradient_rel_error_float64:.1e} | {v.ops_as_planned}/{v.planned_ops} | {v.ops_unchecked} | {verdict} "
                 f"| {time.monotonic() - start:.0f} |"
             )
             print(lines[-1], flush=True)

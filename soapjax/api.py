@@ -81,9 +81,13 @@ def plan(
         proposals = DEFAULT_PROPOSALS
     with _on_cpu():
         baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
-        result = search(key, problem, Budget(proposals, seconds, progress))
+        try:
+            result = search(key, problem, Budget(proposals, seconds, progress))
+        except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
+            best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
+            result = SearchResult(best, 0, 0.0, "interrupted")
         provenance = _provenance(planner, seed, result, baselines)
-        made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance)
+        made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
     return Planned(made, result, baselines, problem, step)
 
 
@@ -104,15 +108,17 @@ def _on_cpu() -> contextlib.AbstractContextManager:
 
 
 def plan_of_strategy(
-    problem: PlanningProblem, strategy: Strategy, *, model: ModelSource | None = None, provenance: Provenance = Provenance()
-) -> Plan:
+    problem: PlanningProblem, strategy: Strategy, *, model: ModelSource | None = None, provenance: Provenance = Provenance(),
+    unroll: bool = False,
+) -> Plan:  # fmt: skip
     """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator
     layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
     topology = simulator.tables.topology
     return make_plan(
-        problem.space, topology, strategy, *layouts, simulator.prediction(strategy), model=model, provenance=provenance
-    )
+        problem.space, topology, strategy, *layouts, simulator.prediction(strategy), model=model, provenance=provenance,
+        unroll=unroll,
+    )  # fmt: skip
 
 
 def _provenance(planner: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult]) -> Provenance:
@@ -180,7 +186,7 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
     strategy = strategy_of(loaded, problem.space, place=place)
     with _on_cpu():
-        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance)
+        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
     return made.model_copy(update={"mesh": loaded.mesh})
 
 
@@ -222,7 +228,7 @@ class SoapShard:
             except ShapesChanged:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
         compiled = self._prepared(args, constants)
-        return compiled(*compiled.place(*constants.others(args)))
+        return compiled(*compiled.place_state(*constants.others(args)))
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Constants]:
         """Arguments by position, and those among them that are compile-time constants.
@@ -267,9 +273,9 @@ class SoapShard:
         if self._source is None:
             found = plan(self._fn, *args, static_argnums=static, **options)
             return found.plan, found.step
-        step = trace(self._fn, *args, static_argnums=static, unroll=options["unroll"])
-        source = self._source
-        return (recost(source, step) if isinstance(source, Plan) else load_plan(source, step)), step
+        source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
+        step = trace(self._fn, *args, static_argnums=static, unroll=source.unroll or options["unroll"])
+        return recost(source, step, place="plan" if source is self._source else str(self._source)), step
 
     @property
     def plan(self) -> Plan:

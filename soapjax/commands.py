@@ -125,7 +125,7 @@ def _loaded(path: str, *, topology: str | None = None, concrete: bool = False) -
         raise SoapjaxError(Problem(f"{path}: model", "missing", expected, remedy))
     wanted = load_topology(topology) if topology is not None else None
     model = abstract_model(raw.model)
-    step = trace(model.step, *model.arguments)
+    step = trace(model.step, *model.arguments, unroll=raw.unroll)
     plan = api.recost(raw, step, place=path, topology=wanted)
     return plan, concrete_model(raw.model) if concrete else model, step
 

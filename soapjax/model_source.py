@@ -125,6 +125,9 @@ def _factory(source: ModelSource) -> Callable[..., Any]:
         raise SoapjaxError(
             Problem(place, f"no function {name!r}", "a factory in that module", f"it has {', '.join(close) or 'none'}")
         )
+    # A plan file names its model: it may name a model, not os:system.
+    if not inspect.isfunction(inspect.unwrap(factory)) or module_name.split(".")[0] in sys.stdlib_module_names:
+        raise SoapjaxError(Problem(place, type(factory).__name__, "a Python function of your own code", "name the model's factory"))
     parameters = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = [k for k in source.settings if k not in parameters]

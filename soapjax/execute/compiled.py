@@ -53,18 +53,22 @@ class CompiledStep:
         if kwargs:
             raise TypeError("keyword arguments must be bound to positions before")
         self._argument_leaves = [jax.tree_util.tree_leaves(a) for a in args]
-        state = {i for i, leaves in enumerate(self._argument_leaves) if leaves and all(k in step.state_pairs for k in leaves)}
+        # Training state: what holds a parameter or its optimizer state. Other arguments may look like a result by chance.
+        trained = {k for p in program.graph.parameters for k in (p.leaf, *p.state_leaves)}
+        state = {
+            i
+            for i, leaves in enumerate(self._argument_leaves)
+            if trained.intersection(leaves) and all(k in step.state_pairs for k in leaves)
+        }
         self._donated = tuple(sorted(state)) if donate else ()
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
         self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
         self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
         self.out_shardings = step.out_tree.unflatten(out_shardings)
-        self.jitted = jax.jit(
-            self._run,
-            in_shardings=tuple(self.in_shardings),
-            out_shardings=self.out_shardings,
-            donate_argnums=self._donated,
-        )
+        shardings = dict(in_shardings=tuple(self.in_shardings), out_shardings=self.out_shardings)
+        if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
+            shardings = {}  # exactly plain jax.jit
+        self.jitted = jax.jit(self._run, donate_argnums=self._donated, **shardings)
 
     def _run(self, *args: Any) -> Any:
         step = self.program.step
@@ -88,7 +92,7 @@ class CompiledStep:
     def __call__(self, *args: Any) -> Any:
         if self._donated and self._is_foreign(args):
             self._require_shapes(args)
-            args = self.place(*args)
+            args = self.place_state(*args)
         try:
             return self.jitted(*args)
         except ValueError as e:
@@ -99,6 +103,12 @@ class CompiledStep:
                 raise
             # Committed to other devices (a data loader's device_put, say): place them, then run.
             return self.jitted(*self.place(*args))
+
+    def place_state(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
+        return tuple(
+            jax.tree.map(place, a, self.in_shardings[i]) if i in self._donated else a for i, a in enumerate(args)
+        )
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""

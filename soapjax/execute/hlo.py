@@ -145,7 +145,8 @@ def check_ops(program: Program, text: str) -> OpsCheck:
         elif k in by_task:
             name = graph.operators[task.operator].name
             differences.append(
-                f"{name} ({task.kind}, task {k}): planned {wanted.by_shape:.6g} FLOPs per device, compiled {by_task[k].by_shape:.6g}"
+                f"{name} ({task.kind}, task {k}): planned {wanted.by_shape:.6g} FLOPs per device, "
+                f"compiled {by_task[k].by_shape:.6g}"
             )
         elif twin is not None:
             nameless[task.kind].remove(twin)

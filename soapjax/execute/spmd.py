@@ -95,7 +95,7 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
         problems.append(
             Problem(
                 "plan: graph.fingerprint", plan.graph.fingerprint[:12],
-                f"{graph.fingerprint()[:12]}, this step's ({graph.num_operators} operators; the plan has {plan.graph.num_operators})",
+                f"{graph.fingerprint()[:12]}, this step's ({graph.num_operators} operators; the plan's {plan.graph.num_operators})",
                 "use the plan with the model and sizes it was made for, or plan anew",
             )
         )  # fmt: skip

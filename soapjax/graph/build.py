@@ -255,7 +255,7 @@ class _Builder:
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
-            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy is not None else "", unit.trip_count, "/".join(unit.scope),
+            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
             -1, *self._heavy_dims(unit, classes, index),
         )  # fmt: skip
 

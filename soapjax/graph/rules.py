@@ -419,7 +419,7 @@ def _scatter(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(operand), tuple(index), tuple(update)), (tuple(operand),))
 
 
-@register("sharding_constraint")
+@register("sharding_constraint", "reshard")
 def _sharding_constraint(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(range(len(ins[0]))),), (tuple(range(len(outs[0]))),))
 

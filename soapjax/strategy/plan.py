@@ -60,6 +60,7 @@ class TaskPart(_Part):
 
 class OperatorPart(_Part):
     kind: str
+    dims: dict[str, int] = {}  # name and size of what an axis may be assigned to, for those who edit
     axes: dict[str, str]
     storage: str = "as used"
     tasks: tuple[TaskPart, ...] = ()
@@ -93,6 +94,7 @@ class Plan(_Part):
     topology: dict[str, Any]
     mesh: MeshPart
     executable: bool = True
+    unroll: bool = False  # scans were planned step by step
     fixed: dict[str, str] = {}
     operators: dict[str, OperatorPart]
     arguments: dict[str, str]
@@ -191,7 +193,7 @@ def parse_spec(text: str) -> Spec:
 
 def make_plan(
     space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
-    prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(),
+    prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
 ) -> Plan:  # fmt: skip
     """A plan from a strategy and the layouts that it implies.
 
@@ -218,13 +220,16 @@ def make_plan(
     operators = {}
     for n, op in enumerate(graph.operators):
         config = strategy.config(n, op, mesh, space.storages)
-        operators[op.name] = OperatorPart(kind=op.kind, axes=config.axes, storage=config.storage, tasks=tuple(parts[n]))
+        operators[op.name] = OperatorPart(
+            kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage, tasks=tuple(parts[n])
+        )
     arguments, results = _leaf_specs(graph, home, stored, spec)
     return Plan(
         model=model,
         graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
         topology=topology.to_dict(),
         mesh=MeshPart(axis_names=names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
+        unroll=unroll,
         executable=bool((strategy.axes >= REPLICATE).all()),
         fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
         operators=operators,

@@ -98,7 +98,7 @@ def test_check_ops_reads_every_instruction():
     strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
     program = bind_plan(traced, plan_of_strategy(problem, strategy))
     text = """
-  ROOT %d = f32[2,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/dense0/sj0/dot_general"}
+  ROOT %d = f32[2,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit/sj0/dot_general"}
 """
     text = "  %a = f32[2,16]{1,0} parameter(0)\n  %b = f32[16,32]{1,0} parameter(1)\n" + text
     (found,) = heavy_instructions(text)
