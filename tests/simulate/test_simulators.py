@@ -279,9 +279,9 @@ def test_simulator_traces_once_and_reports_what_its_parts_say():
     class Counting(Simulator):
         traces = 0
 
-        def scores(self, axes, storage):
+        def _scores_and_costs(self, axes, storage):
             self.traces += 1
-            return super().scores(axes, storage)
+            return super()._scores_and_costs(axes, storage)
 
     c = case("mlp_of_sixes", "2x6")
     simulator = Counting(c.tables)
