@@ -106,9 +106,7 @@ class CompiledStep:
 
     def place_state(self, *args: Any) -> tuple[Any, ...]:
         """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
-        return tuple(
-            jax.tree.map(place, a, self.in_shardings[i]) if i in self._donated else a for i, a in enumerate(args)
-        )
+        return tuple(jax.tree.map(place, a, self.in_shardings[i]) if i in self._donated else a for i, a in enumerate(args))
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Hashable
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.flops import flops_of
+from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
     NOT_SPLIT,
     Access,
@@ -29,11 +29,12 @@ from soapjax.graph.operators import (
     check_graph,
 )
 from soapjax.graph.pairing import Pairing
-from soapjax.graph.phases import BACKWARD, UPDATE, Phases, find_phases, module_path
+from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rules import BLOCKED, user_spec
 from soapjax.graph.trace import TracedStep
 from soapjax.graph.units import LAYOUT_ONLY, Unit, find_units, generated_values
+from soapjax.graph.updates import update_work
 from soapjax.graph.values import Values
 
 
@@ -85,7 +86,7 @@ class _Builder:
             self._task(i, rank[op_of_unit[i]], operators[op_of_unit[i]][1], dims[rank[op_of_unit[i]]][1])
             for i in range(len(self.units))
         ]
-        names = self._names([operators[k][0] for k in order])
+        names = operator_names([self.units[operators[k][0][0]] for k in order], self.values, self.phases)
         parameters, update_tasks = self._parameters(tasks)
         tasks = self._ordered([*tasks, *update_tasks])
         entries = self._entries()
@@ -106,7 +107,7 @@ class _Builder:
                 )
             )
         return OperatorGraph(
-            tuple(_grouped(built, tasks, self.tensors)),
+            tuple(grouped(built, tasks, self.tensors)),
             tuple(tasks),
             tuple(self.tensors),
             tuple(parameters),
@@ -311,37 +312,12 @@ class _Builder:
                 total[key] = total.get(key, 0.0) + flops
         return tuple(Work(f, d) for d, f in sorted(total.items()))
 
-    def _names(self, operators: list[list[int]]) -> list[str]:
-        names: list[str] = []
-        for members in operators:
-            unit = self.units[members[0]]
-            paths = [module_path(e.stack) for e in ([unit.heavy] if unit.heavy else unit.eqns)]
-            path = max(sorted(set(paths), reverse=True), key=lambda p: (paths.count(p), p.count("/")))
-            path = path or self._parameter_path(unit)
-            base = path or {"fused": "step"}.get(unit.kind, unit.kind)
-            base += "~backward" if unit.phase == BACKWARD else "~update" if unit.phase == UPDATE else ""
-            name, n = base, 1
-            while name in names:
-                n += 1
-                name = f"{base}#{n}"
-            names.append(name)
-        return names
-
-    def _parameter_path(self, unit: Unit) -> str:
-        """Where the name stacks carry no modules (nnx): the module of the first parameter that the unit reads."""
-        roots = [self.values.of(a).root for e in unit.eqns for a in e.inputs if isinstance(a, int)]
-        for parameter in self.phases.parameters:
-            if parameter.value in roots:
-                parts = [part for part in parameter.path.removesuffix(".value").split(".") if part not in ("params", "0")]
-                return "/".join(parts[1:-1])
-        return ""
-
     def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
         first_reader: dict[int, int] = {}
         for t in tasks:
             for access in t.reads:
                 first_reader.setdefault(access.tensor, t.operator)
-        work, equations = self._update_work()
+        work, equations = update_work(self.updates, self.program, self.values, self.phases)
         parameters, updates = [], []
         for p, parameter in enumerate(self.phases.parameters):
             tensor = self._tensor(parameter.value)
@@ -362,25 +338,6 @@ class _Builder:
                 Task(owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p)
             )
         return parameters, updates
-
-    def _update_work(self) -> tuple[list[float], list[list[str]]]:
-        """FLOPs and equations of each parameter's update; what mixes parameters (a global norm) belongs to none."""
-        owner: dict[int, int] = {}
-        for p, parameter in enumerate(self.phases.parameters):
-            owner[parameter.gradient] = p
-            owner[parameter.value] = p
-            owner.update({self.program.inputs[j]: p for j in parameter.state_leaves})
-        work = [0.0] * len(self.phases.parameters)
-        equations: list[list[str]] = [[] for _ in work]
-        for e in self.updates:
-            mine = {owner[r] for a in e.inputs if isinstance(a, int) and (r := self.values.of(a).root) in owner}
-            if len(mine) == 1:
-                p = mine.pop()
-                work[p] += flops_of(e, self.program)
-                equations[p].append(e.key)
-                if self.program.avals[e.outputs[0]].shape:
-                    owner.update(dict.fromkeys(e.outputs, p))
-        return work, equations
 
     def _ordered(self, tasks: list[Task]) -> list[Task]:
         """Forward, backward, update: a heavy update equation (rare) stays behind what it reads."""
@@ -418,25 +375,6 @@ def _fixed_axes(unit: Unit) -> tuple[tuple[str, ...], ...] | None:
     # P.UNCONSTRAINED stays as a name, which no mesh has: the space refuses it by this name.
     spec = [() if s is None else tuple(s) if isinstance(s, tuple) else (str(s),) for s in sharding.spec]
     return tuple(spec)
-
-
-def _grouped(operators: list[Operator], tasks: list[Task], tensors: list[Tensor]) -> list[Operator]:
-    """Numbers operators of equal structure and shapes alike."""
-    seen: dict[str, int] = {}
-    grouped = []
-    for op in operators:
-        own = [tasks[t] for t in op.tasks]
-        text = repr(
-            (op.kind, op.dims, len(op.parameters))
-            + tuple(
-                (t.phase, t.kind, t.dtype, t.work, t.trip_count)
-                + tuple((tensors[a.tensor].shape, a.dims, a.reduced) for a in (*t.reads, *t.writes))
-                for t in own
-            )
-        )
-        key = hashlib.sha256(text.encode()).hexdigest()
-        grouped.append(op._replace(group=seen.setdefault(key, len(seen))))
-    return grouped
 
 
 def total_flops(graph: OperatorGraph) -> float:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from jax import lax
 from planned import QUICK, Case, rotated
 
-from soapjax.graph import rules
+from soapjax.graph import rule_table
 from soapjax.graph.program import flatten
-from soapjax.graph.rules import _RULES, BLOCKED, Labels, labels_of, register
+from soapjax.graph.rule_table import _RULES, BLOCKED, Labels, labels_of, register
 
 FUNCTIONS = {}
 
@@ -485,7 +485,7 @@ def test_an_unknown_primitive_is_replicated_with_one_warning(caplog):
 
 
 def test_a_registered_rule_is_used(monkeypatch):
-    monkeypatch.setattr(rules, "_RULES", dict(_RULES))
+    monkeypatch.setattr(rule_table, "_RULES", dict(_RULES))
 
     @register("cholesky")
     def batched(eqn, ins, outs):

@@ -42,9 +42,7 @@ def step_problem():
 
 
 def chains_at(problem, strategies, reference_s: float) -> Chains:
-    state = State(
-        jnp.stack([jnp.asarray(s.axes) for s in strategies]), jnp.stack([jnp.asarray(s.storage) for s in strategies])
-    )
+    state = State(jnp.stack([jnp.asarray(s.axes) for s in strategies]), jnp.stack([jnp.asarray(s.storage) for s in strategies]))
     cost = jnp.asarray([e.cost / reference_s for e in problem.evaluate(strategies)], jnp.float32)
     zeros = jnp.zeros(len(strategies), jnp.int32)
     return Chains(state, cost, zeros, zeros, state, cost)
