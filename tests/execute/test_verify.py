@@ -35,8 +35,9 @@ def made(name: str):
 def test_plans_are_proven(name):
     _, arguments, traced, problem = made(name)
     leaves = jax.tree_util.tree_leaves(arguments)
-    strategies = [get_planner("tensor_parallel")(jax.random.key(0), problem, Budget()).best.strategy]
-    strategies.append(problem.space.random(np.random.default_rng(1)))
+    strategies = [problem.space.random(np.random.default_rng(1))]
+    if name == "mlp":
+        strategies.append(get_planner("tensor_parallel")(jax.random.key(0), problem, Budget()).best.strategy)
     single = None
     for strategy in strategies:
         program = bind_plan(traced, plan_of_strategy(problem, strategy))
