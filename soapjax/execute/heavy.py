@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from soapjax.graph.heavy_rules import needs_halo
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -39,7 +40,7 @@ def run_heavy(
       raw_spec: layout of the result before partial sums are resolved.
       home_spec: layout of the result after; an axis in it but not in `raw_spec` is reduce-scattered.
     """
-    spatial = _spatial_axes(eqn, in_specs, raw_spec)
+    spatial = _spatial_axes(eqn, inputs, in_specs, raw_spec)
     if not {n for s in (*in_specs, raw_spec) for n in axes_of(s)}:
         return bind(inputs, eqn.params)[0]
     # Unused axes too: left automatic beside a spatial one, the partitioner sums over them as well.
@@ -63,12 +64,14 @@ def run_heavy(
     )(*inputs)
 
 
-def _spatial_axes(eqn: FlatEqn, in_specs: list[Spec], raw_spec: Spec) -> set[str]:
+def _spatial_axes(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec) -> set[str]:
+    """Axes on dims whose blocks need their neighbours' borders."""
     if eqn.name != "conv_general_dilated":
         return set()
     dn = eqn.params["dimension_numbers"]
-    dims = [(in_specs[0], dn.lhs_spec[2:]), (in_specs[1], dn.rhs_spec[2:]), (raw_spec, dn.out_spec[2:])]
-    return {n for spec, where in dims for d in where if d < len(spec) for n in spec[d]}
+    halo = [2 + k for k, needed in enumerate(needs_halo(eqn, inputs[0].shape, inputs[1].shape)) if needed]
+    dims = [(in_specs[0], dn.lhs_spec), (in_specs[1], dn.rhs_spec), (raw_spec, dn.out_spec)]
+    return {n for spec, where in dims for k in halo for n in spec[where[k]]}
 
 
 def _local_params(eqn: FlatEqn, in_specs: list[Spec], mesh: Mesh, manual: set[str]) -> dict[str, Any]:

@@ -26,6 +26,21 @@ def _dot_general(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(lhs), tuple(rhs)), (tuple(range(len(outs[0]))),))
 
 
+def needs_halo(eqn: FlatEqn, image: tuple[int, ...], kernel: tuple[int, ...]) -> list[bool]:
+    """Per spatial dim of a convolution: whether a window, or the sum of a kernel gradient, reaches over a block's border.
+
+    A kernel of one position (and its gradients) does not: its spatial dims are split as a batch dim is.
+    """
+    p, dn = eqn.params, eqn.params["dimension_numbers"]
+    found = []
+    for k, ((low, high), stride) in enumerate(zip(p["padding"], p["window_strides"], strict=True)):
+        n, w = image[dn.lhs_spec[2 + k]], kernel[dn.rhs_spec[2 + k]]
+        dilated, window = (n - 1) * p["lhs_dilation"][k] + 1, (w - 1) * p["rhs_dilation"][k] + 1
+        m = (dilated + low + high - window) // stride + 1
+        found.append(low != 0 or (w > 1 and m > 1))
+    return found
+
+
 @register("conv_general_dilated")
 def _conv(eqn: FlatEqn, ins, outs) -> Labels:
     """Labels: 0 batch, 1 output features, 2 input features (reduced), 3.. spatial.
@@ -56,10 +71,14 @@ def _conv(eqn: FlatEqn, ins, outs) -> Labels:
         kernel_gradient = lhs_dilation == stride == 1 and m < n == w * rhs_dilation and w > 1
         if forward or input_gradient:
             lhs[dn.lhs_spec[2 + k]] = out[dn.out_spec[2 + k]] = 3 + k
-            spatial[3 + k] = max(1, min(n, m) // w)
+            limit = min(n, m) // w
         elif kernel_gradient:
             lhs[dn.lhs_spec[2 + k]] = rhs[dn.rhs_spec[2 + k]] = 3 + k
-            spatial[3 + k] = max(1, w // m)
+            limit = w // m
+        else:
+            continue
+        if needs_halo(eqn, ins[0], ins[1])[k]:
+            spatial[3 + k] = max(1, limit)
     return Labels((tuple(lhs), tuple(rhs)), (tuple(out),), spatial)
 
 
