@@ -37,6 +37,19 @@ def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
 
 
+def _some_leaf(tree: Any) -> Any:
+    """One leaf, without flattening a large tree where that can be helped: this runs at every call."""
+    node = tree
+    while not isinstance(node, jax.Array):
+        if isinstance(node, dict) and node:
+            node = next(iter(node.values()))
+        elif isinstance(node, tuple | list) and node:
+            node = node[0]
+        else:
+            return next(iter(jax.tree_util.tree_leaves(tree)), None)
+    return node
+
+
 class CompiledStep:
     """Calls cost what `jax.jit` costs: next to nothing is looked at in Python but by `jax.jit` itself.
 
@@ -83,10 +96,9 @@ class CompiledStep:
     def _is_foreign(self, args: tuple[Any, ...]) -> bool:
         """Whether a state comes from elsewhere: the step's own results are committed to their devices. Looks at one leaf each."""
         for i in self._donated:
-            leaves = jax.tree_util.tree_leaves(args[i]) if i < len(args) else ()
-            if leaves and isinstance(leaves[0], jax.Array) and not isinstance(leaves[0], jax.core.Tracer):
-                if not leaves[0].committed:
-                    return True
+            leaf = _some_leaf(args[i]) if i < len(args) else None
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.committed:
+                return True
         return False
 
     def __call__(self, *args: Any) -> Any:
