@@ -20,7 +20,7 @@ from soapjax.costs.conversion import Links, links_of
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED
-from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.space import NOT_FIXED, SearchSpace
 from soapjax.topology import DeviceTopology
 
 FROM_ACCESS, FROM_STORAGE, FROM_READER, FROM_FIXED = range(4)
@@ -87,7 +87,6 @@ class CostTables:
     task_op: np.ndarray  # int32 [K]
     task_trips: np.ndarray  # float32 [K]
     task_parameter: np.ndarray  # int32 [K]
-    task_phase: np.ndarray  # int32 [K]
     update_bytes: np.ndarray  # float32 [K]
 
     @property
@@ -155,7 +154,7 @@ def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
     for u, (op, tensor, is_write) in enumerate(zip(t["access_op"], t["access_tensor"], t["access_is_write"], strict=True)):
         if not is_write:
             first_slot.setdefault((int(op), int(tensor)), u)
-    fixed = np.full((count, space.num_axes), -9, np.int8)
+    fixed = np.full((count, space.num_axes), NOT_FIXED, np.int8)
     dims, shifts = [], []
     for p, parameter in enumerate(graph.parameters):
         shape = graph.tensors[parameter.tensor].shape
@@ -332,5 +331,4 @@ def _work(graph: OperatorGraph, topology: DeviceTopology, width: int, t: dict) -
     t["task_op"] = np.array([x.operator for x in graph.tasks], np.int32)
     t["task_trips"] = np.array([x.trip_count for x in graph.tasks], np.float32)
     t["task_parameter"] = np.array([x.parameter for x in graph.tasks], np.int32)
-    t["task_phase"] = np.array([x.phase for x in graph.tasks], np.int32)
     t["update_bytes"] = update_bytes

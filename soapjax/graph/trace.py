@@ -33,10 +33,6 @@ class TracedStep:
     def in_avals(self) -> list[Any]:
         return [self.program.avals[i] for i in self.program.inputs]
 
-    @property
-    def out_avals(self) -> list[Any]:
-        return [self.program.aval(o) for o in self.program.outputs]
-
 
 def leaf_paths(tree: Any, prefix: str) -> list[str]:
     """Readable paths of the leaves of a pytree."""

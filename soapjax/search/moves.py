@@ -27,7 +27,7 @@ from jax import Array
 from soapjax.graph.dims import UnionFind
 from soapjax.strategy.space import SearchSpace
 
-MOVES = ("axis", "operator", "storage", "tied", "tied storage", "flow", "axes")
+# Of one axis, one operator, one storage, tied, tied storage, flow, two axes.
 WEIGHTS = (0.2, 0.1, 0.1, 0.15, 0.1, 0.3, 0.05)
 
 

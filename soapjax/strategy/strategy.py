@@ -8,7 +8,6 @@ the parameters that the operator owns are stored.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -92,7 +91,3 @@ def replicated(graph: OperatorGraph, mesh: FactorMesh) -> Strategy:
     """Every device does everything."""
     n = graph.num_operators
     return Strategy(np.full((n, len(mesh.axis_names)), REPLICATE, np.int8), np.zeros(n, np.int8))
-
-
-def degree_of(axes: Sequence[int], dim: int, mesh: FactorMesh) -> int:
-    return math.prod(s for v, s in zip(axes, mesh.axis_sizes, strict=True) if v == dim)

@@ -12,8 +12,9 @@ from problems import PROBLEMS, case, graph_of, topology_of
 from soapjax.errors import SoapjaxError
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
+from soapjax.strategy.layout import degree
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import PIN, REPLICATE, Storage, Strategy, degree_of, replicated, storage_options
+from soapjax.strategy.strategy import PIN, REPLICATE, Storage, Strategy, replicated, storage_options
 from soapjax.topology import factor_mesh
 
 names = pytest.mark.parametrize("model, topology", PROBLEMS)
@@ -24,7 +25,7 @@ def by_hand(op, mesh) -> set[tuple[int, ...]]:
     """Every assignment of axes to dims of which all degrees divide."""
     found = set()
     for values in itertools.product(range(-1, len(op.dims)), repeat=len(mesh.axis_names)):
-        if all(d.divisor % degree_of(values, k, mesh) == 0 for k, d in enumerate(op.dims)):
+        if all(d.divisor % degree(values, k, mesh.axis_sizes) == 0 for k, d in enumerate(op.dims)):
             found.add(values)
     return found
 
