@@ -3,12 +3,14 @@
 Per mesh axis the source layout is compared with the destination: equal is free;
 replicated -> split is a slice (free); partial -> split a reduce-scatter;
 partial -> replicated an all-reduce; split -> another dim an all-to-all; split ->
-replicated an all-gather. Slice first, then reduce, then exchange, then gather:
-the fewest bytes. Groups that span link levels run level by level, fastest first where
+replicated an all-gather. Pinned to one coordinate, a tensor is sent: to another coordinate (one message over the
+slowest link between), to all (a broadcast), in shards, or gathered from shards.
+Slice first, then reduce, then exchange, then send, then gather: the fewest bytes. Groups that span link levels run level by level, fastest first where
 the data shrinks, slowest first where it grows.
 
 With n devices per group, S bytes of the group's full tensor, latency a per step, bandwidth b per device:
-all-gather and reduce-scatter (n-1)a + S(n-1)/n/b, all-reduce their sum, all-to-all (n-1)a + S/n(n-1)/n/b.
+all-gather and reduce-scatter (n-1)a + S(n-1)/n/b, all-reduce their sum, all-to-all (n-1)a + S/n(n-1)/n/b,
+a message a + S/b, a broadcast one message per step of a tree, shards to or from one device (n-1)a + S(n-1)/n/b.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.topology import DeviceTopology, FactorMesh
 
-COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather")
+COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "transfer")
+EXCHANGES = COLLECTIVES[:3]
 
 
 # XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
@@ -56,7 +59,7 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
 
 class ConversionCost(NamedTuple):
     seconds: Array  # [..., L]
-    bytes: Array  # [..., 4] that each device sends, by COLLECTIVES
+    bytes: Array  # [..., 5] that each device sends, by COLLECTIVES
 
 
 def combined_share(size_bytes, combines, links: Links):
@@ -67,11 +70,11 @@ def combined_share(size_bytes, combines, links: Links):
 
 
 def conversion_cost(
-    source: Array, target: Array, size_bytes: Array, links: Links, latency_share: np.ndarray | float = 1.0
+    source: Array, target: Array, size_bytes: Array, links: Links, latency_share: np.ndarray | float = 1.0, *, pins: bool = False
 ) -> ConversionCost:
     """The cost of bringing tensors of `size_bytes` [...] from layouts `source` to `target`, both [..., A].
 
-    `latency_share` [...] scales the latencies (`combined_share`).
+    `latency_share` [...] scales the latencies (`combined_share`). Pinned layouts are looked at where `pins` says so.
     """
     sizes = links.axis_sizes
     src = [source[..., a] for a in range(len(sizes))]
@@ -93,8 +96,12 @@ def conversion_cost(
     levels = range(links.num_levels)
     seconds = [jnp.zeros_like(local) for _ in levels]
     sent = {}
-    for kind, masks in zip(COLLECTIVES, (scatter, reduce, exchange, gather), strict=True):
+    for kind, masks in (*zip(EXCHANGES, (scatter, reduce, exchange), strict=True), ("transfer", None), ("all-gather", gather)):
         sent[kind] = jnp.zeros_like(local)
+        if kind == "transfer":
+            if pins:
+                local, sent[kind] = _send(src, dst, local, links, product, seconds, latency_share)
+            continue
         size = local  # bytes per device before this collective
         for lv in levels if kind == "all-gather" else reversed(levels):
             n = product(masks, lv)
@@ -111,6 +118,42 @@ def conversion_cost(
         if kind == "reduce-scatter":
             local = size
     return ConversionCost(jnp.stack(seconds, -1), jnp.stack([sent[k] for k in COLLECTIVES], -1))
+
+
+def _send(src, dst, local: Array, links: Links, product, seconds: list[Array], latency_share) -> tuple[Array, Array]:
+    """Messages between pinned and other layouts; adds to `seconds`, gives the local bytes after them and the bytes sent."""
+    pairs = list(zip(src, dst, strict=True))
+    to_shards = [(s <= PINNED) & (d >= 0) for s, d in pairs]
+    from_shards = [(s >= 0) & (d <= PINNED) for s, d in pairs]
+    to_all = [(s <= PINNED) & (d == REPLICATED) for s, d in pairs]
+    to_other = [(s <= PINNED) & (d <= PINNED) & (s != d) for s, d in pairs]
+    total = jnp.zeros_like(local)
+    for lv in range(links.num_levels):  # slowest first: what is spread gets smaller before it is sent on
+        n = product(to_shards, lv)
+        moved, steps = local * (n - 1) / n, n - 1
+        local = local / n
+        seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
+        total = total + moved
+    sent_slower = jnp.zeros(jnp.shape(local), bool)
+    for lv in range(links.num_levels):
+        here = jnp.zeros(jnp.shape(local), bool)
+        for a, m in enumerate(to_other):
+            if links.axis_levels[a] == lv:
+                here |= m
+        times = jnp.where(here & ~sent_slower, 1.0, 0.0)  # one message, over the slowest link that it crosses
+        sent_slower |= here
+        for a, m in enumerate(to_all):
+            if links.axis_levels[a] == lv:
+                times = times + jnp.where(m, links.axis_sizes[a] - 1.0, 0.0)
+        seconds[lv] = seconds[lv] + times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
+        total = total + times * local
+    for lv in reversed(range(links.num_levels)):
+        n = product(from_shards, lv)
+        moved, steps = local * (n - 1), n - 1
+        local = local * n
+        seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
+        total = total + moved
+    return local, total
 
 
 def conversion_cost_plainly(
@@ -145,6 +188,19 @@ def conversion_cost_plainly(
         size /= n
     for lv in fast_first:
         run("all-to-all", lv, group(lv, lambda s, d: s >= 0 and d >= 0 and s != d), local)
+    for lv in reversed(fast_first):
+        n = group(lv, lambda s, d: s <= PINNED and d >= 0)
+        run("transfer", lv, n, local)
+        local /= n
+    crossed = [links.axis_levels[a] for a in axes if source[a] <= PINNED and target[a] <= PINNED and source[a] != target[a]]
+    spread = [(links.axis_levels[a], sizes[a] - 1) for a in axes if source[a] <= PINNED and target[a] == REPLICATED]
+    for lv, times in ([(min(crossed), 1)] if crossed else []) + spread:
+        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
+        sent["transfer"] += times * local
+    for lv in fast_first:
+        n = group(lv, lambda s, d: s >= 0 and d <= PINNED)
+        local *= n
+        run("transfer", lv, n, local)
     for lv in reversed(fast_first):
         n = group(lv, lambda s, d: s >= 0 and d == REPLICATED)
         local *= n

@@ -16,9 +16,17 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.conversion import combined_share, conversion_cost
-from soapjax.costs.tables import FROM_FIXED, FROM_READER, CostTables
+from soapjax.costs.layouts import (
+    gradient_layouts,
+    holders,
+    home_layouts,
+    split_of,
+    storage_layouts,
+    value_index,
+    with_pins,
+)
+from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
-from soapjax.strategy.space import NOT_FIXED
 
 
 class Durations(NamedTuple):
@@ -40,56 +48,58 @@ class Layouts(NamedTuple):
     shared_since: Array  # int32 [E]: the task after the last reader of that copy, 0 where it is not shared
 
 
+class Parts(NamedTuple):
+    """Summands, for those who update them one operator at a time (change.py). G groups of devices, 1 without pins."""
+
+    convert_s: Array  # [E, L]: as if no copy were shared
+    held_bytes: Array  # [T]: of a tensor as it is kept, on a device that holds it
+    copy_bytes: Array  # [E]: of a converted copy, 0 where nothing is converted
+    transient_bytes: Array  # [T]: of partial sums before they are resolved
+    stored_bytes: Array  # [P]: of a parameter with its optimizer state
+
+
+class Holders(NamedTuple):
+    """Which of the G device groups take part, where pins tell them apart."""
+
+    compute: Array  # bool [K, G]
+    resolve: Array  # bool [T, G]
+    convert: Array  # bool [E, G]
+    sum: Array  # bool [S, G]
+    home: Array  # bool [T, G]
+    copy: Array  # bool [E, G]
+    stored: Array  # bool [P, G]
+
+
 class Costs(NamedTuple):
     durations: Durations
     layouts: Layouts
-    bytes_by_collective: Array  # [4] that each device sends in a step, by COLLECTIVES
+    bytes_by_collective: Array  # [5] that each device sends in a step, by COLLECTIVES
     memory_bytes: Array  # [4]: parameters and optimizer state, peak of gradients and activations, largest transient, total
     penalty: Array  # degree violations of the strategy (0 for a valid one)
+    parts: Parts
+    holders: Holders | None
 
 
 def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
     """Layouts of every access, storage and tensor under a strategy."""
     sizes = np.array(tables.links.axis_sizes)
-    index = jnp.maximum(axes, REPLICATED).astype(jnp.int32) + 1  # [N, A]; a pin replicates within its sub-mesh
+    index = value_index(axes)  # [N, A]
     used = jnp.take_along_axis(jnp.asarray(tables.access_map), index[tables.access_op], axis=1)  # [U, A]
-    stored = _storage_layouts(tables, used, storage, sizes)
-    shift = tables.gradient_shift[:, None]
-    gradients = jnp.where(stored >= 0, stored - shift, stored).astype(jnp.int8)
+    if tables.space.offers_pins:
+        used = with_pins(used, axes[tables.access_op])
     replicated = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
-    slots = jnp.concatenate([used, stored, gradients, replicated])
-    raw = slots[tables.tensor_slot]
-    reader = slots[tables.tensor_reader]
-    source = tables.tensor_source[:, None]
-    raw = jnp.where(source == FROM_FIXED, tables.tensor_fixed, raw)
-    raw = jnp.where((source == FROM_READER) & (raw == PARTIAL), jnp.int8(REPLICATED), raw)
-    # A partial sum is scattered where the first reader wants it split, if that divides; else summed everywhere.
-    # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
-    out_of_order = jnp.stack(
-        [(raw[:, a + 1 :] == reader[:, a : a + 1]).any(axis=1) for a in range(len(sizes))], axis=1
+    if len(tables.parameter_op):
+        as_used = jnp.concatenate([used, replicated])[tables.parameter_slot]  # [P, A]
+        masks = jnp.asarray(tables.storage_masks)[storage[tables.parameter_op].astype(jnp.int32)]
+        stored = storage_layouts(as_used, masks, tables.storage_dim, tables.storage_dim_size, tables.storage_fixed, sizes)
+    else:
+        stored = jnp.zeros((0, len(sizes)), jnp.int8)
+    slots = jnp.concatenate([used, stored, gradient_layouts(stored, tables.gradient_shift), replicated])
+    raw, home = home_layouts(
+        slots[tables.tensor_slot], slots[tables.tensor_reader], tables.tensor_source, tables.tensor_fixed,
+        tables.tensor_shape, sizes,
     )  # fmt: skip
-    scattered = jnp.where((raw == PARTIAL) & (reader >= 0) & ~out_of_order, reader, raw)
-    fits = jnp.ones(raw.shape[0], bool)
-    for d in range(tables.tensor_shape.shape[1]):
-        split = jnp.prod(jnp.where(scattered == d, sizes, 1), axis=1)
-        fits &= tables.tensor_shape[:, d] % split == 0
-    home = jnp.where(fits[:, None], scattered, raw)
-    home = jnp.where(home == PARTIAL, jnp.int8(REPLICATED), home)
     return Layouts(slots, home, raw, *_shared(tables, slots, storage))
-
-
-def _storage_layouts(tables: CostTables, used: Array, storage: Array, sizes: np.ndarray) -> Array:
-    if not len(tables.parameter_op):
-        return jnp.zeros((0, len(sizes)), jnp.int8)
-    replicated = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
-    as_used = jnp.concatenate([used, replicated])[tables.parameter_slot]  # [P, A]
-    as_used = jnp.where(as_used == PARTIAL, jnp.int8(REPLICATED), as_used)
-    extra = jnp.asarray(tables.storage_masks)[storage[tables.parameter_op].astype(jnp.int32)] & (as_used == REPLICATED)
-    dim = tables.storage_dim[:, None]
-    split = jnp.prod(jnp.where((as_used == dim) | extra, sizes, 1), axis=1)
-    fits = tables.storage_dim_size % split == 0
-    stored = jnp.where(extra & fits[:, None], dim, as_used).astype(jnp.int8)
-    return jnp.where(tables.storage_fixed != NOT_FIXED, tables.storage_fixed, stored)
 
 
 def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Array]:
@@ -127,13 +137,16 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     resolve_times = tables.tensor_trips * tables.may_be_partial
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
+    pins = tables.space.offers_pins
+    coordinates = tables.space.groups
+
     def product(mask: Array) -> Array:
-        return jnp.prod(jnp.where(mask, sizes, jnp.float32(1)), axis=-1)
+        return split_of(mask, sizes)
 
     def evaluate(axes: Array, storage: Array) -> Costs:
         found = layouts_of(tables, axes, storage)
         slots, home = found.slots, found.home
-        index = jnp.maximum(axes, REPLICATED).astype(jnp.int32) + 1
+        index = value_index(axes)
 
         # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
         used = slots[: len(tables.access_op)]
@@ -161,25 +174,45 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         sum_source, sum_target = _sum_layouts(tables, task_index)
         every = conversion_cost(
             jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([resolved, target, sum_target]),
-            np.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares,
+            np.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, pins=pins,
         )  # fmt: skip
-        times = jnp.concatenate([resolve_times, tables.edge_trips * ~found.is_shared, sum_times])[:, None]
+        times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
         seconds = every.seconds * times
         num_e = len(tables.edge_task)
-        resolve_s, convert_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
-        sent = (every.bytes * times).sum(0)
-        durations = Durations(compute_s, resolve_s, convert_s, sum_s)
+        resolve_s, full_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
+        is_paid = jnp.concatenate([jnp.ones(num_t, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
+        sent = (every.bytes * times * is_paid[:, None]).sum(0)
+        durations = Durations(compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
 
-        # Memory.
-        persistent = (tables.parameter_bytes * tables.state_copies / shards).sum() if len(tables.parameter_op) else jnp.float32(0)
+        # Memory, per group of devices where pins tell them apart.
+        stored_bytes = tables.parameter_bytes * tables.state_copies / shards
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
-        live = _liveness(tables, held, copy, found)
         transient = jnp.where((found.raw == PARTIAL).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0)
-        peak = live.max() if num_k else jnp.float32(0)
+        parts = Parts(full_s, held, copy, transient, stored_bytes)
+        holding = None
+        if pins:
+            of_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), coordinates)  # [N, G]
+            of_home, of_copy, of_stored = (holders(x, coordinates) for x in (home, target, stored))
+            of_task = of_op[tables.task_op]
+            if len(tables.parameter_op):
+                of_task = jnp.where(is_update[:, None], of_stored[np.maximum(tables.task_parameter, 0)], of_task)
+            holding = Holders(
+                of_task, holders(found.raw, coordinates), of_home[tables.edge_tensor] | of_copy, of_op[tables.task_op[tables.sum_task]],
+                of_home, of_copy, of_stored,
+            )  # fmt: skip
+            live = jnp.stack(
+                [_liveness(tables, held * of_home[:, g], copy * of_copy[:, g], found) for g in range(len(coordinates))]
+            )  # fmt: skip
+            persistent = (stored_bytes[:, None] * of_stored).sum(0)
+        else:
+            live = _liveness(tables, held, copy, found)[None]
+            persistent = stored_bytes.sum(keepdims=True)
+        peak = live.max(axis=1) if num_k else jnp.zeros(len(live))
         largest = transient.max() if num_t else jnp.float32(0)
-        memory = jnp.stack([persistent, peak, largest, persistent + peak + largest])
-        return Costs(durations, found, sent, memory, _violations(tables, axes))
+        fullest = jnp.argmax(persistent + peak)
+        memory = jnp.stack([persistent[fullest], peak[fullest], largest, persistent[fullest] + peak[fullest] + largest])
+        return Costs(durations, found, sent, memory, _violations(tables, axes), parts, holding)
 
     return evaluate
 

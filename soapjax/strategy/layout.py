@@ -1,8 +1,8 @@
 """Layouts: per mesh axis, which dim of a tensor it splits.
 
-A layout is a vector over the mesh axes: a tensor dim, REPLICATED, or PARTIAL
-(every device holds a summand). An axis splits at most one dim; a dim may be
-split by several axes, in mesh order, the first being major.
+A layout is a vector over the mesh axes: a tensor dim, REPLICATED, PARTIAL
+(every device holds a summand), or PINNED - i (only the devices whose coordinate on that axis is i hold it).
+An axis splits at most one dim; a dim may be split by several axes, in mesh order, the first being major.
 
 >>> spec_of([0, REPLICATED, 0], rank=2, axis_names=("h0", "d0", "d1"))
 (('h0', 'd1'), ())
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 REPLICATED = -1
 PARTIAL = -2
+PINNED = -3
 
 Spec = tuple[tuple[str, ...], ...]  # axis names per tensor dim, as in a PartitionSpec
 

@@ -1,8 +1,8 @@
 """The SOAP space of a graph on a mesh: what the search may choose, and nothing that cannot run.
 
 An axis may split any dim that its size divides; together the axes on a dim must
-divide it. Pins (the O dimension) are part of the data model, and offered once an
-executor can place programs.
+divide it. Pins (the O dimension) are offered on request, for simulation: no executor
+places programs yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.strategy.layout import REPLICATED, divides, layout_of
-from soapjax.strategy.strategy import REPLICATE, Storage, Strategy, replicated, storage_options
+from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, storage_options
 from soapjax.topology.factor_mesh import FactorMesh
 
 NOT_FIXED = -9
@@ -32,6 +32,14 @@ class SearchSpace:
     allowed: np.ndarray  # bool [N, A, K + 1]: whether axis a may take value v - 1 (-1: replicate)
     owns_parameters: np.ndarray  # bool [N]
     fixed_layouts: dict[int, np.ndarray]  # input leaf -> layout that the user fixed, int8 [A]
+    offers_pins: bool = False  # the paper's whole space: an operator may run on a part of the devices (simulation only)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """int8 [G, A]: coordinates of the devices that pins can tell apart; one stands for all where none are offered."""
+        if not self.offers_pins:
+            return np.zeros((1, self.num_axes), np.int8)
+        return np.array([self.mesh.device_coordinates(i) for i in range(self.mesh.num_devices)], np.int8)
 
     @property
     def num_axes(self) -> int:
@@ -46,6 +54,8 @@ class SearchSpace:
         for n, op in enumerate(self.graph.operators):
             for a, value in enumerate(strategy.axes[n]):
                 name = self.mesh.axis_names[a]
+                if value <= FIRST_PIN and self.may_pin(n) and FIRST_PIN - value < self.mesh.axis_sizes[a]:
+                    continue
                 if not (-1 <= value < self.allowed.shape[2] - 1 and self.allowed[n, a, value + 1]):
                     shown = op.dims[value].name if 0 <= value < len(op.dims) else str(int(value))
                     choices = ["replicate", *(d.name for k, d in enumerate(op.dims) if self.allowed[n, a, k + 1])]
@@ -65,9 +75,16 @@ class SearchSpace:
                 )
         return problems
 
+    def may_pin(self, n: int) -> bool:
+        """Whether operator `n` may run on a part of the devices; one that the user constrained may not."""
+        return self.offers_pins and self.graph.operators[n].fixed is None
+
     def configs(self, n: int) -> Iterator[tuple[int, ...]]:
         """All valid axis assignments of operator `n`, without storage."""
         per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
+        if self.may_pin(n):
+            for values, size in zip(per_axis, self.mesh.axis_sizes, strict=True):
+                values += [PIN(i) for i in range(size) if size > 1]
         for values in itertools.product(*per_axis):
             if self._divides(n, values):
                 yield values
@@ -95,6 +112,8 @@ class SearchSpace:
                         trial[a] = v
                         if self._divides(n, trial):
                             choices.append(v)
+                if self.may_pin(n) and self.mesh.axis_sizes[a] > 1:
+                    choices += [PIN(i) for i in range(self.mesh.axis_sizes[a])]
                 values[a] = int(rng.choice(choices))
             start.axes[n] = values
             if self.owns_parameters[n]:
@@ -103,9 +122,11 @@ class SearchSpace:
 
 
 def search_space(
-    graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None
+    graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None, pins: bool = False
 ) -> SearchSpace:
     """The space of `graph` on `mesh`; `fixed` maps argument paths to axis names per dim.
+
+    `pins` offers the paper's whole space: also operators on parts of the devices. Such plans can be simulated only.
 
     Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
     user's own code that this mesh cannot express.
@@ -126,7 +147,7 @@ def search_space(
     layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
     if problems:
         raise SoapjaxError(problems)
-    return SearchSpace(graph, mesh, storage_options(mesh), divisors, allowed, owns, layouts)
+    return SearchSpace(graph, mesh, storage_options(mesh), divisors, allowed, owns, layouts, pins)
 
 
 def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.ndarray) -> list[Problem]:

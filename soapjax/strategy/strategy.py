@@ -17,11 +17,12 @@ from soapjax.graph.operators import Operator, OperatorGraph
 from soapjax.topology.factor_mesh import FactorMesh
 
 REPLICATE = -1
+FIRST_PIN = -2
 
 
 def PIN(i: int) -> int:  # noqa: N802 - a constructor of config values, written as in the paper's notation
     """The config value that runs an operator only on coordinate `i` of an axis."""
-    return -2 - i
+    return FIRST_PIN - i
 
 
 class Storage(NamedTuple):

@@ -16,7 +16,7 @@ from soapjax.topology import factor_mesh, load_topology
 
 R, P = REPLICATED, PARTIAL
 FLOAT32_ERROR = 1e-6  # largest relative difference over 38,400 random conversions: 1.7e-7
-KINDS = dict(zip(("scatter", "reduce", "exchange", "gather"), COLLECTIVES, strict=True))
+KINDS = dict(zip(("scatter", "reduce", "exchange", "gather", "send"), COLLECTIVES, strict=True))
 
 # Two hosts of four devices: latency 8 and 2 seconds, bandwidth 10 and 100 bytes per second.
 TWO_LEVELS = Links((2, 2, 2), (0, 1, 1), (8.0, 2.0), (10.0, 100.0))

@@ -1,0 +1,352 @@
+"""The exact costs of changing one operator's config, from the costs of the strategy as it is.
+
+`Base` holds every summand of the costs of one strategy; `change` computes anew only those that one operator decides
+(local.py), for one candidate config, and `apply` writes them back. Vmapped over candidates, everything that
+does not depend on the candidate is computed once. Both equal evaluate.py on the whole strategy, which is their oracle.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.conversion import Links, conversion_cost
+from soapjax.costs.evaluate import Costs, latency_shares
+from soapjax.costs.layouts import gradient_layouts, holders, home_layouts, split_of, storage_layouts, value_index, with_pins
+from soapjax.costs.local import LocalClass, LocalTables, Sharing, sharing
+from soapjax.costs.tables import CostTables
+from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.space import NOT_FIXED
+
+AXES_PER_WORD = 5  # layouts as integers of 6 bits per axis, to be compared at once
+
+
+class Arrays(NamedTuple):
+    """What `change` reads of the cost tables, each with a row behind the last that means "nothing". Letters as in CostTables."""
+
+    access_map: Array  # int8 [U + 1, D + 1]
+    access_bytes: Array  # [U + 1]
+    work_seconds: Array  # [W + 1]
+    work_split: Array  # bool [W + 1, D + 1]
+    sum_bytes: Array  # [S + 1]
+    sum_split: Array  # bool [S + 1, D + 1]
+    sum_reduced: Array  # bool [S + 1, D + 1]
+    sum_trips: Array  # [S + 1]
+    task_trips: Array  # [K + 1]
+    update_bytes: Array  # [K + 1]
+    tensor_source: Array  # int32 [T + 1]
+    tensor_fixed: Array  # int8 [T + 1, A]
+    tensor_shape: Array  # int32 [T + 1, R]
+    tensor_bytes: Array  # [T + 1]
+    tensor_copies: Array  # [T + 1]
+    resolve_trips: Array  # [T + 1]: 0 where it is never partial
+    resolve_share: Array  # [T + 1]
+    birth: Array  # int32 [T + 1]
+    death: Array  # int32 [T + 1]: -1 where it is counted elsewhere
+    edge_bytes: Array  # [E + 1]
+    edge_trips: Array  # [E + 1]
+    edge_share: Array  # [E + 1]
+    edge_task: Array  # int32 [E + 1]
+    storage_dim: Array  # int32 [P + 1]
+    storage_dim_size: Array  # int32 [P + 1]
+    storage_fixed: Array  # int8 [P + 1, A]
+    gradient_shift: Array  # int32 [P + 1]
+    state_bytes: Array  # [P + 1]: of a parameter with its optimizer state
+    storage_masks: Array  # bool [O, A]
+    storage_regather: Array  # bool [O]
+    row: Array  # int32 [E + 1, R]: see Sharing
+    column: Array  # int32 [E + 1]
+    group: Array  # int32 [E + 1]
+    is_backward: Array  # bool [E + 1]
+    coordinates: Array  # int8 [G, A]
+
+
+class Machine(NamedTuple):
+    """Figures that are part of the compiled program."""
+
+    links: Links
+    memory_bytes_per_s: float
+    launch_s: float
+    pins: bool
+
+
+class Base(NamedTuple):
+    """Every summand of one strategy's costs; a pad row each. Holders are [.., 1] and all true without pins."""
+
+    axes: Array  # int8 [N, A]
+    storage: Array  # int8 [N]
+    slots: Array  # int8 [U + 2P + 1, A]
+    key: Array  # int32 [E + 1, W]
+    since: Array  # int32 [E + 1]: the task after the last reader of the same copy, 0 where this reader pays
+    compute_s: Array  # [K + 1]
+    resolve_s: Array  # [T + 1, L]
+    convert_s: Array  # [E + 1, L]: as if no copy were shared
+    sum_s: Array  # [S + 1, L]
+    held: Array  # [T + 1]
+    copy: Array  # [E + 1]
+    transient: Array  # [T + 1]
+    stored: Array  # [P + 1]
+    on_compute: Array  # bool [K + 1, G]
+    on_resolve: Array  # bool [T + 1, G]
+    on_convert: Array  # bool [E + 1, G]
+    on_sum: Array  # bool [S + 1, G]
+    on_home: Array  # bool [T + 1, G]
+    on_copy: Array  # bool [E + 1, G]
+    on_stored: Array  # bool [P + 1, G]
+
+
+class Change(NamedTuple):
+    """What one candidate of one operator makes of its entries; letters as in LocalTables, o keyed conversions."""
+
+    slots: Array  # int8 [u + 2p, A]
+    key: Array  # int32 [o, W]
+    since: Array  # int32 [e]
+    compute_s: Array  # [k]
+    resolve_s: Array  # [t, L]
+    convert_s: Array  # [e, L]
+    sum_s: Array  # [s, L]
+    held: Array  # [t]
+    copy: Array  # [e]
+    transient: Array  # [t]
+    stored: Array  # [p]
+    heir: Array  # int32 [2o]: conversions of others that inherit a payment, or lose it; E where there is none
+    heir_since: Array  # int32 [2o]
+    on_compute: Array  # bool [k, G]
+    on_resolve: Array  # bool [t, G]
+    on_convert: Array  # bool [e, G]
+    on_sum: Array  # bool [s, G]
+    on_home: Array  # bool [t, G]
+    on_copy: Array  # bool [e, G]
+    on_stored: Array  # bool [p, G]
+
+
+def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
+    shares: Sharing = sharing(tables)
+    resolve_share, edge_share = latency_shares(tables)
+
+    def padded(x: np.ndarray, value=0) -> Array:
+        last = np.full((1, *x.shape[1:]), value, x.dtype)
+        return jnp.asarray(np.concatenate([x, last]))
+
+    device = tables.topology.device
+    sum_trips = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
+    arrays = Arrays(
+        access_map=padded(tables.access_map, REPLICATED), access_bytes=padded(tables.access_bytes),
+        work_seconds=padded(tables.work_seconds), work_split=padded(tables.work_split),
+        sum_bytes=padded(tables.sum_bytes), sum_split=padded(tables.sum_split), sum_reduced=padded(tables.sum_reduced),
+        sum_trips=padded(sum_trips), task_trips=padded(tables.task_trips), update_bytes=padded(tables.update_bytes),
+        tensor_source=padded(tables.tensor_source), tensor_fixed=padded(tables.tensor_fixed, REPLICATED),
+        tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
+        tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
+        resolve_share=padded(resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
+        edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(edge_share),
+        edge_task=padded(tables.edge_task), storage_dim=padded(tables.storage_dim),
+        storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
+        gradient_shift=padded(tables.gradient_shift), state_bytes=padded(tables.parameter_bytes * tables.state_copies),
+        storage_masks=jnp.asarray(tables.storage_masks), storage_regather=jnp.asarray(tables.storage_regather),
+        row=jnp.asarray(shares.row), column=jnp.asarray(shares.column), group=jnp.asarray(shares.group),
+        is_backward=jnp.asarray(shares.is_backward), coordinates=jnp.asarray(tables.space.groups),
+    )  # fmt: skip
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    return arrays, Machine(tables.links, rate, device.launch_s, tables.space.offers_pins)
+
+
+def keys_of(layout: Array, regathered: Array) -> Array:
+    """int32 [..., W]: equal where two readers could use one copy, layouts [..., A] and the backward pass' own copies."""
+    words = []
+    for first in range(0, layout.shape[-1], AXES_PER_WORD):
+        word = jnp.zeros(layout.shape[:-1], jnp.int32)
+        for a in range(first, min(first + AXES_PER_WORD, layout.shape[-1])):
+            word = word * 64 + (layout[..., a].astype(jnp.int32) + 40)
+        words.append(word)
+    words[0] = words[0] + jnp.where(regathered, 1 << 30, 0)
+    return jnp.stack(words, -1)
+
+
+def base_of(tables: CostTables, arrays: Arrays, costs: Costs, axes: Array, storage: Array) -> Base:
+    """The summands of a strategy from its costs by `evaluator`."""
+    parts, found = costs.parts, costs.layouts
+    num_e = len(tables.edge_task)
+    again = jnp.zeros(num_e, bool)
+    if len(tables.parameter_op) and num_e:
+        parameter = tables.edge_parameter
+        owner = tables.parameter_op[np.maximum(parameter, 0)]
+        again = arrays.storage_regather[storage[owner].astype(jnp.int32)] & (parameter >= 0) & arrays.is_backward[:-1]
+    num_groups = len(tables.space.groups)
+
+    def padded(x: Array) -> Array:
+        return jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])
+
+    def on(name: str, count: int) -> Array:
+        mask = jnp.ones((count, num_groups), bool) if costs.holders is None else getattr(costs.holders, name)
+        return padded(mask)
+
+    d = costs.durations
+    return Base(
+        axes, storage, found.slots, padded(keys_of(found.slots[tables.edge_slot], again)), padded(found.shared_since),
+        padded(d.compute_s), padded(d.resolve_s), padded(parts.convert_s), padded(d.sum_s), padded(parts.held_bytes),
+        padded(parts.copy_bytes), padded(parts.transient_bytes), padded(parts.stored_bytes),
+        on("compute", tables.num_tasks), on("resolve", len(tables.tensor_bytes)), on("convert", num_e),
+        on("sum", len(tables.sum_task)), on("home", len(tables.tensor_bytes)), on("copy", num_e),
+        on("stored", len(tables.parameter_op)),
+    )  # fmt: skip
+
+
+def change(
+    arrays: Arrays, machine: Machine, num_keyed: int, row: LocalTables, base: Base, axes: Array, storage: Array
+) -> Change:
+    """The entries of the operator of `row` under config (`axes` int8 [A], `storage` int8) beside the rest of `base`."""
+    sizes = np.array(machine.links.axis_sizes)
+    index = value_index(axes)
+    own = arrays.access_map[row.access][:, index]
+    if machine.pins:
+        own = with_pins(own, axes)
+    none = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
+    p = row.parameter
+    as_used = jnp.concatenate([own, none])[row.parameter_first]  # -1: the last row
+    masks = jnp.broadcast_to(arrays.storage_masks[storage.astype(jnp.int32)], as_used.shape)
+    stored = storage_layouts(
+        as_used, masks, arrays.storage_dim[p], arrays.storage_dim_size[p], arrays.storage_fixed[p], sizes
+    )  # fmt: skip
+    slots = jnp.concatenate([own, stored, gradient_layouts(stored, arrays.gradient_shift[p])])
+    every = jnp.concatenate([slots, base.slots[row.other_slot]])
+    t = row.tensor
+    raw, home = home_layouts(
+        every[row.tensor_slot], every[row.tensor_reader], arrays.tensor_source[t], arrays.tensor_fixed[t],
+        arrays.tensor_shape[t], sizes,
+    )  # fmt: skip
+
+    # Compute: sums over few entries, as products with one-hot matrices.
+    num_tasks = len(row.task)
+    of_access = row.access_task == jnp.arange(num_tasks)[:, None]
+    moved = jnp.where(of_access, arrays.access_bytes[row.access] / split_of(own >= 0, sizes), 0.0).sum(1)
+    of_work = row.work_task == jnp.arange(num_tasks)[:, None]
+    work = arrays.work_seconds[row.work] / split_of(arrays.work_split[row.work][:, index], sizes)
+    flop_s = jnp.where(of_work, work, 0.0).sum(1)
+    shards = split_of(stored >= 0, sizes)
+    is_update = row.task_parameter >= 0
+    update_split = shards[row.task_parameter]
+    flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
+    moved = jnp.where(is_update, arrays.update_bytes[row.task] / update_split, moved)
+    compute_s = (jnp.maximum(flop_s, moved / machine.memory_bytes_per_s) + machine.launch_s) * arrays.task_trips[row.task]
+
+    # Communication.
+    e, s = row.edge, row.sum
+    edge_home = home[row.edge_tensor]
+    wanted = every[row.edge_slot]
+    target = jnp.where(wanted == PARTIAL, edge_home, wanted)
+    split, reduced = arrays.sum_split[s][:, index], arrays.sum_reduced[s][:, index]
+    sum_source = jnp.where(reduced, PARTIAL, jnp.where(split, 0, REPLICATED)).astype(jnp.int8)
+    sum_target = jnp.where(split & ~reduced, 0, REPLICATED).astype(jnp.int8)
+    cost = conversion_cost(
+        jnp.concatenate([raw, edge_home, sum_source]),
+        jnp.concatenate([jnp.where(raw == PARTIAL, home, raw), target, sum_target]),
+        jnp.concatenate([arrays.tensor_bytes[t], arrays.edge_bytes[e], arrays.sum_bytes[s]]), machine.links,
+        jnp.concatenate([arrays.resolve_share[t], arrays.edge_share[e], jnp.ones(len(s), jnp.float32)]), pins=machine.pins,
+    )  # fmt: skip
+    trips = jnp.concatenate([arrays.resolve_trips[t], arrays.edge_trips[e], arrays.sum_trips[s]])
+    seconds = cost.seconds * trips[:, None]
+    resolve_s, convert_s, sum_s = jnp.split(seconds, [len(t), len(t) + len(e)])
+
+    again = arrays.storage_regather[storage.astype(jnp.int32)] & arrays.is_backward[e] & (row.edge_again >= 0)
+    other_again = (base.key[e, 0] >= 1 << 30) & (row.edge_again < 0)
+    key = keys_of(wanted, again | other_again)[:num_keyed]
+    since, heir, heir_since = _sharing_after(arrays, num_keyed, e, base, key)
+
+    on_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), arrays.coordinates)
+    on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
+    return Change(
+        slots, key, since, compute_s, resolve_s, convert_s, sum_s,
+        held=arrays.tensor_bytes[t] * arrays.tensor_copies[t] / split_of(home >= 0, sizes),
+        copy=jnp.where((edge_home != target).any(-1), arrays.edge_bytes[e] / split_of(target >= 0, sizes), 0.0),
+        transient=jnp.where((raw == PARTIAL).any(-1), arrays.tensor_bytes[t] / split_of(raw >= 0, sizes), 0.0),
+        stored=arrays.state_bytes[p] / shards,
+        heir=heir, heir_since=heir_since,
+        on_compute=jnp.where(is_update[:, None], on_stored[row.task_parameter], on_op), on_resolve=holders(raw, arrays.coordinates),
+        on_convert=on_home[row.edge_tensor] | on_copy, on_sum=jnp.broadcast_to(on_op, (len(s), len(on_op))),
+        on_home=on_home, on_copy=on_copy, on_stored=on_stored,
+    )  # fmt: skip
+
+
+def _sharing_after(arrays: Arrays, num_keyed: int, edge: Array, base: Base, key: Array) -> tuple[Array, Array, Array]:
+    """(since [e], heir [2o], heir_since [2o]) when the first `num_keyed` of `edge` have `key` [o, W].
+
+    Among the readers of a tensor only the next one behind a changed reader can be affected by it: any other has one in
+    between that it follows as before.
+    """
+    pad = len(arrays.edge_task) - 1
+    keyed = edge[:num_keyed]
+    rows = arrays.row[keyed]  # [o, R]
+    old = base.key[keyed]
+    is_keyed = jnp.zeros(pad + 1, bool).at[keyed].set(True)
+    others = ~is_keyed[rows] & (rows != pad)
+    row_key, after_task = base.key[rows], arrays.edge_task[rows] + 1
+    position, columns = arrays.column[keyed], jnp.arange(rows.shape[1])
+    together = (arrays.group[keyed][:, None] == arrays.group[keyed]) & (keyed != pad)  # [o, o]
+    own_after = arrays.edge_task[keyed] + 1
+
+    def last_before(same: Array, same_own: Array, limit: Array) -> Array:
+        """The task after the latest reader in front of column `limit` [o] among others [o, R] and keyed ones [o, o]."""
+        among_others = jnp.where(same & (columns < limit[:, None]), after_task, 0).max(1)
+        among_own = jnp.where(same_own & together & (position < limit[:, None]), own_after, 0).max(1)
+        return jnp.maximum(among_others, among_own)
+
+    def first_after(same: Array) -> Array:
+        """The column of the first of the others behind, R where there is none."""
+        return jnp.where(same & (columns > position[:, None]), columns, rows.shape[1]).min(1)
+
+    same_new = (row_key == key[:, None]).all(-1) & others
+    same_old = (row_key == old[:, None]).all(-1) & others
+    own_new = (key[:, None] == key).all(-1)
+    own_old = (old[:, None] == key).all(-1)
+    since_keyed = last_before(same_new, own_new, position)
+    next_new, next_old = first_after(same_new), first_after(same_old)
+    heir_since = jnp.concatenate([last_before(same_new, own_new, next_new), last_before(same_old, own_old, next_old)])
+    padded = jnp.concatenate([rows, jnp.full((num_keyed, 1), pad, rows.dtype)], 1)
+    heir = jnp.concatenate([padded[jnp.arange(num_keyed), next_new], padded[jnp.arange(num_keyed), next_old]])
+    rest = edge[num_keyed:]
+    is_heir = (rest[:, None] == heir) & (rest != pad)[:, None]  # [e - o, 2o]
+    since_rest = jnp.where(is_heir.any(1), jnp.where(is_heir, heir_since, 0).max(1), base.since[rest])
+    heir = jnp.where(is_heir.any(0), pad, heir)
+    return jnp.concatenate([since_keyed, since_rest]), heir, heir_since
+
+
+def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Array, base: Base, found: Change) -> Base:
+    """`base` after operator `n` took the config that `found` was computed for."""
+    num_u, num_p, size_u, size_p = len(row.access), len(row.parameter), len(base.on_compute), len(base.stored) - 1
+    del size_u
+    total_u = len(base.slots) - 1 - 2 * size_p
+    last = len(base.slots) - 1  # the replicated slot: pads are written there, and it stays replicated
+    where = jnp.concatenate(
+        [
+            jnp.where(row.access < total_u, row.access, last),
+            jnp.where(row.parameter < size_p, total_u + row.parameter, last),
+            jnp.where(row.parameter < size_p, total_u + size_p + row.parameter, last),
+        ]
+    )
+    slots = base.slots.at[where].set(found.slots).at[last].set(REPLICATED)
+    assert len(where) == num_u + 2 * num_p
+    e, t, k, p, s = row.edge, row.tensor, row.task, row.parameter, row.sum
+    return base._replace(
+        axes=base.axes.at[n].set(axes), storage=base.storage.at[n].set(storage), slots=slots,
+        key=base.key.at[e[:num_keyed]].set(found.key),
+        since=base.since.at[found.heir].set(found.heir_since).at[e].set(found.since),
+        compute_s=base.compute_s.at[k].set(found.compute_s), resolve_s=base.resolve_s.at[t].set(found.resolve_s),
+        convert_s=base.convert_s.at[e].set(found.convert_s), sum_s=base.sum_s.at[s].set(found.sum_s),
+        held=base.held.at[t].set(found.held), copy=base.copy.at[e].set(found.copy),
+        transient=base.transient.at[t].set(found.transient), stored=base.stored.at[p].set(found.stored),
+        on_compute=base.on_compute.at[k].set(found.on_compute), on_resolve=base.on_resolve.at[t].set(found.on_resolve),
+        on_convert=base.on_convert.at[e].set(found.on_convert), on_sum=base.on_sum.at[s].set(found.on_sum),
+        on_home=base.on_home.at[t].set(found.on_home), on_copy=base.on_copy.at[e].set(found.on_copy),
+        on_stored=base.on_stored.at[p].set(found.on_stored),
+    )  # fmt: skip
+
+
+def row_of(found: LocalClass, tables: LocalTables, position: Array) -> LocalTables:
+    """The lists of one operator of a class."""
+    del found
+    return jax.tree.map(lambda x: x[position], tables)

@@ -1,0 +1,74 @@
+"""From configs to layouts: of accesses, of stored parameters, and the home of every tensor.
+
+Pure functions of arrays, for a whole graph (evaluate.py) and for what one operator decides (change.py).
+A layout is int8 [..., A]; A mesh axes of `sizes`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.tables import FROM_FIXED, FROM_READER
+from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
+from soapjax.strategy.space import NOT_FIXED
+from soapjax.strategy.strategy import FIRST_PIN
+
+
+def value_index(axes: Array) -> Array:
+    """Column of tables that are indexed by config value + 1; a pin replicates within its sub-mesh."""
+    return jnp.maximum(axes, REPLICATED).astype(jnp.int32) + 1
+
+
+def with_pins(layout: Array, axes: Array) -> Array:
+    """`layout` where an axis is not pinned."""
+    return jnp.where(axes <= FIRST_PIN, axes + jnp.int8(PINNED - FIRST_PIN), layout).astype(jnp.int8)
+
+
+def split_of(mask: Array, sizes: np.ndarray) -> Array:
+    """Into how many parts the axes in `mask` [..., A] split something, float32 [...]."""
+    return jnp.prod(jnp.where(mask, jnp.asarray(sizes, jnp.float32), jnp.float32(1)), axis=-1)
+
+
+def storage_layouts(as_used: Array, masks: Array, dim: Array, dim_size: Array, fixed: Array, sizes: np.ndarray) -> Array:
+    """[P, A]: parameters as their owners read them, and over the axes in `masks` that the owners leave free."""
+    as_used = jnp.where(as_used == PARTIAL, jnp.int8(REPLICATED), as_used)
+    extra = masks & (as_used == REPLICATED)
+    split = jnp.prod(jnp.where((as_used == dim[:, None]) | extra, sizes, 1), axis=1)
+    fits = dim_size % split == 0
+    stored = jnp.where(extra & fits[:, None], dim[:, None], as_used).astype(jnp.int8)
+    return jnp.where(fixed != NOT_FIXED, fixed, stored).astype(jnp.int8)
+
+
+def gradient_layouts(stored: Array, shift: Array) -> Array:
+    """Of gradients stored like their parameters; `shift` leading (loop) dims are missing."""
+    return jnp.where(stored >= 0, stored - shift[:, None], stored).astype(jnp.int8)
+
+
+def home_layouts(
+    made: Array, reader: Array, source: Array, fixed: Array, shape: Array, sizes: np.ndarray
+) -> tuple[Array, Array]:
+    """(raw, home) [T, A]: tensors as they are made, PARTIAL included, and as they are kept.
+
+    A partial sum is scattered where the first reader wants it split, if that divides; else summed everywhere.
+    """
+    raw = jnp.where(source[:, None] == FROM_FIXED, fixed, made)
+    raw = jnp.where((source[:, None] == FROM_READER) & (raw == PARTIAL), jnp.int8(REPLICATED), raw)
+    # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
+    out_of_order = jnp.stack(
+        [(raw[:, a + 1 :] == reader[:, a : a + 1]).any(axis=1) for a in range(len(sizes))], axis=1
+    )  # fmt: skip
+    scattered = jnp.where((raw == PARTIAL) & (reader >= 0) & ~out_of_order, reader, raw)
+    fits = jnp.ones(raw.shape[0], bool)
+    for d in range(shape.shape[1]):
+        split = jnp.prod(jnp.where(scattered == d, sizes, 1), axis=1)
+        fits &= shape[:, d] % split == 0
+    home = jnp.where(fits[:, None], scattered, raw)
+    return raw.astype(jnp.int8), jnp.where(home == PARTIAL, jnp.int8(REPLICATED), home).astype(jnp.int8)
+
+
+def holders(layout: Array, coordinates: np.ndarray) -> Array:
+    """bool [..., G]: the device groups with `coordinates` [G, A] that hold a tensor of this layout."""
+    pin = PINNED - layout[..., None, :]
+    return ((layout[..., None, :] > PINNED) | (pin == jnp.asarray(coordinates, jnp.int8))).all(axis=-1)
