@@ -10,8 +10,8 @@ input that is never converted. So an item is
 and a step of the simulation reads one end time, whatever the fan-in. An item has a duration per stream: 0 computes,
 1 + l communicates over link level l, one after the other. An item of duration zero occupies no stream.
 
-Forward, backward and update are phases, separated by a barrier on all streams. So every phase is simulated
-from time zero, the step time is their sum, and no item has a predecessor in another phase.
+Forward, backward and update are phases, separated by a barrier item on all streams; so no item needs a predecessor
+in another phase.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from soapjax.costs.evaluate import Durations
 from soapjax.costs.tables import CostTables
-from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 
 LINK = 5  # a wait for an input that is never converted
 NONE = -1
@@ -36,8 +36,6 @@ class Items(NamedTuple):
     predecessor: np.ndarray  # int32 [T], NONE where there is none in the same phase
     is_link: np.ndarray  # bool [T]
     is_compute: np.ndarray  # bool [T]
-    phase_start: np.ndarray  # int32 [F + 1]: the items of phase f are phase_start[f] to phase_start[f + 1]
-    task_start: np.ndarray  # int32 [K + 1]: the items of task k are task_start[k] to task_start[k + 1]
     of_compute: np.ndarray  # int32 [K]: the item of a task, of a conversion, of a resolution (T where it has none), of a sum
     of_convert: np.ndarray  # int32 [E]
     of_resolve: np.ndarray  # int32 [T']
@@ -48,25 +46,26 @@ class Items(NamedTuple):
         return len(self.kind)
 
     @property
-    def phase_of(self) -> np.ndarray:
-        """int32 [T]"""
-        return (np.searchsorted(self.phase_start, np.arange(self.num_items), side="right") - 1).astype(np.int32)
+    def is_barrier(self) -> np.ndarray:
+        return self.kind == BARRIER
+
+    def index(self, num_k: int, num_s: int, num_t: int, num_e: int) -> np.ndarray:
+        """Rows [T] of the figures of K tasks, S inner sums, T' resolutions, E conversions and a row of zeros, stacked."""
+        first = np.zeros(6, np.int32)
+        first[[COMPUTE, SUM, RESOLVE, CONVERT]] = np.cumsum([0, num_k, num_s, num_t])
+        first[[BARRIER, LINK]] = num_k + num_s + num_t + num_e
+        return (first[self.kind] + np.where(np.isin(self.kind, (BARRIER, LINK)), 0, self.source)).astype(np.int32)
 
     def durations(self, d: Durations):
         """Seconds [..., T, 1 + L] of every item on every stream, from the cost model's figures."""
         import jax.numpy as jnp
 
-        lead = d.compute_s.shape[:-1]
-        levels = d.convert_s.shape[-1]
+        lead, levels = d.compute_s.shape[:-1], d.convert_s.shape[-1]
         compute = jnp.concatenate([d.compute_s[..., None], jnp.zeros((*d.compute_s.shape, levels), d.compute_s.dtype)], -1)
         sent = jnp.concatenate([d.sum_s, d.resolve_s, d.convert_s, jnp.zeros((*lead, 1, levels), d.sum_s.dtype)], -2)
         sent = jnp.concatenate([jnp.zeros((*sent.shape[:-1], 1), sent.dtype), sent], -1)
-        every = jnp.concatenate([compute, sent], -2)
-        num_k, num_s, num_t = d.compute_s.shape[-1], d.sum_s.shape[-2], d.resolve_s.shape[-2]
-        first = np.zeros(6, np.int32)
-        first[[COMPUTE, SUM, RESOLVE, CONVERT, LINK]] = [0, num_k, num_k + num_s, num_k + num_s + num_t, every.shape[-2] - 1]
-        index = first[self.kind] + np.where(self.kind == LINK, 0, self.source)
-        return every[..., index, :]
+        sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.convert_s))
+        return jnp.concatenate([compute, sent], -2)[..., self.index(d.compute_s.shape[-1], *sizes), :]
 
 
 def items_of(tables: CostTables) -> Items:
@@ -80,35 +79,33 @@ def items_of(tables: CostTables) -> Items:
         edges_of.setdefault(k, []).append(e)
     for s, k in enumerate(tables.sum_task.tolist()):
         sums_of.setdefault(k, []).append(s)
-    phase_start, task_start = [0], []
+    start = 0  # of the phase
     phase = graph.tasks[0].phase if graph.tasks else 0
 
     def add(kind: int, source: int, predecessor: int) -> int:
-        rows.append((kind, source, predecessor if predecessor >= phase_start[-1] else NONE))
+        rows.append((kind, source, predecessor if predecessor >= start else NONE))
         return len(rows) - 1
 
     for k, task in enumerate(graph.tasks):
         if task.phase != phase and not graph.is_single_phase:
-            phase_start.append(len(rows))
+            add(BARRIER, 0, NONE)
+            start = len(rows)
         phase = task.phase
-        task_start.append(len(rows))
         converted = set()
         for e in edges_of.get(k, []):
             tensor = int(tables.edge_tensor[e])
             add(CONVERT, e, ready.get(tensor, NONE))
             converted.add(tensor)
         waits = {ready[a.tensor] for a in task.reads if a.tensor in ready and a.tensor not in converted}
-        for wait in sorted(w for w in waits if w >= phase_start[-1]):
+        for wait in sorted(w for w in waits if w >= start):
             add(LINK, k, wait)
         end = add(COMPUTE, k, NONE)
         for s in sums_of.get(k, []):
             end = add(SUM, s, end)
         for a in task.writes:
             ready[a.tensor] = add(RESOLVE, a.tensor, end) if tables.may_be_partial[a.tensor] else end
-    task_start.append(len(rows))
     for e in edges_of.get(len(graph.tasks), []):
         add(CONVERT, e, ready.get(int(tables.edge_tensor[e]), NONE))
-    phase_start.append(len(rows))
     kind, source, predecessor = (np.array([r[i] for r in rows], np.int32).reshape(-1) for i in range(3))
 
     def index(wanted: int, count: int) -> np.ndarray:
@@ -119,7 +116,6 @@ def items_of(tables: CostTables) -> Items:
 
     return Items(
         kind, source, predecessor, np.isin(kind, (CONVERT, LINK)), kind == COMPUTE,
-        np.array(phase_start, np.int32), np.array(task_start, np.int32),
         index(COMPUTE, len(graph.tasks)), index(CONVERT, len(tables.edge_task)),
         index(RESOLVE, len(graph.tensors)), index(SUM, len(tables.sum_task)),
     )  # fmt: skip

@@ -1,0 +1,258 @@
+"""The batched exact delta simulation: all candidates of one operator beside one strategy, without simulating the rest.
+
+With a static order a step is linear in the max-plus algebra, so whatever no candidate changes can be
+composed beforehand. Three exact reductions leave a short list of items, the same for all candidates:
+
+1. An item that takes no time under the strategy nor under any candidate passes its predecessor's end on:
+   it is skipped, and who waits for it waits for the first item before it that takes time (its *root*).
+2. A wait for a compute item of the same devices is implied by the order on the compute stream: skipped.
+3. Compute items that then wait for nothing, and for which nothing on another stream waits, run back to back:
+   a run of them is one duration, paid before the item that follows (max-plus matrices of translations add up).
+
+What is left, the communication that takes time and the compute items around it, is walked once, all candidates side by
+side. Far effects need no special case: the sync of a weight that forty time steps share is an item of the list as
+any other. With pins the order on a stream implies less: reductions 2 and 3 are left out, and every
+item says which groups of devices take part.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.change import Base, Change
+from soapjax.costs.local import LocalTables
+from soapjax.simulate.items import NONE, Items
+
+SHORT = 2048  # items of the shorter of the two compiled walks
+
+
+class ItemArrays(NamedTuple):
+    """`Items` on the device; T items and one behind them that means "none"."""
+
+    index: Array  # int32 [T]: row of `figures`
+    predecessor: Array  # int32 [T]: T where there is none
+    is_link: Array  # bool [T]
+    is_compute: Array  # bool [T]
+    is_barrier: Array  # bool [T]
+    of_compute: Array  # int32 [K + 1], T for the pad; and so on
+    of_convert: Array  # int32 [E + 1]
+    of_resolve: Array  # int32 [T' + 1]
+    of_sum: Array  # int32 [S + 1]
+    jumps: int  # doublings that reach the end of the longest chain of items that may all be skipped
+
+
+def item_arrays(items: Items) -> ItemArrays:
+    n = items.num_items
+    predecessor = np.where(items.predecessor == NONE, n, items.predecessor).astype(np.int32)
+    depth = np.zeros(n + 1, np.int32)
+    for t in range(n):
+        depth[t] = 0 if items.is_compute[t] or items.predecessor[t] == NONE else depth[predecessor[t]] + 1
+    # Each kind of figure has a pad row in `Base`, and so a pad row here.
+    sizes = [len(x) + 1 for x in (items.of_compute, items.of_sum, items.of_resolve, items.of_convert)]
+
+    def padded(x: np.ndarray) -> Array:
+        return jnp.asarray(np.append(x, n).astype(np.int32))
+
+    return ItemArrays(
+        jnp.asarray(items.index(*sizes)), jnp.asarray(predecessor), jnp.asarray(items.is_link), jnp.asarray(items.is_compute),
+        jnp.asarray(items.is_barrier), padded(items.of_compute), padded(items.of_convert), padded(items.of_resolve),
+        padded(items.of_sum), int(np.ceil(np.log2(depth.max() + 2))),
+    )  # fmt: skip
+
+
+def _stacked(base: Base, compute: Array, total: Array, resolve: Array, convert: Array) -> Array:
+    """Figures [rows, ...] in the order of `Items.index`."""
+    del base
+    zeros = jnp.zeros((1, *convert.shape[1:]), convert.dtype)
+    return jnp.concatenate([compute, total, resolve, convert, zeros])
+
+
+def base_durations(items: ItemArrays, base: Base) -> Array:
+    """[T, 1 + L]: seconds of every item on every stream."""
+
+    def sent(x: Array) -> Array:
+        return jnp.concatenate([jnp.zeros((len(x), 1), x.dtype), x], 1)
+
+    compute = jnp.concatenate([base.compute_s[:, None], jnp.zeros((len(base.compute_s), base.sum_s.shape[1]))], 1)
+    paid = jnp.where((base.since > 0)[:, None], 0.0, base.convert_s)
+    return _stacked(base, compute, sent(base.sum_s), sent(base.resolve_s), sent(paid))[items.index]
+
+
+def base_holders(items: ItemArrays, base: Base) -> Array:
+    """bool [T, G]: who takes part in every item; a wait or a barrier needs nobody."""
+    return _stacked(base, base.on_compute, base.on_sum, base.on_resolve, base.on_convert)[items.index]
+
+
+class _Rows(NamedTuple):
+    """What candidates change, R items: those of the operator, and heirs (per candidate)."""
+
+    item: Array  # int32 [R]
+    seconds: Array  # [R, S, Q]
+    holders: Array  # bool [R, G, Q]
+
+
+def _changed(items: ItemArrays, base: Base, row: LocalTables, found: Change, durations: Array, on: Array, pins: bool) -> _Rows:
+    """The operator's own items [R] with the figures of all Q candidates, and a row for every conversion that has heirs."""
+    num_items = len(items.predecessor)
+    q = found.compute_s.shape[0]
+    levels = base.convert_s.shape[1]
+    paid = jnp.where((found.since > 0)[..., None], 0.0, found.convert_s)  # [Q, e, L]
+    sent = jnp.concatenate([found.sum_s, found.resolve_s, paid], 1)
+    sent = jnp.concatenate([jnp.zeros((q, sent.shape[1], 1)), sent], 2)
+    compute = jnp.concatenate([found.compute_s[..., None], jnp.zeros((*found.compute_s.shape, levels))], 2)
+    own = jnp.concatenate(
+        [items.of_compute[row.task], items.of_sum[row.sum], items.of_resolve[row.tensor], items.of_convert[row.edge]]
+    )  # fmt: skip
+    seconds = jnp.concatenate([compute, sent], 1).transpose(1, 2, 0)  # [R, S, Q]
+    # Heirs differ from candidate to candidate: one row per conversion, filled up with the figures of the strategy.
+    num_e = len(items.of_convert) - 1
+    marked = jnp.zeros(num_e + 1, bool).at[found.heir.reshape(-1)].set(True)
+    marked = marked.at[num_e].set(False).at[row.edge].set(False)
+    width = min(num_e, HEIRS)
+    (heirs,) = jnp.nonzero(marked, size=width, fill_value=num_e)
+    rank = jnp.cumsum(marked) - 1
+    rank = jnp.where(marked, rank, width)  # [E + 1]: row among heirs; what does not fit is caught by `overflows`
+    heir_items = items.of_convert[heirs]
+    default = jnp.concatenate([durations, jnp.zeros((1, durations.shape[1]))])[heir_items]  # [H, S]
+    table = jnp.broadcast_to(default[..., None], (*default.shape, q))
+    value = jnp.where((found.heir_since > 0)[..., None], 0.0, base.convert_s[found.heir])  # [Q, 2o, L]
+    value = jnp.concatenate([jnp.zeros((*value.shape[:2], 1)), value], 2)
+    table = table.at[rank[found.heir], :, jnp.arange(q)[:, None]].set(value, mode="drop")
+    item = jnp.concatenate([own, heir_items])
+    if not pins:
+        return _Rows(item, jnp.concatenate([seconds, table]), jnp.ones((len(item), 1, 1), bool))
+    of_own = jnp.concatenate([found.on_compute, found.on_sum, found.on_resolve, found.on_convert], 1).transpose(1, 2, 0)
+    of_heirs = jnp.broadcast_to(jnp.concatenate([on, on[:1]])[jnp.minimum(heir_items, num_items)][..., None], (width, on.shape[1], q))
+    return _Rows(item, jnp.concatenate([seconds, table]), jnp.concatenate([of_own, of_heirs]))
+
+
+HEIRS = 256  # most conversions that may change hands in one call
+
+
+def overflows(found: Change, num_e: int) -> Array:
+    """Whether more conversions change hands than there are rows for (then the candidates have to be simulated in full)."""
+    marked = jnp.zeros(num_e + 1, bool).at[found.heir.reshape(-1)].set(True).at[num_e].set(False)
+    return marked.sum() > min(num_e, HEIRS)
+
+
+def step_times(items: ItemArrays, base: Base, row: LocalTables, found: Change, *, overlap: bool, pins: bool) -> Array:
+    """Step times [Q] of the strategy of `base` under each of the Q changes `found` of the operator of `row`."""
+    n = len(items.predecessor)
+    durations, on = base_durations(items, base), base_holders(items, base)
+    changed = _changed(items, base, row, found, durations, on, pins)
+    num_rows = len(changed.item)
+    of_item = jnp.full(n + 1, num_rows, jnp.int32).at[changed.item].set(jnp.arange(num_rows, dtype=jnp.int32)).at[n].set(num_rows)
+    of_item = of_item[:n]
+    is_changed = of_item < num_rows
+    takes_time = jnp.concatenate([(changed.seconds > 0).any((1, 2)), jnp.zeros(1, bool)])[of_item] | (durations > 0).any(1)
+
+    # Roots: the first item before, this one included, that is not skipped over.
+    stops = takes_time | items.is_compute
+    root = jnp.concatenate([jnp.where(stops, jnp.arange(n), items.predecessor), jnp.array([n])])
+    for _ in range(items.jumps):
+        root = root[root]
+    waits_for = root[items.predecessor]  # [T], n for nobody
+    of_compute = jnp.concatenate([items.is_compute, jnp.ones(1, bool)])[waits_for]
+    kept = (takes_time & ~items.is_compute) | items.is_barrier | (items.is_compute & is_changed)
+    if pins:
+        kept |= items.is_compute | (items.is_link & (waits_for < n))
+    else:
+        kept |= items.is_link & ~of_compute
+        # Compute items that communication waits for, and those that wait for it.
+        asked = jnp.zeros(n + 1, bool).at[jnp.where(kept, waits_for, n)].set(True)[:n]
+        links = jnp.cumsum(kept & items.is_link)
+        before = jnp.concatenate([jnp.zeros(1, links.dtype), links])
+        (computes,) = _positions(items.is_compute, len(items.of_compute) - 1)
+        since_last = before[computes] - jnp.concatenate([jnp.zeros(1, links.dtype), before[computes]])[:-1]
+        kept = kept.at[computes].max(since_last > 0) | (items.is_compute & asked)
+    rank = jnp.cumsum(kept)
+    count = rank[-1]
+    rank = jnp.concatenate([rank - 1, jnp.full(1, n)])  # [T + 1]
+
+    # Runs of skipped compute items, paid by the kept item behind them.
+    run = jnp.zeros(n + 1)
+    if not pins:
+        (computes,) = _positions(items.is_compute, len(items.of_compute) - 1)
+        skipped = ~kept[computes]
+        run = run.at[jnp.where(skipped, rank[computes] + 1, n)].add(durations[computes, 0]).at[n].set(0.0)
+
+    zero = jnp.zeros((1, *changed.seconds.shape[1:]))
+    rows = jnp.concatenate([changed.seconds, zero])
+    row_holders = jnp.concatenate([changed.holders, jnp.zeros((1, *changed.holders.shape[1:]), bool)]) if pins else None
+
+    def walk(size: int) -> Array:
+        # The items that are kept, by binary search in their ranks; behind the last: harmless repetitions.
+        item = jnp.minimum(jnp.searchsorted(rank[:-1], jnp.arange(size), side="left"), n - 1)
+        is_own = is_changed[item]
+        start = jnp.minimum(rank[waits_for[item]], size)
+        start = jnp.where(waits_for[item] == n, size, start)
+        return _walk(
+            count, jnp.where(is_own[:, None], 0.0, durations[item]), of_item[item], rows, start,
+            items.is_link[item], items.is_compute[item], items.is_barrier[item], run[:size],
+            run[jnp.minimum(count, n)], on[item] if pins else None, row_holders, overlap,
+        )  # fmt: skip
+
+    if n <= SHORT:
+        return walk(n)
+    return jax.lax.cond(count <= SHORT, lambda: walk(SHORT), lambda: walk(n))
+
+
+def _positions(mask: Array, count: int) -> tuple[Array]:
+    return jnp.nonzero(mask, size=count, fill_value=0)
+
+
+def _walk(
+    count: Array, seconds: Array, row: Array, rows: Array, start: Array, is_link: Array, is_compute: Array, is_barrier: Array,
+    run: Array, tail: Array, on: Array | None, row_holders: Array | None, overlap: bool,
+) -> Array:  # fmt: skip
+    """Makespans [Q]: the items in order, the Q candidates side by side.
+
+    An end is written one item late, so that the loop reads and writes the array of ends in one place and in that order,
+    and XLA updates it without a copy.
+    """
+    size, num_streams = seconds.shape
+    q = rows.shape[-1]
+    groups = 1 if on is None else on.shape[1]
+    zeros = jnp.zeros((q,))
+
+    def body(i: Array, carry):
+        free, gathered, last, ends = carry  # free: [stream][group] of [Q]
+        ends = jax.lax.dynamic_update_index_in_dim(ends, last, jnp.where(i > 0, i - 1, size), 0)
+        ends = jax.lax.dynamic_update_index_in_dim(ends, zeros, size, 0)
+        end = jax.lax.dynamic_index_in_dim(ends, start[i], 0, keepdims=False)
+        end = jnp.where(is_compute[i], gathered, end)
+        changed = jax.lax.dynamic_index_in_dim(rows, row[i], 0, keepdims=False)  # [S, Q]
+        holds = None
+        if on is not None:
+            of_row = jax.lax.dynamic_index_in_dim(row_holders, row[i], 0, keepdims=False)  # [G, Q]
+            holds = [of_row[g] | (on[i, g] & (row[i] == len(rows) - 1)) for g in range(groups)]
+        free = [list(stream) for stream in free]
+        free[0] = [f + run[i] for f in free[0]]
+        for s in range(num_streams):
+            d = changed[s] + seconds[i, s]
+            runs = d > 0
+            used = (s,) if overlap or s == 0 else (0, s)
+            begin = end
+            for u in used:
+                for g in range(groups):
+                    begin = jnp.maximum(begin, free[u][g] if holds is None else jnp.where(holds[g], free[u][g], 0.0))
+            end = jnp.where(runs, begin + d, end)
+            for u in used:
+                for g in range(groups):
+                    free[u][g] = jnp.where(runs if holds is None else runs & holds[g], end, free[u][g])
+        latest = free[0][0]
+        for stream in free:
+            for f in stream:
+                latest = jnp.maximum(latest, f)
+        free = [[jnp.where(is_barrier[i], latest, f) for f in stream] for stream in free]
+        gathered = jnp.where(is_link[i], jnp.maximum(gathered, end), jnp.where(is_compute[i], 0.0, gathered))
+        return tuple(tuple(stream) for stream in free), gathered, end, ends
+
+    none = tuple(tuple(zeros for _ in range(groups)) for _ in range(num_streams))
+    free, _, _, _ = jax.lax.fori_loop(0, count, body, (none, zeros, zeros, jnp.zeros((size + 1, q))))
+    return jnp.stack([f + tail * (s == 0) for s, stream in enumerate(free) for f in stream]).max(0)
