@@ -6,7 +6,8 @@ without local response normalisation. The weird trick is why it stands here: nea
 convolutions, which want the batch split, and nearly all of the 61 million parameters are in the dense layers, which
 want the weights split; a planner should find that by itself.
 
-``width`` scales every layer: 1.0 is the paper's, a small fraction makes a test.
+``width`` scales every layer: 1.0 is the paper's, a small fraction makes a test. ``PAPER`` has the batch of the paper
+of FlexFlow (Jia, Zaharia and Aiken, 2019, section 8.1): 61,100,840 parameters.
 """
 
 import jax
@@ -17,6 +18,7 @@ from flax import linen as nn
 from models.images import example_batch
 from models.training import TrainStep, build_step, cross_entropy, initial_state, step_key
 
+PAPER = dict(batch=256, image=224, classes=1000, width=1.0)
 SMALLEST_IMAGE = 63  # below it, nothing is left after the third pooling
 
 

@@ -1,4 +1,4 @@
-"""Residual networks with batch norm: ResNet-18, ResNet-50, and a tiny one with one block per stage.
+"""Residual networks with batch norm: ResNet-18, -50, -101, -152, and a tiny one with one block per stage.
 
 He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, table 1, with the stride of a bottleneck in
 its 3x3 convolution ("v1.5"), and with the last batch norm of a block starting at scale zero, so that the block starts
@@ -6,6 +6,8 @@ as the identity (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 5.
 
 Batch norm takes its mean over the batch that the step sees. The step is written for the whole batch, so under a plan
 that splits the batch it means statistics over all devices, at the price of one small all-reduce per layer.
+
+``PAPER`` is the ResNet-101 of the paper of FlexFlow (Jia, Zaharia and Aiken, 2019, section 8.1): 44,549,160 parameters.
 """
 
 import functools
@@ -17,6 +19,8 @@ from flax import linen as nn
 
 from models.images import example_batch
 from models.training import TrainStep, build_step, cross_entropy, get_dtype, initial_state
+
+PAPER = dict(depth=101, batch=64, image=224, classes=1000)
 
 
 class BasicBlock(nn.Module):
@@ -69,6 +73,8 @@ DEPTHS = {
     "tiny": (BasicBlock, (1, 1, 1, 1)),
     18: (BasicBlock, (2, 2, 2, 2)),
     50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
 }
 
 

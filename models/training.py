@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 
 Tree = Any
 LossFn = Callable[[Tree, dict, dict], tuple[jax.Array, dict]]
@@ -54,6 +55,13 @@ def initial_state(params: Tree, optimizer: optax.GradientTransformation, *, drop
         # A raw uint32 key: an ordinary array to whoever shards or saves the state.
         state["rng"] = jax.random.PRNGKey(dropout_seed)
     return state
+
+
+def initialize(model: nn.Module, keys: Any, *example: jax.Array) -> dict:
+    """``model.init``, compiled with little optimisation: it runs once, and compiling is all that takes time."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((keys, example))):
+        return model.init(keys, *example)  # abstractly there is nothing to compile
+    return jax.jit(model.init, compiler_options={"xla_backend_optimization_level": 0})(keys, *example)
 
 
 def step_key(state: dict) -> jax.Array:

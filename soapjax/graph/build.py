@@ -67,6 +67,7 @@ class _Builder:
         self.labels = LabelCache(self.program)
         self.tensor_of: dict[int, int] = {}
         self.tensors: list[Tensor] = []
+        self.leaves = {v: i for i, v in enumerate(self.program.inputs)}
         data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
         self.samples = sample_nodes(self.program, self.values, self.labels, data)
         self.parameter_values = {p.value for p in self.phases.parameters}
@@ -91,16 +92,18 @@ class _Builder:
         tasks = self._ordered([*tasks, *update_tasks])
         entries = self._entries()
         self._mark_outputs()
+        tasks_of: list[list[int]] = [[] for _ in order]
+        for t, task in enumerate(tasks):
+            tasks_of[task.operator].append(t)
         built = []
         for n, k in enumerate(order):
             first = self.units[operators[k][0][0]]
-            own = tuple(t for t, task in enumerate(tasks) if task.operator == n)
             built.append(
                 Operator(
                     names[n],
                     first.kind,
                     dims[n][0],
-                    own,
+                    tuple(tasks_of[n]),
                     tuple(p for p, parameter in enumerate(parameters) if parameter.owner == n),
                     0,
                     _fixed_axes(first),
@@ -193,7 +196,7 @@ class _Builder:
             aval = self.program.avals[root]
             self.tensor_of[root] = len(self.tensors)
             itemsize = getattr(aval.dtype, "itemsize", 4)
-            leaf = self.program.inputs.index(root) if root in self.program.inputs else -1
+            leaf = self.leaves.get(root, -1)
             producer = self.values.producer.get(root)
             copies = 1
             if producer is not None and root in self.values.stacked:
@@ -230,7 +233,7 @@ class _Builder:
         reads: dict[tuple, Access] = {}
         for e in unit.eqns:
             for k, a in enumerate(e.inputs):
-                if not isinstance(a, int) or self.values.of(a).root in inside | self.generated:
+                if not isinstance(a, int) or (root := self.values.of(a).root) in inside or root in self.generated:
                     continue
                 root = self.values.tensor(a).root
                 if math.prod(self.program.avals[root].shape) <= 1:

@@ -138,6 +138,9 @@ class DimClasses:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
                 self._tie_cotangents(first, unit, {p.value for p in phases.parameters})
+            elif unit.heavy is not None and first.heavy is not None and len(unit.heavy.inputs) == len(first.heavy.inputs) == 1:
+                # A mean over windows: nothing is shared with its transpose, whose result is the cotangent of its operand.
+                self._unite(first.heavy.inputs[0], unit.heavy.outputs[0])
 
     def _tie_recomputed(self, first: Unit, unit: Unit) -> None:
         def signature(e: FlatEqn) -> tuple:
@@ -192,7 +195,7 @@ class DimClasses:
         """What a degree must divide: every dim of the class; for windows also so little that a shard holds one."""
         divisor = math.gcd(*(self.sizes[n] for n in nodes))
         limit = min((self.spatial_nodes[n] for n in nodes if n in self.spatial_nodes), default=divisor)
-        return max(d for d in range(1, min(limit, divisor) + 1) if divisor % d == 0)
+        return next(d for d in range(min(limit, divisor), 0, -1) if divisor % d == 0)
 
     def of(self, node: tuple[int, int] | None) -> Hashable | None:
         if node is None or node not in self.sizes:

@@ -35,7 +35,11 @@ class Pairing:
         self.operators: list[list[int]] = []
         self.made_by: dict[int, int] = {}  # root -> operator that makes it
         self.reads: list[set[int]] = []  # peeled roots that each operator's heavy equations read
+        self.readers: dict[int, set[int]] = {}  # such a root -> the operators that read it
+        self.at_path: dict[str, set[int]] = {}  # module path -> the heavy operators there
+        self.weights = {p.value for p in phases.parameters}
         self.owner: dict[int, int] = {}
+        self._bags: dict[int, collections.Counter] = {}
         self._roots = [self._reads_of(u) for u in units]
         for i, u in enumerate(units):
             if u.phase == FORWARD:
@@ -58,7 +62,12 @@ class Pairing:
         unit = self.units[i]
         self.operators[op].append(i)
         if unit.heavy is not None:
-            self.reads[op] |= {self.peel(a) for a in unit.heavy.inputs if isinstance(a, int)}
+            read = {self.peel(a) for a in unit.heavy.inputs if isinstance(a, int)}
+            self.reads[op] |= read
+            for root in read:
+                self.readers.setdefault(root, set()).add(op)
+            if len(self.operators[op]) == 1:
+                self.at_path.setdefault(module_path(unit.heavy.stack), set()).add(op)
         for e in unit.eqns:
             self.made_by.update(dict.fromkeys(e.outputs, op))
 
@@ -108,14 +117,17 @@ class Pairing:
     def _most_alike(self, i: int) -> int | None:
         """The forward region that has most equations of this one (same module path, primitive and shape)."""
 
-        def bag(u: Unit) -> collections.Counter:
-            return collections.Counter((module_path(e.stack), e.name, tuple(self.program.aval(e.outputs[0]).shape)) for e in u.eqns)
+        def bag(u: int) -> collections.Counter:
+            if u not in self._bags:
+                alike = ((module_path(e.stack), e.name, tuple(self.program.aval(e.outputs[0]).shape)) for e in self.units[u].eqns)
+                self._bags[u] = collections.Counter(alike)
+            return self._bags[u]
 
-        mine, best, best_share = bag(self.units[i]), None, 0.5
+        mine, best, best_share = bag(i), None, 0.5
         for op, members in enumerate(self.operators):
             first = self.units[members[0]]
             if first.heavy is None and first.phase == FORWARD:
-                theirs = bag(first)
+                theirs = bag(members[0])
                 share = (mine & theirs).total() / max(1, min(mine.total(), theirs.total()))
                 if share > best_share:
                     best, best_share = op, share
@@ -133,20 +145,18 @@ class Pairing:
         partners = _PARTNERS.get(unit.kind, set())
         reads = {self.peel(a) for a in unit.heavy.inputs if isinstance(a, int)}
         path = module_path(unit.heavy.stack)
-        weights = {p.value for p in self.phases.parameters}
         best, best_score = None, 2
         alike: list[int] = []  # same module: where it has one such product, the path alone tells (operands recomputed)
-        for op in range(len(self.operators) - 1, -1, -1):
+        # Only what shares an operand or the path; the last first.
+        for op in sorted(self.at_path.get(path, set()).union(*(self.readers.get(root, ()) for root in reads)), reverse=True):
             first = self.units[self.operators[op][0]]
             if first.kind not in partners or first.phase != FORWARD:
                 continue
             shared = reads & self.reads[op]
             same_path = path == module_path(first.heavy.stack)
-            if not shared and not same_path:
-                continue
             if same_path and path:
                 alike.append(op)
-            score = 2 * bool(shared) + 2 * same_path + 2 * bool(shared & weights) + 2 * (len(shared) > 1)
+            score = 2 * bool(shared) + 2 * same_path + 2 * bool(shared & self.weights) + 2 * (len(shared) > 1)
             # An input gradient and a weight gradient at most, unless the forward unit was recomputed.
             score -= sum(self.units[m].phase == BACKWARD and not is_recompute(self.units[m].heavy or self.units[m].eqns[0])
                          and self.units[m].heavy is not None for m in self.operators[op])  # fmt: skip
@@ -170,9 +180,17 @@ class Pairing:
             for op in list(score):
                 score[op] += 0.01 * any(path == module_path(f.stack) for f in self.units[self.operators[op][0]].eqns[:4])
         if not score:
-            return None
+            return self._last_summand(unit, i)
         op, _ = max(score.items(), key=lambda kv: (kv[1], -kv[0]))
         return op
+
+    def _last_summand(self, unit: Unit, i: int) -> int | None:
+        """A running sum of gradients (a parameter used in every step): the operator of the product added last."""
+        if not all(e.name in LAYOUT_ONLY or e.name == "add_any" for e in unit.eqns):
+            return None
+        made = [r for r in self._roots[i] if r in self.made_by and r in self.values.producer]
+        last = max(made, key=lambda r: self.values.order[self.values.producer[r].key], default=None)
+        return None if last is None else self.made_by[last]
 
     def _is_residual(self, root: int) -> bool:
         """Made in the forward pass or its recomputation: what a backward region keeps from its forward one."""

@@ -9,6 +9,7 @@ marks the gradients themselves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,7 @@ def mark_gradients(grads: Any) -> Any:
     return tree.unflatten([checkpoint_name(g, f"{MARK}/{n}") for g, n in zip(leaves, names, strict=True)])
 
 
+@functools.cache
 def module_path(stack: str) -> str:
     """The readable module path of a name stack: transforms and loop words stripped.
 
@@ -119,7 +121,7 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     moments = {values.of(program.outputs[o]).root for o in step.state_pairs.values() if isinstance(program.outputs[o], int)}
     for eqn in reversed(leaves):
         if phase[eqn.key] == FORWARD and "jvp(" not in eqn.stack and downstream:
-            if not (set(eqn.outputs) & (read_before - moments)):
+            if not any(o in read_before and o not in moments for o in eqn.outputs):
                 phase[eqn.key] = UPDATE
         if phase[eqn.key] != UPDATE:
             read_before |= values.sources(eqn)
@@ -134,9 +136,10 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int]) -> tupl
     """Walks from each state output back through update equations of the same shape to its gradient."""
     program = step.program
     gradients: dict[int, int] = {}  # input position -> root of its gradient
+    in_avals = step.in_avals
     for i, o in step.state_pairs.items():
         out = program.outputs[o]
-        gradient = _gradient_of(program, values, phase, out, step.in_avals[i].shape) if isinstance(out, int) else None
+        gradient = _gradient_of(program, values, phase, out, in_avals[i].shape) if isinstance(out, int) else None
         if gradient is not None:
             gradients[i] = gradient
     used = {
@@ -148,13 +151,16 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int]) -> tupl
     }
     used |= {values.of(c.init).root for c in values.carries.values() if isinstance(c.init, int)}  # a trained first state
     trained = [i for i in gradients if program.inputs[i] in used]
+    state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
+    for j in sorted(set(gradients) - set(trained)):
+        state.setdefault(gradients[j], []).append(j)
     return tuple(
         Parameter(
             step.in_paths[i],
             i,
             program.inputs[i],
             gradients[i],
-            tuple(j for j, g in gradients.items() if g == gradients[i] and j not in trained),
+            tuple(state.get(gradients[i], ())),
         )
         for i in trained
     )

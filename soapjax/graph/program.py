@@ -14,6 +14,7 @@ and `cond` stay opaque equations.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ class FlatEqn:
     def name(self) -> str:
         return self.primitive.name
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The address as text, e.g. '12' or '12.3'."""
         return ".".join(map(str, self.address))

@@ -55,10 +55,6 @@ class Unit:
     heavy: FlatEqn | None = None
     trip_count: int = 1
 
-    @property
-    def first(self) -> str:
-        return (self.heavy or self.eqns[0]).key
-
 
 def kind_of(eqn: FlatEqn) -> str | None:
     """The kind of a heavy equation; None for a light one. An unknown primitive is an operator of its own."""
@@ -130,7 +126,7 @@ def generated_values(program: Program, values: Values) -> set[int]:
 def _regions(light, keys, depth, values: Values, generated, heavy_unit, program: Program) -> list[Unit]:
     """Connected regions of light equations; those that only prepare or finish a heavy equation join its unit."""
     inputs = set(program.inputs)
-    prepared = _sink_preparations(light, keys, values, inputs, heavy_unit)
+    prepared = _sink_preparations(light, keys, values, inputs | generated, heavy_unit)
     light = [(e, t) for e, t in light if e.key not in prepared]
     parent = {eqn.key: eqn.key for eqn, _ in light}
 
@@ -179,15 +175,15 @@ def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit
 
     Moves the key of each to that of its reader; where the reader is heavy, appends it to the unit and returns its key.
     """
-    by_input = {e.key: e for e, _ in light}
     only_inputs: set[int] = set()
     for e, _ in light:
-        if all(values.of(a).root in inputs | only_inputs for a in e.inputs if isinstance(a, int)):
+        roots = (values.of(a).root for a in e.inputs if isinstance(a, int))
+        if all(root in inputs or root in only_inputs for root in roots):
             only_inputs.update(e.outputs)
     readers: dict[int, list[FlatEqn]] = {}
     heavy_units = {id(u): u for u in heavy_unit.values()}.values()
     host_of = {u.heavy.key: u for u in heavy_units}
-    for e in [*by_input.values(), *(u.heavy for u in heavy_units)]:
+    for e in [*(e for e, _ in light), *(u.heavy for u in heavy_units)]:
         for a in e.inputs:
             if isinstance(a, int):
                 readers.setdefault(values.of(a).root, []).append(e)
@@ -211,9 +207,12 @@ def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit
 
 
 def _topological(units: list[Unit], values: Values) -> list[Unit]:
-    """Units so that each comes after those it reads from, otherwise in program order."""
+    """Units so that each comes after those it reads from, otherwise in program order.
+
+    A region's place is its last equation: the first may prepare an operand long before (a dropout mask).
+    """
     maker = {o: i for i, u in enumerate(units) for e in u.eqns for o in e.outputs}
-    order = sorted(range(len(units)), key=lambda i: values.order[units[i].first])
+    order = sorted(range(len(units)), key=lambda i: values.order[(units[i].heavy or units[i].eqns[-1]).key])
     placed: list[Unit] = []
     state = [0] * len(units)
 

@@ -44,7 +44,7 @@ class Values:
 
     def of(self, atom: Atom) -> Alias | None:
         """The root of an atom; None for a literal."""
-        return self.alias.get(atom, Alias(atom, 0)) if isinstance(atom, int) else None
+        return (self.alias.get(atom) or Alias(atom, 0)) if isinstance(atom, int) else None
 
     def _visit(self, program: Program, scope: tuple[str, ...]) -> None:
         for eqn in program.eqns:

@@ -19,7 +19,7 @@ from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.strategy import Strategy, replicated
 
 
-def _largest(divisor: int, axes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+def largest_split(divisor: int, axes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """The subset of `axes` with the largest product that divides `divisor`; the first such, slowest axes first."""
     best: tuple[int, ...] = ()
     for r in range(len(axes), 0, -1):
@@ -47,7 +47,7 @@ def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None 
         if op.fixed is not None:
             strategy.axes[n] = _only_config(problem, n)
         elif dim is not None:
-            chosen = _largest(op.dims[dim].divisor, [a for a in axes if space.allowed[n, a, dim + 1]], mesh.axis_sizes)
+            chosen = largest_split(op.dims[dim].divisor, [a for a in axes if space.allowed[n, a, dim + 1]], mesh.axis_sizes)
             strategy.axes[n, list(chosen)] = dim
             reached = math.prod(mesh.axis_sizes[a] for a in chosen)
             if reached < wanted:

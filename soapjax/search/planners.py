@@ -7,10 +7,15 @@ import difflib
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.search.baselines import BASELINES
 from soapjax.search.exhaustive import exhaustive
+from soapjax.search.experts import expert_cnn
+from soapjax.search.ilp import ilp
 from soapjax.search.mcmc import mcmc
+from soapjax.search.optcnn import optcnn
 from soapjax.search.problem import Planner
 
-PLANNERS: dict[str, Planner] = {"mcmc": mcmc, **BASELINES, "exhaustive": exhaustive}
+PLANNERS: dict[str, Planner] = {
+    "mcmc": mcmc, **BASELINES, "expert_cnn": expert_cnn, "optcnn": optcnn, "ilp": ilp, "exhaustive": exhaustive,
+}  # fmt: skip
 
 
 def get_planner(name: str) -> Planner:

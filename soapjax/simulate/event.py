@@ -1,19 +1,39 @@
-"""The reference simulator: the paper's Algorithm 1 (FlexFlow, section 5.2), plain and readable.
+"""The reference simulator: the paper's Algorithm 1 (FlexFlow, arXiv 1807.05358, section 5.2), plain and readable.
 
-Event-driven: a priority queue of ready tasks; every stream runs its tasks in
-program order; a task starts when its inputs are there and all its streams are free and have come to it.
-Emits the timeline. The jitted simulators are tested against it.
+A priority queue holds the tasks whose inputs are there; the first one is taken, starts when all its streams are free, and
+may complete the inputs of others. Nothing else decides the order on a stream than the *place* of a task in this queue:
+
+    order="static"   program order, as an XLA executable runs it. What searches and reports use.
+    order="fifo"     the paper's assumption A3: the task that was ready first, and of those ready at the same time
+                     the first in program order.
+
+A task of several streams has one place for all of them, so that FIFO is well defined for it too: it starts when every
+earlier task of any of its streams has ended. In other words: whenever a task gets ready, it queues at all its streams at
+once; it starts as soon as it is at the head of all these queues and all the streams are free. A stream may idle meanwhile:
+nobody overtakes.
+
+A barrier occupies every stream; all that comes before it in program order ends before, all that comes after it starts
+after. So to FIFO it is an input of every later task: what was ready before it runs in program order once it has ended. A task
+of duration zero that is no barrier occupies no stream: it ends when it is ready.
+
+Emits the timeline. The jitted simulators are tested against it, and so is `event_delta`.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.simulate.schedule import Schedule
+
+Order = Literal["static", "fifo"]
+ORDERS: tuple[Order, ...] = ("static", "fifo")
+Place = tuple  # in the queue, and on streams; its last entry is the task
 
 
 class TimelineEntry(NamedTuple):
@@ -27,52 +47,103 @@ class Timeline(NamedTuple):
     entries: tuple[TimelineEntry, ...]  # of tasks that took time, by start
 
 
-def simulate(schedule: Schedule, durations: Sequence[float] | np.ndarray, occupies: np.ndarray | None = None) -> Timeline:
+class TaskGraph(NamedTuple):
+    """Which task waits for which, and who goes first; independent of durations and streams."""
+
+    order: Order
+    inputs: tuple[tuple[int, ...], ...]  # [T]
+    successors: tuple[tuple[int, ...], ...]  # [T]
+    phase: tuple[int, ...]  # [T]: how many barriers come before
+    is_barrier: tuple[bool, ...]  # [T]
+
+    def place(self, t: int, ready_s: float) -> Place:
+        """Of two tasks the one with the smaller place goes first; a task's place is larger than those of its inputs."""
+        if self.order == "static":
+            return (t,)
+        # A barrier is the last of its phase, whenever its inputs are there.
+        return (self.phase[t], math.inf if self.is_barrier[t] else ready_s, t)
+
+
+class Times(NamedTuple):
+    """Seconds per task, [T]."""
+
+    ready_s: list[float]
+    start_s: list[float]
+    end_s: list[float]
+
+
+def simulate(
+    schedule: Schedule, durations: Sequence[float] | np.ndarray, occupies: np.ndarray | None = None, *, order: Order = "static"
+) -> Timeline:
     """The timeline of one step.
 
     Args:
-      durations: seconds per scheduled task, [T]; zero means that the strategy does not need the task.
+      schedule: its tasks come after their inputs.
+      durations: seconds per scheduled task, [T], finite; zero means that the strategy does not need the task.
       occupies: streams per task, [T, S]; the schedule's own by default (placements have their own).
+      order: of the tasks of a stream: "static" (program order) or "fifo" (by the time they are ready).
     """
     occupies = schedule.occupies if occupies is None else occupies
-    n, num_streams = occupies.shape
-    predecessors = [[int(p) for p in row if p < n] for row in schedule.predecessors]
-    uses = [
-        [s for s in range(num_streams) if occupies[t, s]] if durations[t] > 0 or schedule.is_barrier[t] else [] for t in range(n)
-    ]
-    queues = [[t for t in range(n) if s in set(uses[t])] for s in range(num_streams)]
-    position = [0] * num_streams
-    stream_free = [0.0] * num_streams
-    waiting = [len(set(p)) for p in predecessors]
+    times = run(task_graph(schedule, order), durations, occupied_streams(schedule, durations, occupies))
+    return timeline_of(durations, times.start_s, times.end_s)
+
+
+def run(graph: TaskGraph, durations: Sequence[float] | np.ndarray, streams: Sequence[Sequence[int]]) -> Times:
+    """Algorithm 1. `streams` are those that a task occupies, [T]."""
+    n = len(streams)
+    free = [0.0] * (1 + max((s for mine in streams for s in mine), default=0))
+    ready, start, end = [0.0] * n, [0.0] * n, [0.0] * n
+    missing = [len(inputs) for inputs in graph.inputs]
+    queue = [graph.place(t, 0.0) for t in range(n) if not missing[t]]
+    heapq.heapify(queue)
+    while queue:
+        t = heapq.heappop(queue)[-1]
+        start[t] = max([ready[t], *(free[s] for s in streams[t])])
+        end[t] = start[t] + float(durations[t])
+        for s in streams[t]:
+            free[s] = end[t]
+        for u in graph.successors[t]:
+            ready[u] = max(ready[u], end[t])
+            missing[u] -= 1
+            if not missing[u]:
+                heapq.heappush(queue, graph.place(u, ready[u]))
+    return Times(ready, start, end)
+
+
+def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
+    """Inputs are the schedule's predecessors and, for "fifo", the barrier before the task."""
+    if order not in ORDERS:
+        raise SoapjaxError(Problem("order", repr(order), " or ".join(map(repr, ORDERS)), "choose one of these"))
+    n = schedule.num_tasks
+    is_barrier = schedule.is_barrier.tolist()
+    inputs, phase = [], []
+    barriers: list[int] = []
+    for t, row in enumerate(schedule.predecessors.tolist()):
+        needs = {p for p in row if p < n}
+        if order == "fifo":
+            needs.update(barriers[-1:])
+        inputs.append(tuple(sorted(needs)))
+        phase.append(len(barriers))
+        if is_barrier[t]:
+            barriers.append(t)
     successors: list[list[int]] = [[] for _ in range(n)]
-    for t, needs in enumerate(predecessors):
-        for p in set(needs):
+    for t, needs in enumerate(inputs):
+        for p in needs:
             successors[p].append(t)
-    end = [0.0] * n
-    ready_time = [0.0] * n
-    entries = []
-    ready = [t for t in range(n) if waiting[t] == 0]
-    heapq.heapify(ready)
-    blocked: set[int] = set()
-    while ready:
-        t = heapq.heappop(ready)
-        if any(queues[s][position[s]] != t for s in uses[t]):
-            blocked.add(t)  # an earlier task of one of its streams has not run yet
-            continue
-        start = max([ready_time[t], *(stream_free[s] for s in uses[t])])
-        end[t] = start + float(durations[t])
-        if durations[t] > 0:
-            entries.append(TimelineEntry(t, start, end[t]))
-        for s in uses[t]:
-            stream_free[s] = end[t]
-            position[s] += 1
-            if position[s] < len(queues[s]) and queues[s][position[s]] in blocked:
-                blocked.discard(queues[s][position[s]])
-                heapq.heappush(ready, queues[s][position[s]])
-        for u in successors[t]:
-            ready_time[u] = max(ready_time[u], end[t])
-            waiting[u] -= 1
-            if waiting[u] == 0:
-                heapq.heappush(ready, u)
-    makespan = max(end, default=0.0)
-    return Timeline(makespan, tuple(sorted(entries, key=lambda e: (e.start_time, e.task))))
+    return TaskGraph(order, tuple(inputs), tuple(map(tuple, successors)), tuple(phase), tuple(is_barrier))
+
+
+def occupied_streams(
+    schedule: Schedule, durations: Sequence[float] | np.ndarray, occupies: np.ndarray, tasks: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """The streams that each of `tasks` (all by default) occupies: none if it takes no time, every one if it is a barrier."""
+    durations, every = np.asarray(durations), tuple(range(occupies.shape[1]))
+    return [
+        every if schedule.is_barrier[t] else tuple(np.flatnonzero(occupies[t]).tolist()) if durations[t] > 0 else ()
+        for t in (range(schedule.num_tasks) if tasks is None else tasks)
+    ]
+
+
+def timeline_of(durations: Sequence[float] | np.ndarray, start_s: Sequence[float], end_s: Sequence[float]) -> Timeline:
+    entries = [TimelineEntry(t, s, e) for t, (d, s, e) in enumerate(zip(durations, start_s, end_s, strict=True)) if d > 0]
+    return Timeline(max(end_s, default=0.0), tuple(sorted(entries, key=lambda e: (e.start_time, e.task))))
