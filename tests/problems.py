@@ -59,7 +59,9 @@ class Case:
     def _batch(self):
         def both(axes, storage):
             costs = jax.vmap(evaluator(self.tables))(axes, storage)
-            return costs, simulate_batch(self.simulator.schedule, self.simulator.schedule.durations(costs.durations))
+            return costs, simulate_batch(
+                self.simulator.items, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
+            )
 
         # Little optimisation: compiling is all that takes time here.
         return jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})

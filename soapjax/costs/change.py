@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,7 +16,7 @@ from jax import Array
 from soapjax.costs.conversion import Links, conversion_cost
 from soapjax.costs.evaluate import Costs, latency_shares
 from soapjax.costs.layouts import gradient_layouts, holders, home_layouts, split_of, storage_layouts, value_index, with_pins
-from soapjax.costs.local import LocalClass, LocalTables, Sharing, sharing
+from soapjax.costs.local import LocalTables, Sharing, sharing
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
@@ -346,7 +345,3 @@ def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Arra
     )  # fmt: skip
 
 
-def row_of(found: LocalClass, tables: LocalTables, position: Array) -> LocalTables:
-    """The lists of one operator of a class."""
-    del found
-    return jax.tree.map(lambda x: x[position], tables)

@@ -198,8 +198,8 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
             if len(tables.parameter_op):
                 of_task = jnp.where(is_update[:, None], of_stored[np.maximum(tables.task_parameter, 0)], of_task)
             holding = Holders(
-                of_task, holders(found.raw, coordinates), of_home[tables.edge_tensor] | of_copy, of_op[tables.task_op[tables.sum_task]],
-                of_home, of_copy, of_stored,
+                of_task, holders(found.raw, coordinates), of_home[tables.edge_tensor] | of_copy,
+                of_op[tables.task_op[tables.sum_task]], of_home, of_copy, of_stored,
             )  # fmt: skip
             live = jnp.stack(
                 [_liveness(tables, held * of_home[:, g], copy * of_copy[:, g], found) for g in range(len(coordinates))]

@@ -136,10 +136,11 @@ def _rows(tables: CostTables) -> list[_Row]:
 
 
 class LocalClass(NamedTuple):
-    """A class of operators and the number of leading edges whose key may change."""
+    """A class of operators, the number of leading edges whose key may change, and of others that may inherit from them."""
 
     operators: np.ndarray  # int32 [M]
     num_keyed: int
+    num_heirs: int
     tables: LocalTables
 
 
@@ -200,8 +201,10 @@ def _padded(tables: CostTables, rows: list[_Row], members: np.ndarray) -> LocalC
             edge[i, at] = e
             edge_tensor[i, at], edge_slot[i, at] = tensors[int(tables.edge_tensor[e])], slots[int(tables.edge_slot[e])]
             again[i, at] = owned.get(int(tables.edge_tensor[e]), -1)
+    rows_of = sharing(tables).row
+    num_heirs = max(len(set(rows_of[r.edge[: r.num_keyed]].ravel().tolist()) - {*r.edge, len(tables.edge_task)}) for r in chosen)
     return LocalClass(
-        members.astype(np.int32), max(1, num_keyed),
+        members.astype(np.int32), max(1, num_keyed), max(1, num_heirs),
         LocalTables(
             task, access, access_task, parameter, first, task_parameter, other_slot, tensor, tensor_slot, tensor_reader,
             edge, edge_tensor, edge_slot, again, work, work_task, total,

@@ -1,38 +1,29 @@
-"""The batched full simulator: one `lax.scan` over the schedule, vectorised over strategies.
+"""The batched full simulator: one walk over all items, vectorised over strategies.
 
-The state is the time each stream is free and the end of every task; both are exact
+The state is the time each stream is free and the end of every item; both are exact
 maxima and sums of durations, so that it equals the event simulator up to float32 rounding.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from soapjax.simulate.schedule import Schedule
+from soapjax.simulate.items import NONE, Items
+from soapjax.simulate.walk import walk
 
 
-def simulate_batch(schedule: Schedule, durations: Array) -> Array:
-    """Step times [B] of B strategies from durations [B, T]. Pure; jit it with the schedule closed over."""
-    batch, n = durations.shape
-    occupies = jnp.asarray(schedule.occupies)
+def simulate_batch(items: Items, durations: Array, *, overlap: bool, on: Array | None = None) -> Array:
+    """Step times [B] of B strategies from durations [B, T, S]. Pure; jit it with the items closed over.
 
-    def step(carry: tuple[Array, Array], x) -> tuple[tuple[Array, Array], None]:
-        free, end = carry  # [S, B], [T + 1, B]
-        t, duration, needs, mask, is_barrier = x
-        ready = end[needs].max(axis=0)
-        active = (duration > 0) | is_barrier
-        stream = jnp.where(mask[:, None], free, 0.0).max(axis=0)
-        start = jnp.where(active, jnp.maximum(ready, stream), ready)
-        done = start + duration
-        free = jnp.where(mask[:, None] & active, done, free)
-        end = jax.lax.dynamic_update_index_in_dim(end, done, t, 0)
-        return (free, end), None
-
-    start = (jnp.zeros((occupies.shape[1], batch), durations.dtype), jnp.zeros((n + 1, batch), durations.dtype))
-    inputs = (
-        jnp.arange(n), durations.T, jnp.asarray(schedule.predecessors), occupies, jnp.asarray(schedule.is_barrier),
+    `on` bool [B, T, G] says which groups of devices take part in each item; None where there is one group.
+    """
+    n, streams = durations.shape[1:]
+    start = np.where(items.predecessor == NONE, n, items.predecessor).astype(np.int32)
+    groups = None if on is None else jnp.zeros((n, on.shape[2]), bool)
+    return walk(
+        jnp.int32(n), jnp.zeros((n, streams), durations.dtype), jnp.arange(n), durations.transpose(1, 2, 0), jnp.asarray(start),
+        jnp.asarray(items.is_link), jnp.asarray(items.is_compute), jnp.asarray(items.is_barrier), jnp.zeros(n, durations.dtype),
+        jnp.zeros((), durations.dtype), groups, None if on is None else on.transpose(1, 2, 0), overlap,
     )  # fmt: skip
-    (_, end), _ = jax.lax.scan(step, start, inputs)
-    return end.max(axis=0)

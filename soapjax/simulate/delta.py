@@ -27,6 +27,7 @@ from jax import Array
 from soapjax.costs.change import Base, Change
 from soapjax.costs.local import LocalTables
 from soapjax.simulate.items import NONE, Items
+from soapjax.simulate.walk import walk
 
 SHORT = 2048  # items of the shorter of the two compiled walks
 
@@ -43,10 +44,10 @@ class ItemArrays(NamedTuple):
     of_convert: Array  # int32 [E + 1]
     of_resolve: Array  # int32 [T' + 1]
     of_sum: Array  # int32 [S + 1]
-    jumps: int  # doublings that reach the end of the longest chain of items that may all be skipped
 
 
-def item_arrays(items: Items) -> ItemArrays:
+def item_arrays(items: Items) -> tuple[ItemArrays, int]:
+    """The arrays, and how many doublings reach the end of the longest chain of items that may all be skipped."""
     n = items.num_items
     predecessor = np.where(items.predecessor == NONE, n, items.predecessor).astype(np.int32)
     depth = np.zeros(n + 1, np.int32)
@@ -61,8 +62,8 @@ def item_arrays(items: Items) -> ItemArrays:
     return ItemArrays(
         jnp.asarray(items.index(*sizes)), jnp.asarray(predecessor), jnp.asarray(items.is_link), jnp.asarray(items.is_compute),
         jnp.asarray(items.is_barrier), padded(items.of_compute), padded(items.of_convert), padded(items.of_resolve),
-        padded(items.of_sum), int(np.ceil(np.log2(depth.max() + 2))),
-    )  # fmt: skip
+        padded(items.of_sum),
+    ), int(np.ceil(np.log2(depth.max() + 2)))  # fmt: skip
 
 
 def _stacked(base: Base, compute: Array, total: Array, resolve: Array, convert: Array) -> Array:
@@ -96,7 +97,9 @@ class _Rows(NamedTuple):
     holders: Array  # bool [R, G, Q]
 
 
-def _changed(items: ItemArrays, base: Base, row: LocalTables, found: Change, durations: Array, on: Array, pins: bool) -> _Rows:
+def _changed(
+    items: ItemArrays, base: Base, row: LocalTables, found: Change, durations: Array, on: Array, pins: bool, width: int
+) -> _Rows:
     """The operator's own items [R] with the figures of all Q candidates, and a row for every conversion that has heirs."""
     num_items = len(items.predecessor)
     q = found.compute_s.shape[0]
@@ -113,10 +116,9 @@ def _changed(items: ItemArrays, base: Base, row: LocalTables, found: Change, dur
     num_e = len(items.of_convert) - 1
     marked = jnp.zeros(num_e + 1, bool).at[found.heir.reshape(-1)].set(True)
     marked = marked.at[num_e].set(False).at[row.edge].set(False)
-    width = min(num_e, HEIRS)
     (heirs,) = jnp.nonzero(marked, size=width, fill_value=num_e)
     rank = jnp.cumsum(marked) - 1
-    rank = jnp.where(marked, rank, width)  # [E + 1]: row among heirs; what does not fit is caught by `overflows`
+    rank = jnp.where(marked, rank, width)  # [E + 1]: row among heirs
     heir_items = items.of_convert[heirs]
     default = jnp.concatenate([durations, jnp.zeros((1, durations.shape[1]))])[heir_items]  # [H, S]
     table = jnp.broadcast_to(default[..., None], (*default.shape, q))
@@ -127,24 +129,21 @@ def _changed(items: ItemArrays, base: Base, row: LocalTables, found: Change, dur
     if not pins:
         return _Rows(item, jnp.concatenate([seconds, table]), jnp.ones((len(item), 1, 1), bool))
     of_own = jnp.concatenate([found.on_compute, found.on_sum, found.on_resolve, found.on_convert], 1).transpose(1, 2, 0)
-    of_heirs = jnp.broadcast_to(jnp.concatenate([on, on[:1]])[jnp.minimum(heir_items, num_items)][..., None], (width, on.shape[1], q))
+    of_heirs = jnp.concatenate([on, on[:1]])[jnp.minimum(heir_items, num_items)]
+    of_heirs = jnp.broadcast_to(of_heirs[..., None], (*of_heirs.shape, q))
     return _Rows(item, jnp.concatenate([seconds, table]), jnp.concatenate([of_own, of_heirs]))
 
 
-HEIRS = 256  # most conversions that may change hands in one call
+def step_times(
+    items: ItemArrays, base: Base, row: LocalTables, found: Change, *, overlap: bool, pins: bool, jumps: int, num_heirs: int
+) -> Array:
+    """Step times [Q] of the strategy of `base` under each of the Q changes `found` of the operator of `row`.
 
-
-def overflows(found: Change, num_e: int) -> Array:
-    """Whether more conversions change hands than there are rows for (then the candidates have to be simulated in full)."""
-    marked = jnp.zeros(num_e + 1, bool).at[found.heir.reshape(-1)].set(True).at[num_e].set(False)
-    return marked.sum() > min(num_e, HEIRS)
-
-
-def step_times(items: ItemArrays, base: Base, row: LocalTables, found: Change, *, overlap: bool, pins: bool) -> Array:
-    """Step times [Q] of the strategy of `base` under each of the Q changes `found` of the operator of `row`."""
+    `jumps` is `item_arrays`'; `num_heirs` the class' (local.py).
+    """
     n = len(items.predecessor)
     durations, on = base_durations(items, base), base_holders(items, base)
-    changed = _changed(items, base, row, found, durations, on, pins)
+    changed = _changed(items, base, row, found, durations, on, pins, num_heirs)
     num_rows = len(changed.item)
     of_item = jnp.full(n + 1, num_rows, jnp.int32).at[changed.item].set(jnp.arange(num_rows, dtype=jnp.int32)).at[n].set(num_rows)
     of_item = of_item[:n]
@@ -154,7 +153,7 @@ def step_times(items: ItemArrays, base: Base, row: LocalTables, found: Change, *
     # Roots: the first item before, this one included, that is not skipped over.
     stops = takes_time | items.is_compute
     root = jnp.concatenate([jnp.where(stops, jnp.arange(n), items.predecessor), jnp.array([n])])
-    for _ in range(items.jumps):
+    for _ in range(jumps):
         root = root[root]
     waits_for = root[items.predecessor]  # [T], n for nobody
     of_compute = jnp.concatenate([items.is_compute, jnp.ones(1, bool)])[waits_for]
@@ -185,96 +184,22 @@ def step_times(items: ItemArrays, base: Base, row: LocalTables, found: Change, *
     rows = jnp.concatenate([changed.seconds, zero])
     row_holders = jnp.concatenate([changed.holders, jnp.zeros((1, *changed.holders.shape[1:]), bool)]) if pins else None
 
-    def walk(size: int) -> Array:
+    def among(size: int) -> Array:
         # The items that are kept, by binary search in their ranks; behind the last: harmless repetitions.
         item = jnp.minimum(jnp.searchsorted(rank[:-1], jnp.arange(size), side="left"), n - 1)
         is_own = is_changed[item]
         start = jnp.minimum(rank[waits_for[item]], size)
         start = jnp.where(waits_for[item] == n, size, start)
-        return _walk(
+        return walk(
             count, jnp.where(is_own[:, None], 0.0, durations[item]), of_item[item], rows, start,
             items.is_link[item], items.is_compute[item], items.is_barrier[item], run[:size],
             run[jnp.minimum(count, n)], on[item] if pins else None, row_holders, overlap,
         )  # fmt: skip
 
     if n <= SHORT:
-        return walk(n)
-    return jax.lax.cond(count <= SHORT, lambda: walk(SHORT), lambda: walk(n))
+        return among(n)
+    return jax.lax.cond(count <= SHORT, lambda: among(SHORT), lambda: among(n))
 
 
 def _positions(mask: Array, count: int) -> tuple[Array]:
     return jnp.nonzero(mask, size=count, fill_value=0)
-
-
-def _walk(
-    count: Array, seconds: Array, row: Array, rows: Array, start: Array, is_link: Array, is_compute: Array, is_barrier: Array,
-    run: Array, tail: Array, on: Array | None, row_holders: Array | None, overlap: bool,
-) -> Array:  # fmt: skip
-    """Makespans [Q]: the items in order, the Q candidates side by side.
-
-    An end is written one item late, so that the loop reads and writes the array of ends in one place and in that order,
-    and XLA updates it without a copy. The branch per kind does only what the kind needs.
-    """
-    size, num_streams = seconds.shape
-    q = rows.shape[-1]
-    groups = 1 if on is None else on.shape[1]
-    zeros = jnp.zeros((q,))
-    kind = jnp.where(is_barrier, 3, jnp.where(is_compute, 0, jnp.where(is_link, 1, 2)))
-
-    def body(i: Array, carry):
-        free, gathered, last, ends = carry  # free: [stream][group] of [Q]
-        ends = jax.lax.dynamic_update_index_in_dim(ends, last, jnp.where(i > 0, i - 1, size), 0)
-        begin = jax.lax.dynamic_index_in_dim(ends, start[i], 0, keepdims=False)
-
-        def holds(g: int) -> Array | None:
-            return None if on is None else row_holders[row[i], g] | (on[i, g] & (row[i] == len(rows) - 1))
-
-        def occupy(free: list[list[Array]], begin: Array, s: int) -> Array:
-            """Runs stage `s` of the item on the streams that it needs; gives its end."""
-            d = rows[row[i], s] + seconds[i, s]
-            used = (s,) if overlap or s == 0 else (0, s)
-            latest = begin
-            for u in used:
-                for g in range(groups):
-                    latest = jnp.maximum(latest, free[u][g] if on is None else jnp.where(holds(g), free[u][g], 0.0))
-            end = jnp.where(d > 0, latest + d, begin)
-            for u in used:
-                for g in range(groups):
-                    takes = d > 0 if on is None else (d > 0) & holds(g)
-                    free[u][g] = jnp.where(takes, end, free[u][g])
-            return end
-
-        def opened(state):
-            free = [list(stream) for stream in state[0]]
-            free[0] = [f + run[i] for f in free[0]]
-            return free
-
-        def closed(free, gathered: Array, end: Array):
-            return tuple(tuple(stream) for stream in free), gathered, end
-
-        def compute(state):
-            free = opened(state)
-            end = occupy(free, state[1], 0)
-            return closed(free, zeros, end)
-
-        def communicate(state, is_link: bool):
-            free, end = opened(state), begin
-            for s in range(1, num_streams):
-                end = occupy(free, end, s)
-            return closed(free, jnp.maximum(state[1], end) if is_link else state[1], end)
-
-        def barrier(state):
-            free = opened(state)
-            latest = zeros
-            for stream in free:
-                for f in stream:
-                    latest = jnp.maximum(latest, f)
-            return closed([[latest] * groups for _ in free], state[1], state[2])
-
-        branches = (compute, lambda x: communicate(x, True), lambda x: communicate(x, False), barrier)
-        free, gathered, last = jax.lax.switch(kind[i], branches, (free, gathered, last))
-        return free, gathered, last, ends
-
-    none = tuple(tuple(zeros for _ in range(groups)) for _ in range(num_streams))
-    free, _, _, _ = jax.lax.fori_loop(0, count, body, (none, zeros, zeros, jnp.zeros((size + 1, q))))
-    return jnp.stack([f + tail * (s == 0) for s, stream in enumerate(free) for f in stream]).max(0)

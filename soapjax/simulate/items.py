@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from soapjax.costs.evaluate import Durations
+from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables import CostTables
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 
@@ -58,14 +59,19 @@ class Items(NamedTuple):
 
     def durations(self, d: Durations):
         """Seconds [..., T, 1 + L] of every item on every stream, from the cost model's figures."""
-        import jax.numpy as jnp
-
         lead, levels = d.compute_s.shape[:-1], d.convert_s.shape[-1]
         compute = jnp.concatenate([d.compute_s[..., None], jnp.zeros((*d.compute_s.shape, levels), d.compute_s.dtype)], -1)
         sent = jnp.concatenate([d.sum_s, d.resolve_s, d.convert_s, jnp.zeros((*lead, 1, levels), d.sum_s.dtype)], -2)
         sent = jnp.concatenate([jnp.zeros((*sent.shape[:-1], 1), sent.dtype), sent], -1)
         sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.convert_s))
         return jnp.concatenate([compute, sent], -2)[..., self.index(d.compute_s.shape[-1], *sizes), :]
+
+
+    def holders(self, h: Holders):
+        """bool [..., T, G]: which groups of devices take part in every item."""
+        nobody = jnp.zeros((*h.compute.shape[:-2], 1, h.compute.shape[-1]), bool)
+        every = jnp.concatenate([h.compute, h.sum, h.resolve, h.convert, nobody], -2)
+        return every[..., self.index(*(x.shape[-2] for x in (h.compute, h.sum, h.resolve, h.convert))), :]
 
 
 def items_of(tables: CostTables) -> Items:

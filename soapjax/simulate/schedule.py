@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from soapjax.costs.evaluate import Durations
+from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables import CostTables
 
 COMPUTE, SUM, RESOLVE, CONVERT, BARRIER = range(5)
@@ -49,6 +49,16 @@ class Schedule:
         index = start[self.kind] + self.source * stride[self.kind] + np.maximum(self.level, 0) * (self.kind != COMPUTE)
         index = np.where(self.kind == BARRIER, flat.shape[-1] - 1, index)
         return flat[..., index]
+
+
+    def occupies_of_groups(self, h: Holders) -> np.ndarray:
+        """bool [T, S * G]: streams of every group of devices that pins tell apart, under one strategy."""
+        groups = np.asarray(h.compute).shape[1]
+        takes_part = np.ones((self.num_tasks, groups), bool)
+        for kind, mask in ((COMPUTE, h.compute), (SUM, h.sum), (RESOLVE, h.resolve), (CONVERT, h.convert)):
+            where = self.kind == kind
+            takes_part[where] = np.asarray(mask)[self.source[where]]
+        return (self.occupies[:, :, None] & takes_part[:, None, :]).reshape(self.num_tasks, -1)
 
 
 def _jnp():

@@ -17,6 +17,7 @@ from soapjax.costs.evaluate import Costs, evaluator
 from soapjax.costs.tables import CostTables
 from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import Timeline, simulate
+from soapjax.simulate.items import items_of
 from soapjax.simulate.schedule import schedule_of
 from soapjax.strategy.plan import Prediction
 from soapjax.strategy.strategy import Strategy
@@ -40,12 +41,14 @@ class Simulator:
         self.tables = tables
         self.schedule = schedule_of(tables)
         self.evaluate_one = evaluator(tables)
-        # Little optimisation: it is called a few times, and compiling is what takes time.
-        self._batch = jax.jit(self._scores_and_costs, compiler_options={"xla_backend_optimization_level": 0})
+        self.items = items_of(tables)
+        self._batch = jax.jit(self._scores_and_costs)
 
     def _scores_and_costs(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         costs = jax.vmap(self.evaluate_one)(axes, storage)
-        times = simulate_batch(self.schedule, self.schedule.durations(costs.durations))
+        on = None if costs.holders is None else self.items.holders(costs.holders)
+        overlap = self.tables.topology.device.overlap
+        times = simulate_batch(self.items, self.items.durations(costs.durations), overlap=overlap, on=on)
         return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
 
     def scores(self, axes: Array, storage: Array) -> Scores:
@@ -70,7 +73,11 @@ class Simulator:
         return jax.tree.map(lambda x: x[0], self._padded([strategy])[1])
 
     def timeline(self, strategy: Strategy) -> Timeline:
-        return simulate(self.schedule, self.schedule.durations(self.costs(strategy).durations))
+        costs = self.costs(strategy)
+        occupies = self.schedule.occupies
+        if costs.holders is not None:
+            occupies = self.schedule.occupies_of_groups(costs.holders)
+        return simulate(self.schedule, self.schedule.durations(costs.durations), occupies)
 
     def prediction(self, strategy: Strategy) -> Prediction:
         costs = self.costs(strategy)

@@ -1,0 +1,110 @@
+"""All that can be asked about one operator's candidates beside one strategy, in one call.
+
+`Neighbourhoods` is what the search walks on: `base_of` takes a strategy apart, `judge` gives the exact cost of
+Q candidate configs of one operator, `accept` writes one of them back. All pure, for use inside jitted loops.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from soapjax.costs.change import Arrays, Base, Change, apply, arrays_of, base_of, change
+from soapjax.costs.evaluate import Costs
+from soapjax.costs.local import LocalTables, local_classes
+from soapjax.costs.memory import Alive, alive, memory_after
+from soapjax.search.problem import PlanningProblem, objective
+from soapjax.simulate.delta import ItemArrays, item_arrays, step_times
+from soapjax.simulate.simulator import Scores
+
+
+class Position(NamedTuple):
+    """A strategy taken apart, and what is alive under it."""
+
+    base: Base
+    alive: Alive
+
+
+class Judged(NamedTuple):
+    """Of Q candidates."""
+
+    step_time_s: Array  # [Q]
+    memory_bytes: Array  # [Q]
+    cost_s: Array  # [Q]: the objective; inf where a degree does not divide
+
+
+class Tables(NamedTuple):
+    """Everything on the device: arguments of the jitted loops, not constants of theirs."""
+
+    arrays: Arrays
+    items: ItemArrays
+    classes: tuple[LocalTables, ...]
+    class_of: Array  # int32 [N]
+    position_of: Array  # int32 [N]
+    divisors: Array  # int32 [N, K]
+    usable_bytes: Array  # []
+
+
+class Neighbourhoods:
+    """The functions of one problem. The operators come in one or two classes by the size of their neighbourhood."""
+
+    def __init__(self, problem: PlanningProblem):
+        cost_tables = problem.simulator.tables
+        self.problem, self.cost_tables = problem, cost_tables
+        arrays, self.machine = arrays_of(cost_tables)
+        items, self.jumps = item_arrays(problem.simulator.items)
+        classes = local_classes(cost_tables)
+        self.num_keyed = [c.num_keyed for c in classes]
+        self.num_heirs = [c.num_heirs for c in classes]
+        n = problem.graph.num_operators
+        class_of, position_of = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        for i, c in enumerate(classes):
+            class_of[c.operators], position_of[c.operators] = i, np.arange(len(c.operators))
+        self.tables = Tables(
+            arrays, items, tuple(jax.tree.map(jnp.asarray, c.tables) for c in classes), jnp.asarray(class_of),
+            jnp.asarray(position_of), jnp.asarray(problem.space.divisors), jnp.float32(problem.usable_memory_bytes),
+        )  # fmt: skip
+        self.overlap = cost_tables.topology.device.overlap
+
+    def position(self, tables: Tables, costs: Costs, axes: Array, storage: Array) -> Position:
+        base = base_of(self.cost_tables, tables.arrays, costs, axes, storage)
+        return Position(base, alive(tables.arrays, base))
+
+    def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
+        row = jax.tree.map(lambda x: x[tables.position_of[n]], tables.classes[i])
+        found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.num_keyed[i], row, at.base, a, s))(axes, storage)
+        times = step_times(
+            tables.items, at.base, row, found, overlap=self.overlap, pins=self.machine.pins, jumps=self.jumps,
+            num_heirs=self.num_heirs[i],
+        )  # fmt: skip
+        memory = memory_after(tables.arrays, at.alive, at.base, row, found, tables.usable_bytes)
+        sizes = np.array(self.machine.links.axis_sizes)
+        violations = jnp.zeros(len(axes), jnp.int32)
+        for d in range(tables.divisors.shape[1]):
+            split = jnp.prod(jnp.where(axes == d, sizes, 1), axis=1)
+            violations += tables.divisors[n, d] % split != 0
+        cost = objective(Scores(times, memory, violations), tables.usable_bytes)
+        return Judged(times, memory, cost), found
+
+    def judge(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
+        """Candidates (`axes` int8 [Q, A], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
+        branches = [
+            lambda i=i: self._of_class(i, tables, at, n, axes, storage)[0] for i in range(len(tables.classes))
+        ]  # fmt: skip
+        return jax.lax.switch(tables.class_of[n], branches) if len(branches) > 1 else branches[0]()
+
+    def accept(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Position:
+        """The position after operator `n` took the config (`axes` int8 [A], `storage` int8)."""
+
+        def of_class(i: int) -> Base:
+            row = jax.tree.map(lambda x: x[tables.position_of[n]], tables.classes[i])
+            found = change(tables.arrays, self.machine, self.num_keyed[i], row, at.base, axes, storage)
+            return apply(row, self.num_keyed[i], n, axes, storage, at.base, found)
+
+        branches = [lambda i=i: of_class(i) for i in range(len(tables.classes))]
+        base = jax.lax.switch(tables.class_of[n], branches) if len(branches) > 1 else branches[0]()
+        return Position(base, alive(tables.arrays, base))
