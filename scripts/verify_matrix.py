@@ -45,6 +45,17 @@ MODELS: dict[str, tuple[str, dict]] = {
     "transformer_lm remat tied": ("models.transformer_lm", {"seq": 16, "width": 32, "remat": True, "tie": True}),
     "transformer_nnx": ("models.transformer_nnx", {"seq": 16, "width": 32}),
     "transformer_nnx bfloat16": ("models.transformer_nnx", {"seq": 16, "width": 32, "dtype": "bfloat16"}),
+    "inception_v3": ("models.inception_v3", {"batch": 8, "width": 0.125, "classes": 16}),
+    "vgg": ("models.vgg", {"depth": 11, "batch": 8, "classes": 16}),
+    "unet": ("models.unet", {"image": 16}),
+    "rnntc": ("models.rnntc", {"seq": 4, "layers": 2}),
+    "rnnlm": ("models.rnnlm", {"seq": 4}),
+    "rnnlm scan": ("models.rnnlm", {"seq": 4, "scan": True}),
+    "nmt": ("models.nmt", {"seq": 4}),
+    "gnmt": ("models.gnmt", {"seq": 4}),
+    "bert": ("models.bert", {"seq": 16}),
+    "gpt3": ("models.gpt3", {"seq": 16, "remat": True}),
+    "moe": ("models.moe", {"top": 2}),
 }  # fmt: skip
 COLUMNS = "model | plan | gradient error | bound | float64 | ops as planned | unchecked | proven | s"
 

@@ -44,7 +44,7 @@ class PlanCommand:
     set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A setting of the model, key=value; repeat for more."""
     planner: str = "mcmc"
-    """mcmc, data_parallel, fsdp, tensor_parallel or exhaustive."""
+    """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive."""
     seed: int = 0
     """Of the search; the same seed and --proposals give the same plan."""
     seconds: float | None = None

@@ -1,10 +1,10 @@
 """Exhaustive search by branch and bound: the proven optimum of small problems, over the whole space.
 
-A node of the tree is a set of candidates per operator. Its bound is the least weighted sum of durations, in the additive relaxation
-(relaxation.py), where the weights are a flow along chains of tasks that must follow each other (paths.py): no strategy is faster. The
-best flow is the solution of a game: elimination (elimination.py) answers a flow with the strategy that it bounds worst, a linear
-program answers the strategies seen with the flow that bounds all of them best. All strategies seen are simulated: the best is the
-incumbent. Then
+A node of the tree is a set of candidates per operator. Its bound is the least weighted sum of durations, in the additive
+relaxation (relaxation.py), where the weights are a flow along chains of tasks that must follow each other (paths.py): no
+strategy is faster. The best flow is the solution of a game: elimination (elimination.py) answers a flow with the strategy
+that it bounds worst, a linear program answers the strategies seen with the flow that bounds all of them best. Strategies
+seen are simulated: the best is the incumbent. Then
 
 * candidates whose min-marginal (the bound with that candidate chosen) is not below the incumbent go;
 * what is left is enumerated and simulated where it is little, else one operator's candidates are told apart.
@@ -27,7 +27,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.search.baselines import BASELINES
 from soapjax.search.elimination import eliminate, factors_of, order_of
 from soapjax.search.optcnn import additive_start
-from soapjax.search.paths import Chains, FlowProgram, chains_of, longest_paths, turning_tasks
+from soapjax.search.paths import FlowProgram, chains_of, flat, longest_paths, turning_tasks, unflat
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation import Relaxation, relax
 from soapjax.strategy.strategy import Strategy
@@ -37,7 +37,8 @@ MAX_OPERATORS = 120
 PROOF = 1e-5  # relative: what is proven is that no strategy is faster by more
 _LEAVES = 256  # strategies of a node that are simply simulated
 _GAME_ROUNDS = 14
-_KICKS = 100  # of a first incumbent
+_EASY = 25  # nodes without which a problem is not worth kicks of its incumbent
+_KICKS = 80
 
 
 class Node(NamedTuple):
@@ -45,11 +46,18 @@ class Node(NamedTuple):
     number: int  # breaks ties
     keep: list[np.ndarray]  # N of candidate indices of the root
     weights: np.ndarray  # flat: the flow that gave the bound
+    seen: list[Seen]  # strategies that the flow was up against
+
+
+class Seen(NamedTuple):
+    choice: np.ndarray  # [N] candidate indices of the root
+    durations: np.ndarray  # flat, of the relaxation that it was seen in
 
 
 class Bounded(NamedTuple):
     value: float
     weights: np.ndarray
+    seen: list[Seen]
     contested: np.ndarray  # [N] seconds by which the durations of each operator differ among those that the best flow is up against
 
 
@@ -105,12 +113,9 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
         search.simulate([additive_start(problem)])
         root = relax(problem, max_candidates=None)
         keep = _undominated(root)
-        weights = np.zeros(0)
         if search.stopped_by() is None:
             descend(search, root, keep, search.best)
-            weights = bounded(search, root.restricted(keep), weights).weights
-            first_incumbents(search, root, keep, weights)
-        heap = [Node(0.0, 0, keep, weights)]
+        heap, nodes = [Node(0.0, 0, keep, np.zeros(0), [])], 0
         count = 1
         while heap:
             bound = heap[0].bound
@@ -121,6 +126,9 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
                 stopped_by = stop
                 break
             node = heapq.heappop(heap)
+            nodes += 1
+            if nodes == _EASY:  # a better incumbent is worth its time
+                kick(search, root, keep, node.weights)
             for child in expand(search, root, node):
                 if child.bound < search.limit:
                     heapq.heappush(heap, child._replace(number=count))
@@ -139,9 +147,8 @@ def _check(problem: PlanningProblem) -> None:
     most = max((float(np.prod(a.sum(axis=1, dtype=float))) for a in space.allowed), default=1.0)
     if most > MAX_CONFIGS or problem.graph.num_operators > MAX_OPERATORS:
         found = f"{problem.graph.num_operators} operators of up to {most:.0f} configs"
-        raise SoapjaxError(
-            Problem("planner exhaustive", found, f"at most {MAX_OPERATORS} of {MAX_CONFIGS}", "use planner mcmc, optcnn or ilp here")
-        )
+        expected, remedy = f"at most {MAX_OPERATORS} of {MAX_CONFIGS}", "use planner mcmc, optcnn or ilp here"
+        raise SoapjaxError(Problem("planner exhaustive", found, expected, remedy))
 
 
 def _undominated(relaxation: Relaxation) -> list[np.ndarray]:
@@ -188,14 +195,15 @@ def _changed(strategy: Strategy, configs: dict[int, tuple[np.ndarray, int]]) -> 
     return Strategy(axes, storage)
 
 
-def first_incumbents(search: _Search, root: Relaxation, keep: list[np.ndarray], weights: np.ndarray) -> None:
-    """Minimisers between the flow of the root's bound and the plain sum, improved; then kicks of a few neighbouring operators."""
+def kick(search: _Search, root: Relaxation, keep: list[np.ndarray], weights: np.ndarray) -> None:
+    """Better incumbents: minimisers between a bound's flow and the plain sum, and random changes of a few neighbours, improved.
+
+    Takes at most half of the proposals.
+    """
+    allowed = np.inf if search.budget.num_proposals is None else search.budget.num_proposals / 2
     rng = np.random.default_rng(0)
-    sizes = [x.size for x in root.weights()]
-    shapes = [x.shape for x in root.weights()]
     for share in (0.02, 0.1, 0.3):
-        parts = np.split((1 - share) * weights + share, np.cumsum(sizes)[:-1])
-        pairwise = root.pairwise(Durations(*(p.reshape(s).astype(np.float32) for p, s in zip(parts, shapes, strict=True))))
+        pairwise = root.pairwise(unflat((1 - share) * weights + share, root.weights()))
         order, cut = order_of(pairwise)
         choice = eliminate(factors_of(pairwise), order + cut).choice({}, len(pairwise.costs))
         found = search.simulate([root.strategy(pairwise, choice)])
@@ -207,77 +215,84 @@ def first_incumbents(search: _Search, root: Relaxation, keep: list[np.ndarray], 
         near[b].append(a)
     current = search.best
     for _ in range(_KICKS):
-        if search.stopped_by() is not None:
+        if search.stopped_by() is not None or search.evaluated > allowed:
             break
         around = near[rng.integers(len(near))]
         changed = rng.permutation(around)[: rng.integers(2, 5)]
-        picked = {int(n): int(rng.choice(keep[n])) for n in changed}
-        kicked = _changed(current.strategy, {n: (root.candidates[n].axes[k], root.candidates[n].storage[k]) for n, k in picked.items()})
-        found = search.simulate([kicked])
+        configs = {}
+        for n in changed.tolist():
+            k = int(rng.choice(keep[n]))
+            configs[n] = root.candidates[n].axes[k], int(root.candidates[n].storage[k])
+        found = search.simulate([_changed(current.strategy, configs)])
         if found:
             improved = descend(search, root, keep, found[0])
             current = improved if improved.cost <= current.cost * (1 + 2e-3) else current
             current = search.best if rng.random() < 0.2 else current
 
 
-def bounded(search: _Search, relaxation: Relaxation, weights: np.ndarray) -> Bounded:
-    """The best bound of some rounds of the game, from `weights` on; the strategies seen are simulated."""
+def bounded(search: _Search, relaxation: Relaxation, node: Node) -> Bounded:
+    """The best bound of some rounds of the game, from where the node's parent left it; the strategies seen are simulated."""
+    weights = node.weights
     tables = relaxation.problem.simulator.tables
     active = active_durations(relaxation)
     chains = chains_of(tables, active)
     program = FlowProgram(chains)
     if not len(weights):
         costs = relaxation.problem.simulator.costs(search.best.strategy).durations
-        weights = longest_paths(chains, chains.flat(costs))[1]
+        weights = longest_paths(chains, flat(costs))[1]
     order = sum(order_of(relaxation.pairwise()), [])
     best, best_weights = -np.inf, weights
-    seen: list[Strategy] = []
-    durations: list[np.ndarray] = []
-    mixture = np.ones(1)
+    seen = [s for s in node.seen if all((k == c).any() for k, c in zip(node.keep, s.choice, strict=True))]
+    strategies: list[Strategy] = []
+    mixture = np.ones(len(seen))
     for _ in range(_GAME_ROUNDS):
-        pairwise = relaxation.pairwise(chains.unflat(weights))
+        pairwise = relaxation.pairwise(unflat(weights, active))
         found = eliminate(factors_of(pairwise), order)
         gained = found.value - best
         if found.value > best:
             best, best_weights = found.value, weights
         if best >= search.limit:
             break
-        strategy = relaxation.strategy(pairwise, found.choice({}, len(pairwise.costs)))
-        seen.append(strategy)
-        durations.append(chains.flat(relaxation.durations(strategy)))
-        weights, most, mixture = program.best(durations)
+        choice = found.choice({}, len(pairwise.costs))
+        strategies.append(relaxation.strategy(pairwise, choice))
+        picked = zip(node.keep, pairwise.labels, choice, strict=True)
+        seen.append(Seen(np.array([k[of[c]] for k, of, c in picked]), flat(relaxation.durations(strategies[-1]))))
+        weights, most, mixture = program.best([s.durations for s in seen])
         if most < search.limit and most - best < 0.1 * (search.limit - best) and gained < 0.02 * (search.limit - best):
             break
         weights = 0.5 * weights + 0.5 * best_weights
-    search.simulate(seen)
+    search.simulate(strategies)
     contested = np.zeros(len(relaxation.candidates))
-    if durations and best < search.limit:
-        share = mixture[: len(durations)] / max(mixture.sum(), 1e-30)
-        d = np.array(durations)
+    if strategies and best < search.limit:
+        share = mixture / max(mixture.sum(), 1e-30)
+        d = np.array([s.durations for s in seen])
         differs = share @ np.abs(d - share @ d)  # flat
-        operators = _operators_of(relaxation, chains)
+        operators = _operators_of(relaxation)
         for i in np.flatnonzero(differs):
             contested[operators[i]] += differs[i]
         # Where the longest chain turns at a task that may be inactive, the flow could not follow it.
-        d = durations[int(share.argmax())]
-        whole = chains_of(tables, chains.unflat(d > 0))
-        certain = chains.flat(active)
+        d = seen[int(share.argmax())].durations
+        whole = chains_of(tables, unflat(d > 0, active))
+        certain = flat(active)
+        missing = longest_paths(whole, d)[0] - best
         for i in turning_tasks(whole, d):
             if not certain[i]:
-                contested[operators[i]] += longest_paths(whole, d)[0] - best
-    return Bounded(best, best_weights, contested)
+                contested[operators[i]] += missing
+    # Those that matter, and the latest.
+    kept = {i for i, m in enumerate(mixture) if m > 0} | set(range(len(seen) - 6, len(seen)))
+    return Bounded(best, best_weights, [s for i, s in enumerate(seen) if i in kept], contested)
 
 
-def _operators_of(relaxation: Relaxation, chains: Chains) -> list[list[int]]:
+def _operators_of(relaxation: Relaxation) -> list[list[int]]:
     """The operators that decide each duration (flat)."""
-    sizes = [int(np.prod(s)) for s in chains.shapes]
-    start = dict(zip(Durations._fields, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
-    width = {name: int(np.prod(s[1:])) for name, s in zip(Durations._fields, chains.shapes, strict=True)}
-    out: list[list[int]] = [[] for _ in range(sum(sizes))]
+    like = relaxation.weights()
+    out: list[list[int]] = [[] for _ in range(sum(x.size for x in like))]
+    start = dict(zip(like._fields, np.cumsum([0, *(x.size for x in like[:-1])]).tolist(), strict=True))
     for t in relaxation.terms:
-        first = start[t.kind] + t.index * width[t.kind]
-        for i in range(first, first + width[t.kind]):
-            out[i] = [n for n in (t.a, t.b) if n >= 0]
+        field = getattr(like, t.kind)
+        width = field[0].size
+        for i in range(width):
+            out[start[t.kind] + t.index * width + i] = [n for n in (t.a, t.b) if n >= 0]
     return out
 
 
@@ -292,41 +307,38 @@ def active_durations(relaxation: Relaxation) -> Durations:
 
 def expand(search: _Search, root: Relaxation, node: Node) -> list[Node]:
     """Bounds a node anew, removes candidates, and splits what is left; no children if it is done."""
-    keep, weights = node.keep, node.weights
+    bound = node.bound
     while True:
+        keep = node.keep
         size = float(np.prod([float(len(k)) for k in keep]))
         if size <= _LEAVES:
             _enumerate(search, root, keep)
             return []
         relaxation = root.restricted(keep)
-        found = bounded(search, relaxation, weights)
-        weights = found.weights
+        found = bounded(search, relaxation, node)
         if found.value >= search.limit:
             return []
-        marginals = candidate_marginals(relaxation, weights)
+        marginals = candidate_marginals(relaxation, found.weights)
         kept = [k[m < search.limit] for k, m in zip(keep, marginals, strict=True)]
         if any(len(k) == 0 for k in kept):
             return []
         smaller = np.prod([len(k) / len(old) for k, old in zip(kept, keep, strict=True)])
         marginals = [m[m < search.limit] for m in marginals]
-        keep = kept
+        node = node._replace(keep=kept, weights=found.weights, seen=found.seen)
         if smaller > 0.2:
             break
-    n = _branch_on(search, keep, marginals, found)
-    rest = max(found.value, node.bound)
+    n = _branch_on(search, kept, marginals, found)
+    rest = max(found.value, bound)
     children = []
-    for part in _parts(root, keep, n):
-        value = max(rest, float(marginals[n][np.isin(keep[n], part)].min()))
-        children.append(Node(value, 0, [part if m == n else k for m, k in enumerate(keep)], weights))
+    for part in _parts(root, kept, n):
+        value = max(rest, float(marginals[n][np.isin(kept[n], part)].min()))
+        children.append(node._replace(bound=value, keep=[part if m == n else k for m, k in enumerate(kept)]))
     return children
 
 
 def candidate_marginals(relaxation: Relaxation, weights: np.ndarray) -> list[np.ndarray]:
     """N of [K]: the bound with each candidate chosen."""
-    chains_like = relaxation.weights()
-    ends = np.cumsum([x.size for x in chains_like])
-    parts = np.split(weights, ends[:-1])
-    pairwise = relaxation.pairwise(Durations(*(p.reshape(x.shape).astype(np.float32) for p, x in zip(parts, chains_like, strict=True))))
+    pairwise = relaxation.pairwise(unflat(weights, relaxation.weights()))
     order, cut = order_of(pairwise)
     found = eliminate(factors_of(pairwise), order + cut)
     if not found.is_exact:

@@ -1,11 +1,16 @@
-"""Metropolis-Hastings over the SOAP space, judging whole batches of proposals at once, exactly.
+"""Metropolis-Hastings over the SOAP space, judging an operator's whole neighbourhood at once, exactly.
 
-A chain draws B proposals from its *current* state, evaluates all of them in one call,
-accepts the first that its uniform accepts and throws away those behind it: their draws did not depend on
-what was thrown away. Draws are keyed by the Metropolis step, so B = 1 and B = 64 give the same chain.
-Several chains at different temperatures start from the baselines and a random strategy, and exchange
-states between rounds (parallel tempering). Costs are scaled by the best baseline, so that beta means the same for
-every model. Time is looked at between rounds only, so a run that time ended is replayed by its number of proposals.
+A chain walks in *blocks* of steps. A block draws one operator and some of the mesh axes, then for every step a
+candidate: independent values on those axes and an independent storage. No candidate depends on what the block accepts
+before it, and the cost of a candidate does not depend on the operator's own config. So all of them are judged in one
+call beside the strategy at the block's start (the exact delta simulation), and the steps accept or refuse one after the
+other, none thrown away. The proposal density is that of uniform draws: symmetric, the Hastings correction is one.
+
+Between blocks stand *leaps*: moves of many operators at once (moves.py), simulated in full, the first accepted
+taken and those behind it thrown away. Draws are keyed by the step. Several chains at different temperatures start from the best
+starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
+better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model. Time is
+looked at between rounds only, so a run that time ended is replayed by its number of proposals.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -21,167 +27,237 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.search.baselines import BASELINES, replicate_all
-from soapjax.search.moves import State, proposal
+from soapjax.costs.evaluate import Costs
+from soapjax.search.moves import State, choices_of, leap
+from soapjax.search.neighbourhood import Judged, Neighbourhoods, Position, Tables
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
+from soapjax.search.starts import starts
+from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
 NUM_CHAINS = 4
-BETAS = (3200.0, 800.0, 200.0, 50.0)  # of the relative cost, coldest first
-STEPS_PER_ROUND = 64  # per chain
-BATCHES = (4, 16)  # speculative batch sizes per chain; the acceptance rate picks one
-DEFAULT_PROPOSALS = 20_000
+BETAS = (12800.0, 3200.0, 800.0, 200.0)  # of the relative cost, coldest first
+BLOCKS_PER_ROUND = 32  # per chain
+DEFAULT_PROPOSALS = 200_000
+MAX_AXES = 4  # that one block moves
 
 
-class Chains(NamedTuple):
-    """State of C chains."""
-
-    state: State  # axes int8 [C, N, A], storage int8 [C, N]
-    cost: Array  # [C], relative to the reference
-    step: Array  # int32 [C]: Metropolis steps done
-    accepted: Array  # int32 [C]
-    best: State  # of each chain
-    best_cost: Array  # [C]
+def block_size(problem: PlanningProblem) -> int:
+    """Steps of a block: a quarter of what a typical operator can choose from on the axes of a block, a power of two."""
+    _, counts = choices_of(problem.space)
+    options = np.median([np.prod(np.sort(c)[::-1][:MAX_AXES]) for c in counts]) if len(counts) else 1
+    options *= len(problem.space.storages) if problem.space.owns_parameters.any() else 1
+    return int(2 ** np.clip(np.ceil(np.log2(max(options / 4, 1))), 4, 8))
 
 
-def kernel(problem: PlanningProblem, reference_s: float, batch: int) -> Callable[[Array, Chains, Array, Array], Chains]:
-    """A jitted function (chain keys, chains, betas, limit) -> chains: every chain walks to step `limit`."""
-    propose = proposal(problem.space)
-    usable = float(problem.usable_memory_bytes)
+class Walker(NamedTuple):
+    """One chain."""
 
-    def costs_of(s: State) -> Array:
-        return objective(problem.simulator.scores(s.axes, s.storage), usable) / reference_s
+    at: Position
+    cost: Array  # []: relative to the reference
+    accepted: Array  # int32 []: changes of config
+    best_cost: Array  # []: among all that was judged
+    best: State
 
-    def draws(key: Array, s: State, step: Array) -> tuple[State, Array]:
-        move, uniform = jax.random.split(jax.random.fold_in(key, step))
-        return propose(move, s), jax.random.uniform(uniform)
 
-    def advance(keys: Array, chains: Chains, betas: Array, limit: Array) -> Chains:
-        num_chains = chains.cost.shape[0]
-        steps = chains.step[:, None] + jnp.arange(batch)  # [C, B]
-        per_chain = jax.vmap(draws, (None, None, 0))
-        proposed, uniforms = jax.vmap(per_chain)(keys, chains.state, steps)
-        flat = jax.tree.map(lambda x: x.reshape(num_chains * batch, *x.shape[2:]), proposed)
-        cost = costs_of(flat).reshape(num_chains, batch)
-        # min(1, exp(beta (cost - cost'))) against a uniform; steps at the limit belong to the next round.
-        ratio = jnp.exp(jnp.minimum(betas[:, None] * (chains.cost[:, None] - cost), 0.0))
-        inside = steps < limit
-        accepts = (uniforms < ratio) & jnp.isfinite(cost) & inside
-        moved = accepts.any(axis=1)
-        first = jnp.argmax(accepts, axis=1)
-        consumed = jnp.where(moved, first + 1, inside.sum(axis=1))
-        state = _take(moved, _at(proposed, first), chains.state)
-        # Best so far: of what was consumed only, so that it does not depend on the batch size either.
-        seen = jnp.where(jnp.arange(batch) < consumed[:, None], cost, jnp.inf)
-        index = jnp.argmin(seen, axis=1)
-        lowest = seen.min(axis=1)
-        better = lowest < chains.best_cost
-        return Chains(
-            state,
-            jnp.where(moved, jnp.take_along_axis(cost, first[:, None], 1)[:, 0], chains.cost),
-            chains.step + consumed,
-            chains.accepted + moved,
-            _take(better, _at(proposed, index), chains.best),
-            jnp.where(better, lowest, chains.best_cost),
+def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callable:
+    """A pure function (tables, key, beta, walker) -> walker: one block."""
+    space = near.problem.space
+    values, counts = choices_of(space)
+    free = np.flatnonzero((counts > 1).any(axis=1) | space.owns_parameters)
+    free = free if len(free) else np.zeros(1, np.int64)
+    num_axes, num_storages = space.num_axes, len(space.storages)
+    owns = jnp.asarray(space.owns_parameters)
+    values, counts, free = jnp.asarray(values), jnp.asarray(counts), jnp.asarray(free)
+
+    def draws(key: Array, base_axes: Array, base_storage: Array) -> tuple[Array, Array, Array, Array]:
+        """Operator, candidates (axes [Q, A], storage [Q]) and uniforms [Q] of a block."""
+        which, of_axes, of_values, of_storage, of_steps = jax.random.split(key, 5)
+        u = jax.random.uniform(which, (2,))
+        n = free[jnp.minimum((u[0] * len(free)).astype(jnp.int32), len(free) - 1)]
+        order = jnp.argsort(jax.random.uniform(of_axes, (num_axes,)))
+        moves = order < MAX_AXES
+        drawn = jax.random.uniform(of_values, (steps, num_axes))
+        index = jnp.minimum((drawn * counts[n]).astype(jnp.int32), counts[n] - 1)
+        axes = jnp.where(moves, values[n, jnp.arange(num_axes), index], base_axes[n])
+        # Half of the blocks of an operator with parameters draw their storage too.
+        drawn = (jax.random.uniform(of_storage, (steps,)) * num_storages).astype(jnp.int8)
+        storage = jnp.where(owns[n] & (u[1] < 0.5), jnp.minimum(drawn, num_storages - 1), base_storage[n])
+        return n, axes, storage, jax.random.uniform(of_steps, (steps,))
+
+    def block(tables: Tables, key: Array, beta: Array, walker: Walker) -> Walker:
+        base = walker.at.base
+        n, axes, storage, uniforms = draws(key, base.axes, base.storage)
+
+        def metropolis(judged: Judged) -> tuple[tuple[Array, ...], Array]:
+            cost = judged.cost_s / reference_s
+
+            def step(state: tuple[Array, Array, Array], x: tuple[Array, Array, Array]):
+                now, chosen, accepted = state
+                q, proposed, uniform = x
+                # min(1, exp(beta (cost - cost'))) against a uniform.
+                moved = (uniform < jnp.exp(jnp.minimum(beta * (now - proposed), 0.0))) & jnp.isfinite(proposed)
+                return (jnp.where(moved, proposed, now), jnp.where(moved, q, chosen), accepted + moved), None
+
+            inputs = (jnp.arange(steps, dtype=jnp.int32), cost, uniforms)
+            (now, chosen, accepted), _ = jax.lax.scan(step, (walker.cost, jnp.int32(-1), walker.accepted), inputs)
+            q = jnp.maximum(chosen, 0)
+            is_new = (axes[q] != base.axes[n]).any() | (storage[q] != base.storage[n])
+            lowest = jnp.argmin(cost)
+            return (now, accepted, lowest, cost[lowest]), jnp.where(is_new, chosen, -1)
+
+        (now, accepted, lowest, lowest_cost), at = near.judge_and_move(tables, walker.at, n, axes, storage, metropolis)
+        better = lowest_cost < walker.best_cost
+        best = State(
+            jnp.where(better, base.axes.at[n].set(axes[lowest]), walker.best.axes),
+            jnp.where(better, base.storage.at[n].set(storage[lowest]), walker.best.storage),
         )
+        return Walker(at, now, accepted, jnp.minimum(lowest_cost, walker.best_cost), best)
 
-    def walk(keys: Array, chains: Chains, betas: Array, limit: Array) -> Chains:
-        return jax.lax.while_loop(
-            lambda c: (c.step < limit).any(), lambda c: advance(keys, c, betas, limit), chains
-        )  # fmt: skip
-
-    return jax.jit(walk)
+    return block
 
 
-def _at(tree: State, index: Array) -> State:
-    return jax.tree.map(lambda x: x[jnp.arange(x.shape[0]), index], tree)
+class Engine:
+    """The compiled functions of one search."""
+
+    def __init__(self, problem: PlanningProblem, reference_s: float):
+        self.problem, self.reference_s = problem, reference_s
+        self.near = Neighbourhoods(problem)
+        self.steps = block_size(problem)
+        block = block_kernel(self.near, reference_s, self.steps)
+
+        def walk(tables: Tables, key: Array, beta: Array, walker: Walker, first: Array, count: Array) -> Walker:
+            return jax.lax.fori_loop(
+                first, first + count, lambda i, w: block(tables, jax.random.fold_in(key, i), beta, w), walker
+            )  # fmt: skip
+
+        self._walk = jax.jit(walk)
+        self._leap = jax.jit(jax.vmap(leap(problem.space), (0, None)))
+
+        def position(tables: Tables, costs: Costs, strategies: State, i: Array) -> Position:
+            costs, strategy = jax.tree.map(lambda x: x[i], (costs, strategies))
+            return self.near.position(tables, costs, strategy.axes, strategy.storage)
+
+        self._position = jax.jit(position)
+
+    def walker(self, strategy: Strategy, cost: float) -> Walker:
+        """A chain that begins at `strategy`."""
+        state = State(*(jnp.asarray(np.stack([x] * BATCH)) for x in (strategy.axes, strategy.storage)))
+        _, costs = self.problem.simulator.batch(*state)
+        at = self._position(self.near.tables, costs, state, 0)
+        return Walker(at, jnp.float32(cost), jnp.int32(0), jnp.float32(cost), State(at.base.axes, at.base.storage))
+
+    def walk(self, key: Array, beta: float, walker: Walker, first: int, count: int) -> Walker:
+        """Blocks `first` to `first + count` of a chain."""
+        moved = self._walk(self.near.tables, key, jnp.float32(beta), walker, jnp.int32(first), jnp.int32(count))
+        return jax.block_until_ready(moved)
+
+    def leap(self, key: Array, beta: float, walker: Walker) -> tuple[Walker, int]:
+        """Up to a batch of steps of many operators at once, simulated in full; gives the number of steps taken."""
+        move, uniform = jax.random.split(key)
+        state = State(walker.at.base.axes, walker.at.base.storage)
+        proposed = self._leap(jax.random.split(move, BATCH), state)
+        scores, costs = self.problem.simulator.batch(proposed.axes, proposed.storage)
+        cost = np.asarray(objective(scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
+        uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
+        now = float(walker.cost)
+        accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
+        first = int(np.argmax(accepts)) if accepts.any() else BATCH - 1
+        lowest = int(np.argmin(cost[: first + 1]))
+        if cost[lowest] < float(walker.best_cost):
+            best = State(*(jnp.asarray(np.asarray(x)[lowest]) for x in proposed))
+            walker = walker._replace(best=best, best_cost=jnp.float32(cost[lowest]))
+        if accepts.any():
+            at = self._position(self.near.tables, costs, proposed, first)
+            walker = walker._replace(at=at, cost=jnp.float32(cost[first]), accepted=walker.accepted + 1)
+        return walker, first + 1
 
 
-def _take(which: Array, a: State, b: State) -> State:
-    return jax.tree.map(lambda x, y: jnp.where(which.reshape(-1, *[1] * (x.ndim - 1)), x, y), a, b)
-
-
-def exchange(key: Array, chains: Chains, betas: np.ndarray, parity: int) -> Chains:
+def exchange(key: Array, walkers: list[Walker], betas: np.ndarray, parity: int) -> list[Walker]:
     """Replica exchange between neighbours in temperature: min(1, exp((beta_i - beta_j)(cost_i - cost_j)))."""
-    order = np.arange(len(betas))
-    cost = np.asarray(chains.cost, np.float64)
-    uniforms = np.asarray(jax.random.uniform(key, (len(betas),)))
+    walkers, uniforms = list(walkers), np.asarray(jax.random.uniform(key, (len(betas),)))
     for i in range(parity, len(betas) - 1, 2):
-        log_ratio = (betas[i] - betas[i + 1]) * (cost[i] - cost[i + 1])
+        log_ratio = (betas[i] - betas[i + 1]) * (float(walkers[i].cost) - float(walkers[i + 1].cost))
         if uniforms[i] < np.exp(min(0.0, log_ratio)):
-            order[[i, i + 1]] = order[[i + 1, i]]
-    return chains._replace(state=jax.tree.map(lambda x: x[order], chains.state), cost=chains.cost[order])
-
-
-def starts(rng_key: Array, problem: PlanningProblem) -> list[Evaluation]:
-    """Distinct starting points, best first: every baseline, the replicated strategy, and random ones."""
-    seed = int(jax.random.randint(rng_key, (), 0, np.iinfo(np.int32).max))
-    rng = np.random.default_rng(seed)
-    found = [planner(rng_key, problem, Budget()).best.strategy for planner in BASELINES.values()]
-    found += [replicate_all(problem), *(problem.space.random(rng) for _ in range(NUM_CHAINS))]
-    unique = {s.key(): s for s in found}
-    return sorted(problem.evaluate(list(unique.values())), key=lambda e: (not e.is_feasible, e.cost))
-
-
-def _batch_for(rate: float, budget: Budget, limit: int | None, done: int, elapsed: float) -> int:
-    """Small batches where most proposals are accepted (the rest is thrown away), if what is left pays for another compilation."""
-    left = limit - done * NUM_CHAINS if limit is not None else 0
-    long = left > 20_000 or (budget.seconds is not None and budget.seconds - elapsed > 60)
-    return BATCHES[0] if rate > 0.5 and long else BATCHES[-1]
+            walkers[i], walkers[i + 1] = walkers[i + 1], walkers[i]
+    return walkers
 
 
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
-    start_key, chain_key, swap_key = jax.random.split(rng_key, 3)
-    begun = starts(start_key, problem)
+    start_key, chain_key, leap_key, swap_key = jax.random.split(rng_key, 4)
+    begun = starts(start_key, problem, budget)
     reference_s = begun[0].cost
-    chosen = [begun[min(i, len(begun) - 1)] for i in range(NUM_CHAINS - 1)] + [begun[-1]]
-    state = State(
-        jnp.stack([jnp.asarray(e.strategy.axes) for e in chosen]), jnp.stack([jnp.asarray(e.strategy.storage) for e in chosen])
-    )
-    cost = jnp.asarray([e.cost / reference_s for e in chosen], jnp.float32)
-    zeros = jnp.zeros(NUM_CHAINS, jnp.int32)
-    chains = Chains(state, cost, zeros, zeros, state, cost)
-    keys = jax.random.split(chain_key, NUM_CHAINS)
-    betas = np.array(BETAS[:NUM_CHAINS])
-    kernels: dict[int, Callable] = {}
+    engine = Engine(problem, reference_s)
+    waiting = _in_turn(begun)
+    walkers = [engine.walker(e.strategy, e.cost / reference_s) for e in (waiting.pop(0) for _ in range(NUM_CHAINS))]
+    betas, chain_keys = np.array(BETAS), jax.random.split(chain_key, NUM_CHAINS)
     limit = budget.num_proposals
     if limit is None and budget.seconds is None:
         limit = DEFAULT_PROPOSALS
-    per_chain = None if limit is None else -(-limit // NUM_CHAINS)
-    best_cost, best_at, rounds, done, batch = float(cost.min()), 0.0, 0, 0, BATCHES[-1]
-    history = [(0, 0.0, begun[0].step_time_s)]
+    best, best_at, best_elapsed = begun[0], 0, 0.0
+    candidates = [begun[0].strategy]
+    history = [(0, time.monotonic() - begin, begun[0].step_time_s)]
+    lowest, done, rounds, blocks = 1.0, 0, 0, 0
+    quiet = [0] * NUM_CHAINS
+    own_best = [float(w.best_cost) for w in walkers]
     stopped_by = "proposals"
+    pool = ThreadPoolExecutor(2)
     try:
-        while per_chain is None or done < per_chain:
+        while limit is None or done < limit:
             elapsed = time.monotonic() - begin
             if budget.seconds is not None and elapsed >= budget.seconds:
                 stopped_by = "seconds"
                 break
-            target = done + STEPS_PER_ROUND if per_chain is None else min(done + STEPS_PER_ROUND, per_chain)
-            if batch not in kernels:
-                kernels[batch] = kernel(problem, reference_s, batch)
-            before = np.asarray(chains.accepted).sum()
-            moved = kernels[batch](keys, chains, jnp.asarray(betas, jnp.float32), jnp.int32(target))
-            rate = (np.asarray(moved.accepted).sum() - before) / max(1, (target - done) * NUM_CHAINS)
-            chains = exchange(jax.random.fold_in(swap_key, rounds), moved, betas, rounds % 2)
-            done, rounds = target, rounds + 1
-            batch = _batch_for(rate, budget, limit, done, elapsed)
+            left = BLOCKS_PER_ROUND if limit is None else -(-(limit - done) // (NUM_CHAINS * engine.steps))
+            count = min(BLOCKS_PER_ROUND, left)
+            keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
+
+            def one_round(c: int, count: int = count, keys: Array = keys) -> tuple[Walker, int]:
+                moved, steps = engine.leap(keys[c], betas[c], walkers[c]) if rounds % 2 == 0 else (walkers[c], 0)
+                return engine.walk(chain_keys[c], betas[c], moved, blocks, count), steps + count * engine.steps
+
+            moved = list(pool.map(one_round, range(NUM_CHAINS)))
+            done += sum(steps for _, steps in moved)
+            blocks, rounds = blocks + count, rounds + 1
+            walkers = [w for w, _ in moved]
+            for c, w in enumerate(walkers):
+                quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
+                own_best[c] = float(w.best_cost)
             elapsed = time.monotonic() - begin
-            lowest = float(np.asarray(chains.best_cost).min())
-            if lowest < best_cost:
-                best_cost, best_at = lowest, elapsed
-                history.append((done * NUM_CHAINS, elapsed, lowest * reference_s))
+            leader = int(np.argmin(own_best))
+            if own_best[leader] < lowest:
+                lowest, best_at, best_elapsed = own_best[leader], done, elapsed
+                state = walkers[leader].best
+                candidates.append(Strategy(np.asarray(state.axes), np.asarray(state.storage)))
+                history.append((done, elapsed, lowest * reference_s))
+            walkers = exchange(jax.random.fold_in(swap_key, rounds), walkers, betas, rounds % 2)
+            own_best = [float(w.best_cost) for w in walkers]
             if budget.progress is not None:
-                budget.progress(done * NUM_CHAINS, best_cost * reference_s, elapsed)
-            if budget.seconds is not None and limit is None and elapsed - best_at > budget.seconds / 2:
+                budget.progress(done, lowest * reference_s, elapsed)
+            if (limit is not None and done - best_at > limit / 2) or (
+                limit is None and budget.seconds is not None and elapsed - best_elapsed > budget.seconds / 2
+            ):
                 stopped_by = "converged"
                 break
+            for c in range(NUM_CHAINS - 1):
+                if quiet[c] > PATIENCE and waiting:
+                    fresh = waiting.pop(0)
+                    walkers[c], quiet[c] = engine.walker(fresh.strategy, fresh.cost / reference_s), 0
+                    own_best[c] = float(walkers[c].best_cost)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
-    candidates = [begun[0].strategy]
-    for c in range(NUM_CHAINS):
-        candidates.append(Strategy(np.asarray(chains.best.axes[c]), np.asarray(chains.best.storage[c])))
-    best = min(problem.evaluate(candidates), key=lambda e: (not e.is_feasible, e.cost))
-    return SearchResult(best, done * NUM_CHAINS, time.monotonic() - begin, stopped_by, tuple(history))
+    finally:
+        pool.shutdown(wait=True)
+    best = min(problem.evaluate(candidates[-BATCH:] + candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
+    return SearchResult(best, done, time.monotonic() - begin, stopped_by, tuple(history))
+
+
+PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
+
+
+def _in_turn(begun: list[Evaluation]) -> list[Evaluation]:
+    """The order in which starts are used: the coldest chains begin at the best, the hottest at a random one (the worst)."""
+    order = [*begun[: NUM_CHAINS - 1], begun[-1], *begun[NUM_CHAINS - 1 : -1]]
+    return order + [begun[-1]] * max(0, NUM_CHAINS - len(order))

@@ -1,17 +1,16 @@
-"""The moves of the Markov chain: (rng_key, strategy) -> strategy, each with a reverse of equal density.
+"""The moves of the Markov chain that change many operators: (rng_key, strategy) -> strategy, each with a reverse of equal density.
 
-* one operator, one axis: a uniform value of those that the axis may take there;
-* one operator, all axes: uniform values (the paper's move);
-* one operator's storage;
 * tied: on one axis, two values change places in all members of a group of repeated operators (an involution);
 * tied storage: likewise;
 * flow: on one axis, two dims change places wherever the graph carries them: a dim of an operator is the dim of its
   neighbour that the tensor between them ties it to (so "batch" and "hidden width" change places in a whole layer at once);
   in one layer or in all that repeat it, in the whole graph or in a run of operators (an involution);
-* axes: two axes change places in a run of consecutive operators (an involution).
+* axes: two axes change places in a run of consecutive operators (an involution);
+* pins: where pins are offered, the two coordinates of an axis change places in a run of operators (an involution), or an
+  axis' pins change places with replication in a group.
 
 All are symmetric, so the Hastings correction is one. A proposal whose degrees do not divide is
-scored infinite, and so refused.
+scored infinite, and so refused. Moves of one operator are drawn in blocks (mcmc.py).
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from jax import Array
 
 from soapjax.graph.dims import UnionFind
 from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
-# Of one axis, one operator, one storage, tied, tied storage, flow, two axes.
-WEIGHTS = (0.2, 0.1, 0.1, 0.15, 0.1, 0.3, 0.05)
+# Of tied, tied storage, flow, two axes, pins.
+WEIGHTS = (0.25, 0.15, 0.4, 0.1, 0.1)
 
 
 class State(NamedTuple):
@@ -68,18 +68,25 @@ def dim_flows(space: SearchSpace) -> tuple[np.ndarray, np.ndarray]:
     return classes(False), classes(True)
 
 
-def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
+def choices_of(space: SearchSpace) -> tuple[np.ndarray, np.ndarray]:
+    """(values int8 [N, A, V], counts int32 [N, A]): what an axis may take, pins included, to draw from uniformly."""
+    num_ops, num_axes = space.graph.num_operators, space.num_axes
+    most_pins = max(space.mesh.axis_sizes) if space.offers_pins else 0
+    values = np.zeros((num_ops, num_axes, space.allowed.shape[2] + most_pins), np.int8)
+    counts = np.zeros((num_ops, num_axes), np.int32)
+    for n in range(num_ops):
+        pins = space.may_pin(n)
+        for a, size in enumerate(space.mesh.axis_sizes):
+            found = [*(np.flatnonzero(space.allowed[n, a]) - 1), *(PIN(i) for i in range(size) if pins and size > 1)]
+            values[n, a, : len(found)], counts[n, a] = found, len(found)
+    return values, counts
+
+
+def leap(space: SearchSpace) -> Callable[[Array, State], State]:
     """The mixture of moves on `space`."""
     graph = space.graph
     num_ops, num_axes = graph.num_operators, space.num_axes
-    # Values an axis may take, as a padded list, to draw from uniformly.
-    width = space.allowed.shape[2]
-    counts = space.allowed.sum(axis=2).astype(np.int32)  # [N, A]
-    choices = np.zeros((num_ops, num_axes, width), np.int8)
-    for n in range(num_ops):
-        for a in range(num_axes):
-            values = np.flatnonzero(space.allowed[n, a]) - 1
-            choices[n, a, : len(values)] = values
+    choices, counts = choices_of(space)
     groups = np.array([o.group for o in graph.operators], np.int32)
     owners = np.flatnonzero(space.owns_parameters)
     owners = owners if len(owners) else np.zeros(1, np.int64)
@@ -114,17 +121,6 @@ def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
     def swap(x: Array, u: Array, v: Array, where: Array) -> Array:
         return jnp.where(where & (x == u), v, jnp.where(where & (x == v), u, x))
 
-    def one_axis(u: Array, s: State) -> State:
-        n, a = draw_operator(u[0]), pick(u[1], num_axes)
-        return s._replace(axes=s.axes.at[n, a].set(draw_value(u[2], n, a)))
-
-    def one_operator(u: Array, s: State) -> State:
-        n, index = draw_operator(u[0]), jnp.arange(num_axes)
-        return s._replace(axes=s.axes.at[n].set(draw_value(u[8 : 8 + num_axes], n, index)))
-
-    def one_storage(u: Array, s: State) -> State:
-        return s._replace(storage=s.storage.at[draw_owner(u[0])].set(draw_storage(u[1])))
-
     def tied(u: Array, s: State) -> State:
         n, a = draw_operator(u[0]), pick(u[1], num_axes)
         members = jnp.asarray(groups) == jnp.asarray(groups)[n]
@@ -142,12 +138,28 @@ def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
     def flow(u: Array, s: State) -> State:
         ids = flows[(u[7] < 0.5).astype(jnp.int32)]
         n, a = draw_operator(u[0]), pick(u[1], num_axes)
-        first, second = ids[n, draw_value(u[2], n, a) + 1], ids[n, draw_value(u[3], n, a) + 1]
+        # A pin flows nowhere: it counts as replicated.
+        drawn = [jnp.maximum(draw_value(v, n, a), REPLICATE) + 1 for v in (u[2], u[3])]
+        first, second = ids[n, drawn[0]], ids[n, drawn[1]]
         has_first, has_second = ids == first, ids == second
         where = has_first.any(axis=1) & has_second.any(axis=1) & movable[:, a] & run(u[4:7])
         # Where a class stands twice in an operator, its first dim.
         x, y = (jnp.argmax(has, axis=1).astype(jnp.int8) - 1 for has in (has_first, has_second))
         return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], x, y, where)))
+
+    sizes = jnp.asarray(space.mesh.axis_sizes)
+
+    def may_take(n: Array, a: Array, value: Array) -> Array:
+        pinned = space.offers_pins & (FIRST_PIN - value < sizes[a])
+        return jnp.where(value <= FIRST_PIN, pinned, jnp.asarray(space.allowed)[n, a, jnp.maximum(value, REPLICATE) + 1])
+
+    def pins(u: Array, s: State) -> State:
+        a = pick(u[1], num_axes)
+        one, other = (FIRST_PIN - pick(v, sizes[a]).astype(jnp.int8) for v in (u[2], u[3]))
+        # Half the time with "replicate" in the place of one: a whole run of operators moves to one coordinate, or back.
+        one = jnp.where(u[0] < 0.5, jnp.int8(REPLICATE), one)
+        has = jnp.asarray([space.may_pin(n) for n in range(num_ops)])
+        return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], one, other, run(u[4:7]) & has)))
 
     def two_axes(u: Array, s: State) -> State:
         a, b = pick(u[0], num_axes), pick(u[1], num_axes)
@@ -155,14 +167,14 @@ def proposal(space: SearchSpace) -> Callable[[Array, State], State]:
         inside = run(u[4:7])
         # Only where both axes may take both values: else the reverse would not exist.
         va, vb = s.axes[:, a], s.axes[:, b]
-        allowed = jnp.asarray(space.allowed)
-        both = allowed[index, a, vb + 1] & allowed[index, b, va + 1]
+        both = may_take(index, a, vb) & may_take(index, b, va)
         inside &= (both | ~inside).all()
         axes = s.axes.at[:, a].set(jnp.where(inside, vb, va))
         return s._replace(axes=axes.at[:, b].set(jnp.where(inside, va, axes[:, b])))
 
-    moves = (one_axis, one_operator, one_storage, tied, tied_storage, flow, two_axes)
-    thresholds = jnp.asarray(np.cumsum(WEIGHTS)[:-1], jnp.float32)
+    moves = (tied, tied_storage, flow, two_axes) + ((pins,) if space.offers_pins else ())
+    weights = np.array(WEIGHTS[: len(moves)])
+    thresholds = jnp.asarray(np.cumsum(weights / weights.sum())[:-1], jnp.float32)
 
     def propose(key: Array, s: State) -> State:
         u = jax.random.uniform(key, (9 + num_axes,))

@@ -1,12 +1,13 @@
 """All that can be asked about one operator's candidates beside one strategy, in one call.
 
 `Neighbourhoods` is what the search walks on: `base_of` takes a strategy apart, `judge` gives the exact cost of
-Q candidate configs of one operator, `accept` writes one of them back. All pure, for use inside jitted loops.
+Q candidate configs of one operator, `judge_and_move` also takes one of them. All pure, for use inside jitted loops.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ class Neighbourhoods:
         return Position(base, alive(tables.arrays, base))
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
-        row = jax.tree.map(lambda x: x[tables.position_of[n]], tables.classes[i])
+        row = self._row(i, tables, n)
         found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.num_keyed[i], row, at.base, a, s))(axes, storage)
         times = step_times(
             tables.items, at.base, row, found, overlap=self.overlap, pins=self.machine.pins, jumps=self.jumps,
@@ -92,19 +93,30 @@ class Neighbourhoods:
 
     def judge(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
         """Candidates (`axes` int8 [Q, A], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
-        branches = [
-            lambda i=i: self._of_class(i, tables, at, n, axes, storage)[0] for i in range(len(tables.classes))
-        ]  # fmt: skip
-        return jax.lax.switch(tables.class_of[n], branches) if len(branches) > 1 else branches[0]()
+        return self._by_class(tables, n, lambda i: self._of_class(i, tables, at, n, axes, storage)[0])
 
-    def accept(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Position:
-        """The position after operator `n` took the config (`axes` int8 [A], `storage` int8)."""
+    def judge_and_move(
+        self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array, choose: Callable[[Judged], tuple[Any, Array]]
+    ) -> tuple[Any, Position]:
+        """What `choose` makes of the judged candidates, and the position at the one it picks (-1: the present one)."""
 
-        def of_class(i: int) -> Base:
-            row = jax.tree.map(lambda x: x[tables.position_of[n]], tables.classes[i])
-            found = change(tables.arrays, self.machine, self.num_keyed[i], row, at.base, axes, storage)
-            return apply(row, self.num_keyed[i], n, axes, storage, at.base, found)
+        def of_class(i: int) -> tuple[Any, Position]:
+            judged, found = self._of_class(i, tables, at, n, axes, storage)
+            result, q = choose(judged)
 
+            def moved() -> Position:
+                row = self._row(i, tables, n)
+                one = jax.tree.map(lambda x: x[q], found)
+                base = apply(row, self.num_keyed[i], n, axes[q], storage[q], at.base, one)
+                return Position(base, alive(tables.arrays, base))
+
+            return result, jax.lax.cond(q >= 0, moved, lambda: at)
+
+        return self._by_class(tables, n, of_class)
+
+    def _row(self, i: int, tables: Tables, n: Array) -> LocalTables:
+        return jax.tree.map(lambda x: x[tables.position_of[n]], tables.classes[i])
+
+    def _by_class(self, tables: Tables, n: Array, of_class: Callable[[int], Any]) -> Any:
         branches = [lambda i=i: of_class(i) for i in range(len(tables.classes))]
-        base = jax.lax.switch(tables.class_of[n], branches) if len(branches) > 1 else branches[0]()
-        return Position(base, alive(tables.arrays, base))
+        return jax.lax.switch(tables.class_of[n], branches) if len(branches) > 1 else branches[0]()

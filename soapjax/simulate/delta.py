@@ -29,8 +29,6 @@ from soapjax.costs.local import LocalTables
 from soapjax.simulate.items import NONE, Items
 from soapjax.simulate.walk import walk
 
-SHORT = 2048  # items of the shorter of the two compiled walks
-
 
 class ItemArrays(NamedTuple):
     """`Items` on the device; T items and one behind them that means "none"."""
@@ -184,21 +182,13 @@ def step_times(
     rows = jnp.concatenate([changed.seconds, zero])
     row_holders = jnp.concatenate([changed.holders, jnp.zeros((1, *changed.holders.shape[1:]), bool)]) if pins else None
 
-    def among(size: int) -> Array:
-        # The items that are kept, by binary search in their ranks; behind the last: harmless repetitions.
-        item = jnp.minimum(jnp.searchsorted(rank[:-1], jnp.arange(size), side="left"), n - 1)
-        is_own = is_changed[item]
-        start = jnp.minimum(rank[waits_for[item]], size)
-        start = jnp.where(waits_for[item] == n, size, start)
-        return walk(
-            count, jnp.where(is_own[:, None], 0.0, durations[item]), of_item[item], rows, start,
-            items.is_link[item], items.is_compute[item], items.is_barrier[item], run[:size],
-            run[jnp.minimum(count, n)], on[item] if pins else None, row_holders, overlap,
-        )  # fmt: skip
-
-    if n <= SHORT:
-        return among(n)
-    return jax.lax.cond(count <= SHORT, lambda: among(SHORT), lambda: among(n))
+    # The items that are kept, by binary search in their ranks; behind the last: harmless repetitions.
+    item = jnp.minimum(jnp.searchsorted(rank[:-1], jnp.arange(n), side="left"), n - 1)
+    return walk(
+        count, jnp.where(is_changed[item][:, None], 0.0, durations[item]), of_item[item], rows, rank[waits_for[item]],
+        items.is_link[item], items.is_compute[item], items.is_barrier[item], run[:n], run[jnp.minimum(count, n)],
+        on[item] if pins else None, row_holders, overlap,
+    )  # fmt: skip
 
 
 def _positions(mask: Array, count: int) -> tuple[Array]:

@@ -55,10 +55,14 @@ class Simulator:
         """Scores of strategies [B, N, A] and [B, N]; pure, for use inside other jitted functions."""
         return self._scores_and_costs(axes, storage)[0]
 
+    def batch(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
+        """Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N]."""
+        return self._batch(axes, storage)
+
     def _padded(self, strategies: list[Strategy]) -> tuple[Scores, Costs]:
         padded = strategies + [strategies[-1]] * (BATCH - len(strategies))
         axes, storage = np.stack([s.axes for s in padded]), np.stack([s.storage for s in padded])
-        return jax.tree.map(np.asarray, self._batch(jnp.asarray(axes), jnp.asarray(storage)))
+        return jax.tree.map(np.asarray, self.batch(jnp.asarray(axes), jnp.asarray(storage)))
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays."""

@@ -5,14 +5,36 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.extend import core as jax_core
 
-from models import alexnet, lenet, mlp, resnet, text, transformer_lm, transformer_nnx
+from models import (
+    alexnet,
+    bert,
+    gnmt,
+    gpt3,
+    inception_v3,
+    lenet,
+    mlp,
+    moe,
+    nmt,
+    resnet,
+    rnnlm,
+    rnntc,
+    text,
+    transformer_lm,
+    transformer_nnx,
+    unet,
+    vgg,
+)
 
 TINY_LM = dict(batch=2, seq=8, width=8, layers=2, heads=2, learning_rate=1e-2)
 TINY_IMAGE = dict(batch=4, image=32, classes=4, width=4, depth="tiny", learning_rate=0.05)
+TINY_RNN = dict(batch=2, seq=3, hidden=8, layers=2, vocab=32, learning_rate=5e-2)
+TINY_MOE = dict(batch=2, seq=8, width=12, heads=2, vocab=32)
 
 # name -> (module, sizes)
 CASES = {
@@ -28,10 +50,35 @@ CASES = {
     "alexnet": (alexnet, dict(batch=4, image=63, classes=4, width=1 / 32, dropout=0.1, learning_rate=0.1)),
     "resnet_tiny": (resnet, TINY_IMAGE),
     "resnet_bfloat16": (resnet, TINY_IMAGE | dict(dtype="bfloat16")),
+    "inception_v3": (inception_v3, dict(batch=2, width=1 / 32)),
+    "vgg": (vgg, dict(batch=2, depth=11, width=1 / 64, dropout=0.1)),
+    "unet": (unet, dict(batch=2, image=8, width=2, groups=2)),
+    "unet_bfloat16": (unet, dict(batch=2, image=8, width=2, groups=0, dtype="bfloat16")),
+    "rnntc": (rnntc, TINY_RNN),
+    "rnntc_scan": (rnntc, TINY_RNN | dict(scan=True, dtype="bfloat16")),
+    "rnnlm": (rnnlm, TINY_RNN | dict(dtype="bfloat16")),
+    "rnnlm_scan": (rnnlm, TINY_RNN | dict(scan=True)),
+    "nmt": (nmt, TINY_RNN | dict(dtype="bfloat16")),
+    "nmt_scan": (nmt, TINY_RNN | dict(scan=True)),
+    "gnmt": (gnmt, TINY_RNN | dict(layers=3, dtype="bfloat16")),
+    "gnmt_scan": (gnmt, TINY_RNN | dict(layers=3, scan=True)),
+    "bert": (bert, dict(batch=2, seq=16, width=8, heads=2, vocab=32)),
+    "bert_full": (bert, dict(batch=2, seq=16, width=8, heads=2, tie=False, remat=True, dtype="bfloat16")),
+    "gpt3": (gpt3, dict(batch=2, layers=1, seq=8, remat=True, dtype="bfloat16")),
+    "moe": (moe, TINY_MOE),
+    "moe_full": (moe, TINY_MOE | dict(top=2, every=1, tie=True, remat=True)),
 }
+# With a scan and without it, the same parameters.
+PAIRS = ("rnntc", "rnnlm", "nmt", "gnmt")
 
 # Training these as well would add minutes of compiling and no new path through the code.
-LEARNING = [name for name in CASES if name not in ("lm_sgd", "lenet_max", "resnet_bfloat16")]
+LEARNING = [
+    name
+    for name, (module, _) in CASES.items()
+    if name not in ("lm_sgd", "lenet_max", "resnet_bfloat16", "unet_bfloat16", "bert_full", "moe_full", "gpt3")
+    and module not in (inception_v3, vgg)
+    and (module.__name__.rpartition(".")[2] not in PAIRS or name == "rnntc")
+]
 
 
 def shapes(tree):
@@ -122,6 +169,47 @@ def test_make_is_deterministic_and_follows_the_seed(name):
     assert not np.array_equal(first[0]["params"]["position"], other[0]["params"]["position"])
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_unrolled_equals_scan(name):
+    module, sizes = CASES[name]
+    sizes = sizes | dict(dtype="float32")
+    step, state, batch = module.make(**sizes)
+    scan_step, scan_state, _ = abstract_make(module, **sizes, scan=True)
+    assert shapes(scan_state) == shapes(state)
+    (new, metrics), (scan_new, scan_metrics) = (compiled(s)(state, batch) for s in (step, scan_step))
+    np.testing.assert_allclose(scan_metrics["loss"], metrics["loss"], rtol=1e-5)
+    gradient, scan_gradient = new["opt_state"][0].mu, scan_new["opt_state"][0].mu
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), scan_gradient, gradient)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("capacity", [2, 8])
+def test_routing(top, capacity):
+    """A slot holds one token at most, a token goes to its best experts, and what is full takes the first tokens."""
+    gates = np.asarray(nn.softmax(jax.random.normal(jax.random.key(0), (3, 8, 4))))
+    combine, aux = map(np.asarray, moe.route(jnp.asarray(gates), top=top, capacity=capacity))
+    sent = combine > 0
+    assert sent.sum(axis=1).max() == 1 and aux >= 0.0
+    best = np.argsort(-gates, axis=-1)[..., :top]
+    expected = np.zeros((3, 8, 4), bool)
+    for b in range(3):
+        queue = {expert: [s for k in range(top) for s in range(8) if best[b, s, k] == expert] for expert in range(4)}
+        for expert, tokens in queue.items():
+            expected[b, tokens[:capacity], expert] = True
+    np.testing.assert_array_equal(sent.any(axis=-1), expected)
+    if capacity == 8:  # nothing is dropped
+        weights = gates if top == 1 else gates / np.take_along_axis(gates, best, -1).sum(-1, keepdims=True)
+        np.testing.assert_allclose(combine.sum(axis=-1), np.where(expected, weights, 0.0), rtol=1e-6)
+
+
+def test_masked_loss_sees_masked_tokens_only():
+    logits = jax.random.normal(jax.random.key(0), (2, 4, 8))
+    labels, masked = np.arange(8).reshape(2, 4), np.arange(8).reshape(2, 4) % 3 == 0
+    everywhere = -np.take_along_axis(np.asarray(nn.log_softmax(logits)), labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(bert.masked_loss(logits, labels, masked), everywhere[masked].mean(), rtol=1e-5)
+    assert bert.masked_loss(logits, labels, np.zeros_like(masked)) == 0.0
+
+
 def test_mlp_parameter_count():
     width, layers, classes, features = 16, 3, 4, 8
     _, state, _ = abstract_make(mlp, width=width, layers=layers, classes=classes, features=features)
@@ -146,11 +234,83 @@ def test_transformer_parameter_count(module, tie):
         (alexnet, {}, 61_100_840),
         (resnet, dict(depth=18), 11_689_512),
         (resnet, dict(depth=50), 25_557_032),
+        (resnet, dict(depth=152), 60_192_808),
+        (lenet, lenet.PAPER, 61_706),
+        (alexnet, alexnet.PAPER, 61_100_840),
+        (resnet, resnet.PAPER, 44_549_160),
+        (inception_v3, inception_v3.PAPER, 23_834_568),
+        (inception_v3, inception_v3.PAPER | dict(aux=True), 27_161_264),
+        (vgg, vgg.PAPER, 138_357_544),
+        (unet, unet.PAPER, 31_030_658),
+        (bert, bert.PAPER | dict(vocab=30_522), 335_174_458),
     ],
 )
 def test_published_parameter_counts(module, sizes, published):
     _, state, _ = abstract_make(module, **sizes)
     assert count(state["params"]) == published
+
+
+def lstm(inputs, hidden):
+    return 4 * hidden * (inputs + hidden + 1)
+
+
+@pytest.mark.parametrize("sizes", [dict(hidden=6, layers=3, vocab=10), "PAPER"])
+def test_recurrent_parameter_counts(sizes):
+    for module in (rnntc, rnnlm, nmt, gnmt):
+        given = module.PAPER if sizes == "PAPER" else sizes
+        hidden, layers, vocab = (given[k] for k in ("hidden", "layers", "vocab"))
+        head = hidden * vocab + vocab
+        expected = {
+            rnntc: vocab * hidden + layers * lstm(hidden, hidden) + hidden * 2 + 2,
+            rnnlm: vocab * hidden + layers * lstm(hidden, hidden) + head,
+            nmt: 2 * vocab * hidden + 2 * layers * lstm(hidden, hidden) + 2 * hidden**2 + head,
+            gnmt: 2 * vocab * hidden + (layers + 1) * lstm(hidden, hidden) + 4 * hidden**2
+            + layers * lstm(2 * hidden, hidden) + 2 * hidden**2 + hidden + head,
+        }[module]  # fmt: skip
+        _, state, _ = abstract_make(module, **given)
+        assert count(state["params"]) == expected
+        if sizes == "PAPER":
+            assert f"{expected:,}" in module.__doc__
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_bert_and_moe_parameter_counts(tie):
+    seq, width, layers, vocab, experts = 8, 16, 4, 50, 4
+    head = 0 if tie else width * vocab
+    block = 4 * (width**2 + width) + 4 * width
+    _, state, _ = abstract_make(bert, seq=seq, width=width, layers=layers, vocab=vocab, tie=tie)
+    expected = (vocab + seq + 2) * width + 2 * width + layers * (block + 8 * width**2 + 5 * width)
+    assert count(state["params"]) == expected + width**2 + 3 * width + vocab + head
+    _, state, _ = abstract_make(moe, seq=seq, width=width, layers=layers, vocab=vocab, experts=experts, tie=tie)
+    mixtures = layers // 2 * (width * experts + 2 * experts * 4 * width**2)
+    expected = (vocab + seq) * width + layers * block + layers // 2 * (8 * width**2 + 5 * width) + mixtures + 2 * width
+    assert count(state["params"]) == expected + head
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_unet_parameter_count(groups):
+    width, levels, channels, classes = 4, 3, 3, 5
+    sizes = [channels, *(width * 2**i for i in range(levels + 1))]
+
+    def pair(a, b):
+        return 9 * a * b + b + 9 * b * b + b + 4 * b * bool(groups)
+
+    down = sum(pair(a, b) for a, b in itertools.pairwise(sizes))
+    up = sum(4 * a * b + b + pair(2 * b, b) for b, a in itertools.pairwise(sizes[1:]))
+    _, state, _ = abstract_make(unet, channels=channels, classes=classes, width=width, levels=levels, groups=groups)
+    assert count(state["params"]) == down + up + width * classes + classes
+
+
+@pytest.mark.parametrize("size", [name for name in gpt3.SIZES if name != "tiny"])
+def test_gpt3_sizes_are_as_named(size):
+    _, state, _ = abstract_make(gpt3, **gpt3.PAPER | dict(size=size, batch=1, scan=True))
+    named = float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
+    assert count(state["params"]) == pytest.approx(named, rel=0.05)
+
+
+def test_paper_sizes_of_experts():
+    _, state, _ = abstract_make(moe, **moe.PAPER)
+    assert f"{count(state['params']):,}" in moe.__doc__
 
 
 def test_39_billion_parameters_cost_no_memory():
@@ -234,6 +394,17 @@ def test_text_is_python_source():
         (lenet, dict(image=8), "at least 12"),
         (alexnet, dict(image=32), "at least 63"),
         (resnet, dict(depth=34), "'tiny', 18, 50"),
+        (vgg, dict(depth=12), "11, 13, 16, 19"),
+        (vgg, dict(image=31), "at least 32"),
+        (inception_v3, dict(image=74), "at least 75"),
+        (inception_v3, dict(image=150, aux=True), "at least 299"),
+        (unet, dict(image=10), "a multiple of 4"),
+        (unet, dict(width=6), "groups=0"),
+        (gnmt, dict(layers=1), "at least 2"),
+        (bert, dict(width=10, heads=4), "not a multiple"),
+        (moe, dict(width=10, heads=4), "not a multiple"),
+        (moe, dict(top=3), "choose 1 or 2"),
+        (gpt3, dict(size="1T"), "125M, 350M"),
     ],
 )
 def test_wrong_sizes_say_what_is_right(module, sizes, said):

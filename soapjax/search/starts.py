@@ -1,0 +1,27 @@
+"""Where chains begin: every baseline, the additive optimum, the replicated strategy, and random ones."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax import Array
+
+from soapjax.search.baselines import BASELINES, replicate_all
+from soapjax.search.optcnn import additive_start
+from soapjax.search.problem import Budget, Evaluation, PlanningProblem
+
+NUM_RANDOM = 4
+
+
+def starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Evaluation]:
+    """Distinct starting points, best first."""
+    rng = np.random.default_rng(int(jax.random.randint(rng_key, (), 0, np.iinfo(np.int32).max)))
+    random = [problem.space.random(rng) for _ in range(NUM_RANDOM)]
+    found = random
+    if not budget.random_start:
+        found = [planner(rng_key, problem, Budget()).best.strategy for planner in BASELINES.values()]
+        found += [replicate_all(problem), *random]
+        if not problem.space.offers_pins:
+            found.append(additive_start(problem))
+    unique = {s.key(): s for s in found}
+    return sorted(problem.evaluate(list(unique.values())), key=lambda e: (not e.is_feasible, e.cost))
