@@ -30,7 +30,7 @@ from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of, topology_of
-from soapjax.strategy.space import search_space
+from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.user_shardings import check_constraints, user_layouts
@@ -56,7 +56,7 @@ class Planned(NamedTuple):
 def plan(
     fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
     proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
-    static_argnums: Sequence[int] = (), model: ModelSource | None = None,
+    static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
@@ -67,15 +67,16 @@ def plan(
       seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan.
       fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
       unroll: plan every step of a scan on its own.
+      space: "soap", or "paper": also operators on parts of the devices. Such plans can be simulated, not run.
       progress: called between rounds with (proposals, best step time, elapsed seconds).
     Raises: SoapjaxError for every input that does not fit.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
-    search = get_planner(planner)
+    search = get_planner(planner, space=space)
     step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
     static = {i % len(args) for i in static_argnums} if args else set()
     layouts = user_layouts([a for i, a in enumerate(args) if i not in static], step.in_paths, fixed)
-    problem = planning_problem(step, topology, layouts)
+    problem = planning_problem(step, topology, layouts, space=space)
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
@@ -86,17 +87,19 @@ def plan(
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
             result = SearchResult(best, 0, 0.0, "interrupted")
-        provenance = _provenance(planner, seed, result, baselines)
+        provenance = _provenance(planner, space, seed, result, baselines)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
     return Planned(made, result, baselines, problem, step)
 
 
-def planning_problem(step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None) -> PlanningProblem:
+def planning_problem(
+    step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None, *, space: str = "soap"
+) -> PlanningProblem:
     """The graph, space and simulator of a traced step on a topology."""
     graph, _ = build_graph(step)
     mesh = factor_mesh(topology)
     check_constraints(step, mesh)
-    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), topology)
+    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology)
 
 
 def _on_cpu() -> contextlib.AbstractContextManager:
@@ -121,7 +124,7 @@ def plan_of_strategy(
     )  # fmt: skip
 
 
-def _provenance(planner: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult]) -> Provenance:
+def _provenance(planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult]) -> Provenance:
     notes = [*result.notes]
     for name, found in baselines.items():
         notes += [f"{name}: {note}" for note in found.notes]
@@ -133,6 +136,7 @@ def _provenance(planner: str, seed: int, result: SearchResult, baselines: Mappin
     return Provenance(
         versions=versions | {"soapjax": _version()},
         planner=planner,
+        space=space,
         seed=seed,
         num_proposals=result.num_proposals,
         search_s=round(result.search_s, 3),
@@ -181,7 +185,7 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
     check_constraints(step, mesh)
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     try:
-        problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed), own)
+        problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own)
     except SoapjaxError as e:
         raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
     strategy = strategy_of(loaded, problem.space, place=place)

@@ -35,6 +35,8 @@ class PlanCommand:
     Example:  soapjax plan models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
 
     Example:  soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
+
+    Example:  soapjax plan models.rnnlm --topology p100x16 --space paper --planner model_parallel
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -44,7 +46,10 @@ class PlanCommand:
     set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A setting of the model, key=value; repeat for more."""
     planner: str = "mcmc"
-    """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive."""
+    """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive; with --space paper also
+    model_parallel, expert_rnn and reinforce."""
+    space: str = "soap"
+    """soap, or paper: also operators on parts of the devices. Such plans can be simulated, not run."""
     seed: int = 0
     """Of the search; the same seed and --proposals give the same plan."""
     seconds: float | None = None

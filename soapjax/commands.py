@@ -20,7 +20,7 @@ from rich.text import Text
 from soapjax import api, cli
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.spmd import bind_plan, not_executable
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
@@ -59,12 +59,13 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     if problems:
         raise SoapjaxError(problems)
     topology = load_topology(command.topology)
-    get_planner(command.planner)
+    get_planner(command.planner, space=command.space)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
     with _closing(progress):
         found = api.plan(
             model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed,
-            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
+            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, space=command.space,
+            model=model.source, progress=progress,
         )  # fmt: skip
     if command.output is not None:
         found.plan.save(command.output)
@@ -104,6 +105,7 @@ def _plan_result(plan: Plan) -> dict[str, Any]:
         "step_time_s": p.step_time_s,
         "baselines": source.baselines,
         "feasible": p.feasible,
+        "executable": plan.executable,
         "memory_bytes_per_device": p.memory_bytes_per_device,
         "usable_memory_bytes": p.usable_memory_bytes,
         "bytes_by_collective": p.bytes_by_collective,
@@ -136,8 +138,11 @@ def simulate_command(command: cli.SimulateCommand) -> Result:
 
 
 def _devices_for(path: str) -> list[Any]:
-    """The devices for a plan file; its mesh is checked before any are started."""
-    topology, _ = topology_of(Plan.load(path), place=path)
+    """The devices for a plan file; its mesh, and that it can be run, are checked before any are started."""
+    plan = Plan.load(path)
+    topology, _ = topology_of(plan, place=path)
+    if plan.pinned:
+        raise SoapjaxError(not_executable(plan, place=path))
     return start_devices(topology.num_devices)
 
 

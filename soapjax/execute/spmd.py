@@ -84,6 +84,15 @@ def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
     return Mesh(np.array(ordered).reshape(plan.mesh.axis_sizes), plan.mesh.axis_names)
 
 
+def not_executable(plan: Plan, *, place: str = "plan") -> list[Problem]:
+    """What keeps a plan from being run: operators on parts of the devices."""
+    if not plan.pinned and plan.executable:
+        return []
+    value = f"{len(plan.pinned)} operators pinned to some devices ({', '.join(plan.pinned[:3])}, ...)" if plan.pinned else "false"
+    remedy = 'plan in the space "soap" (the default), or simulate this plan'
+    return [Problem(f"{place}: executable", value, "operators that run on all devices: no executor places them", remedy)]
+
+
 def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> Program:
     """Puts a traced step and a plan together.
 
@@ -99,10 +108,7 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
                 "use the plan with the model and sizes it was made for, or plan anew",
             )
         )  # fmt: skip
-    if not plan.executable:
-        problems.append(
-            Problem("plan: executable", "false", "a plan without pins", "pinned plans are for simulation: plan without them")
-        )
+    problems += not_executable(plan)
     if problems:
         raise SoapjaxError(problems)
     return Program(step, plan, graph, binding, mesh_of(plan, devices))

@@ -33,16 +33,30 @@ def operator_table(plan: Plan) -> Table:
     for name, part in plan.operators.items():
         degrees: dict[str, int] = {}
         for axis, dim in part.axes.items():
-            if dim != "replicate":
+            if dim != "replicate" and not dim.startswith("pin("):
                 degrees[dim] = degrees.get(dim, 1) * sizes[axis]
         axes_of = {d: [a for a, v in part.axes.items() if v == d] for d in degrees}
-        split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items()) or "replicated"
+        split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items())
+        split = "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
         storage = part.storage.replace(f"({','.join(sizes)})", f"/{plan.num_devices}")
         rows.setdefault((re.sub(r"\d+", "#", name), part.kind, split, storage), []).append(name)
     for (_, kind, split, storage), names in rows.items():
         shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
         table.add_row(shown, kind, split, storage)
     return table
+
+
+def _pins(axes: dict[str, str], sizes: dict[str, int]) -> str:
+    """Where an operator runs, if not everywhere: "on device 5", or "where h0=1 d1=0"."""
+    pins = {a: int(v[4:-1]) for a, v in axes.items() if v.startswith("pin(")}
+    if not pins:
+        return ""
+    if all(a in pins or n == 1 for a, n in sizes.items()):
+        device = 0
+        for a, n in sizes.items():
+            device = device * n + pins.get(a, 0)
+        return f"on device {device}"
+    return "where " + " ".join(f"{a}={c}" for a, c in pins.items())
 
 
 def _axes(names: list[str], sizes: dict[str, int]) -> str:
@@ -83,6 +97,7 @@ def plan_report(plan: Plan) -> RenderableType:
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
         f"each device sends per step: {moved}",
         f"memory per device: {parts}",
+        *(["for simulation only: no executor runs operators on parts of the devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),
         f"plan_sha256 {plan.plan_sha256}",
     ]

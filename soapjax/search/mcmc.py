@@ -33,6 +33,7 @@ from soapjax.search.neighbourhood import Judged, Neighbourhoods, Position, Table
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import starts
 from soapjax.simulate.simulator import BATCH
+from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 
 NUM_CHAINS = 4
@@ -60,9 +61,8 @@ class Walker(NamedTuple):
     best: State
 
 
-def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callable:
-    """A pure function (tables, key, beta, walker) -> walker: one block."""
-    space = near.problem.space
+def block_draws(space: SearchSpace, steps: int) -> Callable[[Array, Array, Array], tuple[Array, Array, Array, Array]]:
+    """A pure function (key, axes [N, A], storage [N]) -> operator [], candidates (axes [Q, A], storage [Q]), uniforms [Q]."""
     values, counts = choices_of(space)
     free = np.flatnonzero((counts > 1).any(axis=1) | space.owns_parameters)
     free = free if len(free) else np.zeros(1, np.int64)
@@ -71,7 +71,6 @@ def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callab
     values, counts, free = jnp.asarray(values), jnp.asarray(counts), jnp.asarray(free)
 
     def draws(key: Array, base_axes: Array, base_storage: Array) -> tuple[Array, Array, Array, Array]:
-        """Operator, candidates (axes [Q, A], storage [Q]) and uniforms [Q] of a block."""
         which, of_axes, of_values, of_storage, of_steps = jax.random.split(key, 5)
         u = jax.random.uniform(which, (2,))
         n = free[jnp.minimum((u[0] * len(free)).astype(jnp.int32), len(free) - 1)]
@@ -84,6 +83,13 @@ def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callab
         drawn = (jax.random.uniform(of_storage, (steps,)) * num_storages).astype(jnp.int8)
         storage = jnp.where(owns[n] & (u[1] < 0.5), jnp.minimum(drawn, num_storages - 1), base_storage[n])
         return n, axes, storage, jax.random.uniform(of_steps, (steps,))
+
+    return draws
+
+
+def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callable[[Tables, Array, Array, Walker], Walker]:
+    """A pure function (tables, key, beta, walker) -> walker: one block."""
+    draws = block_draws(near.problem.space, steps)
 
     def block(tables: Tables, key: Array, beta: Array, walker: Walker) -> Walker:
         base = walker.at.base
@@ -124,6 +130,7 @@ class Engine:
         self.problem, self.reference_s = problem, reference_s
         self.near = Neighbourhoods(problem)
         self.steps = block_size(problem)
+        self.draws = block_draws(problem.space, self.steps)
         block = block_kernel(self.near, reference_s, self.steps)
 
         def walk(tables: Tables, key: Array, beta: Array, walker: Walker, first: Array, count: Array) -> Walker:

@@ -3,6 +3,10 @@
 Canonical JSON with a schema version. A person reads it, diffs it and edits the `axes` and `storage`
 of an operator; specs and prediction are derived, and made anew when the file is loaded.
 Specs are written per tensor dim, `-` for a dim that is not split: `"h0+d0, -, d1"`.
+
+An axis value of an operator is one of its dims, "replicate", or "pin(i)": the operator runs only where that axis' coordinate
+is i. All axes pinned are one device. A pinned plan is for simulation (`executable` is false), and its specs hold among the
+devices that take part: an axis that is pinned splits nothing and stands in no spec.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import PHASE_NAMES
 from soapjax.strategy.layout import REPLICATED, Spec, spec_of
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import REPLICATE, Strategy
+from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 SCHEMA_VERSION = 1
@@ -61,7 +65,7 @@ class TaskPart(_Part):
 class OperatorPart(_Part):
     kind: str
     dims: dict[str, int] = {}  # name and size of what an axis may be assigned to, for those who edit
-    axes: dict[str, str]
+    axes: dict[str, str]  # mesh axis -> dim, "replicate" or "pin(i)"
     storage: str = "as used"
     tasks: tuple[TaskPart, ...] = ()
 
@@ -78,6 +82,7 @@ class Prediction(_Part):
 class Provenance(_Part):
     versions: dict[str, str] = {}
     planner: str = ""
+    space: str = "soap"  # that was searched
     seed: int = 0
     num_proposals: int = 0
     search_s: float = 0.0
@@ -93,7 +98,7 @@ class Plan(_Part):
     graph: GraphId
     topology: dict[str, Any]
     mesh: MeshPart
-    executable: bool = True
+    executable: bool = True  # no operator is pinned; derived from `axes`
     unroll: bool = False  # scans were planned step by step
     fixed: dict[str, str] = {}
     operators: dict[str, OperatorPart]
@@ -105,6 +110,11 @@ class Plan(_Part):
     @property
     def num_devices(self) -> int:
         return int(np.prod(self.mesh.axis_sizes))
+
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """The operators that run on a part of the devices."""
+        return tuple(name for name, part in self.operators.items() if any(v.startswith("pin(") for v in part.axes.values()))
 
     def dumps(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=False) + "\n"
@@ -315,12 +325,13 @@ def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strat
             )
         for k, a in enumerate(mesh.axis_names):
             value = part.axes.get(a)
-            if value not in dims:
+            choices = dims | ({f"pin({c})": PIN(c) for c in range(mesh.axis_sizes[k])} if space.may_pin(i) else {})
+            if value not in choices:
                 problems.append(
-                    Problem(f"{place}: operators.{op.name}.axes.{a}", repr(value), " or ".join(dims), "choose one of these")
+                    Problem(f"{place}: operators.{op.name}.axes.{a}", repr(value), " or ".join(choices), "choose one of these")
                 )
             else:
-                strategy.axes[i, k] = dims[value]
+                strategy.axes[i, k] = choices[value]
         if part.storage not in storages:
             problems.append(
                 Problem(

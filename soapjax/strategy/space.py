@@ -21,6 +21,17 @@ from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strate
 from soapjax.topology.factor_mesh import FactorMesh
 
 NOT_FIXED = -9
+SPACES = ("soap", "paper")  # what executors run; the paper's whole space, with operators on parts of the devices
+
+
+def has_pins(space: str) -> bool:
+    """Whether the space of that name offers pins.
+
+    Raises: SoapjaxError listing the valid names.
+    """
+    if space not in SPACES:
+        raise SoapjaxError(Problem("space", repr(space), " or ".join(SPACES), "choose one of these"))
+    return space == "paper"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +69,8 @@ class SearchSpace:
                     continue
                 if not (-1 <= value < self.allowed.shape[2] - 1 and self.allowed[n, a, value + 1]):
                     shown = op.dims[value].name if 0 <= value < len(op.dims) else str(int(value))
-                    choices = ["replicate", *(d.name for k, d in enumerate(op.dims) if self.allowed[n, a, k + 1])]
+                    pins = [f"pin({i})" for i in range(self.mesh.axis_sizes[a]) if self.may_pin(n)]
+                    choices = ["replicate", *(d.name for k, d in enumerate(op.dims) if self.allowed[n, a, k + 1]), *pins]
                     problems.append(Problem(f"operators.{op.name}.axes.{name}", shown, " or ".join(choices), "choose one of these"))
             for k, dim in enumerate(op.dims):
                 split = int(np.prod([s for v, s in zip(strategy.axes[n], self.mesh.axis_sizes, strict=True) if v == k]))

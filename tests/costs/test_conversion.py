@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soapjax.costs.conversion import COLLECTIVES, Links, conversion_cost, conversion_cost_plainly, links_of
-from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.topology import factor_mesh, load_topology
 
 R, P = REPLICATED, PARTIAL
@@ -73,7 +73,7 @@ def test_gather_over_two_levels_by_hand():
     # 100 bytes once. Within a host, 4 devices hold 800 together: 3 steps, 800 * 3/4 = 600 bytes.
     seconds, sent = one((0, 0, 0), (R, R, R), 800.0, TWO_LEVELS)
     assert seconds == pytest.approx([8 + 100 / 10, 3 * 2 + 600 / 100])
-    assert sent == {"reduce-scatter": 0, "all-reduce": 0, "all-to-all": 0, "all-gather": 700}
+    assert sent == dict.fromkeys(COLLECTIVES, 0) | {"all-gather": 700}
 
 
 def test_reduce_scatter_over_two_levels_by_hand():
@@ -116,7 +116,7 @@ def test_mixed_conversion_slices_and_reduces_before_it_exchanges_and_gathers():
     # `gather`: 40; sliced: 20; scattered (10 sent): 10; exchanged (5 sent); gathered to 20 (10 sent).
     links = Links((2, 2, 2, 2), (0, 0, 0, 0), (1.0,), (1.0,))
     seconds, sent = one((R, P, 0, 1), (2, 3, 2, R), 160.0, links)
-    assert sent == {"reduce-scatter": 10, "all-reduce": 0, "all-to-all": 5, "all-gather": 10}
+    assert sent == dict.fromkeys(COLLECTIVES, 0) | {"reduce-scatter": 10, "all-to-all": 5, "all-gather": 10}
     assert seconds == [1 + 10 + 1 + 5 + 1 + 10]
 
 
@@ -168,3 +168,38 @@ def test_links_of_a_topology_are_its_achieved_figures():
     assert links.axis_levels == (0, 0, 0, 1, 1, 1)
     assert links.bytes_per_s == pytest.approx((25e9 * 0.8, 300e9 * 0.75))
     assert links.latency_s == pytest.approx((8e-6, 3e-6))
+
+
+@pytest.mark.parametrize("links", MESHES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_pinned_layouts_jitted_equal_plain(links, seed):
+    rng = np.random.default_rng(seed)
+    source, target, size = random_layouts(rng, links, BATCH)
+    source, target = (np.where(rng.random(x.shape) < 0.4, PINNED - rng.integers(0, 2, x.shape), x) for x in (source, target))
+    source, target = source.astype(np.int8), np.where(source == P, R, target).astype(np.int8)
+    found = conversion_cost(source, target, size, links, pins=True)
+    plain = [conversion_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
+    np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
+    np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize(
+    "source, target, seconds, sent",
+    [  # two axes of two devices, the first between hosts (latency 8, 10 bytes/s), the second within (2 and 100)
+        ((PINNED, PINNED), (PINNED, PINNED), [0, 0], 0),
+        ((PINNED, PINNED), (PINNED - 1, PINNED - 1), [8 + 40 / 10, 0], 40),  # one message, over the slower link
+        ((PINNED, PINNED), (PINNED, PINNED - 1), [0, 2 + 40 / 100], 40),
+        ((PINNED, PINNED), (R, R), [8 + 40 / 10, 2 + 40 / 100], 80),  # a tree
+        ((PINNED, R), (0, R), [8 + 20 / 10, 0], 20),
+        ((0, R), (PINNED, R), [8 + 20 / 10, 0], 20),
+        ((R, R), (PINNED, PINNED), [0, 0], 0),  # it is there already
+    ],
+)
+def test_transfers_by_hand(source, target, seconds, sent):
+    links = Links((2, 2), (0, 1), (8.0, 2.0), (10.0, 100.0))
+    found = conversion_cost(
+        np.array([source], np.int8), np.array([target], np.int8), np.array([40.0], np.float32), links, pins=True
+    )  # fmt: skip
+    assert found.seconds[0].tolist() == pytest.approx(seconds)
+    assert found.bytes[0, COLLECTIVES.index("transfer")] == pytest.approx(sent)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import alexnet, lenet, mlp, resnet, transformer_lm, transformer_nnx
+from models import alexnet, lenet, mlp, moe, resnet, rnnlm, transformer_lm, transformer_nnx
 from soapjax.graph.build import build_graph, total_flops
 from soapjax.graph.flops import flops_of, window_pairs
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE, is_recompute, value_and_grad
+from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE, is_recompute, module_path, value_and_grad
 from soapjax.graph.trace import trace
 from soapjax.graph.units import HEAVY, generated_values
 
@@ -36,11 +36,15 @@ MODELS = {
     "lenet_max": (lenet, dict(batch=4, image=12, pool="max")),
     "alexnet": (alexnet, IMAGE | dict(image=63, width=1 / 32)),
     "resnet": (resnet, IMAGE | dict(image=32, width=4, depth="tiny")),
+    "rnnlm": (rnnlm, dict(batch=2, seq=4, hidden=16, layers=2, vocab=24)),
+    "moe": (moe, dict(batch=2, seq=6, width=8, layers=2, heads=2, experts=4, vocab=16, top=2)),
 }
 LOOPED = {"lm_scan", "lm_scan_remat"}
 # Products per transformer block: q, k, v, scores, values, out, up, down; one more is the head.
 NUM_PRODUCTS = {
     "mlp": 3, "nnx": 8 * LAYERS + 1, "lenet": 5, "lenet_max": 5, "alexnet": 8, "resnet": 13,
+    # Two layers: inputs at four steps, outputs before at three, the head at four. Of experts: gate, send, up, down, fetch.
+    "rnnlm": 2 * (4 + 3) + 4, "moe": 8 + 6 + 5 + 1,
     **{name: 8 * (1 if name in LOOPED else LAYERS) + 1 for name in MODELS if name.startswith("lm")},
 }  # fmt: skip
 
@@ -109,7 +113,7 @@ def test_a_product_its_gradients_and_its_recomputation_are_one_operator(name):
         assert len(forward) == 1 and 1 <= len(backward) <= 2, op.name
         assert len(again) <= ("remat" in name)
         # The first layer's input needs no gradient; every other product has two.
-        assert len(backward) == 2 or op.name in ("dense0", "conv1", "stem_conv")
+        assert len(backward) == 2 or op.name in ("dense0", "conv1", "stem_conv") or "moe/send" in op.name
     if "remat" in name:  # all but the last product of a block and the head
         heavy = [by_key[graph.tasks[t].heavy][0] for _, op in products(graph) for t in op.tasks if graph.tasks[t].heavy]
         assert sum(map(is_recompute, heavy)) == 7 * (1 if name in LOOPED else LAYERS)
@@ -158,6 +162,44 @@ def test_phases(name):
     # All that makes a new parameter is update, its gradient apart.
     new = {o for i, o in graph.state_pairs if graph.in_paths[i].startswith("state.params.")}
     assert new and all(step.program.outputs[o] in updated for o in new)
+
+
+def test_steps_of_time_are_operators_that_share_their_parameters():
+    """The gradients of a step belong to that step, and so does the sum of a weight's gradients so far."""
+    step, graph, _ = built("rnnlm")
+    by_key = equations(step)
+    for n, op in products(graph):
+        assert {module_path(by_key[graph.tasks[t].heavy][0].stack) for t in op.tasks if graph.tasks[t].heavy} == {op.name}
+    names = {op.name for _, op in products(graph)}
+    assert names == {f"step{t}/rnn/lstm{i}/{part}" for t in range(4) for i in range(2) for part in ("input", "hidden")
+                     if t or part == "input"} | {f"step{t}/head" for t in range(4)}  # fmt: skip
+    # What is left for the backward pass alone: the cotangents of all steps side by side, for the embedding.
+    assert [op.name for op in graph.operators if all(graph.tasks[t].phase == BACKWARD for t in op.tasks)] == ["step~backward"]
+    later = [op for op in graph.operators if re.match(r"step[12]/loss", op.name)]
+    assert len(later) == 2 and later[0].group == later[1].group
+    assert all([d.name for d in op.dims] == ["sample", "param0"] for op in later)
+
+
+def test_what_inputs_and_constants_prepare_belongs_to_its_reader():
+    """No operator gathers the dropout masks of all layers."""
+    _, graph, _ = built("lm_dropout_tied")
+    assert all(sum(d.kind == "S" for d in op.dims) <= 1 for op in graph.operators)
+
+
+def test_a_mean_over_windows_and_its_gradient_are_one_operator():
+    def step(w, x):
+        def loss(w):
+            with jax.named_scope("net"), jax.named_scope("pool"):
+                pooled = jax.lax.reduce_window(x * w, 0.0, jax.lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+            return jnp.sum(pooled**2)
+
+        return w - jax.grad(loss)(w)
+
+    graph, _ = build_graph(trace(step, jnp.ones((8,)), jnp.ones((4, 6, 6, 8))))
+    (pool,) = (op for op in graph.operators if op.kind == "pool")
+    forward, backward = (graph.tasks[t] for t in pool.tasks if graph.tasks[t].heavy)
+    assert (forward.phase, backward.phase) == (FORWARD, BACKWARD)
+    assert forward.operand_dims[0] == forward.result_dims == backward.result_dims == (0, -1, -1, 1)
 
 
 def blocks(name, graph):
@@ -334,7 +376,7 @@ def compiled(name):
 
 
 # Others say nothing new and take seconds to compile.
-WITHOUT_LOOPS = ["mlp", "lm", "lm_remat", "lm_dropout_tied", "nnx", "lenet", "lenet_max", "alexnet", "resnet"]
+WITHOUT_LOOPS = ["mlp", "lm", "lm_remat", "lm_dropout_tied", "nnx", "lenet", "lenet_max", "alexnet", "resnet", "rnnlm"]
 
 
 @pytest.mark.parametrize("name", WITHOUT_LOOPS)

@@ -172,7 +172,7 @@ def test_make_is_deterministic_and_follows_the_seed(name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_unrolled_equals_scan(name):
     module, sizes = CASES[name]
-    sizes = sizes | dict(dtype="float32")
+    sizes = sizes | dict(dtype="float32", seq=2)
     step, state, batch = module.make(**sizes)
     scan_step, scan_state, _ = abstract_make(module, **sizes, scan=True)
     assert shapes(scan_state) == shapes(state)

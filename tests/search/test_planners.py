@@ -14,7 +14,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.exhaustive import exhaustive
 from soapjax.search.mcmc import mcmc
-from soapjax.search.planners import PLANNERS, get_planner
+from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS, get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import load_topology
@@ -30,10 +30,10 @@ def trained(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def make(devices: int, batch: int = 32, hidden: int = 64):
+def make(devices: int, batch: int = 32, hidden: int = 64, space: str = "soap"):
     params = {"a": jax.ShapeDtypeStruct((32, hidden), "float32"), "b": jax.ShapeDtypeStruct((hidden, 16), "float32")}
     step = soapjax.trace(trained, params, jax.ShapeDtypeStruct((batch, 32), "float32"))
-    return planning_problem(step, topology_of(devices))
+    return planning_problem(step, topology_of(devices), space=space)
 
 
 def test_exhaustive_is_the_brute_force_optimum():
@@ -88,7 +88,7 @@ def test_tensor_parallel_pairs_column_with_row():
 @pytest.mark.parametrize("devices", [1, 7])
 @pytest.mark.parametrize("name", [n for n in PLANNERS if n != "exhaustive"])
 def test_every_planner_on_odd_devices(name, devices):
-    problem = make(devices, batch=10)
+    problem = make(devices, batch=10, space="paper" if name in PLACEMENT_PLANNERS else "soap")
     found = get_planner(name)(jax.random.key(0), problem, Budget(num_proposals=64))
     assert problem.space.is_valid(found.best.strategy) and found.best.is_feasible
 

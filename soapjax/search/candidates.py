@@ -1,0 +1,68 @@
+"""The configs that a relaxation considers per operator: all of them, or where they are many one per class of like ones.
+
+Axes of one link level and size are nearly interchangeable. Where an operator has more than `MANY` configs, only those
+are listed in which such axes take their dims in one order (sample first, then attributes, then parameters, and
+replication last); of 4^6 configs of a product on 64 devices 400 remain. What is left out this way is reported.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.strategy.space import SearchSpace
+
+MANY = 300
+_KINDS = {"S": 0, "A": 1, "P": 2}
+
+
+class Candidates(NamedTuple):
+    """K configs of one operator."""
+
+    axes: np.ndarray  # int8 [K, A]
+    storage: np.ndarray  # int8 [K]
+
+
+def enumerate_candidates(space: SearchSpace, *, is_complete: bool = False) -> tuple[list[Candidates], bool]:
+    """Candidates of every operator, and whether any were left out (never with `is_complete`)."""
+    found: dict[object, tuple[np.ndarray, bool]] = {}
+    out, is_pruned = [], False
+    for n, op in enumerate(space.graph.operators):
+        kinds = tuple((d.kind, d.is_reduced) for d in op.dims)
+        key = (space.allowed[n].tobytes(), space.divisors[n].tobytes(), kinds)
+        if key not in found:
+            found[key] = _axes(space, n, is_complete)
+        axes, fewer = found[key]
+        is_pruned |= fewer
+        storages = len(space.storages) if space.owns_parameters[n] else 1
+        out.append(Candidates(np.repeat(axes, storages, axis=0), np.tile(np.arange(storages, dtype=np.int8), len(axes))))
+    return out, is_pruned
+
+
+def _axes(space: SearchSpace, n: int, is_complete: bool) -> tuple[np.ndarray, bool]:
+    """Valid axis assignments [K, A] of operator `n`, built axis by axis, and whether some were left out."""
+    mesh = space.mesh
+    count = np.prod([float(space.allowed[n, a].sum()) for a in range(space.num_axes)])
+    in_order = not is_complete and count > MANY
+    rank = np.zeros(space.allowed.shape[2], np.int64)
+    rank[0] = 99
+    for k, d in enumerate(space.graph.operators[n].dims):
+        rank[k + 1] = _KINDS[d.kind] * 10 + d.is_reduced
+    order = np.argsort(rank, kind="stable")
+    rank[order] = np.arange(len(rank))
+    rows = np.zeros((1, 0), np.int8)
+    split = np.ones((1, space.divisors.shape[1]), np.int64)  # [K, D]: degree of each dim so far
+    fewer = False
+    for a, size in enumerate(mesh.axis_sizes):
+        values = np.flatnonzero(space.allowed[n, a]) - 1
+        new = np.concatenate([np.repeat(rows, len(values), axis=0), np.tile(values, len(rows))[:, None].astype(np.int8)], axis=1)
+        degree = np.repeat(split, len(values), axis=0)
+        degree[np.arange(len(new)), np.maximum(new[:, a], 0)] *= np.where(new[:, a] >= 0, size, 1)
+        valid = (space.divisors[n] % degree == 0).all(axis=1)
+        if in_order and a and (mesh.axis_levels[a], size) == (mesh.axis_levels[a - 1], mesh.axis_sizes[a - 1]):
+            ordered = rank[new[:, a] + 1] >= rank[new[:, a - 1] + 1]
+            fewer |= bool((valid & ~ordered).any())
+            valid &= ordered
+        rows, split = new[valid], degree[valid]
+    return rows, fewer

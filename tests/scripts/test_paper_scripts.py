@@ -1,0 +1,201 @@
+"""The scripts of the paper's tables and figures, at tiny sizes: they run, resume, refuse bad input and mean what they print."""
+
+import csv
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import figure7
+import figure8
+import figure12
+import optimality
+import paper_problems
+import planner_table
+import table4
+from paper_problems import BestKnown, Case, cluster
+from paper_tables import Rows
+
+from soapjax.errors import SoapjaxError
+from soapjax.search.baselines import data_parallel_strategy, replicate_all
+from soapjax.search.problem import Budget
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table")
+QUICK = ("--tiny", "--proposals", "500")
+SHORT = ("--cap", "20", "--best-seconds", "2", "--best-seeds", "1")
+
+
+def rows_of(path: Path) -> list[dict]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("computed again")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bad_arguments_end_with_status_2_and_help_says_what_the_paper_shows(name, capsys):
+    main = importlib.import_module(name).main
+    for wrong in (["--seed", "-1"], ["--no-such-option"], ["--results"]):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "paper" in capsys.readouterr().out
+
+
+def test_clusters_are_parts_of_the_shipped_ones():
+    assert [lv.size for lv in cluster("k80", 64).levels] == [16, 2, 2]
+    assert [lv.size for lv in cluster("k80", 2).levels] == [1, 1, 2]
+    assert [lv.size for lv in cluster("p100", 8).levels] == [2, 4]
+    assert cluster("p100", 1).num_devices == 1
+    for name, devices in (("p100", 3), ("p100", 32), ("k80", 128)):
+        with pytest.raises(SoapjaxError, match=str(devices)):
+            cluster(name, devices)
+
+
+def test_rows_are_kept_by_their_arguments(tmp_path):
+    path = tmp_path / "deeper" / "rows.csv"
+    rows = Rows(path, ("model", "seed"))
+    assert rows.get(dict(model="a", seed=0), lambda: dict(x=0.5))["x"] == "0.5"
+    again = Rows(path, ("model", "seed"))
+    assert again.get(dict(model="a", seed=0), refuse)["x"] == "0.5"
+    again.get(dict(model="a", seed=1), lambda: dict(x=1.0, y=None))
+    forced = Rows(path, ("model", "seed"), again=True)
+    assert forced.get(dict(model="a", seed=0), lambda: dict(x=2.0))["x"] == "2"
+    assert forced.get(dict(model="a", seed=0), refuse)["x"] == "2"
+    assert [(r["seed"], r["x"], r["y"]) for r in rows_of(path)] == [("0", "2", ""), ("1", "1", "")]
+
+
+def test_best_known_only_improves_and_forgets_other_graphs(tmp_path):
+    case = Case("lenet", "p100", 2, tiny=True)
+    problem = case.problem()
+    better, worse = sorted(problem.evaluate([data_parallel_strategy(problem)[0], replicate_all(problem)]), key=lambda e: e.cost)
+    path = tmp_path / "best.json"
+    assert BestKnown(path).offer(case, problem, worse, "a test").cost == worse.cost
+    assert BestKnown(path).offer(case, problem, better, "a test").cost == better.cost
+    assert BestKnown(path).offer(case, problem, worse, "a test").cost == better.cost
+    found = BestKnown(path).get(case, problem)
+    assert found.strategy.key() == better.strategy.key()
+    other = Case("alexnet", "p100", 2, tiny=True)
+    path.write_text(path.read_text().replace("lenet p100", "alexnet p100"))
+    assert BestKnown(path).get(other, other.problem()) is None
+
+
+def test_figure7_resumes(tmp_path, capsys, monkeypatch):
+    command = ["--models", "lenet", "--clusters", "p100", "--devices", "1", "2", "--results", str(tmp_path), *QUICK]
+    assert figure7.main(command) == 0
+    one, two = rows_of(tmp_path / "figure7.csv")
+    assert float(one["mcmc"]) == pytest.approx(float(one["ideal"]))
+    assert float(two["ideal"]) == pytest.approx(2 * float(one["ideal"]))
+    assert float(two["mcmc_dp"]) >= 1 - 1e-5
+    monkeypatch.setattr(figure7, "point", refuse)
+    assert figure7.main(command) == 0
+    assert "lenet" in capsys.readouterr().out
+
+
+def test_figure8_counts_bytes_and_compute_alike_with_and_without_pins(tmp_path):
+    case = Case("rnnlm", "p100", 4, tiny=True)
+    soap, paper = case.problem(), case._replace(space="paper").problem()
+    strategy = soap.space.random(np.random.default_rng(0))
+    assert figure8.moved_bytes(soap, strategy) == pytest.approx(figure8.moved_bytes(paper, strategy), rel=1e-4)
+    assert figure8.compute_device_s(soap, strategy) == pytest.approx(figure8.compute_device_s(paper, strategy), rel=1e-4)
+    everywhere = figure8.compute_device_s(paper, replicate_all(paper))
+    alone = replicate_all(paper)
+    alone.axes[:] = -2  # all on device 0
+    assert figure8.moved_bytes(paper, alone) == 0
+    assert figure8.compute_device_s(paper, alone) == pytest.approx(everywhere / 4, rel=1e-5)
+
+
+def test_figure12_proposes_one_operator_within_the_space():
+    problem = Case("lenet", "p100", 4, tiny=True).problem()
+    draws = figure12.Proposals(problem, np.random.default_rng(0))
+    start = replicate_all(problem)
+    axes, storage = draws.draw(figure12.Chain(start.axes, start.storage, 1.0))
+    for a, s in zip(axes, storage, strict=True):
+        changed = (a != start.axes).any(axis=1) | (s != start.storage)
+        assert changed.sum() <= 1
+        assert problem.space.is_valid(type(start)(a, s))
+
+
+def test_optimality_judges_as_the_simulator_and_descends():
+    problem = Case("lenet", "p100", 2, tiny=True).problem()
+    neighbours = optimality.Neighbours(problem)
+    start = problem.evaluate([replicate_all(problem)])[0]
+    n = int(problem.space.owns_parameters.argmax())
+    axes, storage = neighbours.candidates[n]
+    assert len(axes) == problem.space.num_configs(n) * len(problem.space.storages)
+    plans = []
+    for a, s in list(zip(axes, storage, strict=True))[:32]:
+        plan = replicate_all(problem)
+        plan.axes[n], plan.storage[n] = a, s
+        plans.append(plan)
+    judged = neighbours.costs(neighbours.position(start.strategy), n)
+    np.testing.assert_allclose(judged[:32], [e.cost for e in problem.evaluate(plans)], rtol=1e-5)
+    found = neighbours.descend(start)
+    assert found.improvements > 0
+    assert neighbours.descend(found.end).improvements == 0
+
+
+def test_table4_reads_the_published_figures(tmp_path, capsys):
+    good = tmp_path / "good.csv"
+    good.write_text("gpus,model,full_s,delta_s\n4,lenet,2.5,100\n")
+    paper = table4.published(good)
+    row = table4.summary(Case("lenet", "p100", 4), [dict(wall_s="4", cpu_s="2"), dict(wall_s="", cpu_s="")], paper, None)
+    assert (row["reached"], row["target"], row["wall_min"], row["wall_median"]) == ("1/2", 5.0, 4.0, float("inf"))
+    bad = tmp_path / "bad.csv"
+    bad.write_text("gpus,model,full_s\nfour,lenet,2.5\n")
+    assert table4.main(["--published", str(bad), "--results", str(tmp_path)]) == 2
+    assert table4.main(["--published", str(tmp_path / "none.csv"), "--results", str(tmp_path)]) == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_planner_table_compares_with_mcmc(tmp_path, capsys):
+    command = ["--models", "lenet", "--topologies", "p100x16", "--planners", "data_parallel", "expert_cnn", "bound"]
+    assert planner_table.main([*command, "--results", str(tmp_path), *QUICK]) == 0
+    found = {r["planner"]: r for r in rows_of(tmp_path / "planners.csv")}
+    assert float(found["bound"]["step_time_s"]) <= float(found["data_parallel"]["step_time_s"])
+    assert "lenet" in (tmp_path / "planners.md").read_text()
+    cells = planner_table.cells(
+        [dict(planner="mcmc", model="m", step_time_s="0.5", fits="1"), dict(planner="fsdp", model="m", step_time_s="1", fits="0")]
+    )
+    assert cells == dict(workload="m", mcmc="500", fsdp="1000 (2.000) *")
+
+
+def test_an_interrupted_search_is_no_row():
+    problem = Case("lenet", "p100", 2, tiny=True).problem()
+    with pytest.raises(KeyboardInterrupt):
+        stop = paper_problems.stop_when(lambda best, elapsed: True)
+        paper_problems.search("mcmc", problem, Budget(num_proposals=10**6, progress=stop), 0)
+    jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, command",
+    [
+        ("figure8", ["--model", "rnnlm", "--devices", "4", *QUICK]),
+        ("figure10b", ["--models", "lenet", "--devices", "2", *QUICK]),
+        ("figure12", ["--model", "lenet", "--devices", "2", "--seconds", "2", "--tiny"]),
+        ("table4", ["--models", "lenet", "--gpus", "4", "--starts", "1", *SHORT, "--tiny"]),
+        ("optimality", ["--global-models", "lenet", "--global-devices", "2", "--models", "lenet", "--devices", "2", *QUICK]),
+        ("planner_table", ["--models", "rnnlm", "--topologies", "p100x16", "--seconds", "2", "--tiny"]),
+    ],
+)  # fmt: skip
+def test_scripts_run_and_resume(name, command, tmp_path):
+    main = importlib.import_module(name).main
+    assert main([*command, "--results", str(tmp_path)]) == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("*.csv")}
+    assert before
+    assert main([*command, "--results", str(tmp_path)]) == 0
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("*.csv")} == before
+    pytest.importorskip("matplotlib")
+    assert name in ("table4", "optimality", "planner_table") or (tmp_path / f"{name}.png").stat().st_size > 1000
