@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -176,7 +177,8 @@ CASE_COLUMNS = ("model", "cluster", "devices", "space", "sizes")
 
 
 def guarded(body: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """The exit status: 2 for bad input, with a message; 130 where Ctrl-C ended it."""
+    """The exit status: 2 for bad input, with a message; 130 where Ctrl-C (or a SIGTERM) ended it."""
+    before = [(name, signal.signal(name, signal.default_int_handler)) for name in (signal.SIGINT, signal.SIGTERM)]
     try:
         body(options)
     except SoapjaxError as e:
@@ -186,4 +188,7 @@ def guarded(body: Callable[[argparse.Namespace], None], options: argparse.Namesp
     except KeyboardInterrupt:
         note("interrupted; the rows so far are in the CSV, and the same command goes on from there")
         return 130
+    finally:
+        for name, handler in before:
+            signal.signal(name, handler)
     return 0

@@ -15,6 +15,8 @@ from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_cost
 from soapjax.costs.evaluate import Costs, latency_shares
+from soapjax.costs.indexing import put, rows
+from soapjax.costs.indexing import row as one_row
 from soapjax.costs.layouts import gradient_layouts, holders, home_layouts, split_of, storage_layouts, value_index, with_pins
 from soapjax.costs.local import LocalTables, Sharing, sharing
 from soapjax.costs.tables import CostTables
@@ -201,58 +203,60 @@ def change(
     """The entries of the operator of `row` under config (`axes` int8 [A], `storage` int8) beside the rest of `base`."""
     sizes = np.array(machine.links.axis_sizes)
     index = value_index(axes)
-    own = arrays.access_map[row.access][:, index]
+    own = rows(rows(arrays.access_map, row.access).T, index).T
     if machine.pins:
         own = with_pins(own, axes)
     none = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
     p = row.parameter
-    as_used = jnp.concatenate([own, none])[row.parameter_first]  # -1: the last row
-    masks = jnp.broadcast_to(arrays.storage_masks[storage.astype(jnp.int32)], as_used.shape)
+    as_used = rows(jnp.concatenate([own, none]), jnp.where(row.parameter_first < 0, len(own), row.parameter_first))
+    masks = jnp.broadcast_to(one_row(arrays.storage_masks, storage.astype(jnp.int32)), as_used.shape)
     stored = storage_layouts(
-        as_used, masks, arrays.storage_dim[p], arrays.storage_dim_size[p], arrays.storage_fixed[p], sizes
+        as_used, masks, rows(arrays.storage_dim, p), rows(arrays.storage_dim_size, p), rows(arrays.storage_fixed, p), sizes
     )  # fmt: skip
-    slots = jnp.concatenate([own, stored, gradient_layouts(stored, arrays.gradient_shift[p])])
-    every = jnp.concatenate([slots, base.slots[row.other_slot]])
+    slots = jnp.concatenate([own, stored, gradient_layouts(stored, rows(arrays.gradient_shift, p))])
+    every = jnp.concatenate([slots, rows(base.slots, row.other_slot)])
     t = row.tensor
     raw, home = home_layouts(
-        every[row.tensor_slot], every[row.tensor_reader], arrays.tensor_source[t], arrays.tensor_fixed[t],
-        arrays.tensor_shape[t], sizes,
+        rows(every, row.tensor_slot), rows(every, row.tensor_reader), rows(arrays.tensor_source, t), rows(arrays.tensor_fixed, t),
+        rows(arrays.tensor_shape, t), sizes,
     )  # fmt: skip
 
     # Compute: sums over few entries, as products with one-hot matrices.
     num_tasks = len(row.task)
     of_access = row.access_task == jnp.arange(num_tasks)[:, None]
-    moved = jnp.where(of_access, arrays.access_bytes[row.access] / split_of(own >= 0, sizes), 0.0).sum(1)
+    moved = jnp.where(of_access, rows(arrays.access_bytes, row.access) / split_of(own >= 0, sizes), 0.0).sum(1)
     of_work = row.work_task == jnp.arange(num_tasks)[:, None]
-    work = arrays.work_seconds[row.work] / split_of(arrays.work_split[row.work][:, index], sizes)
+    work = rows(arrays.work_seconds, row.work) / split_of(rows(rows(arrays.work_split, row.work).T, index).T, sizes)
     flop_s = jnp.where(of_work, work, 0.0).sum(1)
     shards = split_of(stored >= 0, sizes)
     is_update = row.task_parameter >= 0
-    update_split = shards[row.task_parameter]
+    updated = jnp.maximum(row.task_parameter, 0)
+    update_split = rows(shards, updated)
     flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
-    moved = jnp.where(is_update, arrays.update_bytes[row.task] / update_split, moved)
-    compute_s = (jnp.maximum(flop_s, moved / machine.memory_bytes_per_s) + machine.launch_s) * arrays.task_trips[row.task]
+    moved = jnp.where(is_update, rows(arrays.update_bytes, row.task) / update_split, moved)
+    compute_s = (jnp.maximum(flop_s, moved / machine.memory_bytes_per_s) + machine.launch_s) * rows(arrays.task_trips, row.task)
 
     # Communication.
     e, s = row.edge, row.sum
-    edge_home = home[row.edge_tensor]
-    wanted = every[row.edge_slot]
+    edge_home = rows(home, row.edge_tensor)
+    wanted = rows(every, row.edge_slot)
     target = jnp.where(wanted == PARTIAL, edge_home, wanted)
-    split, reduced = arrays.sum_split[s][:, index], arrays.sum_reduced[s][:, index]
+    split, reduced = (rows(rows(x, s).T, index).T for x in (arrays.sum_split, arrays.sum_reduced))
     sum_source = jnp.where(reduced, PARTIAL, jnp.where(split, 0, REPLICATED)).astype(jnp.int8)
     sum_target = jnp.where(split & ~reduced, 0, REPLICATED).astype(jnp.int8)
     cost = conversion_cost(
         jnp.concatenate([raw, edge_home, sum_source]),
         jnp.concatenate([jnp.where(raw == PARTIAL, home, raw), target, sum_target]),
-        jnp.concatenate([arrays.tensor_bytes[t], arrays.edge_bytes[e], arrays.sum_bytes[s]]), machine.links,
-        jnp.concatenate([arrays.resolve_share[t], arrays.edge_share[e], jnp.ones(len(s), jnp.float32)]), pins=machine.pins,
+        jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
+        jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
+        pins=machine.pins,
     )  # fmt: skip
-    trips = jnp.concatenate([arrays.resolve_trips[t], arrays.edge_trips[e], arrays.sum_trips[s]])
+    trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])
     seconds = cost.seconds * trips[:, None]
     resolve_s, convert_s, sum_s = jnp.split(seconds, [len(t), len(t) + len(e)])
 
-    again = arrays.storage_regather[storage.astype(jnp.int32)] & arrays.is_backward[e] & (row.edge_again >= 0)
-    other_again = (base.key[e, 0] >= 1 << 30) & (row.edge_again < 0)
+    again = one_row(arrays.storage_regather, storage.astype(jnp.int32)) & rows(arrays.is_backward, e) & (row.edge_again >= 0)
+    other_again = (rows(base.key, e)[:, 0] >= 1 << 30) & (row.edge_again < 0)
     key = keys_of(wanted, again | other_again)[:num_keyed]
     since, heir, heir_since = _sharing_after(arrays, num_keyed, e, base, key)
 
@@ -260,13 +264,13 @@ def change(
     on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
     return Change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
-        held=arrays.tensor_bytes[t] * arrays.tensor_copies[t] / split_of(home >= 0, sizes),
-        copy=jnp.where((edge_home != target).any(-1), arrays.edge_bytes[e] / split_of(target >= 0, sizes), 0.0),
-        transient=jnp.where((raw == PARTIAL).any(-1), arrays.tensor_bytes[t] / split_of(raw >= 0, sizes), 0.0),
-        stored=arrays.state_bytes[p] / shards,
+        held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(home >= 0, sizes),
+        copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
+        transient=jnp.where((raw == PARTIAL).any(-1), rows(arrays.tensor_bytes, t) / split_of(raw >= 0, sizes), 0.0),
+        stored=rows(arrays.state_bytes, p) / shards,
         heir=heir, heir_since=heir_since,
-        on_compute=jnp.where(is_update[:, None], on_stored[row.task_parameter], on_op), on_resolve=holders(raw, arrays.coordinates),
-        on_convert=on_home[row.edge_tensor] | on_copy, on_sum=jnp.broadcast_to(on_op, (len(s), len(on_op))),
+        on_compute=jnp.where(is_update[:, None], rows(on_stored, updated), on_op), on_resolve=holders(raw, arrays.coordinates),
+        on_convert=rows(on_home, row.edge_tensor) | on_copy, on_sum=jnp.broadcast_to(on_op, (len(s), len(on_op))),
         on_home=on_home, on_copy=on_copy, on_stored=on_stored,
     )  # fmt: skip
 
@@ -279,14 +283,14 @@ def _sharing_after(arrays: Arrays, num_keyed: int, edge: Array, base: Base, key:
     """
     pad = len(arrays.edge_task) - 1
     keyed = edge[:num_keyed]
-    rows = arrays.row[keyed]  # [o, R]
-    old = base.key[keyed]
-    is_keyed = jnp.zeros(pad + 1, bool).at[keyed].set(True)
-    others = ~is_keyed[rows] & (rows != pad)
-    row_key, after_task = base.key[rows], arrays.edge_task[rows] + 1
-    position, columns = arrays.column[keyed], jnp.arange(rows.shape[1])
-    together = (arrays.group[keyed][:, None] == arrays.group[keyed]) & (keyed != pad)  # [o, o]
-    own_after = arrays.edge_task[keyed] + 1
+    members = rows(arrays.row, keyed)  # [o, R]
+    old = rows(base.key, keyed)
+    is_keyed = put(jnp.zeros(pad + 1, bool), keyed, True)
+    others = ~rows(is_keyed, members) & (members != pad)
+    row_key, after_task = rows(base.key, members), rows(arrays.edge_task, members) + 1
+    position, columns = rows(arrays.column, keyed), jnp.arange(members.shape[1])
+    together = (rows(arrays.group, keyed)[:, None] == rows(arrays.group, keyed)) & (keyed != pad)  # [o, o]
+    own_after = rows(arrays.edge_task, keyed) + 1
 
     def last_before(same: Array, same_own: Array, limit: Array) -> Array:
         """The task after the latest reader in front of column `limit` [o] among others [o, R] and keyed ones [o, o]."""
@@ -296,7 +300,7 @@ def _sharing_after(arrays: Arrays, num_keyed: int, edge: Array, base: Base, key:
 
     def first_after(same: Array) -> Array:
         """The column of the first of the others behind, R where there is none."""
-        return jnp.where(same & (columns > position[:, None]), columns, rows.shape[1]).min(1)
+        return jnp.where(same & (columns > position[:, None]), columns, members.shape[1]).min(1)
 
     same_new = (row_key == key[:, None]).all(-1) & others
     same_old = (row_key == old[:, None]).all(-1) & others
@@ -305,11 +309,12 @@ def _sharing_after(arrays: Arrays, num_keyed: int, edge: Array, base: Base, key:
     since_keyed = last_before(same_new, own_new, position)
     next_new, next_old = first_after(same_new), first_after(same_old)
     heir_since = jnp.concatenate([last_before(same_new, own_new, next_new), last_before(same_old, own_old, next_old)])
-    padded = jnp.concatenate([rows, jnp.full((num_keyed, 1), pad, rows.dtype)], 1)
-    heir = jnp.concatenate([padded[jnp.arange(num_keyed), next_new], padded[jnp.arange(num_keyed), next_old]])
+    padded = jnp.concatenate([members, jnp.full((num_keyed, 1), pad, members.dtype)], 1).reshape(-1)
+    first = jnp.arange(num_keyed) * (members.shape[1] + 1)
+    heir = rows(padded, jnp.concatenate([first + next_new, first + next_old]))
     rest = edge[num_keyed:]
     is_heir = (rest[:, None] == heir) & (rest != pad)[:, None]  # [e - o, 2o]
-    since_rest = jnp.where(is_heir.any(1), jnp.where(is_heir, heir_since, 0).max(1), base.since[rest])
+    since_rest = jnp.where(is_heir.any(1), jnp.where(is_heir, heir_since, 0).max(1), rows(base.since, rest))
     heir = jnp.where(is_heir.any(0), pad, heir)
     return jnp.concatenate([since_keyed, since_rest]), heir, heir_since
 
@@ -327,21 +332,21 @@ def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Arra
             jnp.where(row.parameter < size_p, total_u + size_p + row.parameter, last),
         ]
     )
-    slots = base.slots.at[where].set(found.slots).at[last].set(REPLICATED)
+    slots = put(base.slots, where, found.slots).at[last].set(REPLICATED)
     assert len(where) == num_u + 2 * num_p
     e, t, k, p, s = row.edge, row.tensor, row.task, row.parameter, row.sum
     return base._replace(
-        axes=base.axes.at[n].set(axes), storage=base.storage.at[n].set(storage), slots=slots,
-        key=base.key.at[e[:num_keyed]].set(found.key),
-        since=base.since.at[found.heir].set(found.heir_since).at[e].set(found.since),
-        compute_s=base.compute_s.at[k].set(found.compute_s), resolve_s=base.resolve_s.at[t].set(found.resolve_s),
-        convert_s=base.convert_s.at[e].set(found.convert_s), sum_s=base.sum_s.at[s].set(found.sum_s),
-        held=base.held.at[t].set(found.held), copy=base.copy.at[e].set(found.copy),
-        transient=base.transient.at[t].set(found.transient), stored=base.stored.at[p].set(found.stored),
-        on_compute=base.on_compute.at[k].set(found.on_compute), on_resolve=base.on_resolve.at[t].set(found.on_resolve),
-        on_convert=base.on_convert.at[e].set(found.on_convert), on_sum=base.on_sum.at[s].set(found.on_sum),
-        on_home=base.on_home.at[t].set(found.on_home), on_copy=base.on_copy.at[e].set(found.on_copy),
-        on_stored=base.on_stored.at[p].set(found.on_stored),
+        axes=put(base.axes, n, axes), storage=put(base.storage, n, storage), slots=slots,
+        key=put(base.key, e[:num_keyed], found.key),
+        since=put(put(base.since, found.heir, found.heir_since), e, found.since),
+        compute_s=put(base.compute_s, k, found.compute_s), resolve_s=put(base.resolve_s, t, found.resolve_s),
+        convert_s=put(base.convert_s, e, found.convert_s), sum_s=put(base.sum_s, s, found.sum_s),
+        held=put(base.held, t, found.held), copy=put(base.copy, e, found.copy),
+        transient=put(base.transient, t, found.transient), stored=put(base.stored, p, found.stored),
+        on_compute=put(base.on_compute, k, found.on_compute), on_resolve=put(base.on_resolve, t, found.on_resolve),
+        on_convert=put(base.on_convert, e, found.on_convert), on_sum=put(base.on_sum, s, found.on_sum),
+        on_home=put(base.on_home, t, found.on_home), on_copy=put(base.on_copy, e, found.on_copy),
+        on_stored=put(base.on_stored, p, found.on_stored),
     )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ class Engine:
             )  # fmt: skip
 
         self._walk = jax.jit(walk)
-        self._leap = jax.jit(jax.vmap(leap(problem.space), (0, None)))
+        self.propose = jax.jit(jax.vmap(leap(problem.space), (0, None)))
 
         def position(tables: Tables, costs: Costs, strategies: State, i: Array) -> Position:
             costs, strategy = jax.tree.map(lambda x: x[i], (costs, strategies))
@@ -163,7 +163,7 @@ class Engine:
         """Up to a batch of steps of many operators at once, simulated in full; gives the number of steps taken."""
         move, uniform = jax.random.split(key)
         state = State(walker.at.base.axes, walker.at.base.storage)
-        proposed = self._leap(jax.random.split(move, BATCH), state)
+        proposed = self.propose(jax.random.split(move, BATCH), state)
         scores, costs = self.problem.simulator.batch(proposed.axes, proposed.storage)
         cost = np.asarray(objective(scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
         uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))

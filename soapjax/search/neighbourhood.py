@@ -16,6 +16,7 @@ from jax import Array
 
 from soapjax.costs.change import Arrays, Base, Change, apply, arrays_of, base_of, change
 from soapjax.costs.evaluate import Costs
+from soapjax.costs.indexing import row
 from soapjax.costs.local import LocalTables, local_classes
 from soapjax.costs.memory import Alive, alive, memory_after
 from soapjax.search.problem import PlanningProblem, objective
@@ -76,13 +77,13 @@ class Neighbourhoods:
         return Position(base, alive(tables.arrays, base))
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
-        row = self._row(i, tables, n)
-        found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.num_keyed[i], row, at.base, a, s))(axes, storage)
+        lists = self._row(i, tables, n)
+        found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.num_keyed[i], lists, at.base, a, s))(axes, storage)
         times = step_times(
-            tables.items, at.base, row, found, overlap=self.overlap, pins=self.machine.pins, jumps=self.jumps,
+            tables.items, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins, jumps=self.jumps,
             num_heirs=self.num_heirs[i],
         )  # fmt: skip
-        memory = memory_after(tables.arrays, at.alive, at.base, row, found, tables.usable_bytes)
+        memory = memory_after(tables.arrays, at.alive, at.base, lists, found, tables.usable_bytes)
         sizes = np.array(self.machine.links.axis_sizes)
         violations = jnp.zeros(len(axes), jnp.int32)
         for d in range(tables.divisors.shape[1]):
@@ -105,9 +106,8 @@ class Neighbourhoods:
             result, q = choose(judged)
 
             def moved() -> Position:
-                row = self._row(i, tables, n)
-                one = jax.tree.map(lambda x: x[q], found)
-                base = apply(row, self.num_keyed[i], n, axes[q], storage[q], at.base, one)
+                one = jax.tree.map(lambda x: row(x, q), found)
+                base = apply(self._row(i, tables, n), self.num_keyed[i], n, axes[q], storage[q], at.base, one)
                 return Position(base, alive(tables.arrays, base))
 
             return result, jax.lax.cond(q >= 0, moved, lambda: at)
@@ -115,7 +115,8 @@ class Neighbourhoods:
         return self._by_class(tables, n, of_class)
 
     def _row(self, i: int, tables: Tables, n: Array) -> LocalTables:
-        return jax.tree.map(lambda x: x[tables.position_of[n]], tables.classes[i])
+        position = row(tables.position_of, n)
+        return jax.tree.map(lambda x: row(x, position), tables.classes[i])
 
     def _by_class(self, tables: Tables, n: Array, of_class: Callable[[int], Any]) -> Any:
         branches = [lambda i=i: of_class(i) for i in range(len(tables.classes))]

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from soapjax.costs.change import Base, Change
+from soapjax.costs.indexing import add, put, rows
+from soapjax.costs.indexing import row as one_row
 from soapjax.costs.local import LocalTables
 from soapjax.simulate.items import NONE, Items
 from soapjax.simulate.walk import walk
@@ -79,12 +80,12 @@ def base_durations(items: ItemArrays, base: Base) -> Array:
 
     compute = jnp.concatenate([base.compute_s[:, None], jnp.zeros((len(base.compute_s), base.sum_s.shape[1]))], 1)
     paid = jnp.where((base.since > 0)[:, None], 0.0, base.convert_s)
-    return _stacked(base, compute, sent(base.sum_s), sent(base.resolve_s), sent(paid))[items.index]
+    return rows(_stacked(base, compute, sent(base.sum_s), sent(base.resolve_s), sent(paid)), items.index)
 
 
 def base_holders(items: ItemArrays, base: Base) -> Array:
     """bool [T, G]: who takes part in every item; a wait or a barrier needs nobody."""
-    return _stacked(base, base.on_compute, base.on_sum, base.on_resolve, base.on_convert)[items.index]
+    return rows(_stacked(base, base.on_compute, base.on_sum, base.on_resolve, base.on_convert), items.index)
 
 
 class _Rows(NamedTuple):
@@ -107,22 +108,25 @@ def _changed(
     sent = jnp.concatenate([jnp.zeros((q, sent.shape[1], 1)), sent], 2)
     compute = jnp.concatenate([found.compute_s[..., None], jnp.zeros((*found.compute_s.shape, levels))], 2)
     own = jnp.concatenate(
-        [items.of_compute[row.task], items.of_sum[row.sum], items.of_resolve[row.tensor], items.of_convert[row.edge]]
+        [
+            rows(items.of_compute, row.task), rows(items.of_sum, row.sum), rows(items.of_resolve, row.tensor),
+            rows(items.of_convert, row.edge),
+        ]
     )  # fmt: skip
     seconds = jnp.concatenate([compute, sent], 1).transpose(1, 2, 0)  # [R, S, Q]
     # Heirs differ from candidate to candidate: one row per conversion, filled up with the figures of the strategy.
     num_e = len(items.of_convert) - 1
-    marked = jnp.zeros(num_e + 1, bool).at[found.heir.reshape(-1)].set(True)
-    marked = marked.at[num_e].set(False).at[row.edge].set(False)
+    marked = put(jnp.zeros(num_e + 1, bool), found.heir.reshape(-1), True)
+    marked = put(marked.at[num_e].set(False), row.edge, False)
     (heirs,) = jnp.nonzero(marked, size=width, fill_value=num_e)
     rank = jnp.cumsum(marked) - 1
     rank = jnp.where(marked, rank, width)  # [E + 1]: row among heirs
-    heir_items = items.of_convert[heirs]
-    default = jnp.concatenate([durations, jnp.zeros((1, durations.shape[1]))])[heir_items]  # [H, S]
+    heir_items = rows(items.of_convert, heirs)
+    default = rows(jnp.concatenate([durations, jnp.zeros((1, durations.shape[1]))]), heir_items)  # [H, S]
     table = jnp.broadcast_to(default[..., None], (*default.shape, q))
-    value = jnp.where((found.heir_since > 0)[..., None], 0.0, base.convert_s[found.heir])  # [Q, 2o, L]
+    value = jnp.where((found.heir_since > 0)[..., None], 0.0, rows(base.convert_s, found.heir))  # [Q, 2o, L]
     value = jnp.concatenate([jnp.zeros((*value.shape[:2], 1)), value], 2)
-    table = table.at[rank[found.heir], :, jnp.arange(q)[:, None]].set(value, mode="drop")
+    table = table.at[rows(rank, found.heir), :, jnp.arange(q)[:, None]].set(value, mode="drop")
     item = jnp.concatenate([own, heir_items])
     if not pins:
         return _Rows(item, jnp.concatenate([seconds, table]), jnp.ones((len(item), 1, 1), bool))
@@ -140,32 +144,32 @@ def step_times(
     `jumps` is `item_arrays`'; `num_heirs` the class' (local.py).
     """
     n = len(items.predecessor)
+    computes = items.of_compute[:-1]  # in order
     durations, on = base_durations(items, base), base_holders(items, base)
     changed = _changed(items, base, row, found, durations, on, pins, num_heirs)
     num_rows = len(changed.item)
-    of_item = jnp.full(n + 1, num_rows, jnp.int32).at[changed.item].set(jnp.arange(num_rows, dtype=jnp.int32)).at[n].set(num_rows)
-    of_item = of_item[:n]
+    of_item = put(jnp.full(n + 1, num_rows, jnp.int32), changed.item, jnp.arange(num_rows, dtype=jnp.int32))[:n]
     is_changed = of_item < num_rows
-    takes_time = jnp.concatenate([(changed.seconds > 0).any((1, 2)), jnp.zeros(1, bool)])[of_item] | (durations > 0).any(1)
+    takes_time = rows(jnp.concatenate([(changed.seconds > 0).any((1, 2)), jnp.zeros(1, bool)]), of_item) | (durations > 0).any(1)
 
     # Roots: the first item before, this one included, that is not skipped over.
     stops = takes_time | items.is_compute
     root = jnp.concatenate([jnp.where(stops, jnp.arange(n), items.predecessor), jnp.array([n])])
     for _ in range(jumps):
-        root = root[root]
-    waits_for = root[items.predecessor]  # [T], n for nobody
-    of_compute = jnp.concatenate([items.is_compute, jnp.ones(1, bool)])[waits_for]
+        root = rows(root, root)
+    waits_for = rows(root, items.predecessor)  # [T], n for nobody
+    of_compute = rows(jnp.concatenate([items.is_compute, jnp.ones(1, bool)]), waits_for)
     kept = (takes_time & ~items.is_compute) | items.is_barrier | (items.is_compute & is_changed)
     if pins:
         kept |= items.is_compute | (items.is_link & (waits_for < n))
     else:
         kept |= items.is_link & ~of_compute
         # Compute items that communication waits for, and those that wait for it.
-        asked = jnp.zeros(n + 1, bool).at[jnp.where(kept, waits_for, n)].set(True)[:n]
+        asked = put(jnp.zeros(n + 1, bool), jnp.where(kept, waits_for, n), True)[:n]
         links = jnp.cumsum(kept & items.is_link)
         before = jnp.concatenate([jnp.zeros(1, links.dtype), links])
-        (computes,) = _positions(items.is_compute, len(items.of_compute) - 1)
-        since_last = before[computes] - jnp.concatenate([jnp.zeros(1, links.dtype), before[computes]])[:-1]
+        gathered = rows(before, computes)
+        since_last = gathered - jnp.concatenate([jnp.zeros(1, links.dtype), gathered])[:-1]
         kept = kept.at[computes].max(since_last > 0) | (items.is_compute & asked)
     rank = jnp.cumsum(kept)
     count = rank[-1]
@@ -174,22 +178,17 @@ def step_times(
     # Runs of skipped compute items, paid by the kept item behind them.
     run = jnp.zeros(n + 1)
     if not pins:
-        (computes,) = _positions(items.is_compute, len(items.of_compute) - 1)
-        skipped = ~kept[computes]
-        run = run.at[jnp.where(skipped, rank[computes] + 1, n)].add(durations[computes, 0]).at[n].set(0.0)
+        skipped = ~rows(kept, computes)
+        run = add(run, jnp.where(skipped, rows(rank, computes) + 1, n), rows(durations[:, 0], computes)).at[n].set(0.0)
 
     zero = jnp.zeros((1, *changed.seconds.shape[1:]))
-    rows = jnp.concatenate([changed.seconds, zero])
+    changed_s = jnp.concatenate([changed.seconds, zero])
     row_holders = jnp.concatenate([changed.holders, jnp.zeros((1, *changed.holders.shape[1:]), bool)]) if pins else None
 
     # The items that are kept, by binary search in their ranks; behind the last: harmless repetitions.
     item = jnp.minimum(jnp.searchsorted(rank[:-1], jnp.arange(n), side="left"), n - 1)
     return walk(
-        count, jnp.where(is_changed[item][:, None], 0.0, durations[item]), of_item[item], rows, rank[waits_for[item]],
-        items.is_link[item], items.is_compute[item], items.is_barrier[item], run[:n], run[jnp.minimum(count, n)],
-        on[item] if pins else None, row_holders, overlap,
+        count, jnp.where(rows(is_changed, item)[:, None], 0.0, rows(durations, item)), rows(of_item, item), changed_s,
+        rows(rank, rows(waits_for, item)), rows(items.is_link, item), rows(items.is_compute, item),
+        rows(items.is_barrier, item), run[:n], one_row(run, count), rows(on, item) if pins else None, row_holders, overlap,
     )  # fmt: skip
-
-
-def _positions(mask: Array, count: int) -> tuple[Array]:
-    return jnp.nonzero(mask, size=count, fill_value=0)

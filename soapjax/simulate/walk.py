@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from soapjax.costs.indexing import row as row_of
+
 
 def walk(
     count: Array, seconds: Array, row: Array, rows: Array, start: Array, is_link: Array, is_compute: Array, is_barrier: Array,
@@ -33,17 +35,20 @@ def walk(
     zeros = jnp.zeros((q,), rows.dtype)
     kind = jnp.where(is_barrier, 3, jnp.where(is_compute, 0, jnp.where(is_link, 1, 2)))
 
+    columns = [seconds[:, s] for s in range(num_streams)]
+
     def body(i: Array, carry):
         free, gathered, last, ends = carry  # free: [stream][group] of [Q]
         ends = jax.lax.dynamic_update_index_in_dim(ends, last, jnp.where(i > 0, i - 1, size), 0)
-        begin = jax.lax.dynamic_index_in_dim(ends, start[i], 0, keepdims=False)
+        begin = row_of(ends, row_of(start, i))
 
-        def holds(g: int) -> Array | None:
-            return None if on is None else row_holders[row[i], g] | (on[i, g] & (row[i] == len(rows) - 1))
+        def holds(g: int) -> Array:
+            of_row = row_of(row_holders, row_of(row, i))[g]
+            return of_row | (row_of(on, i)[g] & (row_of(row, i) == len(rows) - 1))
 
         def occupy(free: list[list[Array]], begin: Array, s: int) -> Array:
             """Runs stage `s` of the item on the streams that it needs; gives its end."""
-            d = rows[row[i], s] + seconds[i, s]
+            d = row_of(rows, row_of(row, i))[s] + row_of(columns[s], i)
             used = (s,) if overlap or s == 0 else (0, s)
             latest = begin
             for u in used:
@@ -58,7 +63,7 @@ def walk(
 
         def opened(state):
             free = [list(stream) for stream in state[0]]
-            free[0] = [f + run[i] for f in free[0]]
+            free[0] = [f + row_of(run, i) for f in free[0]]
             return free
 
         def closed(free, gathered: Array, end: Array):
@@ -84,7 +89,7 @@ def walk(
             return closed([[latest] * groups for _ in free], state[1], state[2])
 
         branches = (compute, lambda x: communicate(x, True), lambda x: communicate(x, False), barrier)
-        free, gathered, last = jax.lax.switch(kind[i], branches, (free, gathered, last))
+        free, gathered, last = jax.lax.switch(row_of(kind, i), branches, (free, gathered, last))
         return free, gathered, last, ends
 
     none = tuple(tuple(zeros for _ in range(groups)) for _ in range(num_streams))

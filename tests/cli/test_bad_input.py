@@ -406,6 +406,8 @@ def test_a_model_that_does_not_work_is_refused(name, make, words):
         (["--proposals", "0"], ["--proposals", "got 0"]),
         (["--seed", "-1"], ["--seed", "got -1"]),
         (["--planner", "mcmcm"], ["planner", "'mcmcm'", "did you mean 'mcmc'"]),
+        (["--planner", "reinforce"], ["planner 'reinforce'", 'space "soap"', "--space paper"]),
+        (["--space", "papre"], ["space", "'papre'", "soap or paper"]),
         (["--topology", "a100x46"], ["topology", "a100x46", "a100x64"]),
         (["--topology", "none.toml"], ["none.toml", "nothing there"]),
         (["--topology", "."], ["topology"]),
