@@ -36,7 +36,7 @@ from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.user_shardings import check_constraints, user_layouts
 
 log = logging.getLogger("soapjax")
-DEFAULT_PROPOSALS = 8_000
+DEFAULT_PROPOSALS = 100_000
 
 
 class Planned(NamedTuple):

@@ -5,8 +5,9 @@ replicated -> split is a slice (free); partial -> split a reduce-scatter;
 partial -> replicated an all-reduce; split -> another dim an all-to-all; split ->
 replicated an all-gather. Pinned to one coordinate, a tensor is sent: to another coordinate (one message over the
 slowest link between), to all (a broadcast), in shards, or gathered from shards.
-Slice first, then reduce, then exchange, then send, then gather: the fewest bytes. Groups that span link levels run level by level, fastest first where the data shrinks,
-slowest first where it grows.
+Slice first, then reduce, then exchange, then send, then gather:
+the fewest bytes. Groups that span link levels run level by level, fastest first where
+the data shrinks, slowest first where it grows.
 
 With n devices per group, S bytes of the group's full tensor, latency a per step, bandwidth b per device:
 all-gather and reduce-scatter (n-1)a + S(n-1)/n/b, all-reduce their sum, all-to-all (n-1)a + S/n(n-1)/n/b,

@@ -160,12 +160,14 @@ class DimClasses:
     def _tie_cotangents(self, first: Unit, unit: Unit, trained: set[int]) -> None:
         """A backward unit that reads one operand of the forward equation makes the cotangent of the other.
 
-        A parameter is tied to its gradient already; here a square one may not be transposed yet.
+        A parameter is tied to its gradient already; here a square one may not be transposed yet. Nor may another square
+        value, which for a product needs no tie: its operands' labels and the result's cotangent have all of its dims.
         """
         a, b = first.heavy.inputs[:2]
         read = {self.values.of(x).root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
         result = unit.eqns[-1].outputs[0]
-        for mine, other in ((a, b), (b, a)):
+        is_square = first.heavy.name == "dot_general" and len(set(self._shape(result))) < len(self._shape(result))
+        for mine, other in () if is_square else ((a, b), (b, a)):
             if isinstance(mine, int) and isinstance(other, int) and self.values.of(mine).root in read:
                 if self._shape(other) == self._shape(result) and self.values.of(other).root not in trained:
                     self._unite(other, result)

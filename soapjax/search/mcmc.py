@@ -39,7 +39,7 @@ from soapjax.strategy.strategy import Strategy
 NUM_CHAINS = 4
 BETAS = (12800.0, 3200.0, 800.0, 200.0)  # of the relative cost, coldest first
 BLOCKS_PER_ROUND = 32  # per chain
-DEFAULT_PROPOSALS = 200_000
+DEFAULT_PROPOSALS = 100_000
 MAX_AXES = 4  # that one block moves
 
 

@@ -92,7 +92,7 @@ def model_parallel_strategy(problem: PlanningProblem) -> tuple[Strategy, tuple[s
     for layer, d in zip(layers, run, strict=True):
         device[list(layer.operators)] = d
     used, count = len(set(run)), problem.space.mesh.num_devices
-    notes = [f"{len(layers)} layers leave {count - used} of {count} devices idle"] if used < count else []
+    notes = [f"{used} of {count} devices used: with more, the busiest would have no less to do"] if used < count else []
     return placed(problem, device), tuple(notes)
 
 

@@ -37,7 +37,7 @@ MODELS = {
     "alexnet": (alexnet, IMAGE | dict(image=63, width=1 / 32)),
     "resnet": (resnet, IMAGE | dict(image=32, width=4, depth="tiny")),
     "rnnlm": (rnnlm, dict(batch=2, seq=4, hidden=16, layers=2, vocab=24)),
-    "moe": (moe, dict(batch=2, seq=6, width=8, layers=2, heads=2, experts=4, vocab=16, top=2)),
+    "moe": (moe, dict(batch=2, seq=8, width=8, layers=2, heads=2, experts=4, vocab=16, top=2)),
 }
 LOOPED = {"lm_scan", "lm_scan_remat"}
 # Products per transformer block: q, k, v, scores, values, out, up, down; one more is the head.
@@ -200,6 +200,13 @@ def test_a_mean_over_windows_and_its_gradient_are_one_operator():
     forward, backward = (graph.tasks[t] for t in pool.tasks if graph.tasks[t].heavy)
     assert (forward.phase, backward.phase) == (FORWARD, BACKWARD)
     assert forward.operand_dims[0] == forward.result_dims == backward.result_dims == (0, -1, -1, 1)
+
+
+def test_square_values_keep_their_dims_apart():
+    """As many tokens as channels: a gradient that is not transposed yet does not tie the two."""
+    _, graph, _ = built("moe")
+    (send,) = (op for op in graph.operators if "moe/send" in op.name)
+    assert [(d.kind, d.size) for d in send.dims] == [("S", 2), ("A", 8), ("A", 4), ("A", 5), ("A", 8)]
 
 
 def blocks(name, graph):
