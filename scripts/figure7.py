@@ -104,6 +104,8 @@ def report(made: list[dict], options) -> None:
                 for ax, model in zip(axes.flat, models, strict=False):
                     draw(ax, model, [r for r in made if r["model"] == model])
                 axes.flat[0].legend(fontsize=6)
+                for ax in axes.flat[len(models) :]:
+                    ax.set_axis_off()
 
 
 def draw(ax, model: str, rows: list[dict]) -> None:
