@@ -37,9 +37,9 @@ class Chain(NamedTuple):
 
 class Improvement(NamedTuple):
     side: str
-    seconds: float
+    elapsed_s: float
     cpu_s: float
-    proposals: int
+    judged: int
     step_time_s: float
 
 
@@ -157,18 +157,18 @@ def run(options) -> None:
 def report(case: Case, made: dict[str, list[dict]], options) -> None:
     last = [found[-1] for found in made.values()]
     for r in last:
-        r["proposals_per_s"] = float(r["proposals"]) / max(1e-9, float(r["seconds"]) - float(made[r["side"]][0]["seconds"]))
-    show(f"the end of both searches, {case}", ("side", "seconds", "cpu_s", "proposals", "proposals_per_s", "step_time_s"), last)
+        r["judged_per_s"] = float(r["judged"]) / max(1e-9, float(r["elapsed_s"]) - float(made[r["side"]][0]["elapsed_s"]))
+    show(f"the end of both searches, {case}", ("side", "elapsed_s", "cpu_s", "judged", "judged_per_s", "step_time_s"), last)
     if len(made) == 2:
         goal = float(made["full"][-1]["step_time_s"])
-        reached = [float(r["seconds"]) for r in made["delta"] if float(r["step_time_s"]) <= goal]
+        reached = [float(r["elapsed_s"]) for r in made["delta"] if float(r["step_time_s"]) <= goal]
         when = f"after {reached[0]:.2f} s" if reached else "never"
-        print(f"the delta reached the best of the full simulation ({goal:.6g} s, {made['full'][-1]['seconds']} s) {when}")
+        print(f"the delta reached the best of the full simulation ({goal:.6g} s, {made['full'][-1]['elapsed_s']} s) {when}")
     if made:
         with figure(options.results / "figure12.png", figsize=(5, 3.2)) as axes:
             if axes is not None:
                 for side, found in made.items():
-                    x, y = [float(r["seconds"]) for r in found], [float(r["step_time_s"]) for r in found]
+                    x, y = [float(r["elapsed_s"]) for r in found], [float(r["step_time_s"]) for r in found]
                     axes[0, 0].step(x, y, where="post", label=f"{side} simulation")
                 axes[0, 0].set(xlabel="search seconds", ylabel="best step time (s)", title=str(case))
                 axes[0, 0].legend()

@@ -119,7 +119,8 @@ def draw(ax, model: str, rows: list[dict]) -> None:
         for name in SHOWN:
             y = [float(r[name]) / n for r, n in zip(mine, x, strict=True)]
             ax.plot(x, y, marker=marker, color=colors[name], markersize=4, label=f"{name}, {cluster_name}")
-        ax.plot(x, [float(r["ideal"]) / n for r, n in zip(mine, x, strict=True)], "--", color="gray", label=f"ideal, {cluster_name}")
+        y = [float(r["ideal"]) / n for r, n in zip(mine, x, strict=True)]
+        ax.plot(x, y, "--", color="gray", label=f"ideal, {cluster_name}")
     ax.set(title=model, xscale="log", xlabel="GPUs", ylabel="samples / s / GPU", ylim=(0, None))
     ticks = sorted({int(r["devices"]) for r in rows})
     ax.set_xticks(ticks, [str(t) for t in ticks])

@@ -18,7 +18,7 @@ from soapjax.costs.evaluate import Costs, latency_shares
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
 from soapjax.costs.layouts import gradient_layouts, holders, home_layouts, split_of, storage_layouts, value_index, with_pins
-from soapjax.costs.local import LocalTables, Sharing, sharing
+from soapjax.costs.local import SHORT, LocalTables, Sharing, sharing
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
@@ -198,9 +198,12 @@ def base_of(tables: CostTables, arrays: Arrays, costs: Costs, axes: Array, stora
 
 
 def change(
-    arrays: Arrays, machine: Machine, num_keyed: int, row: LocalTables, base: Base, axes: Array, storage: Array
+    arrays: Arrays, machine: Machine, num: tuple[int, int], row: LocalTables, base: Base, axes: Array, storage: Array
 ) -> Change:
-    """The entries of the operator of `row` under config (`axes` int8 [A], `storage` int8) beside the rest of `base`."""
+    """The entries of the operator of `row` under config (`axes` int8 [A], `storage` int8) beside the rest of `base`.
+
+    `num` is the class' `sizes` (local.py).
+    """
     sizes = np.array(machine.links.axis_sizes)
     index = value_index(axes)
     own = rows(rows(arrays.access_map, row.access).T, index).T
@@ -257,8 +260,8 @@ def change(
 
     again = one_row(arrays.storage_regather, storage.astype(jnp.int32)) & rows(arrays.is_backward, e) & (row.edge_again >= 0)
     other_again = (rows(base.key, e)[:, 0] >= 1 << 30) & (row.edge_again < 0)
-    key = keys_of(wanted, again | other_again)[:num_keyed]
-    since, heir, heir_since = _sharing_after(arrays, num_keyed, e, base, key)
+    key = keys_of(wanted, again | other_again)[: num[1]]
+    since, heir, heir_since = _sharing_after(arrays, num, e, base, key)
 
     on_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), arrays.coordinates)
     on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
@@ -275,15 +278,33 @@ def change(
     )  # fmt: skip
 
 
-def _sharing_after(arrays: Arrays, num_keyed: int, edge: Array, base: Base, key: Array) -> tuple[Array, Array, Array]:
-    """(since [e], heir [2o], heir_since [2o]) when the first `num_keyed` of `edge` have `key` [o, W].
+def _sharing_after(
+    arrays: Arrays, num: tuple[int, int], edge: Array, base: Base, key: Array
+) -> tuple[Array, Array, Array]:
+    """(since [e], heir [2o], heir_since [2o]) when the first num[1] of `edge`, num[0] of them in long rows, have `key` [o, W]."""
+    num_long, num_keyed = num
+    parts = []
+    if num_long:
+        parts.append(_sharing_of(arrays, arrays.row, edge[:num_long], base, key[:num_long]))
+    if num_keyed > num_long:
+        parts.append(_sharing_of(arrays, arrays.row[:, :SHORT], edge[num_long:num_keyed], base, key[num_long:]))
+    since_keyed, heir, heir_since = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    pad = len(arrays.edge_task) - 1
+    rest = edge[num_keyed:]
+    is_heir = (rest[:, None] == heir) & (rest != pad)[:, None]  # [e - o, 2o]
+    since_rest = jnp.where(is_heir.any(1), jnp.where(is_heir, heir_since, 0).max(1), rows(base.since, rest))
+    heir = jnp.where(is_heir.any(0), pad, heir)
+    return jnp.concatenate([since_keyed, since_rest]), heir, heir_since
+
+
+def _sharing_of(arrays: Arrays, row: Array, keyed: Array, base: Base, key: Array) -> tuple[Array, Array, Array]:
+    """(since [o], heir [2o], heir_since [2o]) of readers `keyed` [o] among the others of their rows.
 
     Among the readers of a tensor only the next one behind a changed reader can be affected by it: any other has one in
     between that it follows as before.
     """
     pad = len(arrays.edge_task) - 1
-    keyed = edge[:num_keyed]
-    members = rows(arrays.row, keyed)  # [o, R]
+    members = rows(row, keyed)  # [o, R]
     old = rows(base.key, keyed)
     is_keyed = put(jnp.zeros(pad + 1, bool), keyed, True)
     others = ~rows(is_keyed, members) & (members != pad)
@@ -309,14 +330,10 @@ def _sharing_after(arrays: Arrays, num_keyed: int, edge: Array, base: Base, key:
     since_keyed = last_before(same_new, own_new, position)
     next_new, next_old = first_after(same_new), first_after(same_old)
     heir_since = jnp.concatenate([last_before(same_new, own_new, next_new), last_before(same_old, own_old, next_old)])
-    padded = jnp.concatenate([members, jnp.full((num_keyed, 1), pad, members.dtype)], 1).reshape(-1)
-    first = jnp.arange(num_keyed) * (members.shape[1] + 1)
+    padded = jnp.concatenate([members, jnp.full((len(keyed), 1), pad, members.dtype)], 1).reshape(-1)
+    first = jnp.arange(len(keyed)) * (members.shape[1] + 1)
     heir = rows(padded, jnp.concatenate([first + next_new, first + next_old]))
-    rest = edge[num_keyed:]
-    is_heir = (rest[:, None] == heir) & (rest != pad)[:, None]  # [e - o, 2o]
-    since_rest = jnp.where(is_heir.any(1), jnp.where(is_heir, heir_since, 0).max(1), rows(base.since, rest))
-    heir = jnp.where(is_heir.any(0), pad, heir)
-    return jnp.concatenate([since_keyed, since_rest]), heir, heir_since
+    return since_keyed, heir, heir_since
 
 
 def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Array, base: Base, found: Change) -> Base:

@@ -39,7 +39,7 @@ class LocalTables(NamedTuple):
     tensor: np.ndarray  # int32 [M, t]
     tensor_slot: np.ndarray  # int32 [M, t]: local slot
     tensor_reader: np.ndarray  # int32 [M, t]: local slot
-    edge: np.ndarray  # int32 [M, e]: those whose key may change stand first
+    edge: np.ndarray  # int32 [M, e]: those whose key may change stand first, of them those in long rows (see Sharing)
     edge_tensor: np.ndarray  # int32 [M, e]: position in `tensor`
     edge_slot: np.ndarray  # int32 [M, e]: local slot
     edge_again: np.ndarray  # int32 [M, e]: position in `parameter` of one that may be regathered for it, -1
@@ -86,12 +86,14 @@ class _Row(NamedTuple):
     other_slot: list[int]
     tensor: list[int]
     edge: list[int]
+    num_long: int
     num_keyed: int
     work: list[int]
     sum: list[int]
 
 
-def _rows(tables: CostTables) -> list[_Row]:
+def _rows(tables: CostTables, length: np.ndarray) -> list[_Row]:
+    """Per operator; `length` [E]: how many readers may share a conversion's copy."""
     graph = tables.graph
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
     by_op = {name: defaultdict(list) for name in ("access", "parameter", "task", "work", "sum")}
@@ -122,13 +124,15 @@ def _rows(tables: CostTables) -> list[_Row]:
         owned = {graph.parameters[p].tensor for p in parameter}
         keyed = sorted({e for s in own for e in edges_of_slot[s]} | {e for i in owned for e in edges_of_tensor[i]})
         others = sorted({e for i in moved for e in edges_of_tensor[i]} - set(keyed))
+        keyed.sort(key=lambda e: (length[e] <= SHORT, e))
+        num_long = sum(int(length[e]) > SHORT for e in keyed)
         edges = keyed + others
         tensors = sorted({*moved, *(int(tables.edge_tensor[e]) for e in edges)})
         needed = {int(s) for i in tensors for s in (tables.tensor_slot[i], tables.tensor_reader[i])}
         needed |= {int(tables.edge_slot[e]) for e in edges}
         rows.append(
             _Row(
-                by_op["task"][n], access, parameter, sorted(needed - own), tensors, edges, len(keyed),
+                by_op["task"][n], access, parameter, sorted(needed - own), tensors, edges, num_long, len(keyed),
                 by_op["work"][n], by_op["sum"][n],
             )
         )  # fmt: skip
@@ -136,30 +140,63 @@ def _rows(tables: CostTables) -> list[_Row]:
 
 
 class LocalClass(NamedTuple):
-    """A class of operators, the number of leading edges whose key may change, and of others that may inherit from them."""
+    """Operators of one size: numbers of leading edges in long rows and of all whose key may change, and of possible heirs."""
 
     operators: np.ndarray  # int32 [M]
+    num_long: int
     num_keyed: int
     num_heirs: int
     tables: LocalTables
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.num_long, self.num_keyed
+
+
+SHORT = 8  # readers of one tensor
+MAX_CLASSES = 3
+
 
 def local_classes(tables: CostTables) -> list[LocalClass]:
-    """The operators in one or two classes: padding everything to the largest would make the many pay for the few."""
-    rows = _rows(tables)
-    weight = np.array([len(r.edge) + 4 * len(r.parameter) for r in rows])
-    limit = max(16, int(np.percentile(weight, 90))) if len(weight) else 0
-    small = np.flatnonzero(weight <= limit)
-    large = np.flatnonzero(weight > limit)
-    if len(large) and weight.max() <= 1.5 * limit:
-        small, large = np.arange(len(rows)), large[:0]
-    return [_padded(tables, rows, members) for members in (small, large) if len(members)]
+    """The operators in up to three classes: padding everything to the largest would make the many pay for the few.
+
+    Each class is compiled on its own, so a split has to halve the work of a call to be made.
+    """
+    found = sharing(tables)
+    length = (found.row[:-1] < len(tables.edge_task)).sum(1)
+    rows = _rows(tables, length)
+    longest = found.row.shape[1]
+    size = np.array([(len(r.edge), r.num_long, r.num_keyed) for r in rows]).reshape(-1, 3)
+    work = 30.0 * size[:, 0] + size[:, 1] * longest + size[:, 2] * SHORT
+    order = np.argsort(work, kind="stable")
+    parts = [order]
+    while len(parts) < MAX_CLASSES:
+        long = [(i, part) for i, part in enumerate(parts) if len(part) > 1]
+        options = [(_work(size, part, longest), *_best_split(size, part, longest), i) for i, part in long]
+        total = sum(_work(size, part, longest) for part in parts)
+        gain, cut, i = max(((whole - split, cut, i) for whole, split, cut, i in options), default=(0, 0, 0))
+        if gain < total / 2:
+            break
+        parts[i : i + 1] = [parts[i][:cut], parts[i][cut:]]
+    return [_padded(tables, rows, found, np.sort(part)) for part in parts if len(part)]
 
 
-def _padded(tables: CostTables, rows: list[_Row], members: np.ndarray) -> LocalClass:
+def _work(size: np.ndarray, part: np.ndarray, longest: int) -> float:
+    edges, long, keyed = size[part].max(0)
+    return float(len(part) * (30.0 * edges + long * longest + keyed * SHORT))
+
+
+def _best_split(size: np.ndarray, part: np.ndarray, longest: int) -> tuple[float, int]:
+    """(work, position) of the best split of an ordered class in two."""
+    cuts = sorted({round(q) for q in np.linspace(1, len(part) - 1, 64)})
+    return min((_work(size, part[:c], longest) + _work(size, part[c:], longest), c) for c in cuts)
+
+
+def _padded(tables: CostTables, rows: list[_Row], shares: Sharing, members: np.ndarray) -> LocalClass:
     graph, num_u, num_p = tables.graph, len(tables.access_op), len(tables.parameter_op)
     chosen = [rows[n] for n in members]
-    num_keyed = max(r.num_keyed for r in chosen)
+    num_long = max(r.num_long for r in chosen)
+    num_keyed = num_long + max(r.num_keyed - r.num_long for r in chosen)
 
     def pad(name: str, value: int) -> np.ndarray:
         out = np.full((len(chosen), max(1, max(len(getattr(r, name)) for r in chosen))), value, np.int32)
@@ -197,14 +234,13 @@ def _padded(tables: CostTables, rows: list[_Row], members: np.ndarray) -> LocalC
         for j, x in enumerate(r.tensor):
             tensor_slot[i, j], tensor_reader[i, j] = slots[int(tables.tensor_slot[x])], slots[int(tables.tensor_reader[x])]
         for j, e in enumerate(r.edge):
-            at = j if j < r.num_keyed else num_keyed + j - r.num_keyed
+            at = j if j < r.num_long else num_long + j - r.num_long if j < r.num_keyed else num_keyed + j - r.num_keyed
             edge[i, at] = e
             edge_tensor[i, at], edge_slot[i, at] = tensors[int(tables.edge_tensor[e])], slots[int(tables.edge_slot[e])]
             again[i, at] = owned.get(int(tables.edge_tensor[e]), -1)
-    rows_of = sharing(tables).row
-    num_heirs = max(len(set(rows_of[r.edge[: r.num_keyed]].ravel().tolist()) - {*r.edge, len(tables.edge_task)}) for r in chosen)
+    num_heirs = max(len(set(shares.row[r.edge[: r.num_keyed]].ravel().tolist()) - {*r.edge, len(tables.edge_task)}) for r in chosen)
     return LocalClass(
-        members.astype(np.int32), max(1, num_keyed), max(1, num_heirs),
+        members.astype(np.int32), num_long, max(1, num_keyed), max(1, num_heirs),
         LocalTables(
             task, access, access_task, parameter, first, task_parameter, other_slot, tensor, tensor_slot, tensor_reader,
             edge, edge_tensor, edge_slot, again, work, work_task, total,

@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
 
 class Neighbourhoods:
-    """The functions of one problem. The operators come in one or two classes by the size of their neighbourhood."""
+    """The functions of one problem. The operators come in a few classes by the size of their neighbourhood."""
 
     def __init__(self, problem: PlanningProblem):
         cost_tables = problem.simulator.tables
@@ -60,7 +60,7 @@ class Neighbourhoods:
         arrays, self.machine = arrays_of(cost_tables)
         items, self.jumps = item_arrays(problem.simulator.items)
         classes = local_classes(cost_tables)
-        self.num_keyed = [c.num_keyed for c in classes]
+        self.sizes = [c.sizes for c in classes]
         self.num_heirs = [c.num_heirs for c in classes]
         n = problem.graph.num_operators
         class_of, position_of = np.zeros(n, np.int32), np.zeros(n, np.int32)
@@ -78,7 +78,7 @@ class Neighbourhoods:
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
         lists = self._row(i, tables, n)
-        found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.num_keyed[i], lists, at.base, a, s))(axes, storage)
+        found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(axes, storage)
         times = step_times(
             tables.items, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins, jumps=self.jumps,
             num_heirs=self.num_heirs[i],
@@ -107,7 +107,7 @@ class Neighbourhoods:
 
             def moved() -> Position:
                 one = jax.tree.map(lambda x: row(x, q), found)
-                base = apply(self._row(i, tables, n), self.num_keyed[i], n, axes[q], storage[q], at.base, one)
+                base = apply(self._row(i, tables, n), self.sizes[i][1], n, axes[q], storage[q], at.base, one)
                 return Position(base, alive(tables.arrays, base))
 
             return result, jax.lax.cond(q >= 0, moved, lambda: at)
