@@ -160,7 +160,7 @@ MAX_CLASSES = 3
 def local_classes(tables: CostTables) -> list[LocalClass]:
     """The operators in up to three classes: padding everything to the largest would make the many pay for the few.
 
-    Each class is compiled on its own, so a split has to halve the work of a call to be made.
+    Each class is compiled on its own, so a split has to save a quarter of the work to be made.
     """
     found = sharing(tables)
     length = (found.row[:-1] < len(tables.edge_task)).sum(1)
@@ -175,7 +175,7 @@ def local_classes(tables: CostTables) -> list[LocalClass]:
         options = [(_work(size, part, longest), *_best_split(size, part, longest), i) for i, part in long]
         total = sum(_work(size, part, longest) for part in parts)
         gain, cut, i = max(((whole - split, cut, i) for whole, split, cut, i in options), default=(0, 0, 0))
-        if gain < total / 2:
+        if gain < total / 4:
             break
         parts[i : i + 1] = [parts[i][:cut], parts[i][cut:]]
     return [_padded(tables, rows, found, np.sort(part)) for part in parts if len(part)]
