@@ -89,8 +89,8 @@ def draw(engine: Engine, at: Any, num_blocks: int) -> Proposals:
     keys = jax.random.split(jax.random.key(1), num_blocks)
     drawn = jax.jit(jax.vmap(engine.draws, (0, None, None)))(keys, at.base.axes, at.base.storage)
     n, axes, storage, _ = (np.asarray(x) for x in drawn)
-    # The search leaps up to BATCH steps in every second round of BLOCKS_PER_ROUND blocks.
-    num_leaps = max(1, round(BATCH * num_blocks / (2 * BLOCKS_PER_ROUND)))
+    # The search leaps up to BATCH steps in every round of BLOCKS_PER_ROUND blocks.
+    num_leaps = max(1, round(BATCH * num_blocks / BLOCKS_PER_ROUND))
     leaps = engine.propose(jax.random.split(jax.random.key(2), num_leaps), State(at.base.axes, at.base.storage))
     return Proposals(n, axes, storage, jax.tree.map(np.asarray, leaps))
 

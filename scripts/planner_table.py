@@ -77,21 +77,31 @@ def run(options) -> None:
     rows = Rows(options.results / "planners.csv", columns, again=options.again)
     known = BestKnown(options.results / "best_known.json")
     _, named = budget_of(options)
-    made: dict[str, dict[str, list[dict]]] = {}
     try:
         for topology in options.topologies:
             cluster(*TOPOLOGIES[topology])
             for model in options.models:
                 problems = Problems(Case(model, *TOPOLOGIES[topology], tiny=options.tiny))
+                line = []
                 for planner in options.planners:
                     key = dict(planner=planner) | problems.case.key() | named
-                    row = rows.get(key, lambda p=planner, ps=problems: judge(p, ps, options, known))
-                    made.setdefault(topology, {}).setdefault(model, []).append(row)
-                line = cells(made[topology][model])
-                note(" | ".join([topology, *(f"{k}: {v}" for k, v in line.items())]))
+                    line.append(rows.get(key, lambda p=planner, ps=problems: judge(p, ps, options, known)))
+                note(" | ".join([topology, *(f"{k}: {v}" for k, v in cells(line).items())]))
                 jax.clear_caches()
     finally:
-        report(made, options)
+        report(all_rows(rows, named, options), options)
+
+
+def all_rows(rows: Rows, named: dict, options) -> dict[str, dict[str, list[dict]]]:
+    """Topology -> workload -> rows of the CSV with this budget, also those of earlier runs, in the order of the planners."""
+    made: dict[str, dict[str, list[dict]]] = {}
+    for topology, (cluster_name, devices) in TOPOLOGIES.items():
+        for model in WORKLOADS:
+            key = Case(model, cluster_name, devices, tiny=options.tiny).key() | named
+            found = [rows.find(dict(planner=p) | key) for p in (*PLANNERS, BOUND)]
+            if any(found):
+                made.setdefault(topology, {})[model] = [r for r in found if r is not None]
+    return made
 
 
 def cells(rows: list[dict]) -> dict:
@@ -119,7 +129,7 @@ def report(made: dict[str, dict[str, list[dict]]], options) -> None:
     ]
     for topology, by_model in made.items():
         lines = [cells(rows) for rows in by_model.values()]
-        columns = ("workload", *(p for p in options.planners if any(p in line for line in lines)))
+        columns = ("workload", *(p for p in (*PLANNERS, BOUND) if any(p in line for line in lines)))
         show(topology, columns, lines)
         parts.append(f"## {topology}\n\n{markdown(columns, lines)}")
         for model, rows in by_model.items():

@@ -16,7 +16,7 @@ from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.search.recurrent import expert_rnn
 
 NUM_RANDOM = 4
-MAX_CONFIGS = 100_000  # of an operator: the additive relaxation lists them (64 devices: 15,625; 1,024: ten million)
+MAX_CONFIGS = 2_000  # of an operator: the additive relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, and over a minute)
 
 
 def most_configs(problem: PlanningProblem) -> int:
