@@ -160,8 +160,8 @@ class Engine:
         moved = self._walk(self.near.tables, key, jnp.float32(beta), walker, jnp.int32(first), jnp.int32(count))
         return jax.block_until_ready(moved)
 
-    def leap(self, key: Array, beta: float, walker: Walker) -> tuple[Walker, int]:
-        """Up to a batch of steps of many operators at once, simulated in full; gives the number of steps taken."""
+    def leap(self, key: Array, beta: float, walker: Walker, limit: int = BATCH) -> Walker:
+        """Up to `limit` steps of many operators at once, simulated in full: as many as it takes to accept one."""
         move, uniform = jax.random.split(key)
         state = State(walker.at.base.axes, walker.at.base.storage)
         proposed = self.propose(jax.random.split(move, BATCH), state)
@@ -170,7 +170,8 @@ class Engine:
         uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
         now = float(walker.cost)
         accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
-        first = int(np.argmax(accepts)) if accepts.any() else BATCH - 1
+        accepts[limit:] = False
+        first = int(np.argmax(accepts)) if accepts.any() else limit - 1
         lowest = int(np.argmin(cost[: first + 1]))
         if cost[lowest] < float(walker.best_cost):
             best = State(*(jnp.asarray(np.asarray(x)[lowest]) for x in proposed))
@@ -178,7 +179,7 @@ class Engine:
         if accepts.any():
             at = self._position(self.near.tables, costs, proposed, first)
             walker = walker._replace(at=at, cost=jnp.float32(cost[first]), accepted=walker.accepted + 1)
-        return walker, first + 1
+        return walker
 
 
 def exchange(key: Array, walkers: list[Walker], betas: np.ndarray, parity: int) -> list[Walker]:
@@ -218,18 +219,22 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
             if budget.seconds is not None and elapsed >= budget.seconds:
                 stopped_by = "seconds"
                 break
-            left = BLOCKS_PER_ROUND if limit is None else -(-(limit - done) // (NUM_CHAINS * engine.steps))
-            count = min(BLOCKS_PER_ROUND, left)
+            # What is judged counts, taken or not; the last rounds share what is left.
+            shares = [BATCH + BLOCKS_PER_ROUND * engine.steps] * NUM_CHAINS
+            if limit is not None:
+                shares = [min(shares[c], (limit - done + c) // NUM_CHAINS) for c in range(NUM_CHAINS)]
+            leaps = [min(BATCH, share) for share in shares]
+            count = min((share - lanes) // engine.steps for share, lanes in zip(shares, leaps, strict=True))
             keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
 
-            def one_round(c: int, count: int = count, keys: Array = keys) -> tuple[Walker, int]:
-                moved, steps = engine.leap(keys[c], betas[c], walkers[c])
-                return engine.walk(chain_keys[c], betas[c], moved, blocks, count), steps + count * engine.steps
+            def one_round(c: int, count: int = count, keys: Array = keys, leaps: list[int] = leaps) -> Walker:
+                moved = engine.leap(keys[c], betas[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
+                return engine.walk(chain_keys[c], betas[c], moved, blocks, count) if count else moved
 
             moved = list(pool.map(one_round, range(NUM_CHAINS)))
-            done += sum(steps for _, steps in moved)
+            done += sum(leaps) + NUM_CHAINS * count * engine.steps
             blocks, rounds = blocks + count, rounds + 1
-            walkers = [w for w, _ in moved]
+            walkers = moved
             for c, w in enumerate(walkers):
                 quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
                 own_best[c] = float(w.best_cost)

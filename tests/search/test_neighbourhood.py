@@ -1,4 +1,4 @@
-"""The exact delta: candidates of one operator cost what the full simulation, and the event-driven one, say of the whole strategy."""
+"""The exact delta: candidates of one operator cost what the full and the event-driven simulation say of the whole strategy."""
 
 import functools
 
@@ -49,8 +49,9 @@ class Judge:
             drawn = self.problem.space.random(rng)
             one = Strategy(base.axes.copy(), base.storage.copy())
             moves = rng.random(base.axes.shape[1]) < rng.choice([0.4, 1.0])
-            valid = np.where(moves, drawn.axes[n], base.axes[n])
-            one.axes[n] = valid if self.problem.space.is_valid(Strategy(_with(base.axes, n, valid), base.storage)) else drawn.axes[n]
+            mixed = np.where(moves, drawn.axes[n], base.axes[n])
+            is_valid = self.problem.space.is_valid(Strategy(_with(base.axes, n, mixed), base.storage))
+            one.axes[n] = mixed if is_valid else drawn.axes[n]
             one.storage[n] = drawn.storage[n]
             out.append(one)
         return out
