@@ -156,10 +156,10 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
     schedule = simulator.schedule
     costs = jax.tree.map(np.asarray, simulator.batch(*batches[0])[1])
     durations = schedule.durations(costs.durations)[:EVENT_PROPOSALS]
-    occupies = [
-        schedule.occupies if costs.holders is None else schedule.occupies_of_groups(jax.tree.map(lambda x, i=i: x[i], costs.holders))
-        for i in range(EVENT_PROPOSALS)
-    ]  # fmt: skip
+    occupies = [schedule.occupies] * EVENT_PROPOSALS
+    if costs.holders is not None:
+        held = [jax.tree.map(lambda x, i=i: x[i], costs.holders) for i in range(EVENT_PROPOSALS)]
+        occupies = [schedule.occupies_of_groups(h) for h in held]
     own = _whole(at, proposals, np.zeros(1, int), np.zeros(1, int), moves=False)
     base_costs = jax.tree.map(lambda x: np.asarray(x)[0], simulator.batch(*_filled(own, 0))[1])
     delta = DeltaSimulation(
@@ -236,7 +236,8 @@ def dump(path: str, problem: PlanningProblem, base, costs, step_s: np.ndarray) -
         buffer, predecessor=items.predecessor, is_link=items.is_link, is_compute=items.is_compute, is_barrier=items.is_barrier,
         overlap=np.array(problem.simulator.tables.topology.device.overlap), base_s=before,
         first=np.cumsum([0, *map(len, changed)]), item=np.concatenate(changed).astype(np.int32),
-        seconds=np.concatenate([a[c] for a, c in zip(after, changed, strict=True)]), base_step_s=np.float32(base_step), step_s=step_s,
+        seconds=np.concatenate([a[c] for a, c in zip(after, changed, strict=True)]), base_step_s=np.float32(base_step),
+        step_s=step_s,
     )  # fmt: skip
     Path(path).write_bytes(buffer.getvalue())
 

@@ -121,7 +121,8 @@ def run_batched(schedule: Schedule, durations) -> np.ndarray:
     long[item_of[tasks]], on[item_of[tasks]] = durations.T[tasks], schedule.occupies[tasks][..., None]
     fill = size - len(items.kind)
     padded = items._replace(
-        kind=np.append(items.kind, [LINK] * fill).astype(np.int32), predecessor=np.append(items.predecessor, [NONE] * fill).astype(np.int32),
+        kind=np.append(items.kind, [LINK] * fill).astype(np.int32),
+        predecessor=np.append(items.predecessor, [NONE] * fill).astype(np.int32),
         is_link=np.append(items.is_link, [True] * fill), is_compute=np.append(items.is_compute, [False] * fill),
     )  # fmt: skip
     return np.asarray(batched(padded, long, on))
