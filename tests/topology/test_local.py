@@ -40,7 +40,7 @@ def test_fake_cpu_devices():
 @pytest.mark.parametrize(
     "kind, like, how",
     [
-        ("NVIDIA A100-SXM4-80GB", "a100x64", "as in a100x64"),
+        ("NVIDIA A100-SXM4-80GB", "a100x64", "as in a100x"),
         ("NVIDIA A100-PCIE-40GB", "a100x64", "is like the A100-SXM4-80GB"),
         ("NVIDIA H100 80GB HBM3", "h100x64", "as in h100x64"),
         ("NVIDIA H200", "h200x8", "as in h200x8"),
