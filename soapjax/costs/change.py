@@ -17,7 +17,16 @@ from soapjax.costs.conversion import Links, conversion_cost
 from soapjax.costs.evaluate import Costs, latency_shares
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
-from soapjax.costs.layouts import gradient_layouts, holders, home_layouts, split_of, storage_layouts, value_index, with_pins
+from soapjax.costs.layouts import (
+    gradient_layouts,
+    holders,
+    home_layouts,
+    split_of,
+    storage_layouts,
+    sum_layouts,
+    value_index,
+    with_pins,
+)
 from soapjax.costs.local import SHORT, LocalTables, Sharing, sharing
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
@@ -244,9 +253,7 @@ def change(
     edge_home = rows(home, row.edge_tensor)
     wanted = rows(every, row.edge_slot)
     target = jnp.where(wanted == PARTIAL, edge_home, wanted)
-    split, reduced = (rows(rows(x, s).T, index).T for x in (arrays.sum_split, arrays.sum_reduced))
-    sum_source = jnp.where(reduced, PARTIAL, jnp.where(split, 0, REPLICATED)).astype(jnp.int8)
-    sum_target = jnp.where(split & ~reduced, 0, REPLICATED).astype(jnp.int8)
+    sum_source, sum_target = sum_layouts(*(rows(rows(x, s).T, index).T for x in (arrays.sum_split, arrays.sum_reduced)))
     cost = conversion_cost(
         jnp.concatenate([raw, edge_home, sum_source]),
         jnp.concatenate([jnp.where(raw == PARTIAL, home, raw), target, sum_target]),
@@ -338,19 +345,17 @@ def _sharing_of(arrays: Arrays, row: Array, keyed: Array, base: Base, key: Array
 
 def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Array, base: Base, found: Change) -> Base:
     """`base` after operator `n` took the config that `found` was computed for."""
-    num_u, num_p, size_u, size_p = len(row.access), len(row.parameter), len(base.on_compute), len(base.stored) - 1
-    del size_u
-    total_u = len(base.slots) - 1 - 2 * size_p
+    num_p = len(base.stored) - 1
     last = len(base.slots) - 1  # the replicated slot: pads are written there, and it stays replicated
+    num_u = last - 2 * num_p
     where = jnp.concatenate(
         [
-            jnp.where(row.access < total_u, row.access, last),
-            jnp.where(row.parameter < size_p, total_u + row.parameter, last),
-            jnp.where(row.parameter < size_p, total_u + size_p + row.parameter, last),
+            jnp.where(row.access < num_u, row.access, last),
+            jnp.where(row.parameter < num_p, num_u + row.parameter, last),
+            jnp.where(row.parameter < num_p, num_u + num_p + row.parameter, last),
         ]
     )
     slots = put(base.slots, where, found.slots).at[last].set(REPLICATED)
-    assert len(where) == num_u + 2 * num_p
     e, t, k, p, s = row.edge, row.tensor, row.task, row.parameter, row.sum
     return base._replace(
         axes=put(base.axes, n, axes), storage=put(base.storage, n, storage), slots=slots,
@@ -365,5 +370,3 @@ def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Arra
         on_home=put(base.on_home, t, found.on_home), on_copy=put(base.on_copy, e, found.on_copy),
         on_stored=put(base.on_stored, p, found.on_stored),
     )  # fmt: skip
-
-

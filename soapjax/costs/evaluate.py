@@ -22,6 +22,7 @@ from soapjax.costs.layouts import (
     home_layouts,
     split_of,
     storage_layouts,
+    sum_layouts,
     value_index,
     with_pins,
 )
@@ -223,10 +224,7 @@ def _sum_layouts(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
         none = jnp.zeros((0, task_index.shape[1]), jnp.int8)
         return none, none
     index = task_index[tables.sum_task]
-    is_split = jnp.take_along_axis(jnp.asarray(tables.sum_split), index, axis=1)
-    is_reduced = jnp.take_along_axis(jnp.asarray(tables.sum_reduced), index, axis=1)
-    source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED)).astype(jnp.int8)
-    return source, jnp.where(is_split & ~is_reduced, 0, REPLICATED).astype(jnp.int8)
+    return sum_layouts(*(jnp.take_along_axis(jnp.asarray(x), index, axis=1) for x in (tables.sum_split, tables.sum_reduced)))
 
 
 def _liveness(tables: CostTables, held: Array, copy: Array, found: Layouts) -> Array:

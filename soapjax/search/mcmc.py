@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.evaluate import Costs
-from soapjax.search.moves import State, choices_of, leap
+from soapjax.search.moves import State, choices_of, leap, pick
 from soapjax.search.neighbourhood import Judged, Neighbourhoods, Position, Tables
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import starts
@@ -41,6 +41,7 @@ BETAS = (12800.0, 3200.0, 800.0, 200.0)  # of the relative cost, coldest first
 BLOCKS_PER_ROUND = 16  # per chain
 DEFAULT_PROPOSALS = 100_000
 MAX_AXES = 4  # that one block moves
+PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 
 
 def block_size(problem: PlanningProblem) -> int:
@@ -61,7 +62,10 @@ class Walker(NamedTuple):
     best: State
 
 
-def block_draws(space: SearchSpace, steps: int) -> Callable[[Array, Array, Array], tuple[Array, Array, Array, Array]]:
+Draws = Callable[[Array, Array, Array], tuple[Array, Array, Array, Array]]
+
+
+def block_draws(space: SearchSpace, steps: int) -> Draws:
     """A pure function (key, axes [N, A], storage [N]) -> operator [], candidates (axes [Q, A], storage [Q]), uniforms [Q]."""
     values, counts = choices_of(space)
     free = np.flatnonzero((counts > 1).any(axis=1) | space.owns_parameters)
@@ -73,24 +77,22 @@ def block_draws(space: SearchSpace, steps: int) -> Callable[[Array, Array, Array
     def draws(key: Array, base_axes: Array, base_storage: Array) -> tuple[Array, Array, Array, Array]:
         which, of_axes, of_values, of_storage, of_steps = jax.random.split(key, 5)
         u = jax.random.uniform(which, (3,))
-        n = free[jnp.minimum((u[0] * len(free)).astype(jnp.int32), len(free) - 1)]
+        n = free[pick(u[0], len(free))]
         order = jnp.argsort(jax.random.uniform(of_axes, (num_axes,)))
         # One to MAX_AXES axes: few of them are tried out completely, many reach further.
-        moves = order < 1 + (u[2] * MAX_AXES).astype(jnp.int32)
-        drawn = jax.random.uniform(of_values, (steps, num_axes))
-        index = jnp.minimum((drawn * counts[n]).astype(jnp.int32), counts[n] - 1)
+        moves = order < 1 + pick(u[2], MAX_AXES)
+        index = pick(jax.random.uniform(of_values, (steps, num_axes)), counts[n])
         axes = jnp.where(moves, values[n, jnp.arange(num_axes), index], base_axes[n])
         # Half of the blocks of an operator with parameters draw their storage too.
-        drawn = (jax.random.uniform(of_storage, (steps,)) * num_storages).astype(jnp.int8)
-        storage = jnp.where(owns[n] & (u[1] < 0.5), jnp.minimum(drawn, num_storages - 1), base_storage[n])
+        drawn = pick(jax.random.uniform(of_storage, (steps,)), num_storages).astype(jnp.int8)
+        storage = jnp.where(owns[n] & (u[1] < 0.5), drawn, base_storage[n])
         return n, axes, storage, jax.random.uniform(of_steps, (steps,))
 
     return draws
 
 
-def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callable[[Tables, Array, Array, Walker], Walker]:
+def block_kernel(near: Neighbourhoods, reference_s: float, draws: Draws) -> Callable[[Tables, Array, Array, Walker], Walker]:
     """A pure function (tables, key, beta, walker) -> walker: one block."""
-    draws = block_draws(near.problem.space, steps)
 
     def block(tables: Tables, key: Array, beta: Array, walker: Walker) -> Walker:
         base = walker.at.base
@@ -106,7 +108,7 @@ def block_kernel(near: Neighbourhoods, reference_s: float, steps: int) -> Callab
                 moved = (uniform < jnp.exp(jnp.minimum(beta * (now - proposed), 0.0))) & jnp.isfinite(proposed)
                 return (jnp.where(moved, proposed, now), jnp.where(moved, q, chosen), accepted + moved), None
 
-            inputs = (jnp.arange(steps, dtype=jnp.int32), cost, uniforms)
+            inputs = (jnp.arange(len(cost), dtype=jnp.int32), cost, uniforms)
             (now, chosen, accepted), _ = jax.lax.scan(step, (walker.cost, jnp.int32(-1), walker.accepted), inputs)
             q = jnp.maximum(chosen, 0)
             is_new = (axes[q] != base.axes[n]).any() | (storage[q] != base.storage[n])
@@ -132,7 +134,7 @@ class Engine:
         self.near = Neighbourhoods(problem)
         self.steps = block_size(problem)
         self.draws = block_draws(problem.space, self.steps)
-        block = block_kernel(self.near, reference_s, self.steps)
+        block = block_kernel(self.near, reference_s, self.draws)
 
         def walk(tables: Tables, key: Array, beta: Array, walker: Walker, first: Array, count: Array) -> Walker:
             return jax.lax.fori_loop(
@@ -205,7 +207,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     limit = budget.num_proposals
     if limit is None and budget.seconds is None:
         limit = DEFAULT_PROPOSALS
-    best, best_at, best_elapsed = begun[0], 0, 0.0
+    best_at, best_elapsed = 0, 0.0
     candidates = [begun[0].strategy]
     history = [(0, time.monotonic() - begin, begun[0].step_time_s)]
     lowest, done, rounds, blocks = 1.0, 0, 0, 0
@@ -231,10 +233,9 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
                 moved = engine.leap(keys[c], betas[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
                 return engine.walk(chain_keys[c], betas[c], moved, blocks, count) if count else moved
 
-            moved = list(pool.map(one_round, range(NUM_CHAINS)))
+            walkers = list(pool.map(one_round, range(NUM_CHAINS)))
             done += sum(leaps) + NUM_CHAINS * count * engine.steps
             blocks, rounds = blocks + count, rounds + 1
-            walkers = moved
             for c, w in enumerate(walkers):
                 quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
                 own_best[c] = float(w.best_cost)
@@ -267,9 +268,6 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         pool.shutdown(wait=True)
     best = min(problem.evaluate(candidates[-BATCH:] + candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
     return SearchResult(best, done, time.monotonic() - begin, stopped_by, tuple(history))
-
-
-PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 
 
 def _in_turn(begun: list[Evaluation]) -> list[Evaluation]:

@@ -82,6 +82,11 @@ def choices_of(space: SearchSpace) -> tuple[np.ndarray, np.ndarray]:
     return values, counts
 
 
+def pick(u: Array, count: Array | int) -> Array:
+    """A uniform integer below `count`, from a uniform number."""
+    return jnp.minimum((u * count).astype(jnp.int32), count - 1)
+
+
 def leap(space: SearchSpace) -> Callable[[Array, State], State]:
     """The mixture of moves on `space`."""
     graph = space.graph
@@ -96,10 +101,6 @@ def leap(space: SearchSpace) -> Callable[[Array, State], State]:
     table = jnp.asarray(choices)
 
     # All randomness of a move is one vector of uniforms u [R] drawn at once: one generator call to compile.
-    def pick(u: Array, count: Array | int) -> Array:
-        """A uniform integer below `count`."""
-        return jnp.minimum((u * count).astype(jnp.int32), count - 1)
-
     def draw_value(u: Array, n: Array, a: Array) -> Array:
         return table[n, a, pick(u, jnp.asarray(counts)[n, a])]
 

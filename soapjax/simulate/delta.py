@@ -27,7 +27,7 @@ from soapjax.costs.change import Base, Change
 from soapjax.costs.indexing import add, put, rows
 from soapjax.costs.indexing import row as one_row
 from soapjax.costs.local import LocalTables
-from soapjax.simulate.items import NONE, Items
+from soapjax.simulate.items import NONE, Items, by_stream, with_nothing
 from soapjax.simulate.walk import walk
 
 
@@ -65,27 +65,16 @@ def item_arrays(items: Items) -> tuple[ItemArrays, int]:
     ), int(np.ceil(np.log2(depth.max() + 2)))  # fmt: skip
 
 
-def _stacked(base: Base, compute: Array, total: Array, resolve: Array, convert: Array) -> Array:
-    """Figures [rows, ...] in the order of `Items.index`."""
-    del base
-    zeros = jnp.zeros((1, *convert.shape[1:]), convert.dtype)
-    return jnp.concatenate([compute, total, resolve, convert, zeros])
-
-
 def base_durations(items: ItemArrays, base: Base) -> Array:
     """[T, 1 + L]: seconds of every item on every stream."""
-
-    def sent(x: Array) -> Array:
-        return jnp.concatenate([jnp.zeros((len(x), 1), x.dtype), x], 1)
-
-    compute = jnp.concatenate([base.compute_s[:, None], jnp.zeros((len(base.compute_s), base.sum_s.shape[1]))], 1)
     paid = jnp.where((base.since > 0)[:, None], 0.0, base.convert_s)
-    return rows(_stacked(base, compute, sent(base.sum_s), sent(base.resolve_s), sent(paid)), items.index)
+    return rows(with_nothing(by_stream(base.compute_s, base.resolve_s, paid, base.sum_s)), items.index)
 
 
 def base_holders(items: ItemArrays, base: Base) -> Array:
     """bool [T, G]: who takes part in every item; a wait or a barrier needs nobody."""
-    return rows(_stacked(base, base.on_compute, base.on_sum, base.on_resolve, base.on_convert), items.index)
+    every = jnp.concatenate([base.on_compute, base.on_sum, base.on_resolve, base.on_convert])
+    return rows(with_nothing(every), items.index)
 
 
 class _Rows(NamedTuple):
@@ -102,18 +91,14 @@ def _changed(
     """The operator's own items [R] with the figures of all Q candidates, and a row for every conversion that has heirs."""
     num_items = len(items.predecessor)
     q = found.compute_s.shape[0]
-    levels = base.convert_s.shape[1]
     paid = jnp.where((found.since > 0)[..., None], 0.0, found.convert_s)  # [Q, e, L]
-    sent = jnp.concatenate([found.sum_s, found.resolve_s, paid], 1)
-    sent = jnp.concatenate([jnp.zeros((q, sent.shape[1], 1)), sent], 2)
-    compute = jnp.concatenate([found.compute_s[..., None], jnp.zeros((*found.compute_s.shape, levels))], 2)
     own = jnp.concatenate(
         [
             rows(items.of_compute, row.task), rows(items.of_sum, row.sum), rows(items.of_resolve, row.tensor),
             rows(items.of_convert, row.edge),
         ]
     )  # fmt: skip
-    seconds = jnp.concatenate([compute, sent], 1).transpose(1, 2, 0)  # [R, S, Q]
+    seconds = by_stream(found.compute_s, found.resolve_s, paid, found.sum_s).transpose(1, 2, 0)  # [R, S, Q]
     # Heirs differ from candidate to candidate: one row per conversion, filled up with the figures of the strategy.
     num_e = len(items.of_convert) - 1
     marked = put(jnp.zeros(num_e + 1, bool), found.heir.reshape(-1), True)
@@ -122,7 +107,7 @@ def _changed(
     rank = jnp.cumsum(marked) - 1
     rank = jnp.where(marked, rank, width)  # [E + 1]: row among heirs
     heir_items = rows(items.of_convert, heirs)
-    default = rows(jnp.concatenate([durations, jnp.zeros((1, durations.shape[1]))]), heir_items)  # [H, S]
+    default = rows(with_nothing(durations), heir_items)  # [H, S]
     table = jnp.broadcast_to(default[..., None], (*default.shape, q))
     value = jnp.where((found.heir_since > 0)[..., None], 0.0, rows(base.convert_s, found.heir))  # [Q, 2o, L]
     value = jnp.concatenate([jnp.zeros((*value.shape[:2], 1)), value], 2)

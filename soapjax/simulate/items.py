@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables import CostTables
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 
 LINK = 5  # a wait for an input that is never converted
 NONE = -1
@@ -57,61 +58,57 @@ class Items(NamedTuple):
         first[[BARRIER, LINK]] = num_k + num_s + num_t + num_e
         return (first[self.kind] + np.where(np.isin(self.kind, (BARRIER, LINK)), 0, self.source)).astype(np.int32)
 
-    def durations(self, d: Durations):
+    def durations(self, d: Durations) -> Array:
         """Seconds [..., T, 1 + L] of every item on every stream, from the cost model's figures."""
-        lead, levels = d.compute_s.shape[:-1], d.convert_s.shape[-1]
-        compute = jnp.concatenate([d.compute_s[..., None], jnp.zeros((*d.compute_s.shape, levels), d.compute_s.dtype)], -1)
-        sent = jnp.concatenate([d.sum_s, d.resolve_s, d.convert_s, jnp.zeros((*lead, 1, levels), d.sum_s.dtype)], -2)
-        sent = jnp.concatenate([jnp.zeros((*sent.shape[:-1], 1), sent.dtype), sent], -1)
         sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.convert_s))
-        return jnp.concatenate([compute, sent], -2)[..., self.index(d.compute_s.shape[-1], *sizes), :]
+        figures = with_nothing(by_stream(*d))
+        return figures[..., self.index(d.compute_s.shape[-1], *sizes), :]
 
-
-    def holders(self, h: Holders):
+    def holders(self, h: Holders) -> Array:
         """bool [..., T, G]: which groups of devices take part in every item."""
-        nobody = jnp.zeros((*h.compute.shape[:-2], 1, h.compute.shape[-1]), bool)
-        every = jnp.concatenate([h.compute, h.sum, h.resolve, h.convert, nobody], -2)
-        return every[..., self.index(*(x.shape[-2] for x in (h.compute, h.sum, h.resolve, h.convert))), :]
+        every = (h.compute, h.sum, h.resolve, h.convert)
+        return with_nothing(jnp.concatenate(every, -2))[..., self.index(*(x.shape[-2] for x in every)), :]
 
 
-def items_of(tables: CostTables) -> Items:
-    """The items of a graph on a topology; independent of the strategy."""
-    graph = tables.graph
+def by_stream(compute_s: Array, resolve_s: Array, convert_s: Array, sum_s: Array) -> Array:
+    """Seconds [..., K + S + T' + E, 1 + L] on every stream, in the order of `Items.index`, of figures [..., K] and [..., L]."""
+    levels = convert_s.shape[-1]
+    compute = jnp.concatenate([compute_s[..., None], jnp.zeros((*compute_s.shape, levels), compute_s.dtype)], -1)
+    sent = jnp.concatenate([sum_s, resolve_s, convert_s], -2)
+    return jnp.concatenate([compute, jnp.concatenate([jnp.zeros((*sent.shape[:-1], 1), sent.dtype), sent], -1)], -2)
+
+
+def with_nothing(figures: Array) -> Array:
+    """`figures` [..., rows, X] and a row of zeros behind them: of waits and barriers."""
+    return jnp.concatenate([figures, jnp.zeros((*figures.shape[:-2], 1, figures.shape[-1]), figures.dtype)], -2)
+
+
+def items_of(tables: CostTables, schedule: Schedule) -> Items:
+    """The items of a schedule: one for the levels of a communication together, and a link for every plain wait."""
     rows: list[tuple[int, int, int]] = []  # kind, source, predecessor
-    ready: dict[int, int] = {}  # tensor -> item after which it is there
-    edges_of: dict[int, list[int]] = {}
-    sums_of: dict[int, list[int]] = {}
-    for e, k in enumerate(tables.edge_task.tolist()):
-        edges_of.setdefault(k, []).append(e)
-    for s, k in enumerate(tables.sum_task.tolist()):
-        sums_of.setdefault(k, []).append(s)
+    item_of: list[int] = []  # by scheduled task
     start = 0  # of the phase
-    phase = graph.tasks[0].phase if graph.tasks else 0
 
-    def add(kind: int, source: int, predecessor: int) -> int:
+    def add(kind: int, source: int, predecessor: int = NONE) -> int:
         rows.append((kind, source, predecessor if predecessor >= start else NONE))
         return len(rows) - 1
 
-    for k, task in enumerate(graph.tasks):
-        if task.phase != phase and not graph.is_single_phase:
-            add(BARRIER, 0, NONE)
+    for kind, source, level, needs in zip(
+        schedule.kind.tolist(), schedule.source.tolist(), schedule.level.tolist(), schedule.predecessors.tolist(), strict=True
+    ):  # fmt: skip
+        inputs = [item_of[p] for p in needs if p < schedule.num_tasks]
+        if level > 0:
+            item_of.append(item_of[-1])  # goes on with the item of the level before
+        elif kind == BARRIER:
+            item_of.append(add(kind, source))
             start = len(rows)
-        phase = task.phase
-        converted = set()
-        for e in edges_of.get(k, []):
-            tensor = int(tables.edge_tensor[e])
-            add(CONVERT, e, ready.get(tensor, NONE))
-            converted.add(tensor)
-        waits = {ready[a.tensor] for a in task.reads if a.tensor in ready and a.tensor not in converted}
-        for wait in sorted(w for w in waits if w >= start):
-            add(LINK, k, wait)
-        end = add(COMPUTE, k, NONE)
-        for s in sums_of.get(k, []):
-            end = add(SUM, s, end)
-        for a in task.writes:
-            ready[a.tensor] = add(RESOLVE, a.tensor, end) if tables.may_be_partial[a.tensor] else end
-    for e in edges_of.get(len(graph.tasks), []):
-        add(CONVERT, e, ready.get(int(tables.edge_tensor[e]), NONE))
+        elif kind == COMPUTE:
+            # Its conversions stand before it, and are links themselves.
+            for wait in sorted(i for i in inputs if i >= start and rows[i][0] != CONVERT):
+                add(LINK, source, wait)
+            item_of.append(add(kind, source))
+        else:
+            item_of.append(add(kind, source, *inputs))
     kind, source, predecessor = (np.array([r[i] for r in rows], np.int32).reshape(-1) for i in range(3))
 
     def index(wanted: int, count: int) -> np.ndarray:
@@ -122,6 +119,6 @@ def items_of(tables: CostTables) -> Items:
 
     return Items(
         kind, source, predecessor, np.isin(kind, (CONVERT, LINK)), kind == COMPUTE,
-        index(COMPUTE, len(graph.tasks)), index(CONVERT, len(tables.edge_task)),
-        index(RESOLVE, len(graph.tensors)), index(SUM, len(tables.sum_task)),
+        index(COMPUTE, tables.num_tasks), index(CONVERT, len(tables.edge_task)),
+        index(RESOLVE, len(tables.tensor_bytes)), index(SUM, len(tables.sum_task)),
     )  # fmt: skip

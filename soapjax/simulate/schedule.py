@@ -50,7 +50,6 @@ class Schedule:
         index = np.where(self.kind == BARRIER, flat.shape[-1] - 1, index)
         return flat[..., index]
 
-
     def occupies_of_groups(self, h: Holders) -> np.ndarray:
         """bool [T, S * G]: streams of every group of devices that pins tell apart, under one strategy."""
         groups = np.asarray(h.compute).shape[1]

@@ -41,8 +41,9 @@ class Simulator:
         self.tables = tables
         self.schedule = schedule_of(tables)
         self.evaluate_one = evaluator(tables)
-        self.items = items_of(tables)
-        self._batch = jax.jit(self._scores_and_costs)
+        self.items = items_of(tables, self.schedule)
+        # Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N].
+        self.batch = jax.jit(self._scores_and_costs)
 
     def _scores_and_costs(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         costs = jax.vmap(self.evaluate_one)(axes, storage)
@@ -50,14 +51,6 @@ class Simulator:
         overlap = self.tables.topology.device.overlap
         times = simulate_batch(self.items, self.items.durations(costs.durations), overlap=overlap, on=on)
         return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
-
-    def scores(self, axes: Array, storage: Array) -> Scores:
-        """Scores of strategies [B, N, A] and [B, N]; pure, for use inside other jitted functions."""
-        return self._scores_and_costs(axes, storage)[0]
-
-    def batch(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
-        """Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N]."""
-        return self._batch(axes, storage)
 
     def _padded(self, strategies: list[Strategy]) -> tuple[Scores, Costs]:
         padded = strategies + [strategies[-1]] * (BATCH - len(strategies))

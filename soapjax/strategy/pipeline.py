@@ -1,0 +1,44 @@
+"""Pipelines as data: which operators form a stage, on which devices, and in what order stages work on micro-batches.
+
+The schedules are those of GPipe (Huang et al. 2019, section 2.3), 1F1B and PipeDream (Narayanan et al. 2019, section 3.2),
+and interleaved 1F1B (Narayanan et al. 2021, section 2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import pydantic
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "pipedream"]
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "pipedream")
+
+
+class Stage(pydantic.BaseModel):
+    """A run of operators and the devices that it has for itself."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    operators: tuple[str, ...]  # names in program order; their backward tasks run here too
+    devices: tuple[int, ...]  # indices into the topology's device order; any number of them
+    mesh: dict[str, int] = {}  # axis name -> size, slowest first; the product is the number of devices
+    rematerialise: bool = False  # keep only the stage's inputs, and compute its forward again before its backward
+
+
+class Pipeline(pydantic.BaseModel):
+    """Stages in the order in which the forward pass visits them."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    schedule: ScheduleName
+    num_microbatches: int
+    stages: tuple[Stage, ...]
+    vertical_sync: bool = False  # pipedream: a minibatch sees one version of the weights on all stages
+
+
+class Action(NamedTuple):
+    """One program of one stage for one micro-batch."""
+
+    kind: Literal["forward", "backward", "update"]
+    stage: int
+    microbatch: int  # 0 of an update
