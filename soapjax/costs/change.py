@@ -24,6 +24,7 @@ from soapjax.costs.layouts import (
     split_of,
     storage_layouts,
     sum_layouts,
+    summed_layouts,
     value_index,
     with_pins,
 )
@@ -232,6 +233,7 @@ def change(
         rows(every, row.tensor_slot), rows(every, row.tensor_reader), rows(arrays.tensor_source, t), rows(arrays.tensor_fixed, t),
         rows(arrays.tensor_shape, t), sizes,
     )  # fmt: skip
+    home, resolved = summed_layouts(raw, home, rows(every, jnp.maximum(row.tensor_sum, 0)), row.tensor_sum >= 0)
 
     # Compute: sums over few entries, as products with one-hot matrices.
     num_tasks = len(row.task)
@@ -256,7 +258,7 @@ def change(
     sum_source, sum_target = sum_layouts(*(rows(rows(x, s).T, index).T for x in (arrays.sum_split, arrays.sum_reduced)))
     cost = conversion_cost(
         jnp.concatenate([raw, edge_home, sum_source]),
-        jnp.concatenate([jnp.where(raw == PARTIAL, home, raw), target, sum_target]),
+        jnp.concatenate([resolved, target, sum_target]),
         jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
         jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
         pins=machine.pins,
@@ -276,7 +278,9 @@ def change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
         held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(home >= 0, sizes),
         copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
-        transient=jnp.where((raw == PARTIAL).any(-1), rows(arrays.tensor_bytes, t) / split_of(raw >= 0, sizes), 0.0),
+        transient=jnp.where(
+            ((raw == PARTIAL) & (resolved != PARTIAL)).any(-1), rows(arrays.tensor_bytes, t) / split_of(raw >= 0, sizes), 0.0
+        ),
         stored=rows(arrays.state_bytes, p) / shards,
         heir=heir, heir_since=heir_since,
         on_compute=jnp.where(is_update[:, None], rows(on_stored, updated), on_op), on_resolve=holders(raw, arrays.coordinates),

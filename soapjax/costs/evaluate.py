@@ -23,6 +23,7 @@ from soapjax.costs.layouts import (
     split_of,
     storage_layouts,
     sum_layouts,
+    summed_layouts,
     value_index,
     with_pins,
 )
@@ -43,8 +44,9 @@ class Layouts(NamedTuple):
     """The layouts that a strategy implies; the executor's specs come from these."""
 
     slots: Array  # int8 [U + 2P + 1, A]: accesses, parameter storages, gradient storages, replicated
-    home: Array  # int8 [T, A]: of each tensor as it is kept
+    home: Array  # int8 [T, A]: of each tensor as it is kept; PARTIAL for summands of a gradient only
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
+    resolved: Array  # int8 [T, A]: what its resolution costs the way to
     is_shared: Array  # bool [E]: the conversion was made before for another reader
     shared_since: Array  # int32 [E]: the task after the last reader of that copy, 0 where it is not shared
 
@@ -100,7 +102,8 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
         slots[tables.tensor_slot], slots[tables.tensor_reader], tables.tensor_source, tables.tensor_fixed,
         tables.tensor_shape, sizes,
     )  # fmt: skip
-    return Layouts(slots, home, raw, *_shared(tables, slots, storage))
+    home, resolved = summed_layouts(raw, home, slots[np.maximum(tables.tensor_sum, 0)], tables.tensor_sum >= 0)
+    return Layouts(slots, home, raw, resolved, *_shared(tables, slots, storage))
 
 
 def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Array]:
@@ -122,6 +125,7 @@ def latency_shares(tables: CostTables) -> tuple[np.ndarray, np.ndarray]:
     """Shares of latency that gradient sums [T] and parameter gathers [E] pay; activations wait for nobody to be merged with."""
     is_gradient = np.zeros(len(tables.tensor_bytes), bool)
     is_gradient[[p.gradient for p in tables.graph.parameters]] = True
+    is_gradient[[chain.total for chain in tables.graph.accumulations]] = True
     return (
         combined_share(tables.tensor_bytes, is_gradient, tables.links),
         combined_share(tables.edge_bytes, tables.edge_parameter >= 0, tables.links),
@@ -168,13 +172,12 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
 
         # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
-        resolved = jnp.where(found.raw == PARTIAL, home, found.raw)
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
         target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
         sum_source, sum_target = _sum_layouts(tables, task_index)
         every = conversion_cost(
-            jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([resolved, target, sum_target]),
+            jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([found.resolved, target, sum_target]),
             np.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, pins=pins,
         )  # fmt: skip
         times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
@@ -189,7 +192,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         stored_bytes = tables.parameter_bytes * tables.state_copies / shards
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
-        transient = jnp.where((found.raw == PARTIAL).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0)
+        transient = jnp.where(_is_summed(found).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0)
         parts = Parts(full_s, held, copy, transient, stored_bytes)
         holding = None
         if pins:
@@ -225,6 +228,11 @@ def _sum_layouts(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
         return none, none
     index = task_index[tables.sum_task]
     return sum_layouts(*(jnp.take_along_axis(jnp.asarray(x), index, axis=1) for x in (tables.sum_split, tables.sum_reduced)))
+
+
+def _is_summed(found: Layouts) -> Array:
+    """bool [T, A]: over which axes a tensor's partial sums are summed up right after it is made."""
+    return (found.raw == PARTIAL) & (found.resolved != PARTIAL)
 
 
 def _liveness(tables: CostTables, held: Array, copy: Array, found: Layouts) -> Array:

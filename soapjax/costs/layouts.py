@@ -68,6 +68,17 @@ def home_layouts(
     return raw.astype(jnp.int8), jnp.where(home == PARTIAL, jnp.int8(REPLICATED), home).astype(jnp.int8)
 
 
+def summed_layouts(raw: Array, home: Array, common: Array, is_summand: Array) -> tuple[Array, Array]:
+    """(home, target) [T, A] where summands of a gradient are kept in a `common` layout, partial sums included.
+
+    `target` is what resolving a tensor costs the way to: a partial sum made of a whole value is a mask, free.
+    """
+    target = jnp.where(raw == PARTIAL, home, raw)
+    masked = jnp.where((common == PARTIAL) & (raw != PARTIAL), jnp.int8(REPLICATED), common)
+    summand = is_summand[:, None]
+    return jnp.where(summand, common, home).astype(jnp.int8), jnp.where(summand, masked, target).astype(jnp.int8)
+
+
 def sum_layouts(is_split: Array, is_reduced: Array) -> tuple[Array, Array]:
     """(source, target) [S, A] of the all-reduces in the middle of tasks, as tensors of one dim."""
     source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED)).astype(jnp.int8)

@@ -3,7 +3,8 @@
 A change of one operator's config moves
 
 * its own tasks, inner sums, and the layouts of its accesses and of the parameters that it owns;
-* the home layout of tensors that it writes, reads first or owns, and so every conversion of them;
+* the home layout of tensors that it writes, reads first or owns, or whose common layout as summands it
+  decides, and so every conversion of them;
 * its own conversions of tensors that others write;
 * who pays for a copy that several readers share: the next reader of the old layout may inherit the payment,
   the next of the new one may be freed from it. These *heirs* are found when a change is evaluated.
@@ -39,6 +40,7 @@ class LocalTables(NamedTuple):
     tensor: np.ndarray  # int32 [M, t]
     tensor_slot: np.ndarray  # int32 [M, t]: local slot
     tensor_reader: np.ndarray  # int32 [M, t]: local slot
+    tensor_sum: np.ndarray  # int32 [M, t]: local slot, -1
     edge: np.ndarray  # int32 [M, e]: those whose key may change stand first, of them those in long rows (see Sharing)
     edge_tensor: np.ndarray  # int32 [M, e]: position in `tensor`
     edge_slot: np.ndarray  # int32 [M, e]: local slot
@@ -114,6 +116,8 @@ def _rows(tables: CostTables, length: np.ndarray) -> list[_Row]:
         edges_of_slot[slot].append(e)
     for i, (slot, reader) in enumerate(zip(tables.tensor_slot.tolist(), tables.tensor_reader.tolist(), strict=True)):
         tensors_of_slot[slot].append(i)
+        if tables.tensor_sum[i] >= 0:
+            tensors_of_slot[int(tables.tensor_sum[i])].append(i)
         if tables.may_be_partial[i]:
             tensors_of_slot[reader].append(i)
     rows = []
@@ -128,7 +132,7 @@ def _rows(tables: CostTables, length: np.ndarray) -> list[_Row]:
         num_long = sum(int(length[e]) > SHORT for e in keyed)
         edges = keyed + others
         tensors = sorted({*moved, *(int(tables.edge_tensor[e]) for e in edges)})
-        needed = {int(s) for i in tensors for s in (tables.tensor_slot[i], tables.tensor_reader[i])}
+        needed = {int(s) for i in tensors for s in (tables.tensor_slot[i], tables.tensor_reader[i], tables.tensor_sum[i]) if s >= 0}
         needed |= {int(tables.edge_slot[e]) for e in edges}
         rows.append(
             _Row(
@@ -213,6 +217,7 @@ def _padded(tables: CostTables, rows: list[_Row], shares: Sharing, members: np.n
     shape = edge.shape
     edge_tensor, edge_slot, again = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
     tensor_slot, tensor_reader = np.zeros(tensor.shape, np.int32), np.zeros(tensor.shape, np.int32)
+    tensor_sum = np.full(tensor.shape, -1, np.int32)
     access_task, first = np.zeros(access.shape, np.int32), np.full(parameter.shape, -1, np.int32)
     task_parameter, work_task = np.full(task.shape, -1, np.int32), np.zeros(work.shape, np.int32)
     for i, r in enumerate(chosen):
@@ -233,6 +238,7 @@ def _padded(tables: CostTables, rows: list[_Row], shares: Sharing, members: np.n
             task_parameter[i, j] = parameters.get(int(tables.task_parameter[k]), -1)
         for j, x in enumerate(r.tensor):
             tensor_slot[i, j], tensor_reader[i, j] = slots[int(tables.tensor_slot[x])], slots[int(tables.tensor_reader[x])]
+            tensor_sum[i, j] = slots.get(int(tables.tensor_sum[x]), -1)
         for j, e in enumerate(r.edge):
             at = j if j < r.num_long else num_long + j - r.num_long if j < r.num_keyed else num_keyed + j - r.num_keyed
             edge[i, at] = e
@@ -243,6 +249,6 @@ def _padded(tables: CostTables, rows: list[_Row], shares: Sharing, members: np.n
         members.astype(np.int32), num_long, max(1, num_keyed), max(1, num_heirs),
         LocalTables(
             task, access, access_task, parameter, first, task_parameter, other_slot, tensor, tensor_slot, tensor_reader,
-            edge, edge_tensor, edge_slot, again, work, work_task, total,
+            tensor_sum,            edge, edge_tensor, edge_slot, again, work, work_task, total,
         ),
     )  # fmt: skip

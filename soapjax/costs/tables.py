@@ -58,6 +58,7 @@ class CostTables:
     tensor_source: np.ndarray  # int32 [T]: FROM_*
     tensor_slot: np.ndarray  # int32 [T]: the slot its layout comes from
     tensor_reader: np.ndarray  # int32 [T]: slot of the first reader (or of "replicated")
+    tensor_sum: np.ndarray  # int32 [T]: slot whose layout, partial sums included, a summand of a gradient is kept in; -1
     tensor_fixed: np.ndarray  # int8 [T, A]
     tensor_shape: np.ndarray  # int32 [T, R]
     tensor_bytes: np.ndarray  # float32 [T]: of one trip
@@ -65,7 +66,7 @@ class CostTables:
     tensor_birth: np.ndarray  # int32 [T]: first task that it is alive in
     tensor_death: np.ndarray  # int32 [T]
     tensor_trips: np.ndarray  # float32 [T]: how often it is made
-    may_be_partial: np.ndarray  # bool [T]
+    may_be_partial: np.ndarray  # bool [T]: may be resolved: partial as it is made, or kept in another layout than it is made in
 
     edge_tensor: np.ndarray  # int32 [E]
     edge_slot: np.ndarray  # int32 [E]: the reader's slot
@@ -208,6 +209,9 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
     shapes = np.ones((n, rank), np.int32)
     birth, death, trips = np.zeros(n, np.int32), np.zeros(n, np.int32), np.ones(n, np.float32)
     partial = np.zeros(n, bool)
+    sums = np.full(n, -1, np.int32)
+    for chain in graph.accumulations:
+        sums[[*chain.summands, *chain.running]] = writer[chain.layout_of]
     edges: list[_Edge] = []
     for i, tensor in enumerate(graph.tensors):
         shapes[i, : len(tensor.shape)] = tensor.shape
@@ -224,7 +228,8 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
             count = task.trip_count if made_inside or sliced else 1
             if task.parameter >= 0:
                 per_trip *= tensor.copies  # the gradients of all layers of a loop at once
-            edges.append(_Edge(i, u, k, per_trip, count, by_parameter.get(i, -1)))
+            if sums[i] < 0:
+                edges.append(_Edge(i, u, k, per_trip, count, by_parameter.get(i, -1)))
         if tensor.output_leaves and i in writer and state_outputs.intersection(tensor.output_leaves):
             edges.append(_Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1))
         if found:
@@ -248,6 +253,14 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
             source[i] = FROM_FIXED
         else:
             source[i], slot[i] = FROM_READER, found[0][1]
+    for chain in graph.accumulations:
+        layout = writer[chain.layout_of]
+        may_sum = bool((t["access_map"][layout] == PARTIAL).any())
+        for i in (*chain.running, chain.total):  # added up in the summands' layout; the total leaves it
+            slot[i], partial[i] = layout, may_sum and i == chain.total
+        partial[list(chain.summands)] = True  # from their own layouts into the common one
+        if chain.is_carried:
+            trips[chain.total] = 1
     for entry in graph.entries:
         first = min((k for k, _ in readers.get(entry.target, [])), default=None)
         if first is not None:
@@ -267,7 +280,7 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
     edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
     edges.sort(key=lambda e: (e.task, e.tensor))
     t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
-    t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = shapes, birth, death
+    t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = sums, shapes, birth, death
     t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
     t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32)
     t["tensor_trips"], t["may_be_partial"] = trips, partial

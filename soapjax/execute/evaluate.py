@@ -18,6 +18,11 @@ from soapjax.graph.phases import module_path
 from soapjax.graph.program import Atom, FlatEqn, Program, flatten
 
 
+def task_mark(task: int) -> str:
+    """The name-stack part by which a task is found again in the compiled program."""
+    return f"sj{task}"
+
+
 class Evaluator:
     """Evaluates a program on flat arguments.
 
@@ -110,7 +115,7 @@ class Evaluator:
             if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
                 typed.append(c)
             else:
-                typed.append(jnp.asarray(c, high(dtype) if self.is_float64 else dtype))
+                typed.append(jax.tree.map(lambda x, t=high(dtype) if self.is_float64 else dtype: jnp.asarray(x, t), c))
         return typed
 
     def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:

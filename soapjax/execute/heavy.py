@@ -31,21 +31,23 @@ def axes_of(spec: Spec) -> set[str]:
 
 
 def run_heavy(
-    eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec, home_spec: Spec, mesh: Mesh, bind: Bind
-) -> Any:
+    eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec, home_spec: Spec, mesh: Mesh, bind: Bind,
+    kept: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
     """One dot or convolution on local blocks.
 
     Args:
       in_specs: layout of each operand, as used.
       raw_spec: layout of the result before partial sums are resolved.
       home_spec: layout of the result after; an axis in it but not in `raw_spec` is reduce-scattered.
+      kept: axes whose partial sums stay apart: the result has a leading dim for each (`contracted_axes` says which can be).
     """
     spatial = _spatial_axes(eqn, inputs, in_specs, raw_spec)
     if not {n for s in (*in_specs, raw_spec) for n in axes_of(s)}:
         return bind(inputs, eqn.params)[0]
     # Unused axes too: left automatic beside a spatial one, the partitioner sums over them as well.
     manual = set(mesh.axis_names) - spatial
-    contracted = ({n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)) & manual
+    contracted = (({n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)) & manual) - set(kept)
     scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in contracted and n not in axes_of(raw_spec)]
     summed = tuple(n for n in mesh.axis_names if n in contracted and n not in {a for _, a in scattered})
     params = _local_params(eqn, in_specs, mesh, manual)
@@ -54,13 +56,40 @@ def run_heavy(
         out = bind(list(blocks), params)[0]
         for d, n in scattered:
             out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
-        return jax.lax.psum(out, summed) if summed else out
+        out = jax.lax.psum(out, summed) if summed else out
+        return out.reshape((1,) * len(kept) + out.shape)
 
     def keep(spec: Spec) -> PartitionSpec:
         return partition_spec(tuple(tuple(n for n in names if n in manual) for names in spec))
 
+    out_spec = keep((*((n,) for n in kept), *home_spec))
     return jax.shard_map(
-        body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=keep(home_spec), axis_names=manual, check_vma=False
+        body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=out_spec, axis_names=manual, check_vma=False
+    )(*inputs)
+
+
+def contracted_axes(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec) -> set[str]:
+    """The axes over which a dot's or a convolution's result is a partial sum that `run_heavy` can keep apart."""
+    contracted = {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)
+    return contracted - _spatial_axes(eqn, inputs, in_specs, raw_spec)
+
+
+def run_scatter_add(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], kept: tuple[str, ...], mesh: Mesh, bind: Bind) -> Any:
+    """A scatter-add into zeros whose indices and updates are split over `kept`: every device scatters its own part.
+
+    The result has a leading dim for each of `kept`; other axes are left to the partitioner.
+    """
+
+    def body(*blocks: Any) -> Any:
+        out = bind(list(blocks), eqn.params)[0]
+        return out.reshape((1,) * len(kept) + out.shape)
+
+    def keep(spec: Spec) -> PartitionSpec:
+        return partition_spec(tuple(tuple(n for n in names if n in kept) for names in spec))
+
+    out_spec = partition_spec(tuple((n,) for n in kept))
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=out_spec, axis_names=set(kept), check_vma=False
     )(*inputs)
 
 

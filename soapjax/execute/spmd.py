@@ -17,8 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import Evaluator, task_mark
+from soapjax.execute.gradient_sums import GradientSums
 from soapjax.execute.heavy import partition_spec, run_heavy
+from soapjax.execute.partial import Partial
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import FORWARD
@@ -59,11 +61,6 @@ class Program:
         if self.mesh.size == 1:
             return Evaluator(self.step.program, is_float64=is_float64)
         return PlannedEvaluator(self, is_float64=is_float64)
-
-
-def task_mark(task: int) -> str:
-    """The name-stack part by which a task is found again in the compiled program."""
-    return f"sj{task}"
 
 
 def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
@@ -143,6 +140,7 @@ class PlannedEvaluator(Evaluator):
             self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
             self._kept.append({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
         self._home = {t: s for kept in self._kept for t, s in kept.items()}
+        self.sums = GradientSums(self, program.binding, self.graph, self._home)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._regathered = {
             p.tensor for p in self.graph.parameters
@@ -158,6 +156,8 @@ class PlannedEvaluator(Evaluator):
         return jax.lax.with_sharding_constraint(x, self.bound.sharding(spec))
 
     def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        if self.sums.is_on_way(eqn, env):
+            return self.sums.run(eqn, env)
         k = self.binding.task_of.get(eqn.key)
         inputs = [self.read(a, env) for a in eqn.inputs]
         if k is None or self.graph.tasks[k].parameter >= 0:
@@ -172,19 +172,28 @@ class PlannedEvaluator(Evaluator):
             raw = self.spec_from(task.operator, task.result_dims)
             inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
             home = self._kept[k].get(self.binding.tensor_of.get(eqn.outputs[0], -1), raw)
-            result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))
-            # Also where nothing is split: what follows must not draw a convolution into a spatial split.
-            results = [self.constrain(result, home)]
+            result = self.sums.heavy(eqn, inputs, in_specs, raw)
+            if result is None:
+                result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))
+                # Also where nothing is split: what follows must not draw a convolution into a spatial split.
+                result = self.constrain(result, home)
+            results = [result]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
         else:
-            results = self.bind(eqn, inputs, eqn.params)
+            results = self.sums.light(eqn, task, inputs) or self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
 
     def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
         """The spec of an operand from its operator's config."""
         names = self.graph.operators[operator].dims
         return tuple(() if d == NOT_SPLIT else tuple(self._axes[operator].get(names[d].name, ())) for d in dims)
+
+    def axes_on(self, operator: int, dims: tuple[int, ...]) -> tuple[str, ...]:
+        """The mesh axes that an operator's config assigns to some of its dims, in mesh order."""
+        names = self.graph.operators[operator].dims
+        found = {a for d in dims for a in self._axes[operator].get(names[d].name, ())}
+        return tuple(a for a in self.bound.plan.mesh.axis_names if a in found)
 
     def shifted(self, atom: int, spec: Spec) -> Spec:
         """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
@@ -213,20 +222,25 @@ class PlannedEvaluator(Evaluator):
         return cache[key]
 
     def as_kept(self, k: int, out: int, x: Any) -> Any:
+        if isinstance(x, Partial) or self.sums.is_summand(out):
+            return self.sums.summand(out, x)
         spec = self._kept[k].get(self.binding.tensor_of.get(out, -1))
         return x if spec is None else self.constrain(x, spec)
 
+    def loop(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        return [self.sums.after_loop(eqn, o, x) for o, x in zip(eqn.outputs, super().loop(eqn, env), strict=True)]
+
     def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
-        carry = super().enter_loop(eqn, carry, consts)
+        ids = eqn.body.inputs[eqn.params["num_consts"] :]
+        carry = [self.sums.start(i, c) for i, c in zip(ids, super().enter_loop(eqn, carry, consts), strict=False)]
         outside: dict[Any, Any] = dict(consts)
         for inner in eqn.body.eqns:
             k = self.binding.task_of.get(inner.key)
-            if k is not None and inner.body is None:
+            if k is not None and inner.body is None and not self.sums.is_on_way(inner, outside):
                 for j, a in enumerate(inner.inputs):
                     if isinstance(a, int) and a in consts:
                         self.as_used(k, a, j if inner.key == self.graph.tasks[k].heavy else -1, outside)
         self._by_loop[eqn.key] = outside.get("converted", {})
-        ids = eqn.body.inputs[eqn.params["num_consts"] :]
         return [self._as_carried(i, c) for i, c in zip(ids, carry, strict=False)]
 
     def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
@@ -236,6 +250,8 @@ class PlannedEvaluator(Evaluator):
             env[i] = self._as_carried(i, env[i])
 
     def _as_carried(self, argument: int, x: Any) -> Any:
+        if isinstance(x, Partial):
+            return self.sums.start(argument, x)
         alias = self.values.tensor(argument)
         spec = self._home.get(self.binding.tensor_of.get(alias.root, -1)) if alias is not None else None
         return x if spec is None else self.constrain(x, self.shifted(argument, spec))

@@ -11,12 +11,14 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from soapjax.graph import accumulation as traced
 from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.flops import flops_of
 from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
     NOT_SPLIT,
     Access,
+    Accumulation,
     Dim,
     InnerSum,
     LoopEntry,
@@ -33,7 +35,7 @@ from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rules import BLOCKED, user_spec
 from soapjax.graph.trace import TracedStep
-from soapjax.graph.units import LAYOUT_ONLY, Unit, find_units, generated_values
+from soapjax.graph.units import Unit, find_units, generated_values, is_relayout
 from soapjax.graph.updates import update_work
 from soapjax.graph.values import Values
 
@@ -46,6 +48,8 @@ class Binding:
     task_of: dict[str, int]  # equation key -> task
     tensor_of: dict[int, int]  # root -> tensor
     phases: Phases
+    sums: dict[int, traced.Accumulation]  # parameter -> how its gradient is summed up
+    reductions: dict[str, tuple[int, ...]]  # key of a light equation that sums -> op dim by dim of its operand
 
 
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
@@ -54,7 +58,7 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     graph = builder.build()
     check_graph(graph)
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
-    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases)
+    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases, builder.sums, builder.reductions)
 
 
 class _Builder:
@@ -63,9 +67,12 @@ class _Builder:
         self.values = Values(self.program)
         self.phases = find_phases(step, self.values)
         self.generated = generated_values(self.program, self.values)
-        self.units, self.updates = find_units(self.program, self.values, self.phases)
+        self.sums = traced.find_accumulations(self.program, self.values, self.phases)
+        additions = frozenset(key for found in self.sums.values() for key in found.additions)
+        self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
         self.labels = LabelCache(self.program)
         self.tensor_of: dict[int, int] = {}
+        self.reductions: dict[str, tuple[int, ...]] = {}
         self.tensors: list[Tensor] = []
         self.leaves = {v: i for i, v in enumerate(self.program.inputs)}
         data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
@@ -119,6 +126,7 @@ class _Builder:
             self.step.out_paths,
             tuple(sorted(self.step.state_pairs.items())),
             self.phases.is_single_phase or not self.phases.parameters,
+            tuple(self._accumulations(tasks, parameters)),
         )
 
     def _classes(self, members: list[int]) -> DimClasses:
@@ -289,9 +297,12 @@ class _Builder:
             reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in gone) if c is not None)
             if not reduced:
                 continue
+            if e is not unit.heavy:
+                labs = found.inputs[0]
+                self.reductions[e.key] = tuple(index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in labs)
             out = e.outputs[0]
             # Follow transposes and casts of the sum: it stays partial up to the unit's result.
-            while out not in results and len(readers.get(out, [])) == 1 and readers[out][0].name in LAYOUT_ONLY:
+            while out not in results and len(readers.get(out, [])) == 1 and is_relayout(readers[out][0], self.program):
                 out = readers[out][0].outputs[0]
             if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
                 partial[out] = reduced
@@ -347,9 +358,23 @@ class _Builder:
         keys = [(t.phase, k) for k, t in enumerate(tasks)]
         return tasks if self.phases.is_single_phase else [tasks[k] for _, k in sorted(keys)]
 
+    def _accumulations(self, tasks: list[Task], parameters: list[Parameter]) -> list[Accumulation]:
+        writer = {access.tensor: task.operator for task in tasks for access in task.writes}
+        found = []
+        for p, chain in self.sums.items():
+            if math.prod(self.program.avals[chain.total].shape) > 1:  # scalars are no tensors
+                summands, running = (tuple(self.tensor_of[r] for r in roots) for roots in (chain.summands, chain.running))
+                own = [t for t in summands if writer[t] == parameters[p].owner]
+                carried = any(self.values.tensor(a).root == chain.total for a in chain.starts)
+                found.append(Accumulation(p, summands, running, self.tensor_of[chain.total], carried, (own or summands)[-1]))
+        return found
+
     def _entries(self) -> list[LoopEntry]:
         entries = []
+        sums = {a for chain in self.sums.values() for a in chain.starts}
         for carry in self.values.carries.values():
+            if carry.argument in sums:  # starts from zeros, or in the layout of the sum before
+                continue
             target = self.values.tensor(carry.argument)
             init = self.values.of(carry.init) if isinstance(carry.init, int) else None
             if init is None or init.root in self.generated or init.root in self.values.carries:

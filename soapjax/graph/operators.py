@@ -111,6 +111,20 @@ class Parameter(NamedTuple):
     storage_dims: tuple[int, ...]  # dims that extra storage axes may split, best first
 
 
+class Accumulation(NamedTuple):
+    """The sum of what several uses of a parameter contribute to its gradient, as tensors.
+
+    All are laid out like one summand of the parameter's owner, partial sums included; only the total is summed over devices.
+    """
+
+    parameter: int
+    summands: tuple[int, ...]
+    running: tuple[int, ...]
+    total: int
+    is_carried: bool  # by a loop: the total is there after the loop, not after every trip
+    layout_of: int  # the summand that says how it is laid out
+
+
 class LoopEntry(NamedTuple):
     """The first value of a loop-carried tensor: converted once to the layout in which the loop carries it."""
 
@@ -139,6 +153,7 @@ class OperatorGraph:
     out_paths: tuple[str, ...]
     state_pairs: tuple[tuple[int, int], ...]
     is_single_phase: bool
+    accumulations: tuple[Accumulation, ...] = ()
 
     @property
     def num_operators(self) -> int:
@@ -151,6 +166,7 @@ class OperatorGraph:
             "tasks": [(t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks],
             "tensors": [(t.shape, t.dtype, t.copies, t.input_leaf, t.output_leaves) for t in self.tensors],
             "parameters": self.parameters,
+            "accumulations": self.accumulations,
             "paths": (self.in_paths, self.out_paths),
         }
         return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()

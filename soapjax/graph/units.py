@@ -44,6 +44,13 @@ LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"
 _NO_EPILOGUE = ("reduce", "arg", "cum", "concatenate", "split", "slice", "dynamic", "pad", "rev", "random", "iota")
 
 
+def is_relayout(eqn: FlatEqn, program: Program) -> bool:
+    """Whether an equation only lays out its operand anew, or casts it; a sum over dims of one element is such too."""
+    if eqn.name == "reduce_sum":
+        return program.aval(eqn.inputs[0]).size == program.aval(eqn.outputs[0]).size
+    return eqn.name in LAYOUT_ONLY
+
+
 @dataclasses.dataclass(eq=False)
 class Unit:
     """One task: equations in program order, of one phase and loop."""
@@ -61,9 +68,12 @@ def kind_of(eqn: FlatEqn) -> str | None:
     return HEAVY.get(eqn.name) or (None if is_known(eqn.name) else "unknown")
 
 
-def find_units(program: Program, values: Values, phases: Phases) -> tuple[list[Unit], list[FlatEqn]]:
+def find_units(
+    program: Program, values: Values, phases: Phases, additions: frozenset[str] = frozenset()
+) -> tuple[list[Unit], list[FlatEqn]]:
     """Units in program order, and the update equations, which are grouped by parameter elsewhere.
 
+    Each of `additions`, equation keys that sum up gradients, is a unit of its own.
     Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
     """
     generated = generated_values(program, values)
@@ -93,6 +103,8 @@ def find_units(program: Program, values: Values, phases: Phases) -> tuple[list[U
             kind = kind_of(eqn)
             if phase == UPDATE and kind is None:
                 updates.append(eqn)
+            elif eqn.key in additions:
+                units.append(Unit([eqn], phase, scope, "fused", None, trips))
             elif kind is not None:
                 d += 1
                 unit = Unit([eqn], phase, scope, kind, eqn, trips)

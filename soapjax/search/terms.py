@@ -71,9 +71,13 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
     def term(
         kind: str, index: int, t: int, target: int | None, *, size: float, share: float, times: float, sharing=None, payers=()
     ) -> None:  # fmt: skip
-        """A change of layout: from the tensor's home (raw layout for a resolution) to slot `target` (home)."""
+        """A change of layout: from the tensor's home (raw layout for a resolution) to slot `target` (home).
+
+        A summand of a gradient is resolved to the slot that all of them share, where it may stay a partial sum.
+        """
+        is_summand = tables.tensor_sum[t] >= 0
         p, raw = rows.raw(t)
-        is_partial = tables.may_be_partial[t] and (raw == PARTIAL).any()
+        is_partial = tables.may_be_partial[t] and not is_summand and (raw == PARTIAL).any()
         q, first = rows.slot(int(tables.tensor_reader[t])) if is_partial else (-1, raw[:1])
         r, wanted = rows.slot(target) if target is not None else (q, first)
         again_of, twins = sharing if sharing else ((), [])
@@ -101,7 +105,7 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
         signature = (
             kind, tuple(sides[0]), tuple(sides[1]), *((None if k is None else (k[0].shape, k[0].tobytes())) for k in keys),
             constants, others.tobytes() if third else b"", shape.tobytes(), float(size), float(share), float(times),
-            twins.crosses if sharing else (),
+            twins.crosses if sharing else (), is_summand,
         )  # fmt: skip
         if signature not in made:
             counts = [1 if k is None else len(k[0]) for k in keys]
@@ -122,7 +126,11 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
                 if target is None:
                     found = rows.convert(values["raw"], np.where(values["raw"] == PARTIAL, home, values["raw"]), size, share)
                 else:
-                    goal = np.where(values["wanted"] == PARTIAL, home, values["wanted"])
+                    wanted = values["wanted"]
+                    if is_summand:
+                        goal = np.where((wanted == PARTIAL) & (home != PARTIAL), np.int8(REPLICATED), wanted)
+                    else:
+                        goal = np.where(wanted == PARTIAL, home, wanted)
                     found = rows.convert(home, goal, size, share)
                 best = found if best is None else np.minimum(best, found)
             if sharing:
@@ -137,7 +145,8 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
             terms.append(Term(kind, index, a, b, seconds, of[0], of[1], payers))
 
     for t in np.flatnonzero(tables.may_be_partial & (tables.tensor_trips > 0)):
-        term("resolve_s", int(t), int(t), None, size=tables.tensor_bytes[t], share=tensor_share[t], times=tables.tensor_trips[t])
+        common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 else None
+        term("resolve_s", int(t), int(t), common, size=tables.tensor_bytes[t], share=tensor_share[t], times=tables.tensor_trips[t])
     shared = sharing_of(tables, rows)
     for e, t in enumerate(tables.edge_tensor):
         sharing, payers, size, times = shared.get(e, (None, (), tables.edge_bytes[e], tables.edge_trips[e]))

@@ -1,0 +1,104 @@
+"""Partial sums that outlive the equation that makes them: summands of a gradient, added up device by device.
+
+XLA has no layout for "every device holds a summand". A `Partial` is an array with one leading dim per mesh axis
+over which it is a sum, split over that axis: adding two of them needs no communication, and only
+`resolved` sums over the devices, by one all-reduce or reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from soapjax.execute.heavy import axes_of, partition_spec
+from soapjax.strategy.layout import Spec
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=["axes"])
+class Partial:
+    """A value that is the sum over the leading dims, one for each of `axes` (in mesh order), of `blocks`."""
+
+    def __init__(self, blocks: Any, axes: tuple[str, ...]):
+        self.blocks, self.axes = blocks, axes
+
+    def __repr__(self) -> str:
+        return f"Partial({self.blocks}, {self.axes})"
+
+
+def constrained(partial: Partial, spec: Spec, mesh: Mesh) -> Partial:
+    """Blocks laid out by `spec`, their leading dims by their axes."""
+    full = (*((n,) for n in partial.axes), *spec)
+    return Partial(jax.lax.with_sharding_constraint(partial.blocks, NamedSharding(mesh, partition_spec(full))), partial.axes)
+
+
+def split_off(x: Any, axes: tuple[str, ...], spec: Spec, mesh: Mesh) -> Partial:
+    """A whole or partial value as a sum over `axes`: itself in the first place of an axis that it has no sum over, else zeros.
+
+    Args:
+      x: an array, or a Partial over some of `axes`.
+      spec: layout of the value without the sums; none of `axes` is in it.
+    """
+    partial = x if isinstance(x, Partial) else Partial(x, ())
+    if set(axes) - set(partial.axes):
+        partial = constrained(partial, spec, mesh)  # out of the way of the axes that come
+    for k, name in enumerate(axes):
+        if name not in partial.axes:
+            blocks = jnp.expand_dims(partial.blocks, k)
+            is_first = jax.lax.broadcasted_iota("int32", blocks.shape[:k] + (mesh.shape[name],) + blocks.shape[k + 1 :], k) == 0
+            blocks = jnp.where(is_first, blocks, jnp.zeros_like(blocks))
+            partial = Partial(blocks, (*partial.axes[:k], name, *partial.axes[k:]))
+    return constrained(partial, spec, mesh)
+
+
+def elementwise(function: Callable[..., Any], *partials: Partial) -> Partial:
+    """A linear function of values of one element each, or of one value's layout, on every summand."""
+    for _ in partials[0].axes:
+        function = jax.vmap(function)
+    return Partial(function(*(p.blocks for p in partials)), partials[0].axes)
+
+
+def summed_blocks(operand: Any, dims: tuple[int, ...], spec: Spec, axes: tuple[str, ...], mesh: Mesh) -> Partial:
+    """The sum of `operand` over `dims`, apart for each of `axes`, all of which split one of the dims in `spec`."""
+    operand = jax.lax.with_sharding_constraint(operand, NamedSharding(mesh, partition_spec(spec)))
+    shape, found = [], {}  # axis name -> its dim after the split
+    gone = []
+    for d, size in enumerate(operand.shape):
+        for name in spec[d] if d in dims else ():
+            if name in axes:
+                found[name] = len(shape)
+            else:
+                gone.append(len(shape))
+            shape.append(mesh.shape[name])
+            size //= mesh.shape[name]
+        if d in dims:
+            gone.append(len(shape))
+        shape.append(size)
+    kept = [d for d in range(len(shape)) if d not in gone and d not in found.values()]
+    blocks = operand.reshape(shape).transpose([*(found[n] for n in axes), *kept, *gone])
+    return Partial(blocks.sum(tuple(range(len(axes) + len(kept), blocks.ndim))), axes)
+
+
+def resolved(partial: Partial, spec: Spec, home_spec: Spec, mesh: Mesh) -> Any:
+    """The sum over the devices, laid out by `home_spec`.
+
+    Args:
+      spec: layout of the summands.
+      home_spec: an axis in it but not in `spec` is reduce-scattered, the other axes are all-reduced.
+    """
+    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial.axes and n not in axes_of(spec)]
+    summed = tuple(n for n in partial.axes if n not in {a for _, a in scattered})
+
+    def body(block: Any) -> Any:
+        out = block.reshape(block.shape[len(partial.axes) :])
+        for d, n in scattered:
+            out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
+        return jax.lax.psum(out, summed) if summed else out
+
+    blocks = constrained(partial, spec, mesh).blocks
+    in_spec = partition_spec((*((n,) for n in partial.axes), *spec))
+    return jax.shard_map(body, mesh=mesh, in_specs=in_spec, out_specs=partition_spec(home_spec), check_vma=False)(blocks)

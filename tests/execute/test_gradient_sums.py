@@ -1,0 +1,131 @@
+"""Gradients of parameters that are used more than once: one sum over the devices, in the plan and in the program."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from soapjax.execute.hlo import collective_bytes
+from soapjax.execute.partial import elementwise, resolved, split_off, summed_blocks
+from soapjax.execute.spmd import bind_plan
+from tests.planned import Case, data_parallel, rotated
+
+STEPS, WIDTH, BATCH, WORDS = 5, 16, 32, 24
+
+
+def shared_weights(is_loop):
+    """A recurrent step whose weight and bias are used at every time, and whose table embeds and predicts."""
+
+    def loss(params, tokens):
+        x = params["table"][tokens]  # [BATCH, STEPS, WIDTH]
+
+        def cell(h, xt):
+            return jnp.tanh(xt + h @ params["w"] + params["b"]), None
+
+        h = jnp.zeros((BATCH, WIDTH))
+        if is_loop:
+            h, _ = jax.lax.scan(cell, h, x.swapaxes(0, 1))
+        else:
+            for t in range(STEPS):
+                h, _ = cell(h, x[:, t])
+        return -jax.nn.log_softmax(h @ params["table"].T)[:, 0].mean()
+
+    def step(params, tokens):
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "w": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 4, "b": jax.random.normal(keys[1], (WIDTH,)),
+        "table": jax.random.normal(keys[2], (WORDS, WIDTH)),
+    }  # fmt: skip
+    return step, (params, jax.random.randint(keys[3], (BATCH, STEPS), 0, WORDS))
+
+
+@functools.cache
+def case(is_loop):
+    return Case(*shared_weights(is_loop))
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_every_use_is_a_summand(is_loop):
+    graph = case(is_loop).graph
+    found = {graph.parameters[a.parameter].path.rpartition(".")[2]: a for a in graph.accumulations}
+    # The first step has no gradient of the recurrent weight: it starts from zeros, which the loop does not know.
+    uses = {"w": 1, "b": 1, "table": 2} if is_loop else {"w": STEPS, "b": STEPS, "table": 2}
+    short = {name: next(a for path, a in found.items() if name in path) for name in uses}
+    assert {name: len(a.summands) for name, a in short.items()} == uses
+    assert {name: a.is_carried for name, a in short.items()} == {"w": is_loop, "b": is_loop, "table": False}
+    if not is_loop:
+        assert all(len(a.running) == len(a.summands) - 2 for a in short.values())
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_summed_once_as_predicted(is_loop):
+    """Data parallelism sends every gradient once, however often its parameter is used: the sizes of the parameters."""
+    made = case(is_loop)
+    plan = made.plan(data_parallel(made.space))
+    bound = bind_plan(made.step, plan)
+    run = jax.jit(lambda *a: bound.evaluator().run(list(a))[0], in_shardings=bound.in_shardings())
+    sent = collective_bytes(run.lower(*made.leaves).compile().as_text())
+    whole = sum(x.nbytes for x in jax.tree.leaves(made.args[0]))
+    assert set(sent) == {"all-reduce"}
+    assert sent["all-reduce"] == pytest.approx(whole, rel=0.01)  # and the loss
+    assert plan.prediction.bytes_by_collective["all-reduce"] == pytest.approx(2 * 7 / 8 * sent["all-reduce"], rel=0.01)
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+@pytest.mark.parametrize("start", [None, 0, 1])
+def test_gradients_are_right(is_loop, start):
+    made = case(is_loop)
+    made.check(data_parallel(made.space) if start is None else rotated(made.space, start))
+
+
+def test_uses_may_differ():
+    """Each use of a parameter has a config of its own; the summands meet in the layout of the owner's."""
+    made = case(False)
+    rng = np.random.default_rng(3)
+    for _ in range(2):
+        made.check(made.space.random(rng))
+
+
+AXES = ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES)
+
+
+SPECS = [((), ()), (("a",), ()), ((), ("b", "c")), (("c",), ("a",))]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_partial_values(mesh, spec):
+    """Whole values and sums over blocks, split off, added and resolved to any home, give what NumPy gives."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 8)).astype(np.float32), rng.normal(size=(16, 8, 8)).astype(np.float32)
+    free = tuple(n for n in AXES if not any(n in names for names in spec))
+    kept = free[:1]
+
+    def run(home, x, y):
+        summed = summed_blocks(y, (0,), (free, *spec), kept, mesh)
+        total = elementwise(jnp.add, split_off(summed, free, spec, mesh), split_off(x, free, spec, mesh))
+        assert total.axes == free and total.blocks.shape == (2,) * len(free) + x.shape
+        return resolved(total, spec, home, mesh)
+
+    more = [tuple((*names, *free) if k == d else names for k, names in enumerate(spec)) for d in range(2)]
+    homes = [spec, *(h for h in more if all(list(names) == sorted(names) for names in h))]
+    for home in homes:
+        out = jax.jit(functools.partial(run, home))(x, y)
+        wanted = NamedSharding(mesh, PartitionSpec(*(names or None for names in home)))
+        assert out.sharding.is_equivalent_to(wanted, 2), (out.sharding, home)
+        np.testing.assert_allclose(out, x + y.sum(0), rtol=1e-5, atol=1e-5)
+    assert len(homes) > 1
+
+
