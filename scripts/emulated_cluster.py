@@ -271,7 +271,7 @@ def environment_of(host: int, hosts: int) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}  # no proxy is reached from a namespace
     flags = [f for f in inherited.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     return inherited | STEADY_MEMORY | {
-        "JAX_COORDINATOR_ADDRESS": f"{address(0)}:{COORDINATOR_PORT}", "JAX_COORDINATOR_BIND_ADDRESS": f"0.0.0.0:{COORDINATOR_PORT}",
+        "JAX_COORDINATOR_ADDRESS": f"{address(0)}:{COORDINATOR_PORT}",
         "JAX_NUM_PROCESSES": str(hosts), "JAX_PROCESS_ID": str(host), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
         "XLA_FLAGS": " ".join(flags), "NPROC": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
