@@ -1,7 +1,7 @@
 """Measures the strategies of one model on the cluster that this process belongs to; cluster_table.py starts it on every host.
 
-Process 0 calibrates, plans and writes; all run. Rows go to a CSV as they are measured, and a run that was broken off goes on
-with what is missing: the calibration is kept in a file beside it.
+Three stages: `calibrate` (topology.json), `plan` (strategies.json), `measure` (rows of the CSV, as they are measured). A run
+that was broken off goes on with what is missing. The second may run while the machine has other work, the others should not.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 import cluster_experts
 import jax
 import numpy as np
-from cluster_calibration import fitted, measured_topology
+from cluster_calibration import fitted, measured_topology, undisturbed
 
 import soapjax
 import soapjax.distributed
 from soapjax.api import plan_of_strategy, planning_problem
-from soapjax.errors import SoapjaxError
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree, made_by_first
 from soapjax.execute.compiled import CompiledStep, place
 from soapjax.execute.coordination import store
@@ -42,7 +42,7 @@ from soapjax.model_source import concrete_model
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.strategy.plan import ModelSource, Plan
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.strategy import Strategy, replicated
 from soapjax.topology import DeviceTopology
 
 # Small enough for two cores; each has the property of its kind that decides between strategies.
@@ -62,12 +62,13 @@ MODELS: dict[str, ModelSource] = {
         path="models.resnet", settings={"depth": "tiny", "batch": 32, "image": 64, "width": 32, "classes": 64}
     ),
 }  # fmt: skip
-FITTED = ("data_parallel", "tensor_parallel")  # the two factors come from these; they count in no error
+FITTED = ("replicated", "data_parallel", "tensor_parallel")  # the two factors come from these; they count in no error
 FIELDS = (
     "model", "hosts", "rate", "strategy", "written_by", "predicted_s", "predicted_compute_s", "measured_s", "spread", "steps",
     "predicted_bytes", "compiled_bytes",
 )  # fmt: skip
-TIMED_S = 8.0  # per strategy
+STAGES = ("calibrate", "plan", "measure")
+TIMED_S = 4.0  # per strategy
 
 
 class Timing(NamedTuple):
@@ -118,15 +119,17 @@ def shared(name: str, make: Callable[[], Any]) -> Any:
 
 def timed(name: str, step: Callable[..., Any], state: Any, rest: tuple[Any, ...], most: int) -> Timing:
     """Steps of a compiled program; their number is the same on all ranks."""
-    start = time.perf_counter()
     state, metrics = jax.block_until_ready(step(state, *rest))
-    first_s = time.perf_counter() - start
-    steps = shared(f"steps {name}", lambda: int(np.clip(TIMED_S / first_s, 3, most)))
-    times = []
-    for _ in range(steps):
+    with undisturbed():
         start = time.perf_counter()
         state, metrics = jax.block_until_ready(step(state, *rest))
-        times.append(time.perf_counter() - start)
+        second_s = time.perf_counter() - start
+        steps = shared(f"steps {name}", lambda: int(np.clip(TIMED_S / second_s, 3, most)))
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            state, metrics = jax.block_until_ready(step(state, *rest))
+            times.append(time.perf_counter() - start)
     median = statistics.median(times)
     return Timing(median, (max(times) - min(times)) / median, steps, float(metrics["loss"]))
 
@@ -178,14 +181,21 @@ def judged(problem: PlanningProblem, name: str, strategy: Strategy) -> Judged:
     return Judged(name, plan.dumps(), float(problem.simulator.costs(strategy).durations.compute_s.sum()))
 
 
+def strategy_of(problem: PlanningProblem, name: str, options: argparse.Namespace) -> Strategy:
+    """The strategy of a planner, or "replicated": every host does all the work, and nothing is sent."""
+    if name == "replicated":
+        return replicated(problem.graph, problem.space.mesh)
+    key = jax.random.key(options.seed)
+    return get_planner(name)(key, problem, Budget(options.proposals)).best.strategy
+
+
 def searched(problem: PlanningProblem, options: argparse.Namespace) -> Iterator[Judged]:
     """The baselines, what the searches find, and random points of the space whose predicted step is bearable."""
-    key = jax.random.key(options.seed)
-    names = ["data_parallel", "fsdp", "tensor_parallel", "optcnn", "mcmc"]
+    names = [*FITTED, "fsdp", "optcnn", "mcmc"]
     if any(t.kind == "conv" for t in problem.graph.tasks):
-        names.insert(3, "expert_cnn")
+        names.append("expert_cnn")
     for name in names:
-        yield judged(problem, name, get_planner(name)(key, problem, Budget(options.proposals)).best.strategy)
+        yield judged(problem, name, strategy_of(problem, name, options))
     rng = np.random.default_rng(options.seed)
     found = 0
     for _ in range(100 * options.random):
@@ -195,78 +205,107 @@ def searched(problem: PlanningProblem, options: argparse.Namespace) -> Iterator[
             found += 1
 
 
-def measure(model: Any, step: Any, one: Judged, options: argparse.Namespace) -> dict[str, Any]:
-    plan = Plan.loads(one.plan)
-    compiled = CompiledStep(bind_plan(step, plan, devices=list(jax.devices())))
+def prepared(model: Any, step: Any, one: Judged) -> tuple[CompiledStep, tuple[Any, ...], str]:
+    """The compiled step, its placed arguments, and the compiled program's text."""
+    compiled = CompiledStep(bind_plan(step, Plan.loads(one.plan), devices=list(jax.devices())))
     placed = compiled.place(*model.arguments)
     agree_on_program(one.name, compiled, placed)
-    hlo = compiled.lower(*placed).compile().as_text()
+    return compiled, placed, compiled.lower(*placed).compile().as_text()
+
+
+def measure(model: Any, step: Any, one: Judged, options: argparse.Namespace) -> dict[str, Any]:
+    compiled, placed, hlo = prepared(model, step, one)
     timing = timed(one.name, compiled, placed[0], placed[1:], options.steps)
+    prediction = Plan.loads(one.plan).prediction
     return dict(
-        strategy=one.name, written_by="soapjax", predicted_s=plan.prediction.step_time_s, predicted_compute_s=one.compute_s,
+        strategy=one.name, written_by="soapjax", predicted_s=prediction.step_time_s, predicted_compute_s=one.compute_s,
         measured_s=timing.median_s, spread=timing.spread, steps=timing.steps,
-        predicted_bytes=sum(plan.prediction.bytes_by_collective.values()), compiled_bytes=sent_bytes(hlo, options.hosts),
+        predicted_bytes=sum(prediction.bytes_by_collective.values()), compiled_bytes=sent_bytes(hlo, options.hosts),
     )  # fmt: skip
+
+
+def prepared_expert(name: str, expert: cluster_experts.Expert) -> tuple[tuple[Any, ...], str]:
+    arguments = jax.tree.map(place, expert.arguments, expert.shardings)
+    hlo = expert.step.lower(*arguments).compile().as_text()
+    agree(store(), f"{name}/compiled", {}, timeout_s=300)
+    return arguments, hlo
 
 
 def measure_expert(name: str, expert: cluster_experts.Expert, options: argparse.Namespace) -> dict[str, Any]:
-    arguments = jax.tree.map(place, expert.arguments, expert.shardings)
-    lowered = expert.step.lower(*arguments)
-    executable = lowered.compile()
-    agree(store(), f"{name}/compiled", {}, timeout_s=300)
+    arguments, hlo = prepared_expert(name, expert)
     timing = timed(name, expert.step, arguments[0], arguments[1:], options.steps)
     return dict(
         strategy=name, written_by="hand", predicted_s="", predicted_compute_s="", measured_s=timing.median_s, spread=timing.spread,
-        steps=timing.steps, predicted_bytes="", compiled_bytes=sent_bytes(executable.as_text(), options.hosts),
+        steps=timing.steps, predicted_bytes="", compiled_bytes=sent_bytes(hlo, options.hosts),
     )  # fmt: skip
 
 
-def calibrated(model: Any, step: Any, options: argparse.Namespace, recorder: Recorder) -> DeviceTopology:
-    """The topology of this cluster: from its file, or measured now, with both factors fitted on two measured strategies."""
-    path = Path(options.topology)
-    first = jax.process_index() == 0
-    text = shared("calibration file", lambda: read_text(path) if path.exists() else "")
-    if text:
-        return DeviceTopology.from_dict(json.loads(text))
+def calibrated(model: Any, step: Any, options: argparse.Namespace) -> DeviceTopology:
+    """The topology of this cluster, measured, with both factors fitted on two measured strategies."""
     topology = measured_topology(step, options.rate)
-    topology = DeviceTopology.from_dict(shared("topology", topology.to_dict))
+    topology = DeviceTopology.from_dict(shared("measured topology", topology.to_dict))
 
     def provisional() -> list[Judged]:
         problem = planning_problem(step, topology)
-        key = jax.random.key(0)
-        return [judged(problem, f"{n}, provisional", get_planner(n)(key, problem, Budget()).best.strategy) for n in FITTED]
+        return [judged(problem, f"{name}, to calibrate", strategy_of(problem, name, options)) for name in FITTED]
 
-    ones = [Judged(*x) for x in shared("provisional", provisional)]
+    ones = [Judged(*x) for x in shared("strategies to calibrate", provisional)]
     measured = [measure(model, step, one, options)["measured_s"] for one in ones]
 
     def fit() -> dict[str, Any]:
         made, c, k = fitted(topology, [o.compute_s for o in ones], [o.network_s() for o in ones], measured)
+        print(topology.describe(), [f"{m:.4f}" for m in measured], flush=True)
         print(f"factors from {' and '.join(FITTED)}: compute {c:.3f}, network {k:.3f}", flush=True)
+        print(made.describe(), flush=True)
         return made.to_dict()
 
-    topology = DeviceTopology.from_dict(shared("fitted", fit))
-    if first:
-        print(topology.describe(), flush=True)
-        write_text_atomic(path, json.dumps(topology.to_dict(), indent=1) + "\n")
-    return topology
+    return DeviceTopology.from_dict(shared("fitted topology", fit))
+
+
+def kept(path: Path, name: str, make: Callable[[], Any]) -> Any:
+    """JSON data of a file on all ranks; where there is none, rank 0 makes it."""
+
+    def read_or_make() -> Any:
+        if not path.exists():
+            write_text_atomic(path, json.dumps(make(), indent=1) + "\n")
+        return json.loads(read_text(path))
+
+    return shared(name, read_or_make)
 
 
 def run(options: argparse.Namespace) -> None:
     soapjax.distributed.initialize(timeout_s=120)
-    recorder, first = Recorder(options), jax.process_index() == 0
+    stages = STAGES if options.stage == "all" else (options.stage,)
+    work = Path(options.work)
     model = concrete_model(MODELS[options.model])
     step = soapjax.trace(model.step, *model.arguments)
-    topology = calibrated(model, step, options, recorder)
+    if not shared("calibrated before", (work / "topology.json").exists):
+        if "calibrate" not in stages:
+            raise SoapjaxError(Problem(str(work / "topology.json"), "missing", "a calibration", "run --stage calibrate first"))
+        topology = calibrated(model, step, options)
+        kept(work / "topology.json", "new topology", topology.to_dict)
+    if stages == ("calibrate",):
+        return
+    topology = DeviceTopology.from_dict(kept(work / "topology.json", "topology", dict))
+    strategies = kept(
+        work / "strategies.json", "strategies", lambda: list(searched(planning_problem(step, topology), options))
+    )  # fmt: skip
+    ones = [Judged(*entry) for entry in strategies]
+    experts = cluster_experts.EXPERTS[options.model]
+    if stages == ("plan",):
+        for one in ones:  # into JAX's cache on disk, where there is one
+            prepared(model, step, one)
+        for name, make in experts.items():
+            prepared_expert(name, make(MODELS[options.model].settings))
+        return
+    recorder, first = Recorder(options), jax.process_index() == 0
     done = set(shared("done", lambda: sorted(recorder.done())))
-
-    def todo() -> list[Judged]:
-        return [one for one in searched(planning_problem(step, topology), options) if one.name not in done]
-
-    for entry in shared("strategies", todo):
-        row = measure(model, step, Judged(*entry), options)
-        if first:
-            recorder.add(**row)
-    for name, make in cluster_experts.EXPERTS[options.model].items():
+    for one in ones:
+        if one.name not in done:
+            row = measure(model, step, one, options)
+            if first:
+                recorder.add(**row)
+    for name, make in experts.items():
         if name not in done:
             row = measure_expert(name, make(MODELS[options.model].settings), options)
             if first:
@@ -279,10 +318,11 @@ def main() -> int:
     parser.add_argument("--rate", required=True)
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--topology", required=True, help="where the calibration is kept")
+    parser.add_argument("--work", required=True, help="the folder for what is kept between the stages")
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
     parser.add_argument("--random", type=int, default=8)
     parser.add_argument("--proposals", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=9, help="timed steps per strategy, at most")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per strategy, at most")
     parser.add_argument("--longest-step", type=float, default=3.0, help="predicted seconds of a random plan, at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
