@@ -262,8 +262,9 @@ def _call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()
+        value = said[-1] if said else f"status {done.returncode}"
         remedy = "run it as root, in a container with the right CAP_SYS_ADMIN, on a kernel with veth, bridge and tbf"
-        raise CannotRunError((" ".join(command), said[-1] if said else f"status {done.returncode}", "a kernel that does this", remedy))
+        raise CannotRunError((" ".join(command), value, "a kernel that does this", remedy))
 
 
 def environment_of(host: int, hosts: int) -> dict[str, str]:

@@ -53,8 +53,9 @@ def initialize(
             initialization_timeout=max(1, int(timeout_s)), cluster_detection_method="deactivate",
         )  # fmt: skip
     except RuntimeError as e:
+        place, value = "jax.distributed.initialize", str(e).split("\n")[0]
         remedy = "call soapjax.distributed.initialize() before anything else of JAX"
-        raise SoapjaxError(Problem("jax.distributed.initialize", str(e).split("\n")[0], "a JAX that is not in use yet", remedy)) from None
+        raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
     _warn_of_loopback(job)
 
 

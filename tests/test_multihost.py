@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from command_line import TINY, plan_text
 
 from models import mlp
 from soapjax.strategy.plan import Plan
-from tests.command_line import TINY, plan_text
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"batch": 4, "width": 16, "layers": 1, "features": 8, "classes": 4}  # TINY
@@ -28,10 +28,10 @@ def environment(rank, port, count=2):
 def launched(port, *arguments_by_rank, timeout=100):
     """(status, out, err) of each rank."""
     script = [sys.executable, str(ROOT / "scripts" / "launch_multihost.py"), "models.mlp", *TINY]
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     processes = [
-        subprocess.Popen([*script, *a], env=environment(r, port), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for r, a in enumerate(arguments_by_rank)
-    ]
+        subprocess.Popen([*script, *a], env=environment(r, port), **options) for r, a in enumerate(arguments_by_rank)
+    ]  # fmt: skip
     try:
         ended = [p.communicate(timeout=timeout) for p in processes]
     finally:
@@ -99,11 +99,12 @@ def test_a_failed_search_ends_all_with_its_reason(free_port, quick_compile):
 
 
 def test_launcher_starts_the_processes_itself():
-    script = ROOT / "scripts" / "launch_multihost.py"
-    done = subprocess.run([sys.executable, script, "models.mlp", "--processes", "0"], capture_output=True, text=True, check=False, cwd=ROOT)
+    command = [sys.executable, ROOT / "scripts" / "launch_multihost.py"]
+    options = dict(capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    done = subprocess.run([*command, "models.mlp", "--processes", "0"], **options)
     assert done.returncode == 2 and "--processes" in done.stderr
     arguments = ["--processes", "2", "models.mlp", *TINY, "--planner", "data_parallel", "--steps", "2"]
     kept = {k: v for k, v in os.environ.items() if "PROXY" not in k.upper()} | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, script, *arguments], env=kept, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    done = subprocess.run([*command, *arguments], env=kept, **options)
     assert done.returncode == 0, done.stderr
     assert len(losses(done.stdout)) == 2

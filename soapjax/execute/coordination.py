@@ -56,12 +56,9 @@ class KeyValueStore:
         try:
             return {k.removeprefix(folder + "/"): bytes(v) for k, v in self._client.key_value_dir_get_bytes(folder + "/")}
         except jax.errors.JaxRuntimeError as e:
-            raise SoapjaxError(
-                Problem(
-                    "the coordination service", str(e).split("\n")[0], f"an answer from rank 0, at {_distributed.global_state.coordinator_address}",
-                    "see what rank 0 printed: it has probably ended",
-                )
-            ) from None  # fmt: skip
+            value, expected = str(e).split("\n")[0], f"an answer from rank 0, at {_distributed.global_state.coordinator_address}"
+            remedy = "see what rank 0 printed: it has probably ended"
+            raise SoapjaxError(Problem("the coordination service", value, expected, remedy)) from None
 
 
 @functools.cache

@@ -178,7 +178,8 @@ def test_slurm_tells_who_takes_part(monkeypatch):
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
     slurm = {
-        "SLURM_JOB_ID": "4242", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "node[07-10]",
+        "SLURM_JOB_ID": "4242", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "node[07-10]",
     }  # fmt: skip
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)

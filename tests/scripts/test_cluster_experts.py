@@ -9,13 +9,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import cluster_experts  # noqa: E402
+
 from models import alexnet, rnnlm, transformer_lm  # noqa: E402
 from soapjax.execute.compiled import place  # noqa: E402
 
 SMALL = {
     "alexnet": (alexnet, {"batch": 8, "image": 67, "width": 0.0625, "classes": 16, "dropout": 0.0}),
     "lstm": (
-        rnnlm, {"batch": 8, "seq": 4, "hidden": 16, "layers": 2, "vocab": 64, "scan": True, "optimizer": "sgd", "learning_rate": 0.1},
+        rnnlm,
+        {"batch": 8, "seq": 4, "hidden": 16, "layers": 2, "vocab": 64, "scan": True, "optimizer": "sgd", "learning_rate": 0.1},
     ),
     "transformer": (transformer_lm, {"batch": 8, "seq": 8, "width": 32, "layers": 2, "heads": 8, "vocab": 64, "optimizer": "adam"}),
 }  # fmt: skip

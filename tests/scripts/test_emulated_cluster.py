@@ -121,7 +121,8 @@ def test_a_command_that_is_not_there(machine):
 
 
 def test_every_host_has_its_own_network(machine):
-    status, out, _ = call("--hosts", 3, "--", "sh", "-c", "hostname -I; getent hosts $(hostname); echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES")
+    asks = "hostname -I; getent hosts $(hostname); echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES"
+    status, out, _ = call("--hosts", 3, "--", "sh", "-c", asks)
     assert status == 0
     for i in range(3):
         mine = [line.removeprefix(f"[{i}] ").strip() for line in out.splitlines() if line.startswith(f"[{i}] ")]
