@@ -52,7 +52,10 @@ MODELS: dict[str, ModelSource] = {
     ),
     "lstm": ModelSource(  # nearly all parameters in the embedding and the softmax of 20,000 words
         path="models.rnnlm",
-        settings={"batch": 16, "seq": 8, "hidden": 128, "layers": 1, "vocab": 20_000, "scan": True, "optimizer": "sgd", "learning_rate": 0.1},
+        settings={
+            "batch": 16, "seq": 8, "hidden": 128, "layers": 1, "vocab": 20_000, "scan": True, "optimizer": "sgd",
+            "learning_rate": 0.1,
+        },
     ),
     "transformer": ModelSource(
         path="models.transformer_lm",

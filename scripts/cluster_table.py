@@ -124,7 +124,8 @@ def kendall_tau(rows: list[Row]) -> tuple[float, int]:
 def table(case: tuple[str, str, str], rows: list[Row]) -> str:
     model, hosts, rate = case
     lines = [f"{model}, {hosts} hosts, {rate}"]
-    lines.append(f"  {'strategy':26s}{'predicted':>11s}{'measured':>11s}{'spread':>8s}{'error':>8s}{'sent, predicted':>17s}{'compiled':>11s}")
+    columns = f"{'predicted':>11s}{'measured':>11s}{'spread':>8s}{'error':>8s}{'sent, predicted':>17s}{'compiled':>11s}"
+    lines.append(f"  {'strategy':26s}{columns}")
     for r in sorted(rows, key=lambda r: r.measured_s):
         predicted = f"{r.predicted_s * 1e3:8.1f} ms" if r.predicted_s is not None else ""
         error = f"{r.error:+.1%}" + ("*" if r.strategy in FITTED else " ") if r.predicted_s is not None else ""
@@ -154,9 +155,9 @@ def summary(cases: dict[tuple[str, str, str], list[Row]]) -> str:
         def ratio(a: float | None, b: float | None) -> str:
             return f"{a / b:.2f} x" if a and b else "-"
 
+        median, worst = (statistics.median(errors), max(errors)) if errors else (float("nan"), float("nan"))
         lines.append(
-            f"{model:12s}{hosts:>6s}{rate:>9s}{len(ours):12d}"
-            f"{statistics.median(errors) if errors else float('nan'):14.1%}{max(errors, default=float('nan')):8.1%}{tau:7.2f}{pairs:7d}"
+            f"{model:12s}{hosts:>6s}{rate:>9s}{len(ours):12d}{median:14.1%}{worst:8.1%}{tau:7.2f}{pairs:7d}"
             f"{ratio(searched, min((r.measured_s for r in ours), default=None)):>17s}"
             f"{ratio(min(by_hand, default=None), searched):>25s}{ratio(by_name.get('data_parallel'), searched):>26s}"
         )
