@@ -17,6 +17,7 @@ import argparse
 import csv
 import io
 import itertools
+import math
 import statistics
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def kendall_tau(rows: list[Row]) -> tuple[float, int]:
     for a, b in itertools.combinations([r for r in rows if r.predicted_s is not None], 2):
         slow, fast = (a, b) if a.measured_s > b.measured_s else (b, a)
         if slow.measured_s > (1 + APART) * fast.measured_s:
-            signs.append((slow.predicted_s > fast.predicted_s) - (slow.predicted_s < fast.predicted_s))
+            signs.append(math.copysign(1, slow.predicted_s - fast.predicted_s) if slow.predicted_s != fast.predicted_s else 0.0)
     return (sum(signs) / len(signs) if signs else float("nan")), len(signs)
 
 
