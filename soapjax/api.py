@@ -228,17 +228,21 @@ class SoapShard:
             args, constants = self._bound(args, kwargs)
         else:
             constants = Constants()
-        if self._last is not None and constants == self._last_constants:
+        if self._last is not None and constants == self._last_constants and self._is_agreed(self._last):
             try:
                 return self._last(*constants.others(args))
             except ShapesChanged:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
         compiled = self._prepared(args, constants)
         placed = compiled.place_state(*constants.others(args))
-        if compiled.spans_processes and compiled not in self._agreed:
+        if not self._is_agreed(compiled):
             jointly.agree_on_program(self.__name__, compiled, placed)
             self._agreed.add(compiled)
         return compiled(*placed)
+
+    def _is_agreed(self, compiled: CompiledStep) -> bool:
+        """Whether it may run: over several processes only after all have compiled the same program."""
+        return not compiled.spans_processes or compiled in self._agreed
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Constants]:
         """Arguments by position, and those among them that are compile-time constants.
@@ -347,6 +351,8 @@ def soap_shard(
     devices: Sequence[Any] | None = None,
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
+
+    Over several processes (soapjax/distributed.py) all call the step with the same global arguments; process 0 plans.
 
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
