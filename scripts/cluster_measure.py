@@ -26,6 +26,7 @@ import cluster_experts
 import jax
 import numpy as np
 from cluster_calibration import fitted, measured_topology, undisturbed
+from cluster_table import FITTED, STAGES
 
 import soapjax
 import soapjax.distributed
@@ -65,12 +66,10 @@ MODELS: dict[str, ModelSource] = {
         path="models.resnet", settings={"depth": "tiny", "batch": 32, "image": 64, "width": 32, "classes": 64}
     ),
 }  # fmt: skip
-FITTED = ("replicated", "data_parallel", "tensor_parallel")  # the two factors come from these; they count in no error
 FIELDS = (
     "model", "hosts", "rate", "strategy", "written_by", "predicted_s", "predicted_compute_s", "measured_s", "spread", "steps",
     "predicted_bytes", "compiled_bytes",
 )  # fmt: skip
-STAGES = ("calibrate", "plan", "measure")
 TIMED_S = 4.0  # per strategy
 
 

@@ -6,7 +6,7 @@
 For each model and rate it calibrates, plans (baselines, the searches, random points of the space) and measures every strategy
 and the hand-written ones of cluster_experts.py on hosts that scripts/emulated_cluster.py starts. Rows go to
 results/cluster.csv as they are measured; a second run goes on with what is missing (`--stage measure` on a quiet machine, for
-instance). Errors count all strategies but the three that the calibration was fitted on (cluster_measure.FITTED).
+instance). Errors count all strategies but the three that the calibration was fitted on.
 
 With a job's own launcher (srun, mpirun) run scripts/cluster_measure.py on the hosts, and `--report` afterwards.
 """
@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
-FITTED = ("replicated", "data_parallel", "tensor_parallel")
+FITTED = ("replicated", "data_parallel", "tensor_parallel")  # the two factors come from these; they count in no error
+STAGES = ("calibrate", "plan", "measure")  # of cluster_measure.py
 APART = 0.05  # pairs closer than this in measured time say nothing about an order
-STAGES = ("all", "calibrate", "plan", "measure")
 
 
 class Row(NamedTuple):
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"])
     parser.add_argument("--random", type=int, default=8, help="random points of the space per model")
     parser.add_argument("--proposals", type=int, default=4096, help="of mcmc")
-    parser.add_argument("--stage", choices=STAGES, default="all")
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds per model and rate, at most")
     parser.add_argument("--output", default=str(RESULTS / "cluster.csv"))
     parser.add_argument("--work", default=str(RESULTS / "cluster"), help="where calibrations and plans are kept")

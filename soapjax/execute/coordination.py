@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax._src import clusters as _clusters
@@ -50,11 +51,16 @@ class KeyValueStore:
         self.num_ranks: int = state.num_processes
 
     def put(self, key: str, data: bytes) -> None:
-        self._client.key_value_set_bytes(key, data, allow_overwrite=True)
+        self._ask(self._client.key_value_set_bytes, key, data, True)
 
     def items(self, folder: str) -> dict[str, bytes]:
+        found = self._ask(self._client.key_value_dir_get_bytes, folder + "/")
+        return {k.removeprefix(folder + "/"): bytes(v) for k, v in found}
+
+    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Raises: SoapjaxError where the service does not answer."""
         try:
-            return {k.removeprefix(folder + "/"): bytes(v) for k, v in self._client.key_value_dir_get_bytes(folder + "/")}
+            return call(*arguments)
         except jax.errors.JaxRuntimeError as e:
             value, expected = str(e).split("\n")[0], f"an answer from rank 0, at {_distributed.global_state.coordinator_address}"
             remedy = "see what rank 0 printed: it has probably ended"
