@@ -57,6 +57,7 @@ def initialize(
         remedy = "call soapjax.distributed.initialize() before anything else of JAX"
         raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
     _warn_of_loopback(job)
+    jax.devices()  # tells the others: at its first use JAX would wait minutes for a process that has ended meanwhile
 
 
 def _check(job: Job) -> None:
