@@ -37,7 +37,8 @@ def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         words = _own_part(jax.random.key_data(x), NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     whole = np.asarray(x)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    # A copy, which the step may use up: on CPUs an array may share its memory with what it was made from.
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
 def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
