@@ -27,7 +27,7 @@ def place(x: Any, sharding: NamedSharding) -> Any:
         if x.is_fully_addressable and not sharding.is_fully_addressable:
             return _own_part(x, sharding)
         x = x.copy()
-    elif not sharding.is_fully_addressable:
+    elif not isinstance(x, jax.core.Tracer) and not sharding.is_fully_addressable:
         return _own_part(jax.numpy.asarray(x), sharding)
     return jax.device_put(x, sharding)
 
