@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute import jointly
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
@@ -217,6 +218,7 @@ class SoapShard:
         self._static = tuple(options.pop("static_argnums"))
         self._options = options
         self._by_shapes: dict[Any, tuple[Plan, CompiledStep]] = {}
+        self._agreed: set[CompiledStep] = set()  # by all processes, where there are several
         self._last: CompiledStep | None = None
         self._last_constants: Constants = Constants()
         self._last_plan: Plan | None = None
@@ -226,13 +228,21 @@ class SoapShard:
             args, constants = self._bound(args, kwargs)
         else:
             constants = Constants()
-        if self._last is not None and constants == self._last_constants:
+        if self._last is not None and constants == self._last_constants and self._is_agreed(self._last):
             try:
                 return self._last(*constants.others(args))
             except ShapesChanged:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
         compiled = self._prepared(args, constants)
-        return compiled(*compiled.place_state(*constants.others(args)))
+        placed = compiled.place_state(*constants.others(args))
+        if not self._is_agreed(compiled):
+            jointly.agree_on_program(self.__name__, compiled, placed)
+            self._agreed.add(compiled)
+        return compiled(*placed)
+
+    def _is_agreed(self, compiled: CompiledStep) -> bool:
+        """Whether it may run: over several processes only after all have compiled the same program."""
+        return not compiled.spans_processes or compiled in self._agreed
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Constants]:
         """Arguments by position, and those among them that are compile-time constants.
@@ -261,7 +271,10 @@ class SoapShard:
         key = (constants, signature(constants.others(args)))
         if key not in self._by_shapes:
             start = time.monotonic()
-            made, step = self._make_plan(args, constants.positions)
+            if jointly.spans_processes(self._devices):
+                made, step = self._plan_jointly(args, constants.positions)
+            else:
+                made, step = self._make_plan(args, constants.positions)
             devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
             self._by_shapes[key] = made, CompiledStep(bind_plan(step, made, devices=devices), donate=self._donate)
             log.info(
@@ -280,6 +293,23 @@ class SoapShard:
         source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
         step = trace(self._fn, *args, static_argnums=static, unroll=source.unroll or options["unroll"])
         return recost(source, step, place="plan" if source is self._source else str(self._source)), step
+
+    def _plan_jointly(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
+        """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
+        if self._source is None:
+            step: TracedStep | None = None
+
+            def search() -> Plan:
+                nonlocal step
+                made, step = self._make_plan(args, static)
+                return made
+
+            made = jointly.planned_by_first(self.__name__, search, seconds=self._options["seconds"])
+            step = step or trace(self._fn, *args, static_argnums=static, unroll=self._options["unroll"])
+        else:
+            made, step = self._make_plan(args, static)
+        jointly.agree_on_plan(self.__name__, made, step)
+        return made, step
 
     @property
     def plan(self) -> Plan:
@@ -321,6 +351,8 @@ def soap_shard(
     devices: Sequence[Any] | None = None,
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
+
+    Over several processes (soapjax/distributed.py) all call the step with the same global arguments; process 0 plans.
 
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.

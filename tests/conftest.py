@@ -1,6 +1,7 @@
 """Eight fake CPU devices, strict dtype promotion, warnings as errors: set before jax is imported."""
 
 import os
+import socket
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
@@ -20,3 +21,11 @@ def quick_compile(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def free_port():
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -30,8 +30,9 @@ EXCHANGES = COLLECTIVES[:3]
 
 
 # XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
-# (xla_gpu_all_reduce_combine_threshold_bytes and its siblings); on CPUs a whole step's gradients were seen in one.
-COMBINE_BYTES = {"cuda": 30 * 2**20, "rocm": 30 * 2**20, "cpu": 30 * 2**20}
+# (xla_gpu_all_reduce_combine_threshold_bytes and its siblings). On CPUs a whole step's gradients are one instruction too, but
+# its tensors are then reduced one after the other, each with a latency of its own (measured: scripts/cluster_table.py).
+COMBINE_BYTES = {"cuda": 30 * 2**20, "rocm": 30 * 2**20}
 
 
 class Links(NamedTuple):

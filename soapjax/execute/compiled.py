@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd import Program
@@ -17,12 +17,28 @@ class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for t
 
 
 def place(x: Any, sharding: NamedSharding) -> Any:
-    """`x` under `sharding`: itself where it is laid out so, else a copy (donation must not take the caller's buffer)."""
+    """`x` under `sharding`: itself where it is laid out so, else a copy (donation must not take the caller's buffer).
+
+    Where `sharding` spans processes, each gives `x` in full, and keeps its own part; nothing is sent.
+    """
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         if x.committed and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
+        if x.is_fully_addressable and not sharding.is_fully_addressable:
+            return _own_part(x, sharding)
         x = x.copy()
+    elif not isinstance(x, jax.core.Tracer) and not sharding.is_fully_addressable:
+        return _own_part(jax.numpy.asarray(x), sharding)
     return jax.device_put(x, sharding)
+
+
+def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = _own_part(jax.random.key_data(x), NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    whole = np.asarray(x)
+    # A copy, which the step may use up: on CPUs an array may share its memory with what it was made from.
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
 
 
 def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -81,6 +97,7 @@ class CompiledStep:
         shardings = dict(in_shardings=tuple(self.in_shardings), out_shardings=self.out_shardings)
         if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
             shardings = {}  # exactly plain jax.jit
+        self.spans_processes = any(d.process_index != jax.process_index() for d in program.mesh.devices.flat)
         self.jitted = jax.jit(self._run, donate_argnums=self._donated, **shardings)
 
     def _run(self, *args: Any) -> Any:
@@ -105,6 +122,9 @@ class CompiledStep:
         if self._donated and self._is_foreign(args):
             self._require_shapes(args)
             args = self.place_state(*args)
+        if self.spans_processes:
+            self._require_shapes(args)
+            args = self._place_others(args)
         try:
             return self.jitted(*args)
         except ValueError as e:
@@ -119,6 +139,12 @@ class CompiledStep:
     def place_state(self, *args: Any) -> tuple[Any, ...]:
         """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
         return tuple(jax.tree.map(place, a, self.in_shardings[i]) if i in self._donated else a for i, a in enumerate(args))
+
+    def _place_others(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All but state laid out as planned: across processes `jax.jit` takes no host's arrays, such as a batch is."""
+        return tuple(
+            a if i in self._donated else jax.tree.map(place, a, self.in_shardings[i]) for i, a in enumerate(args)
+        )  # fmt: skip
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""

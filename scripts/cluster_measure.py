@@ -1,0 +1,341 @@
+"""Measures the strategies of one model on the cluster that this process belongs to; cluster_table.py starts it on every host.
+
+Three stages: `calibrate` (topology.json), `plan` (strategies.json), `measure` (rows of the CSV, as they are measured). A run
+that was broken off goes on with what is missing. The second may run while the machine has other work, the others should not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
+
+import cluster_experts
+import jax
+import numpy as np
+from cluster_calibration import fitted, measured_topology, undisturbed
+from cluster_table import FITTED, STAGES
+
+import soapjax
+import soapjax.distributed
+from soapjax.api import plan_of_strategy, planning_problem
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.agreement import agree, made_by_first
+from soapjax.execute.compiled import CompiledStep, place
+from soapjax.execute.coordination import store
+from soapjax.execute.hlo import collective_bytes
+from soapjax.execute.jointly import agree_on_program
+from soapjax.execute.spmd import bind_plan
+from soapjax.files import read_text, write_text_atomic
+from soapjax.model_source import concrete_model
+from soapjax.search.planners import get_planner
+from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.strategy.strategy import Strategy, replicated
+from soapjax.topology import DeviceTopology
+
+# Small enough for two cores; each has the property of its kind that decides between strategies.
+MODELS: dict[str, ModelSource] = {
+    "alexnet": ModelSource(  # nearly all parameters in wide dense layers
+        path="models.alexnet", settings={"batch": 32, "image": 67, "width": 0.5, "classes": 1000, "dropout": 0.0}
+    ),
+    "lstm": ModelSource(  # nearly all parameters in the embedding and the softmax of 20,000 words
+        path="models.rnnlm",
+        settings={
+            "batch": 16, "seq": 8, "hidden": 128, "layers": 1, "vocab": 20_000, "scan": True, "optimizer": "sgd",
+            "learning_rate": 0.1,
+        },
+    ),
+    "transformer": ModelSource(
+        path="models.transformer_lm",
+        settings={"batch": 8, "seq": 64, "width": 256, "layers": 2, "heads": 4, "vocab": 1024, "optimizer": "adam"},
+    ),
+    "resnet": ModelSource(  # few parameters, much arithmetic
+        path="models.resnet", settings={"depth": "tiny", "batch": 32, "image": 64, "width": 32, "classes": 64}
+    ),
+}  # fmt: skip
+FIELDS = (
+    "model", "hosts", "rate", "strategy", "written_by", "predicted_s", "predicted_compute_s", "measured_s", "spread", "steps",
+    "predicted_bytes", "compiled_bytes",
+)  # fmt: skip
+TIMED_S = 4.0  # per strategy
+
+
+class Timing(NamedTuple):
+    median_s: float
+    spread: float  # (largest - smallest) / median
+    steps: int
+    loss: float
+
+
+def key_of(options: argparse.Namespace) -> dict[str, str]:
+    return {"model": options.model, "hosts": str(options.hosts), "rate": options.rate}
+
+
+def read_rows(path: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(read_text(path)))) if Path(path).exists() else []
+
+
+def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text_atomic(path, out.getvalue())
+
+
+class Recorder:
+    """The CSV, on rank 0."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+
+    def done(self) -> set[str]:
+        wanted = key_of(self.options)
+        return {r["strategy"] for r in read_rows(self.options.output) if all(r[k] == v for k, v in wanted.items())}
+
+    def add(self, **row: Any) -> None:
+        row = key_of(self.options) | row
+        rows = [r for r in read_rows(self.options.output) if any(r[k] != row[k] for k in ("model", "hosts", "rate", "strategy"))]
+        write_rows(self.options.output, [*rows, row])
+        predicted = f"predicted {float(row['predicted_s']):8.4f} s, " if row["predicted_s"] != "" else ""
+        print(f"{row['strategy']:24s} {predicted}measured {row['measured_s']:8.4f} s (spread {row['spread']:.1%})", flush=True)
+
+
+def shared(name: str, make: Callable[[], Any]) -> Any:
+    """JSON data that rank 0 makes, on all ranks."""
+    return json.loads(made_by_first(store(), name, lambda: json.dumps(make()), timeout_s=300, making_s=1800))
+
+
+def timed(name: str, step: Callable[..., Any], state: Any, rest: tuple[Any, ...], most: int) -> Timing:
+    """Steps of a compiled program; their number is the same on all ranks."""
+    state, metrics = jax.block_until_ready(step(state, *rest))
+    with undisturbed():
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(step(state, *rest))
+        second_s = time.perf_counter() - start
+        steps = shared(f"steps {name}", lambda: int(np.clip(TIMED_S / second_s, 3, most)))
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            state, metrics = jax.block_until_ready(step(state, *rest))
+            times.append(time.perf_counter() - start)
+    median = statistics.median(times)
+    return Timing(median, (max(times) - min(times)) / median, steps, float(metrics["loss"]))
+
+
+def sent_bytes(hlo: str, hosts: int) -> int:
+    """Bytes that a device sends in the compiled program, an instruction in a loop counted as often as the loop runs."""
+    total = 0.0
+    for part, trips in _computations(hlo):
+        for kind, size in collective_bytes(part).items():
+            share = (hosts - 1) / hosts
+            times = {"all-reduce": 2 * share, "collective-permute": 1.0, "reduce-scatter": hosts - 1.0}.get(kind, share)
+            total += times * size * trips
+    return int(total)
+
+
+def _computations(hlo: str) -> Iterator[tuple[str, int]]:
+    """The computations of HLO text with how often each runs in a step, by the trip counts of the loops around them."""
+    bodies = {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)}
+    trips = dict.fromkeys(bodies, 1)
+    for _ in bodies:  # nested loops: until nothing changes
+        before = dict(trips)
+        for name, text in bodies.items():
+            for line in text.splitlines():
+                loop = re.search(r"body=%?([\w.\-]+)", line)
+                count = re.search(r'known_trip_count\D*(\d+)', line)
+                if loop and loop[1] in trips:
+                    trips[loop[1]] = before[name] * (int(count[1]) if count else 1)
+                for called in re.findall(r"(?:to_apply|calls)=%?([\w.\-]+)", line):
+                    if called in trips:
+                        trips[called] = max(trips[called], before[name])
+        if trips == before:
+            break
+    return ((text, trips[name]) for name, text in bodies.items())
+
+
+class Judged(NamedTuple):
+    """A strategy with its plan and prediction, as rank 0 publishes it."""
+
+    name: str
+    plan: str
+    compute_s: float
+
+    def network_s(self) -> float:
+        return Plan.loads(self.plan).prediction.step_time_s - self.compute_s
+
+
+def judged(problem: PlanningProblem, name: str, strategy: Strategy) -> Judged:
+    plan = plan_of_strategy(problem, strategy)
+    return Judged(name, plan.dumps(), float(problem.simulator.costs(strategy).durations.compute_s.sum()))
+
+
+def strategy_of(problem: PlanningProblem, name: str, options: argparse.Namespace) -> Strategy:
+    """The strategy of a planner, or "replicated": every host does all the work, and nothing is sent."""
+    if name == "replicated":
+        return replicated(problem.graph, problem.space.mesh)
+    key = jax.random.key(options.seed)
+    return get_planner(name)(key, problem, Budget(options.proposals)).best.strategy
+
+
+def searched(problem: PlanningProblem, options: argparse.Namespace) -> Iterator[Judged]:
+    """The baselines, what the searches find, and random points of the space whose predicted step is bearable."""
+    names = [*FITTED, "fsdp", "optcnn", "mcmc"]
+    if any(t.kind == "conv" for t in problem.graph.tasks):
+        names.append("expert_cnn")
+    for name in names:
+        yield judged(problem, name, strategy_of(problem, name, options))
+    rng = np.random.default_rng(options.seed)
+    found = 0
+    for _ in range(100 * options.random):
+        strategy = problem.space.random(rng)
+        if found < options.random and problem.simulator.step_times([strategy]).step_time_s[0] <= options.longest_step:
+            yield judged(problem, f"random {found}", strategy)
+            found += 1
+
+
+def prepared(model: Any, step: Any, one: Judged) -> tuple[CompiledStep, tuple[Any, ...], str]:
+    """The compiled step, its placed arguments, and the compiled program's text."""
+    compiled = CompiledStep(bind_plan(step, Plan.loads(one.plan), devices=list(jax.devices())))
+    placed = compiled.place(*model.arguments)
+    agree_on_program(one.name, compiled, placed)
+    return compiled, placed, compiled.lower(*placed).compile().as_text()
+
+
+def measure(model: Any, step: Any, one: Judged, options: argparse.Namespace) -> dict[str, Any]:
+    compiled, placed, hlo = prepared(model, step, one)
+    timing = timed(one.name, compiled, placed[0], placed[1:], options.steps)
+    prediction = Plan.loads(one.plan).prediction
+    return dict(
+        strategy=one.name, written_by="soapjax", predicted_s=prediction.step_time_s, predicted_compute_s=one.compute_s,
+        measured_s=timing.median_s, spread=timing.spread, steps=timing.steps,
+        predicted_bytes=sum(prediction.bytes_by_collective.values()), compiled_bytes=sent_bytes(hlo, options.hosts),
+    )  # fmt: skip
+
+
+def prepared_expert(name: str, expert: cluster_experts.Expert) -> tuple[tuple[Any, ...], str]:
+    arguments = jax.tree.map(place, expert.arguments, expert.shardings)
+    hlo = expert.step.lower(*arguments).compile().as_text()
+    agree(store(), f"{name}/compiled", {}, timeout_s=300)
+    return arguments, hlo
+
+
+def measure_expert(name: str, expert: cluster_experts.Expert, options: argparse.Namespace) -> dict[str, Any]:
+    arguments, hlo = prepared_expert(name, expert)
+    timing = timed(name, expert.step, arguments[0], arguments[1:], options.steps)
+    return dict(
+        strategy=name, written_by="hand", predicted_s="", predicted_compute_s="", measured_s=timing.median_s, spread=timing.spread,
+        steps=timing.steps, predicted_bytes="", compiled_bytes=sent_bytes(hlo, options.hosts),
+    )  # fmt: skip
+
+
+def calibrated(model: Any, step: Any, options: argparse.Namespace) -> DeviceTopology:
+    """The topology of this cluster, measured, with both factors fitted on two measured strategies."""
+    topology = measured_topology(step, options.rate)
+    topology = DeviceTopology.from_dict(shared("measured topology", topology.to_dict))
+
+    def provisional() -> list[Judged]:
+        problem = planning_problem(step, topology)
+        return [judged(problem, f"{name}, to calibrate", strategy_of(problem, name, options)) for name in FITTED]
+
+    ones = [Judged(*x) for x in shared("strategies to calibrate", provisional)]
+    measured = [measure(model, step, one, options)["measured_s"] for one in ones]
+
+    def fit() -> dict[str, Any]:
+        made, c, k = fitted(topology, [o.compute_s for o in ones], [o.network_s() for o in ones], measured)
+        print(topology.describe(), [f"{m:.4f}" for m in measured], flush=True)
+        print(f"factors from {' and '.join(FITTED)}: compute {c:.3f}, network {k:.3f}", flush=True)
+        print(made.describe(), flush=True)
+        return made.to_dict()
+
+    return DeviceTopology.from_dict(shared("fitted topology", fit))
+
+
+def kept(path: Path, name: str, make: Callable[[], Any]) -> Any:
+    """JSON data of a file on all ranks; where there is none, rank 0 makes it."""
+
+    def read_or_make() -> Any:
+        if not path.exists():
+            write_text_atomic(path, json.dumps(make(), indent=1) + "\n")
+        return json.loads(read_text(path))
+
+    return shared(name, read_or_make)
+
+
+def run(options: argparse.Namespace) -> None:
+    soapjax.distributed.initialize(timeout_s=120)
+    stages = STAGES if options.stage == "all" else (options.stage,)
+    work = Path(options.work)
+    model = concrete_model(MODELS[options.model])
+    step = soapjax.trace(model.step, *model.arguments)
+    if not shared("calibrated before", (work / "topology.json").exists):
+        if "calibrate" not in stages:
+            raise SoapjaxError(Problem(str(work / "topology.json"), "missing", "a calibration", "run --stage calibrate first"))
+        topology = calibrated(model, step, options)
+        kept(work / "topology.json", "new topology", topology.to_dict)
+    if stages == ("calibrate",):
+        return
+    topology = DeviceTopology.from_dict(kept(work / "topology.json", "topology", dict))
+    strategies = kept(
+        work / "strategies.json", "strategies", lambda: list(searched(planning_problem(step, topology), options))
+    )  # fmt: skip
+    ones = [Judged(*entry) for entry in strategies]
+    experts = cluster_experts.EXPERTS[options.model]
+    if stages == ("plan",):
+        for one in ones:  # into JAX's cache on disk, where there is one
+            prepared(model, step, one)
+        for name, make in experts.items():
+            prepared_expert(name, make(MODELS[options.model].settings))
+        return
+    recorder, first = Recorder(options), jax.process_index() == 0
+    done = set(shared("done", lambda: sorted(recorder.done())))
+    for one in ones:
+        if one.name not in done:
+            row = measure(model, step, one, options)
+            if first:
+                recorder.add(**row)
+    for name, make in experts.items():
+        if name not in done:
+            row = measure_expert(name, make(MODELS[options.model].settings), options)
+            if first:
+                recorder.add(**row)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), required=True)
+    parser.add_argument("--rate", required=True)
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--work", required=True, help="the folder for what is kept between the stages")
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
+    parser.add_argument("--random", type=int, default=8)
+    parser.add_argument("--proposals", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per strategy, at most")
+    parser.add_argument("--longest-step", type=float, default=3.0, help="predicted seconds of a random plan, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        run(options)
+    except SoapjaxError as e:
+        for problem in e.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        soapjax.distributed.leave(2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Several processes, one job: start-up and ending. `soap_shard` does the rest by itself.
+
+>>> import soapjax.distributed
+>>> soapjax.distributed.initialize()  # first of all; under Slurm, Open MPI or Kubernetes nothing more is needed
+
+Then every process calls the same step with the same global arguments. Process 0 plans, the others take its plan, and all
+check that they are about to run the same program (soapjax/execute/agreement.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute import agreement
+from soapjax.execute.coordination import Job, is_joined, job_of_environment, store
+from soapjax.execute.roll_call import roll_call
+
+log = logging.getLogger("soapjax")
+DEFAULT_TIMEOUT_S = 300.0
+
+
+def initialize(
+    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
+    local_device_ids: Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> None:  # fmt: skip
+    """Joins this process to its job, before JAX is used for anything else.
+
+    Args:
+      coordinator_address: "host:port" of process 0, the same on all. What is left out is read from JAX_COORDINATOR_ADDRESS,
+        JAX_NUM_PROCESSES and JAX_PROCESS_ID, else found by JAX (Slurm, Open MPI, Kubernetes, Cloud TPU).
+      num_processes, process_id: how many there are, and which one this is.
+      local_device_ids: accelerators of the host that this process uses; all by default, or as the job's launcher says.
+      timeout_s: to wait for the other processes here.
+    Raises: SoapjaxError where it cannot be told who takes part, and on every process where some did not come: it names them.
+    """
+    if not timeout_s > 0:
+        raise SoapjaxError(Problem("timeout_s", str(timeout_s), "a positive number of seconds", "leave it out"))
+    if is_joined():
+        raise SoapjaxError(Problem("soapjax.distributed.initialize", "a second call", "one call", "remove one of them"))
+    local = None if local_device_ids is None else tuple(local_device_ids)
+    job = job_of_environment(Job(coordinator_address, num_processes, process_id, local), timeout_s=timeout_s)
+    _check(job)
+    roll_call(job.coordinator_address, job.num_processes, job.process_id, timeout_s=timeout_s)
+    try:
+        jax.distributed.initialize(
+            job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
+            initialization_timeout=max(1, int(timeout_s)), cluster_detection_method="deactivate",
+        )  # fmt: skip
+    except RuntimeError as e:
+        place, value = "jax.distributed.initialize", str(e).split("\n")[0]
+        remedy = "call soapjax.distributed.initialize() before anything else of JAX"
+        raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
+    _warn_of_loopback(job)
+    jax.devices()  # tells the others: at its first use JAX would wait minutes for a process that has ended meanwhile
+
+
+def _check(job: Job) -> None:
+    problems = []
+    for name in ("coordinator_address", "num_processes", "process_id"):
+        if getattr(job, name) is None:
+            remedy = f"pass it, set JAX_{name.upper()}, or start with srun, mpirun, or a Kubernetes job"
+            problems.append(Problem(name, "nothing", "a value on every process", remedy))
+    if job.num_processes is not None and job.num_processes < 1:
+        problems.append(Problem("num_processes", str(job.num_processes), "1 or more", "give the number of processes"))
+    elif job.process_id is not None and not 0 <= job.process_id < (job.num_processes or 2**31):
+        expected = f"0 to {job.num_processes - 1}" if job.num_processes else "0 or more"
+        problems.append(Problem("process_id", str(job.process_id), expected, "number the processes from 0"))
+    if problems:
+        raise SoapjaxError(problems)
+
+
+def _warn_of_loopback(job: Job) -> None:
+    """Gloo, JAX's collectives on CPUs, listens where the host's own name points: that must not be the loopback."""
+    if jax.config.jax_platforms != "cpu" or job.num_processes == 1:
+        return
+    try:
+        own, coordinator = (socket.gethostbyname(h) for h in (socket.gethostname(), job.coordinator_address.rpartition(":")[0]))
+    except OSError:
+        return
+    if own.startswith("127.") and not coordinator.startswith("127."):
+        log.warning(
+            "soapjax: this host's name %s resolves to %s; processes on other hosts cannot reach that. Correct /etc/hosts.",
+            socket.gethostname(), own,
+        )  # fmt: skip
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process with `status` at once, after an error say, and lets the others know (agreement.py)."""
+    agreement.leave(store() if is_joined() else None, status)

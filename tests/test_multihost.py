@@ -1,0 +1,110 @@
+"""Training over two processes: one plan, one program, the numbers of one device; and what does not agree ends all of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from command_line import TINY, plan_text
+
+from models import mlp
+from soapjax.strategy.plan import Plan
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {"batch": 4, "width": 16, "layers": 1, "features": 8, "classes": 4}  # TINY
+
+
+def environment(rank, port, count=2):
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()}
+    return kept | {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank),
+        "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+
+
+def launched(port, *arguments_by_rank, timeout=100):
+    """(status, out, err) of each rank."""
+    script = [sys.executable, str(ROOT / "scripts" / "launch_multihost.py"), "models.mlp", *TINY]
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [
+        subprocess.Popen([*script, *a], env=environment(r, port), **options) for r, a in enumerate(arguments_by_rank)
+    ]  # fmt: skip
+    try:
+        ended = [p.communicate(timeout=timeout) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [(p.returncode, *e) for p, e in zip(processes, ended, strict=True)]
+
+
+def losses(out):
+    return [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step ")]
+
+
+def launch_here(*arguments):
+    """The script as a user starts it on one machine."""
+    command = [sys.executable, ROOT / "scripts" / "launch_multihost.py", "models.mlp", *TINY, *arguments]
+    kept = {k: v for k, v in os.environ.items() if "PROXY" not in k.upper()}
+    return subprocess.run(command, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_two_processes_train_as_one_device(quick_compile):
+    done = launch_here("--processes", "2", "--planner", "fsdp", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "2 processes, 2 devices" in done.stdout
+    step, state, batch = mlp.make(**SETTINGS)
+    expected = []
+    for _ in range(3):
+        state, metrics = jax.jit(step)(state, batch)
+        expected.append(float(metrics["loss"]))
+    assert losses(done.stdout) == pytest.approx(expected, rel=1e-4)  # printed with six digits, by one of the two
+
+
+def test_no_processes_are_refused():
+    done = launch_here("--processes", "0")
+    assert done.returncode == 2 and "--processes" in done.stderr and "Traceback" not in done.stderr
+
+
+def two_device_plans(folder):
+    """A plan for two devices, and one that differs in one operator."""
+    topology = folder / "two.toml"
+    text = (ROOT / "topologies" / "cpu8.toml").read_text()
+    topology.write_text(text.replace("size = 8", "size = 2"))
+    plan = json.loads(plan_text(topology=str(topology)))
+    other = json.loads(json.dumps(plan))
+    name = next(n for n, o in other["operators"].items() if o["kind"] == "dot")
+    other["operators"][name]["axes"] = dict.fromkeys(other["operators"][name]["axes"], "replicate")
+    paths = []
+    for i, data in enumerate((plan, other)):
+        paths.append(folder / f"plan{i}.json")
+        paths[-1].write_text(json.dumps(data))
+        Plan.load(str(paths[-1]))
+    return name, *map(str, paths)
+
+
+def test_two_plans_end_both_with_the_difference(free_port, quick_compile, tmp_path):
+    name, one, other = two_device_plans(tmp_path)
+    for status, out, err in launched(free_port, ["--plan", one], ["--plan", other]):
+        assert status == 2 and "Traceback" not in err and not losses(out)
+        assert "/plan: plan: got " in err and "on rank 0; " in err and "on rank 1" in err
+        assert f"/plan: operators.{name}.axes." in err and "replicate" in err
+
+
+def test_a_rank_that_does_not_come_is_named(free_port):
+    ((status, _, err),) = launched(free_port, ["--timeout", "2"])
+    assert status == 2 and "rank 1 missing after 2 s" in err and "Traceback" not in err
+
+
+def test_a_rank_that_fails_alone_does_not_keep_the_other_waiting(free_port, quick_compile):
+    first, second = launched(free_port, ["--planner", "fsdp"], ["--planner", "fsdp", "--set", "nonsense=1"])
+    assert second[0] == 2 and "nonsense" in second[2]
+    assert first[0] == 2 and "rank 1 has ended" in first[2]
+
+
+@pytest.mark.slow
+def test_a_failed_search_ends_all_with_its_reason(free_port, quick_compile):
+    for status, _, err in launched(free_port, *[["--planner", "no_such_planner"]] * 2):
+        assert status == 2 and "no_such_planner" in err and "Traceback" not in err
