@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.evaluate import Evaluator
-from soapjax.execute.heavy import partition_spec, run_heavy
+from soapjax.execute.heavy import axes_of, partition_spec, run_heavy
+from soapjax.execute.reduce import REDUCTIONS, run_reduction
+from soapjax.execute.reshard import reshard
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import FORWARD
@@ -142,7 +145,11 @@ class PlannedEvaluator(Evaluator):
             part = plan.operators[self.graph.operators[task.operator].name].tasks[k]
             self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
             self._kept.append({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
-        self._home = {t: s for kept in self._kept for t, s in kept.items()}
+        self._home = {
+            i: parse_spec(plan.arguments[self.graph.in_paths[t.input_leaf]])
+            for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0 and t.shape
+        }  # fmt: skip
+        self._home |= {t: s for kept in self._kept for t, s in kept.items()}
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._regathered = {
             p.tensor for p in self.graph.parameters
@@ -160,9 +167,11 @@ class PlannedEvaluator(Evaluator):
     def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
         k = self.binding.task_of.get(eqn.key)
         inputs = [self.read(a, env) for a in eqn.inputs]
-        if k is None or self.graph.tasks[k].parameter >= 0:
+        if k is None:
             return self.bind(eqn, inputs, eqn.params)
         task = self.graph.tasks[k]
+        if task.parameter >= 0:
+            return self.bind(eqn, [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)], eqn.params)
         is_heavy = eqn.key == task.heavy
         for j, a in enumerate(eqn.inputs):
             if isinstance(a, int) and self.values.of(a).root not in self._made[k]:
@@ -171,12 +180,19 @@ class PlannedEvaluator(Evaluator):
             in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
             raw = self.spec_from(task.operator, task.result_dims)
             inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
-            home = self._kept[k].get(self.binding.tensor_of.get(eqn.outputs[0], -1), raw)
+            home = self.resolved(k, eqn, raw, task.result_dims)
             result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))
             # Also where nothing is split: what follows must not draw a convolution into a spatial split.
             results = [self.constrain(result, home)]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
+        elif eqn.name in REDUCTIONS and (dims := self.binding.dims_of[eqn.key]).operands[0] != dims.results[0]:
+            in_spec, raw = self.spec_from(task.operator, dims.operands[0]), self.spec_from(task.operator, dims.results[0])
+            if axes_of(in_spec) != axes_of(raw):
+                home = self.resolved(k, eqn, raw, dims.results[0])
+                results = [run_reduction(eqn, inputs[0], in_spec, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))]
+            else:
+                results = self.bind(eqn, [self.constrain(inputs[0], in_spec)], eqn.params)
         else:
             results = self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
@@ -185,6 +201,51 @@ class PlannedEvaluator(Evaluator):
         """The spec of an operand from its operator's config."""
         names = self.graph.operators[operator].dims
         return tuple(() if d == NOT_SPLIT else tuple(self._axes[operator].get(names[d].name, ())) for d in dims)
+
+    def resolved(self, k: int, eqn: FlatEqn, raw: Spec, dims: tuple[int, ...]) -> Spec:
+        """How a partial result is kept: `raw` of op dims `dims`, and the axes over which it is scattered."""
+        root = self.binding.partial_of.get(eqn.key, eqn.outputs[0])
+        tensor = self.binding.tensor_of.get(root, -1)
+        home = self._kept[k].get(tensor)
+        if home is None:
+            return raw
+        (access,) = (a for a in self.graph.tasks[k].writes if a.tensor == tensor)
+        made = self.spec_from(self.graph.tasks[k].operator, access.dims)
+        found = [list(names) for names in raw]
+        shape, sizes = self.bound.step.program.avals[eqn.outputs[0]].shape, self.bound.mesh.shape
+        for d, names in enumerate(home):
+            where = d if root == eqn.outputs[0] else dims.index(access.dims[d]) if access.dims[d] in dims else -1
+            for n in names:
+                split = math.prod(sizes[m] for m in (*found[where], n)) if where >= 0 else 0
+                if n not in made[d] and n not in axes_of(raw) and split and shape[where] % split == 0:
+                    found[where].append(n)
+        return tuple(map(tuple, found))
+
+    def as_updated(self, parameter: int, atom: Any, x: Any, env: dict[int, Any]) -> Any:
+        """What a parameter's update reads: its gradient in the layout of the parameter."""
+        p = self.graph.parameters[parameter]
+        alias = self.values.tensor(atom) if isinstance(atom, int) else None
+        if alias is None or self.binding.tensor_of.get(alias.root) != p.gradient:
+            return x
+        stored = self._home[p.tensor]
+        missing = len(stored) - len(self.graph.tensors[p.gradient].shape)
+        cache = env.setdefault("converted", {})
+        key = (atom, "update")
+        if key not in cache:
+            cache[key] = self.convert(atom, x, self.shifted(atom, self._home[p.gradient]), self.shifted(atom, stored[missing:]))
+        return cache[key]
+
+    def convert(self, atom: int, x: Any, source: Spec | None, target: Spec) -> Any:
+        """A value from one layout to another, by the steps that the plan's prediction counts."""
+        sizes = self.bound.mesh.shape
+        shape = self.bound.step.program.avals[atom].shape
+        is_even = source is not None and all(
+            n % math.prod(sizes[a] for a in names) == 0
+            for spec in (source, target) for n, names in zip(shape, spec, strict=True)
+        )
+        if not is_even or source == target or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return self.constrain(x, target)
+        return reshard(x, source, target, self.bound.mesh)
 
     def shifted(self, atom: int, spec: Spec) -> Spec:
         """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
@@ -209,7 +270,9 @@ class PlannedEvaluator(Evaluator):
             value = env[atom]
             if again:
                 value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
-            cache[key] = self.constrain(value, self.shifted(atom, spec))
+            home = self._home.get(tensor)
+            source = self.shifted(atom, home) if home is not None else None
+            cache[key] = self.convert(atom, value, source, self.shifted(atom, spec))
         return cache[key]
 
     def as_kept(self, k: int, out: int, x: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,15 @@ class Binding:
     task_of: dict[str, int]  # equation key -> task
     tensor_of: dict[int, int]  # root -> tensor
     phases: Phases
+    dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
+    partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
+
+
+class EqnDims(NamedTuple):
+    """Per operand and result of an equation: which op dim splits each of its dims, or NOT_SPLIT."""
+
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
 
 
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
@@ -54,7 +64,7 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     graph = builder.build()
     check_graph(graph)
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
-    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases)
+    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases, builder.dims_of, builder.partial_of)
 
 
 class _Builder:
@@ -72,6 +82,8 @@ class _Builder:
         self.samples = sample_nodes(self.program, self.values, self.labels, data)
         self.parameter_values = {p.value for p in self.phases.parameters}
         self.readers = self._readers()
+        self.dims_of: dict[str, EqnDims] = {}
+        self.partial_of: dict[str, int] = {}
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
@@ -243,6 +255,13 @@ class _Builder:
                 else:
                     access = self._access(a, classes, index)
                 reads.setdefault((access.tensor, access.dims), access)
+        for e in unit.eqns:
+            found = self.labels[e]
+            one, other = (
+                tuple(tuple(index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in labs) for labs in side)
+                for side in (found.inputs, found.outputs)
+            )
+            self.dims_of[e.key] = EqnDims(one, other)
         sums: list[InnerSum] = []
         partial = self._partial_results(unit, classes, index, results, sums)
         writes = []
@@ -295,6 +314,7 @@ class _Builder:
                 out = readers[out][0].outputs[0]
             if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
                 partial[out] = reduced
+                self.partial_of[e.key] = out
             else:
                 root = e.outputs[0]
                 aval = self.program.avals[root]
