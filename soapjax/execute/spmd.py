@@ -22,6 +22,7 @@ from soapjax.execute.evaluate import Evaluator
 from soapjax.execute.heavy import axes_of, partition_spec, run_heavy
 from soapjax.execute.reduce import REDUCTIONS, run_reduction
 from soapjax.execute.reshard import reshard
+from soapjax.execute.scatter import run_scatter_add
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import FORWARD
@@ -186,6 +187,12 @@ class PlannedEvaluator(Evaluator):
             results = [self.constrain(result, home)]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
+        elif is_heavy and eqn.name == "scatter-add" and axes_of(raw := self.spec_from(task.operator, task.result_dims)) < {
+            n for dims in task.operand_dims for n in axes_of(self.spec_from(task.operator, dims))
+        }:
+            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
+            home = self.resolved(k, eqn, raw, task.result_dims)
+            results = [run_scatter_add(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))]
         elif eqn.name in REDUCTIONS and (dims := self.binding.dims_of[eqn.key]).operands[0] != dims.results[0]:
             in_spec, raw = self.spec_from(task.operator, dims.operands[0]), self.spec_from(task.operator, dims.results[0])
             if axes_of(in_spec) != axes_of(raw):
