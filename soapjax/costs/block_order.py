@@ -57,7 +57,14 @@ def block_order(source: Array, target: Array, axis_sizes: tuple[int, ...]) -> Bl
     )
     is_whole = changed.any(-1) & (is_even & (source != PARTIAL)).all(-1)
 
-    is_late = (a(moves) & b(moves) & ~after & (enters_where_a_was | was_where_a_enters)).any(-1)
+    clashes = a(moves) & (enters_where_a_was | was_where_a_enters)
+    chosen: list[Array] = []  # the first round, axis by axis: none that clashes with one chosen before
+    for i in range(num_axes):
+        free = moves[..., i]
+        for j, is_chosen in enumerate(chosen):
+            free &= ~(is_chosen & clashes[..., i, j])
+        chosen.append(free)
+    is_late = moves & ~jnp.stack(chosen, -1)
     early, late = moves & ~is_late, moves & is_late
     behind_stays = same_source & after & b(keeps | gathers)
     first = a(early) & ((behind_stays | (same_source & after & b(late))) | (enters_where_a_was & b(enters)))
@@ -76,6 +83,7 @@ def block_order(source: Array, target: Array, axis_sizes: tuple[int, ...]) -> Bl
     is_new = (joins == 3) | ((joins == 2) & ~permutes_second[..., 0]) | ((joins == 1) & ~in_order)
     permutes_last = unsorted(jnp.where(is_new, joins, 0), after & ~in_order[..., None]).any((-1, -2))
     count = permutes_first[..., 0, 0].astype(jnp.float32) + permutes_second[..., 0, 0] + permutes_last
-    pairs = (first | second | unsorted(joins, after)) & (count > 0)[..., None, None]
-    is_moved = jnp.where(is_whole[..., None], changed, pairs.any(-1) | pairs.any(-2))
+    # A permute sends over the axes that change and those behind them on their dims.
+    behind = keeps & (a(changed) & after & (same_source | was_where_a_enters)).any(-2)
+    is_moved = (is_whole | (count > 0))[..., None] & (changed | (behind & ~is_whole[..., None]))
     return BlockOrder(is_whole, is_late & ~is_whole[..., None], jnp.where(is_whole, 1.0, count), is_moved)

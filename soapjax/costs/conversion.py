@@ -182,7 +182,7 @@ def conversion_cost_plainly(
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
     pairs = list(zip(source, target, strict=True))
     is_pinned = [min(p) <= PINNED for p in pairs]
-    steps = steps_of(*([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target)), sizes)
+    steps = steps_of(*([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target)), sizes, is_counted=True)
     local = size_bytes
     for a, (s, t) in enumerate(pairs):
         if s >= 0 or (s == REPLICATED and t >= 0 and not _is_whole(steps)):
@@ -215,9 +215,11 @@ def conversion_cost_plainly(
                 n = group(lv, lambda a: a in moving)
                 run("all-to-all", lv, n, size)
                 size /= n
-    moved = {a for step in steps if isinstance(step, Permute) for a in _reordered(step, sizes)}
-    if moved:
-        lv, times = min(links.axis_levels[a] for a in moved), sum(isinstance(s, Permute) for s in steps)
+    times = sum(isinstance(s, Permute) for s in steps)
+    if times:
+        changed = [a for a in axes if source[a] != target[a] and not is_pinned[a]]
+        behind = [b for b in axes for a in changed if a < b and source[b] == target[b] >= 0 and source[b] in pairs[a]]
+        lv = min(links.axis_levels[a] for a in (changed if _is_whole(steps) else changed + behind))
         seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
         sent["collective-permute"] += times * local
     for lv in slow_first:
@@ -243,12 +245,3 @@ def conversion_cost_plainly(
 def _is_whole(steps: tuple[Step, ...]) -> bool:
     """Whether blocks only change places."""
     return len(steps) == 1 and isinstance(steps[0], Permute)
-
-
-def _reordered(step: Permute, sizes: tuple[int, ...]) -> set[int]:
-    """Axes whose place in the order of their dim, or whose dim, a permute changes."""
-    def places(order):
-        return {a: (d, k) for d, names in enumerate(order) for k, a in enumerate(names)}
-
-    before, after = places(step.before), places(step.after)
-    return {a for a in before | after if before.get(a) != after.get(a)}

@@ -14,7 +14,8 @@ from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly
 from soapjax.costs.evaluate import Costs
 from soapjax.costs.layouts import sum_layouts, value_index
 from soapjax.costs.tables import CostTables
-from soapjax.strategy.layout import PARTIAL
+from soapjax.strategy.layout import PARTIAL, spec_of
+from soapjax.strategy.plan import SentPart, format_spec
 from soapjax.strategy.strategy import Strategy
 
 
@@ -56,3 +57,37 @@ def sent_items(tables: CostTables, costs: Costs, strategy: Strategy) -> list[Sen
         for s, k in enumerate(tables.sum_task.tolist()):
             add(k, -1, "sum", source[s], target[s], tables.sum_bytes[s], tables.task_trips[k])
     return items
+
+
+def sent_parts(tables: CostTables, costs: Costs, strategy: Strategy) -> tuple[SentPart, ...]:
+    """The same in words, as the plan file keeps them."""
+    graph, names = tables.graph, tables.space.mesh.axis_names
+    parameter_of = {p.tensor: p.path for p in graph.parameters}
+    gradient_of = {p.gradient: p.path for p in graph.parameters}
+
+    def layout(row: tuple[int, ...], rank: int) -> str:
+        partial = "+".join(n for n, d in zip(names, row, strict=True) if d == PARTIAL)
+        return f"[{format_spec(spec_of(row, rank=rank, axis_names=names))}]" + (f" summed over {partial}" if partial else "")
+
+    def words(item: Sent) -> str:
+        if item.tensor < 0:
+            return "sum in the middle of the operator"
+        tensor = graph.tensors[item.tensor]
+        rank = len(tensor.shape)
+        if item.tensor in parameter_of:
+            name = f"parameter {parameter_of[item.tensor]}"
+        elif item.tensor in gradient_of:
+            name = f"gradient of {gradient_of[item.tensor]}"
+        else:
+            maker = next((t.operator for t in graph.tasks for a in t.writes if a.tensor == item.tensor), None)
+            made = f"result of {graph.operators[maker].name}" if maker is not None else graph.in_paths[tensor.input_leaf]
+            name = f"{made}, {tensor.dtype}{list(tensor.shape)}"
+        return f"{name}: {layout(item.source, rank)} to {layout(item.target, rank)}"
+
+    parts = []
+    for item in sent_items(tables, costs, strategy):
+        operator = graph.operators[graph.tasks[item.task].operator].name if item.task < len(graph.tasks) else "the step's end"
+        parts.append(
+            SentPart(task=item.task, operator=operator, reason=words(item), bytes={k: int(b) for k, b in item.bytes.items()})
+        )
+    return tuple(sorted(parts, key=lambda p: p.task))

@@ -5,7 +5,7 @@ Left to itself, XLA's partitioner gathers the whole tensor for many pairs of lay
 0. where every dim is in as many parts before as after, whole blocks change places: one permute;
 1. slice what gets split over axes that held copies (free; a partial sum is scattered here);
 2. exchange: axes that go from one dim to another, all in one all-to-all; where an axis leaves a dim that another enters,
-   in two rounds, the lower axis first;
+   in rounds, the lower axis first;
 3. gather what is no longer split, in one all-gather.
 
 A dim that is split by several axes has an order of them, the first being major. Local work can remove or add minor axes
@@ -71,9 +71,12 @@ def rounds_of(source: Sequence[int], target: Sequence[int]) -> list[list[int]]:
     left = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t >= 0 and s != t]
     rounds = []
     while left:
-        clash = {a for a in left if any(b < a and (target[b] == source[a] or source[b] == target[a]) for b in left)}
-        rounds.append([a for a in left if a not in clash])
-        left = [a for a in left if a in clash]
+        chosen: list[int] = []
+        for a in left:
+            if not any(target[b] == source[a] or source[b] == target[a] for b in chosen):
+                chosen.append(a)
+        rounds.append(chosen)
+        left = [a for a in left if a not in chosen]
     return rounds
 
 
@@ -89,8 +92,13 @@ def is_permute(source: Sequence[int], target: Sequence[int], sizes: Sequence[int
     return tuple(source) != tuple(target) and all(parts(source, d) == parts(target, d) for d in dims)
 
 
-def steps_of(source: Sequence[int], target: Sequence[int], sizes: Sequence[int]) -> tuple[Step, ...]:
+def steps_of(
+    source: Sequence[int], target: Sequence[int], sizes: Sequence[int], *, is_counted: bool = False
+) -> tuple[Step, ...]:
     """The steps from `source` to `target`, layouts without pins over axes of `sizes`.
+
+    `is_counted`: as the cost model counts them, a third round of exchanges (three dims that trade axes in a ring) in one with
+    the second.
 
     Partial sums of `source` count as resolved: split ones as if sliced, the others as replicated.
     """
@@ -108,6 +116,8 @@ def steps_of(source: Sequence[int], target: Sequence[int], sizes: Sequence[int])
                 steps.append(Slice(a, target[a]))
     gathered = [a for a in axes if source[a] >= 0 and target[a] == REPLICATED]
     rounds = rounds_of(source, target)
+    if is_counted and len(rounds) > 2:
+        rounds[1:] = [sorted(a for later in rounds[1:] for a in later)]
 
     def arrange(leaving: list[int], later: list[int]) -> None:
         """Makes axes that leave next the minor ones, if they are not."""
