@@ -63,12 +63,16 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=5, help="random points of the space per model")
     parser.add_argument("--proposals", type=int, default=1024, help="of mcmc")
     parser.add_argument("--output", default="results/verify_bytes.csv")
+    parser.add_argument("--predict", action="store_true", help="predict the rows that are there anew, and compile nothing")
     parser.add_argument("--report", action="store_true", help="print the summary of the rows that are there, and compile nothing")
     parser.add_argument("--differences", type=int, default=0, help="print so many differences of each plan")
     options = parser.parse_args()
     path = Path(options.output)
     rows = list(csv.DictReader(path.open())) if path.exists() else []
-    if not options.report:
+    if options.predict:
+        predict_again(rows, options)
+        write_rows(path, rows)
+    elif not options.report:
         topology = soapjax.load_topology(options.topology)
         devices = devices_of_target(topology, options.target)
         for name in options.models:
@@ -82,10 +86,7 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
     wanted = [*NAMED, *(f"random {i}" for i in range(options.random))]
     if not set(wanted) - done:
         return
-    source, settings = {**MODELS, **LARGE}[name]
-    model = abstract_model(ModelSource(path=source, settings=settings))
-    step = soapjax.trace(model.step, *model.arguments)
-    problem = planning_problem(step, topology)
+    problem, step = problem_of(name, topology)
     rng = np.random.default_rng(0)
     for label in wanted:
         if label.startswith("random"):
@@ -109,6 +110,28 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
         for d in differences(plan, found.collectives)[: options.differences]:
             print(d)
     jax.clear_caches()
+
+
+def predict_again(rows: list[dict], options) -> None:
+    """After a change of the cost model: the compiled figures stay what they are, unless a search now finds another plan."""
+    for topology_name, name in dict.fromkeys((r["topology"], r["model"]) for r in rows):
+        of = {r["strategy"]: r for r in rows if (r["topology"], r["model"]) == (topology_name, name) and r["strategy"] != "mcmc"}
+        problem, _ = problem_of(name, soapjax.load_topology(topology_name))
+        rng = np.random.default_rng(0)
+        drawn = {f"random {i}": problem.space.random(rng) for i in range(options.random)}
+        for label, row in of.items():
+            strategy = drawn[label] if label in drawn else get_planner(label)(jax.random.key(0), problem, Budget()).best.strategy
+            prediction = problem.simulator.prediction(strategy)
+            row["predicted_bytes"] = sum(prediction.bytes_by_collective.values())
+            row["predicted_memory"] = prediction.memory_bytes_per_device
+
+
+def problem_of(name: str, topology):
+    """(planning problem, traced step)."""
+    source, settings = {**MODELS, **LARGE}[name]
+    model = abstract_model(ModelSource(path=source, settings=settings))
+    step = soapjax.trace(model.step, *model.arguments)
+    return planning_problem(step, topology), step
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:

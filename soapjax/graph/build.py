@@ -16,6 +16,7 @@ from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.flops import flops_of
 from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
+    HEAVY_RESULT,
     NOT_SPLIT,
     Access,
     Dim,
@@ -32,7 +33,7 @@ from soapjax.graph.operators import (
 from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
-from soapjax.graph.rules import BLOCKED, user_spec
+from soapjax.graph.rules import BLOCKED, LIGHT, user_spec
 from soapjax.graph.trace import TracedStep
 from soapjax.graph.units import LAYOUT_ONLY, Unit, find_units, generated_values
 from soapjax.graph.updates import update_work
@@ -279,8 +280,36 @@ class _Builder:
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, *self._heavy_dims(unit, classes, index),
+            -1, *self._heavy_dims(unit, classes, index), tuple(self._recomputed_from(unit, o, results) for o in results),
         )  # fmt: skip
+
+    def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
+        """The tensors that a result is made of by light equations alone; sums on the way are small, and taken as stored."""
+        maker = {o: e for e in unit.eqns for o in e.outputs}
+        found: dict[int, None] = {}
+        queue, seen = [result], {result}
+        while queue:
+            atom = queue.pop()
+            e = maker.get(atom)
+            if e is not None and (e is unit.heavy or e.name not in LIGHT):
+                if atom != result and atom in results:
+                    found[self._tensor(atom)] = None
+                elif e is unit.heavy and atom != result:
+                    found[HEAVY_RESULT] = None
+                elif atom == result or not e.name.startswith("reduce"):
+                    return None
+                continue
+            if e is None:
+                root = self.values.tensor(atom).root
+                if root not in self.generated and math.prod(self.program.avals[root].shape) > 1:
+                    found[self._tensor(root)] = None
+                continue
+            for a in e.inputs:
+                root = self.values.of(a).root if isinstance(a, int) else None
+                if root is not None and root not in seen:
+                    seen.add(root)
+                    queue.append(root)
+        return tuple(found)
 
     def _heavy_dims(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Op dims of the heavy equation's operands and of its first result."""
