@@ -96,13 +96,20 @@ class RunCommand:
 
 @dataclasses.dataclass
 class VerifyCommand:
-    """Prove a plan: numbers equal to one device's, compiled program as planned.
+    """Prove a plan: numbers equal to one device's, compiled program as planned, bytes and memory as predicted.
 
     Example:  soapjax verify plan.json
+
+    Example:  soapjax verify plan.json --target cuda --topology a100x64
     """
 
     plan: Annotated[str, tyro.conf.Positional]
     """A plan file."""
+    target: str = "local"
+    """What to compile for: local (the devices at hand, or fake ones), cpu (fake devices), cuda (the topology's GPU, which
+    need not be there: only the compiled program is checked), or a GPU by name: v100, a100, h100, h200."""
+    topology: str | None = None
+    """Refuse the plan unless it is for this topology."""
     json: bool = False
     """Print one JSON object on standard output."""
 
@@ -132,6 +139,10 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `soapjax` command; ends the process with its exit status."""
     command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="soapjax", description=__doc__, sort_subcommands=False)
+    if isinstance(command, VerifyCommand):
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # the partitioner's warnings are read, and not shown
+        if command.target not in ("local", "cpu"):
+            os.environ.update(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     # XLA's C++ warnings belong to no user of a command line; they are back with TF_CPP_MIN_LOG_LEVEL=0.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")

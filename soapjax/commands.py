@@ -19,12 +19,16 @@ from rich.text import Text
 
 from soapjax import api, cli
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.aot import cuda_devices, target_for
 from soapjax.execute.compiled import CompiledStep
+from soapjax.execute.inspect import inspect as inspect_program
 from soapjax.execute.spmd import bind_plan, not_executable
+from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
 from soapjax.report.tables import plan_report, seconds
+from soapjax.report.verification import compiled_report, numeric_lines
 from soapjax.search.planners import get_planner
 from soapjax.strategy.plan import ModelSource, Plan, topology_of
 from soapjax.topology import DeviceTopology, load_topology
@@ -146,6 +150,18 @@ def _devices_for(path: str) -> list[Any]:
     return start_devices(topology.num_devices)
 
 
+def devices_of_target(topology: DeviceTopology, target: str) -> list[Any]:
+    """Devices to compile for: "local", "cpu" (fake ones), "cuda" (the topology's GPU, which need not be there) or a GPU's name.
+
+    Raises: SoapjaxError where there are none, or the topology is of another GPU.
+    """
+    if target in ("local", "cpu"):
+        devices = start_devices(topology.num_devices)
+        return jax.devices("cpu")[: topology.num_devices] if target == "cpu" else devices
+    name = target_for(topology.device.name, target)
+    return cuda_devices(name, topology.num_devices, topology.levels[-1].size, topology.device.memory_bytes)
+
+
 def start_devices(count: int) -> list[Any]:
     """At least `count` devices: the accelerators at hand, or as many fake CPU devices, started if need be."""
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and count <= MAX_FAKE_DEVICES:
@@ -259,20 +275,46 @@ def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_command(command: cli.VerifyCommand) -> Result:
-    devices = _devices_for(command.plan)
-    plan, model, step = _loaded(command.plan, concrete=True)
-    found = verify(bind_plan(step, plan, devices=devices), jax.tree_util.tree_leaves(model.arguments))
-    result = found._asdict() | {"differences": list(found.differences), "proven": found.is_proven}
-    lines = [
-        f"loss: relative error {found.loss_rel_error:.2g} (float64: {found.loss_rel_error_float64:.2g})",
-        f"{found.num_gradients} gradients: relative error {found.gradient_rel_error:.2g}, bound {found.gradient_rel_bound:.2g}"
-        f" (float64: {found.gradient_rel_error_float64:.2g}, bound 1e-9)",
-        f"{found.ops_as_planned} of {found.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
-        f"{found.ops_unchecked} not found by name",
-        *(f"differs: {d}" for d in found.differences),
-        "proven" if found.is_proven else f"NOT proven (worst leaf: {found.worst_leaf})",
-    ]
-    return result, Text("\n".join(lines)), 0 if found.is_proven else 1
+    topology, _ = topology_of(Plan.load(command.plan), place=command.plan)
+    if problems := not_executable(Plan.load(command.plan), place=command.plan):
+        raise SoapjaxError(problems)
+    runs = command.target in ("local", "cpu")
+    if command.topology is not None and load_topology(command.topology).fingerprint() != topology.fingerprint():
+        _loaded(command.plan, topology=command.topology)  # raises, and says what differs
+    devices = devices_of_target(topology, command.target)
+    plan, model, step = _loaded(command.plan, topology=command.topology, concrete=runs)
+    program = bind_plan(step, plan, devices=devices)
+    inspected = inspect_program(program)
+    result, lines, is_proven = {}, [], True
+    if runs:
+        found = verify(program, jax.tree_util.tree_leaves(model.arguments))
+        result = found._asdict() | {"differences": list(found.differences)}
+        is_proven = found.is_proven
+        lines = numeric_lines(found)
+    ops = inspected.ops
+    result |= {
+        "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,
+        "differences": list(ops.differences),
+    }  # fmt: skip
+    is_proven &= ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
+    by_kind = compare_by_kind(plan, inspected.collectives)
+    apart = differences(plan, inspected.collectives)
+    usable = plan.prediction.usable_memory_bytes
+    fits = inspected.memory_bytes <= usable or not plan.prediction.feasible
+    result |= {
+        "target": command.target,
+        "collective_bytes": by_kind,
+        "collective_differences": [
+            {"operators": list(d.operators), "predicted": d.predicted, "compiled": d.compiled, "cause": d.cause} for d in apart
+        ],
+        "memory_bytes": {"predicted": plan.prediction.memory_bytes_per_device, "compiled": inspected.memory_bytes},
+        "rematerialised": list(inspected.rematerialised),
+        "replicated": list(inspected.replicated),
+        "compile_s": round(inspected.compile_s, 3),
+        "proven": is_proven and fits,
+    }
+    compiled = compiled_report(plan, inspected, by_kind, apart, runs=runs, is_proven=is_proven, fits=fits)
+    return result, Group(Text("\n".join(lines)), *compiled), 0 if is_proven and fits else 1
 
 
 def demo_command(command: cli.DemoCommand) -> Result:

@@ -13,6 +13,7 @@ from collections import defaultdict
 import numpy as np
 
 from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly, links_of
+from soapjax.costs.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
@@ -259,6 +260,7 @@ class _Oracle:
                     live[k] += c.size / self.shards(c.target)
 
         last = len(tasks) - 1
+        lives = lifetimes(self.graph)
         for i, tensor in enumerate(tensors):
             if i in self.parameter_of:
                 continue
@@ -267,8 +269,11 @@ class _Oracle:
             for e in self.graph.entries:
                 if e.source == i and self.readers[e.target]:
                     ends.append(self.readers[e.target][0][0])
+            ends.append(int(lives.last_use[i]))
+            if lives.is_reused[i] and max(ends) == lives.last_use[i] > born:
+                ends = [max(ends) - 1]
             for k in range(born, (last if tensor.output_leaves else max(ends)) + 1):
-                live[k] += tensor.size_bytes * tensor.copies / self.shards(self.homes[i])
+                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] / self.shards(self.homes[i])
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from soapjax.costs.block_order import block_order
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
+from soapjax.strategy.resharding import Exchange, Permute, Step, steps_of
 from soapjax.topology import DeviceTopology, FactorMesh
 
-COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "transfer")
-EXCHANGES = COLLECTIVES[:3]
+COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute", "transfer")
 
 
 # XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
@@ -61,7 +62,7 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
 
 class ConversionCost(NamedTuple):
     seconds: Array  # [..., L]
-    bytes: Array  # [..., 5] that each device sends, by COLLECTIVES
+    bytes: Array  # [..., 6] that each device sends, by COLLECTIVES
 
 
 def combined_share(size_bytes, combines, links: Links):
@@ -78,52 +79,69 @@ def conversion_cost(
 
     `latency_share` [...] scales the latencies (`combined_share`). Pinned layouts are looked at where `pins` says so.
     """
-    sizes = links.axis_sizes
-    src = [source[..., a] for a in range(len(sizes))]
-    dst = [target[..., a] for a in range(len(sizes))]
+    sizes, levels = links.axis_sizes, range(links.num_levels)
+    order = block_order(source, target, sizes)
+    # Where blocks only change places there is nothing else to do.
+    stays = order.is_whole[..., None] & (source > PINNED) & (target > PINNED)
+    source = jnp.where(stays, target, source)
+    size_of = jnp.asarray(sizes, jnp.float32)
 
-    def product(mask: list[Array], level: int | None = None) -> Array:
-        n = jnp.ones(jnp.shape(size_bytes), jnp.float32)
-        for a, m in enumerate(mask):
-            if level is None or links.axis_levels[a] == level:
-                n = jnp.where(m, n * sizes[a], n)
-        return n
+    def product(mask: Array, level: int | None = None) -> Array:
+        if level is not None:
+            mask = mask & np.array([lv == level for lv in links.axis_levels])
+        return jnp.where(mask, size_of, 1.0).prod(-1)
 
-    local = size_bytes / product([s >= 0 for s in src])
-    local = local / product([(s == REPLICATED) & (d >= 0) for s, d in zip(src, dst, strict=True)])
-    scatter = [(s == PARTIAL) & (d >= 0) for s, d in zip(src, dst, strict=True)]
-    reduce = [(s == PARTIAL) & (d == REPLICATED) for s, d in zip(src, dst, strict=True)]
-    exchange = [(s >= 0) & (d >= 0) & (s != d) for s, d in zip(src, dst, strict=True)]
-    gather = [(s >= 0) & (d == REPLICATED) for s, d in zip(src, dst, strict=True)]
-    levels = range(links.num_levels)
+    local = size_bytes / product((source >= 0) | ((source == REPLICATED) & (target >= 0)))
+    exchanged = (source >= 0) & (target >= 0) & (source != target)
+    gathered = (source >= 0) & (target == REPLICATED)
     seconds = [jnp.zeros_like(local) for _ in levels]
     sent = {}
-    for kind, masks in (*zip(EXCHANGES, (scatter, reduce, exchange), strict=True), ("transfer", None), ("all-gather", gather)):
-        sent[kind] = jnp.zeros_like(local)
-        if kind == "transfer":
-            if pins:
-                local, sent[kind] = _send(src, dst, local, links, product, seconds, latency_share)
-            continue
-        size = local  # bytes per device before this collective
-        for lv in levels if kind == "all-gather" else reversed(levels):
-            n = product(masks, lv)
+
+    def run(kind: str, mask: Array, size: Array) -> Array:
+        """Adds one collective over the axes in `mask` to `seconds` and `sent`; gives the bytes per device after it."""
+        spread = kind in ("all-gather", "all-to-all")  # to all others: over the slowest links first
+        for lv in levels if spread else reversed(levels):
+            n = product(mask, lv)
             if kind == "all-gather":
                 size = size * n
-            moved = size * (n - 1) / n
-            steps = n - 1
+            moved, steps = size * (n - 1) / n, n - 1
             if kind == "all-reduce":
                 moved, steps = 2 * moved, 2 * steps
             seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
-            sent[kind] = sent[kind] + moved
-            if kind in ("reduce-scatter", "all-reduce"):
+            sent[kind] = sent.get(kind, 0.0) + moved
+            if kind != "all-gather":
                 size = size / n
-        if kind == "reduce-scatter":
-            local = size
+        return size
+
+    local = run("reduce-scatter", (source == PARTIAL) & (target >= 0), local)
+    run("all-reduce", (source == PARTIAL) & (target == REPLICATED), local)
+    run("all-to-all", exchanged & ~order.is_late, local)
+    run("all-to-all", exchanged & order.is_late, local)
+    sent["collective-permute"] = order.num_permutes * local
+    slower = jnp.zeros(jnp.shape(local), bool)
+    for lv in levels:  # over the slowest links that any of its axes crosses
+        crosses = (order.is_moved & np.array([x == lv for x in links.axis_levels])).any(-1)
+        times = jnp.where(crosses & ~slower, order.num_permutes, 0.0)
+        slower |= crosses
+        seconds[lv] = seconds[lv] + times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
+    sent["transfer"] = jnp.zeros_like(local)
+    if pins:
+        pairs = [[x[..., a] for a in range(len(sizes))] for x in (source, target)]
+        local, sent["transfer"] = _send(*pairs, local, links, seconds, latency_share)
+    run("all-gather", gathered, local)
     return ConversionCost(jnp.stack(seconds, -1), jnp.stack([sent[k] for k in COLLECTIVES], -1))
 
 
-def _send(src, dst, local: Array, links: Links, product, seconds: list[Array], latency_share) -> tuple[Array, Array]:
+def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_share) -> tuple[Array, Array]:
     """Messages between pinned and other layouts; adds to `seconds`, gives the local bytes after them and the bytes sent."""
+
+    def product(mask: list[Array], level: int) -> Array:
+        n = jnp.ones(jnp.shape(local), jnp.float32)
+        for a, m in enumerate(mask):
+            if links.axis_levels[a] == level:
+                n = jnp.where(m, n * links.axis_sizes[a], n)
+        return n
+
     pairs = list(zip(src, dst, strict=True))
     to_shards = [(s <= PINNED) & (d >= 0) for s, d in pairs]
     from_shards = [(s >= 0) & (d <= PINNED) for s, d in pairs]
@@ -163,35 +181,51 @@ def conversion_cost_plainly(
 ) -> tuple[list[float], dict[str, float]]:
     """The same, one tensor at a time in plain Python: the oracle of the tests, and of hand calculations."""
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
+    pairs = list(zip(source, target, strict=True))
+    is_pinned = [min(p) <= PINNED for p in pairs]
+    unpinned = ([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target))
+    steps = steps_of(*unpinned, sizes, is_counted=True)
     local = size_bytes
-    for a in axes:
-        if source[a] >= 0 or (source[a] == REPLICATED and target[a] >= 0):
+    for a, (s, t) in enumerate(pairs):
+        if s >= 0 or (s == REPLICATED and t >= 0 and not _is_whole(steps)):
             local /= sizes[a]
     seconds = [0.0] * links.num_levels
     sent = dict.fromkeys(COLLECTIVES, 0.0)
 
     def group(level: int, wanted) -> int:
-        return int(np.prod([sizes[a] for a in axes if links.axis_levels[a] == level and wanted(source[a], target[a])]))
+        return int(np.prod([sizes[a] for a in axes if links.axis_levels[a] == level and wanted(a)]))
 
     def run(kind: str, level: int, n: int, size: float, times: int = 1) -> None:
         moved = times * size * (n - 1) / n
         seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.bytes_per_s[level]
         sent[kind] += moved
 
-    fast_first = list(reversed(range(links.num_levels)))
-    for lv in fast_first:
-        n = group(lv, lambda s, d: s == PARTIAL and d >= 0)
+    slow_first = range(links.num_levels)
+    for lv in reversed(slow_first):
+        n = group(lv, lambda a: source[a] == PARTIAL and target[a] >= 0)
         run("reduce-scatter", lv, n, local)
         local /= n
     size = local
-    for lv in fast_first:
-        n = group(lv, lambda s, d: s == PARTIAL and d == REPLICATED)
+    for lv in reversed(slow_first):
+        n = group(lv, lambda a: source[a] == PARTIAL and target[a] == REPLICATED)
         run("all-reduce", lv, n, size, times=2)
         size /= n
-    for lv in fast_first:
-        run("all-to-all", lv, group(lv, lambda s, d: s >= 0 and d >= 0 and s != d), local)
-    for lv in reversed(fast_first):
-        n = group(lv, lambda s, d: s <= PINNED and d >= 0)
+    for step in steps:
+        if isinstance(step, Exchange):
+            size, moving = local, {a for a, _, _ in step.moves}
+            for lv in slow_first:
+                n = group(lv, lambda a: a in moving)
+                run("all-to-all", lv, n, size)
+                size /= n
+    times = sum(isinstance(s, Permute) for s in steps)
+    if times:
+        changed = [a for a in axes if source[a] != target[a] and not is_pinned[a]]
+        behind = [b for b in axes for a in changed if a < b and source[b] == target[b] >= 0 and source[b] in pairs[a]]
+        lv = min(links.axis_levels[a] for a in (changed if _is_whole(steps) else changed + behind))
+        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
+        sent["collective-permute"] += times * local
+    for lv in slow_first:
+        n = group(lv, lambda a: source[a] <= PINNED and target[a] >= 0)
         run("transfer", lv, n, local)
         local /= n
     crossed = [links.axis_levels[a] for a in axes if source[a] <= PINNED and target[a] <= PINNED and source[a] != target[a]]
@@ -199,12 +233,17 @@ def conversion_cost_plainly(
     for lv, times in ([(min(crossed), 1)] if crossed else []) + spread:
         seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
         sent["transfer"] += times * local
-    for lv in fast_first:
-        n = group(lv, lambda s, d: s >= 0 and d <= PINNED)
+    for lv in reversed(slow_first):
+        n = group(lv, lambda a: source[a] >= 0 and target[a] <= PINNED)
         local *= n
         run("transfer", lv, n, local)
-    for lv in reversed(fast_first):
-        n = group(lv, lambda s, d: s >= 0 and d == REPLICATED)
+    for lv in slow_first:
+        n = group(lv, lambda a: source[a] >= 0 and target[a] == REPLICATED and not _is_whole(steps))
         local *= n
         run("all-gather", lv, n, local)
     return seconds, sent
+
+
+def _is_whole(steps: tuple[Step, ...]) -> bool:
+    """Whether blocks only change places."""
+    return len(steps) == 1 and isinstance(steps[0], Permute)

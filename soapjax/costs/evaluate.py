@@ -76,7 +76,7 @@ class Holders(NamedTuple):
 class Costs(NamedTuple):
     durations: Durations
     layouts: Layouts
-    bytes_by_collective: Array  # [5] that each device sends in a step, by COLLECTIVES
+    bytes_by_collective: Array  # [6] that each device sends in a step, by COLLECTIVES
     memory_bytes: Array  # [4]: parameters and optimizer state, peak of gradients and activations, largest transient, total
     penalty: Array  # degree violations of the strategy (0 for a valid one)
     parts: Parts

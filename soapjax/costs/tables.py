@@ -17,6 +17,7 @@ import math
 import numpy as np
 
 from soapjax.costs.conversion import Links, links_of
+from soapjax.costs.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED
@@ -277,12 +278,15 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
             )
             if entry.source not in by_parameter:
                 death[entry.source] = max(death[entry.source], first)
+    lives = lifetimes(graph)
+    death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, num_k - 1)))
+    death = np.where(lives.is_reused & (death == lives.last_use), np.maximum(death - 1, birth), death)
     edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
     edges.sort(key=lambda e: (e.task, e.tensor))
     t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
     t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = sums, shapes, birth, death
     t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
-    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32)
+    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored
     t["tensor_trips"], t["may_be_partial"] = trips, partial
     t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)
     t["edge_slot"] = np.array([e.slot for e in edges], np.int32)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from soapjax.execute.evaluate import task_mark
-from soapjax.execute.heavy import contracted_axes, run_heavy, run_scatter_add
-from soapjax.execute.partial import Partial, constrained, elementwise, resolved, split_off, summed_blocks
+from soapjax.execute.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.graph.accumulation import Accumulation
 from soapjax.graph.build import Binding
-from soapjax.graph.operators import OperatorGraph, Task
+from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -84,37 +83,16 @@ class GradientSums:
         is_total = eqn.outputs[0] == one.chain.total and not one.is_carried
         return [resolved(out, one.spec, one.home, self.mesh) if is_total else out]
 
-    def heavy(self, eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw: Spec) -> Partial | None:
-        """A dot or a convolution that a summand comes from, its partial sums left apart; None for another."""
+    def kept(self, eqn: FlatEqn, partial: set[str]) -> tuple[str, ...]:
+        """Over which of the axes in `partial` an equation's sums stay apart: none, where no summand comes from it."""
         one = self._of_product.get(eqn.key)
-        if one is None:
-            return None
-        contracted = contracted_axes(eqn, inputs, in_specs, raw)
-        kept = tuple(n for n in one.axes if n in contracted)
-        if not kept:
-            return None
-        blocks = run_heavy(eqn, inputs, in_specs, raw, raw, self.mesh, lambda x, p: self.evaluator.bind(eqn, x, p), kept)
-        return constrained(Partial(blocks, kept), raw, self.mesh)
+        if one is None or eqn.name in ("reduce_max", "reduce_min"):
+            return ()
+        return tuple(n for n in one.axes if n in partial)
 
-    def light(self, eqn: FlatEqn, task: Task, inputs: list[Any]) -> list[Partial] | None:
-        """A sum, or a scatter-add into zeros, that a summand comes from; None for another equation."""
-        one = self._of_product.get(eqn.key)
-        if one is None:
-            return None
-        if eqn.key in self.binding.reductions and eqn.name == "reduce_sum":
-            spec = self.evaluator.spec_from(task.operator, self.binding.reductions[eqn.key])
-            kept = tuple(n for n in one.axes if any(n in spec[d] for d in eqn.params["axes"]))
-            return [summed_blocks(inputs[0], eqn.params["axes"], spec, kept, self.mesh)] if kept else None
-        if eqn.key == task.heavy and eqn.name == "scatter-add":
-            specs = [self.evaluator.spec_from(task.operator, dims) for dims in task.operand_dims]
-            into, *split = (({n for names in s for n in names}) for s in specs)
-            kept = tuple(n for n in one.axes if n not in into and all(n in s for s in split))
-            zeros = self.values.producer.get(self.values.of(eqn.inputs[0]).root)
-            if kept and zeros is not None and not any(isinstance(a, int) for a in zeros.inputs):
-                inputs = [self.evaluator.constrain(x, s) for x, s in zip(inputs, specs, strict=True)]
-                blocks = run_scatter_add(eqn, inputs, specs, kept, self.mesh, lambda x, p: self.evaluator.bind(eqn, x, p))
-                return [Partial(blocks, kept)]
-        return None
+    def made(self, result: Any, kept: tuple[str, ...], spec: Spec) -> Any:
+        """What such an equation made, its `kept` sums in leading dims."""
+        return constrained(Partial(result, kept), spec, self.mesh) if kept else self.evaluator.constrain(result, spec)
 
     def summand(self, out: int, x: Any) -> Any:
         """A value that may be a summand, in the layout of all summands."""

@@ -56,8 +56,7 @@ def run_heavy(
         out = bind(list(blocks), params)[0]
         for d, n in scattered:
             out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
-        out = jax.lax.psum(out, summed) if summed else out
-        return out.reshape((1,) * len(kept) + out.shape)
+        return with_leading(jax.lax.psum(out, summed) if summed else out, kept)
 
     def keep(spec: Spec) -> PartitionSpec:
         return partition_spec(tuple(tuple(n for n in names if n in manual) for names in spec))
@@ -68,29 +67,15 @@ def run_heavy(
     )(*inputs)
 
 
+def with_leading(block: Any, kept: tuple[str, ...]) -> Any:
+    """A device's block of a result whose partial sums stay apart: one leading dim for each of the axes."""
+    return block.reshape((1,) * len(kept) + block.shape)
+
+
 def contracted_axes(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec) -> set[str]:
     """The axes over which a dot's or a convolution's result is a partial sum that `run_heavy` can keep apart."""
     contracted = {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)
     return contracted - _spatial_axes(eqn, inputs, in_specs, raw_spec)
-
-
-def run_scatter_add(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], kept: tuple[str, ...], mesh: Mesh, bind: Bind) -> Any:
-    """A scatter-add into zeros whose indices and updates are split over `kept`: every device scatters its own part.
-
-    The result has a leading dim for each of `kept`; other axes are left to the partitioner.
-    """
-
-    def body(*blocks: Any) -> Any:
-        out = bind(list(blocks), eqn.params)[0]
-        return out.reshape((1,) * len(kept) + out.shape)
-
-    def keep(spec: Spec) -> PartitionSpec:
-        return partition_spec(tuple(tuple(n for n in names if n in kept) for names in spec))
-
-    out_spec = partition_spec(tuple((n,) for n in kept))
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=out_spec, axis_names=set(kept), check_vma=False
-    )(*inputs)
 
 
 def _spatial_axes(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec) -> set[str]:

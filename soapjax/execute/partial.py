@@ -62,27 +62,6 @@ def elementwise(function: Callable[..., Any], *partials: Partial) -> Partial:
     return Partial(function(*(p.blocks for p in partials)), partials[0].axes)
 
 
-def summed_blocks(operand: Any, dims: tuple[int, ...], spec: Spec, axes: tuple[str, ...], mesh: Mesh) -> Partial:
-    """The sum of `operand` over `dims`, apart for each of `axes`, all of which split one of the dims in `spec`."""
-    operand = jax.lax.with_sharding_constraint(operand, NamedSharding(mesh, partition_spec(spec)))
-    shape, found = [], {}  # axis name -> its dim after the split
-    gone = []
-    for d, size in enumerate(operand.shape):
-        for name in spec[d] if d in dims else ():
-            if name in axes:
-                found[name] = len(shape)
-            else:
-                gone.append(len(shape))
-            shape.append(mesh.shape[name])
-            size //= mesh.shape[name]
-        if d in dims:
-            gone.append(len(shape))
-        shape.append(size)
-    kept = [d for d in range(len(shape)) if d not in gone and d not in found.values()]
-    blocks = operand.reshape(shape).transpose([*(found[n] for n in axes), *kept, *gone])
-    return Partial(blocks.sum(tuple(range(len(axes) + len(kept), blocks.ndim))), axes)
-
-
 def resolved(partial: Partial, spec: Spec, home_spec: Spec, mesh: Mesh) -> Any:
     """The sum over the devices, laid out by `home_spec`.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,8 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.evaluate import Evaluator, task_mark
 from soapjax.execute.gradient_sums import GradientSums
-from soapjax.execute.heavy import partition_spec, run_heavy
+from soapjax.execute.heavy import axes_of, contracted_axes, partition_spec, run_heavy
 from soapjax.execute.partial import Partial
+from soapjax.execute.reduce import REDUCTIONS, run_reduction
+from soapjax.execute.reshard import reshard
+from soapjax.execute.scatter import run_scatter_add
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import FORWARD
@@ -139,7 +143,11 @@ class PlannedEvaluator(Evaluator):
             part = plan.operators[self.graph.operators[task.operator].name].tasks[k]
             self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
             self._kept.append({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
-        self._home = {t: s for kept in self._kept for t, s in kept.items()}
+        self._home = {
+            i: parse_spec(plan.arguments[self.graph.in_paths[t.input_leaf]])
+            for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0 and t.shape
+        }  # fmt: skip
+        self._home |= {t: s for kept in self._kept for t, s in kept.items()}
         self.sums = GradientSums(self, program.binding, self.graph, self._home)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._regathered = {
@@ -160,9 +168,12 @@ class PlannedEvaluator(Evaluator):
             return self.sums.run(eqn, env)
         k = self.binding.task_of.get(eqn.key)
         inputs = [self.read(a, env) for a in eqn.inputs]
-        if k is None or self.graph.tasks[k].parameter >= 0:
+        if k is None:
             return self.bind(eqn, inputs, eqn.params)
         task = self.graph.tasks[k]
+        if task.parameter >= 0:
+            inputs = [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)]
+            return self.bind(eqn, inputs, eqn.params)
         is_heavy = eqn.key == task.heavy
         for j, a in enumerate(eqn.inputs):
             if isinstance(a, int) and self.values.of(a).root not in self._made[k]:
@@ -171,17 +182,36 @@ class PlannedEvaluator(Evaluator):
             in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
             raw = self.spec_from(task.operator, task.result_dims)
             inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
-            home = self._kept[k].get(self.binding.tensor_of.get(eqn.outputs[0], -1), raw)
-            result = self.sums.heavy(eqn, inputs, in_specs, raw)
-            if result is None:
-                result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, lambda x, p: self.bind(eqn, x, p))
-                # Also where nothing is split: what follows must not draw a convolution into a spatial split.
-                result = self.constrain(result, home)
-            results = [result]
+            partial = contracted_axes(eqn, inputs, in_specs, raw)
+            kept = self.sums.kept(eqn, partial)
+            home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
+            result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, functools.partial(self.bind, eqn), kept)
+            # Also where nothing is split: what follows must not draw a convolution into a spatial split.
+            results = [self.sums.made(result, kept, home)]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
+        elif is_heavy and eqn.name == "scatter-add" and axes_of(raw := self.spec_from(task.operator, task.result_dims)) < {
+            n for dims in task.operand_dims for n in axes_of(self.spec_from(task.operator, dims))
+        }:
+            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
+            partial = {n for s in in_specs for n in axes_of(s)} - axes_of(raw)
+            kept = self.sums.kept(eqn, partial)
+            home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
+            bind = functools.partial(self.bind, eqn)
+            results = [self.sums.made(run_scatter_add(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept), kept, home)]
+        elif eqn.name in REDUCTIONS and (dims := self.binding.dims_of[eqn.key]).operands[0] != dims.results[0]:
+            in_spec, raw = self.spec_from(task.operator, dims.operands[0]), self.spec_from(task.operator, dims.results[0])
+            if axes_of(in_spec) != axes_of(raw):
+                partial = axes_of(in_spec) - axes_of(raw)
+                kept = self.sums.kept(eqn, partial)
+                home = raw if kept else self.resolved(k, eqn, raw, dims.results[0], partial)
+                bind = functools.partial(self.bind, eqn)
+                result = run_reduction(eqn, inputs[0], in_spec, raw, home, self.bound.mesh, bind, kept)
+                results = [self.sums.made(result, kept, home)]
+            else:
+                results = self.bind(eqn, [self.constrain(inputs[0], in_spec)], eqn.params)
         else:
-            results = self.sums.light(eqn, task, inputs) or self.bind(eqn, inputs, eqn.params)
+            results = self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
 
     def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
@@ -194,6 +224,51 @@ class PlannedEvaluator(Evaluator):
         names = self.graph.operators[operator].dims
         found = {a for d in dims for a in self._axes[operator].get(names[d].name, ())}
         return tuple(a for a in self.bound.plan.mesh.axis_names if a in found)
+
+    def resolved(self, k: int, eqn: FlatEqn, raw: Spec, dims: tuple[int, ...], partial: set[str]) -> Spec:
+        """How a result is kept: `raw` of op dims `dims`, and those of the axes in `partial` over which it is scattered."""
+        root = self.binding.partial_of.get(eqn.key, eqn.outputs[0])
+        tensor = self.binding.tensor_of.get(root, -1)
+        home = self._kept[k].get(tensor)
+        if home is None:
+            return raw
+        (access,) = (a for a in self.graph.tasks[k].writes if a.tensor == tensor)
+        made = self.spec_from(self.graph.tasks[k].operator, access.dims)
+        found = [list(names) for names in raw]
+        shape, sizes = self.bound.step.program.avals[eqn.outputs[0]].shape, self.bound.mesh.shape
+        for d, names in enumerate(home):
+            where = d if root == eqn.outputs[0] else dims.index(access.dims[d]) if access.dims[d] in dims else -1
+            for n in names:
+                split = math.prod(sizes[m] for m in (*found[where], n)) if where >= 0 else 0
+                if n not in made[d] and n in partial and split and shape[where] % split == 0:
+                    found[where].append(n)
+        return tuple(map(tuple, found))
+
+    def as_updated(self, parameter: int, atom: Any, x: Any, env: dict[int, Any]) -> Any:
+        """What a parameter's update reads: its gradient in the layout of the parameter."""
+        p = self.graph.parameters[parameter]
+        alias = self.values.tensor(atom) if isinstance(atom, int) else None
+        if alias is None or self.binding.tensor_of.get(alias.root) != p.gradient:
+            return x
+        stored = self._home[p.tensor]
+        missing = len(stored) - len(self.graph.tensors[p.gradient].shape)
+        cache = env.setdefault("converted", {})
+        key = (atom, "update")
+        if key not in cache:
+            cache[key] = self.convert(atom, x, self.shifted(atom, self._home[p.gradient]), self.shifted(atom, stored[missing:]))
+        return cache[key]
+
+    def convert(self, atom: int, x: Any, source: Spec | None, target: Spec) -> Any:
+        """A value from one layout to another, by the steps that the plan's prediction counts."""
+        sizes = self.bound.mesh.shape
+        shape = self.bound.step.program.avals[atom].shape
+        is_even = source is not None and all(
+            n % math.prod(sizes[a] for a in names) == 0
+            for spec in (source, target) for n, names in zip(shape, spec, strict=True)
+        )
+        if not is_even or source == target or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return self.constrain(x, target)
+        return reshard(x, source, target, self.bound.mesh)
 
     def shifted(self, atom: int, spec: Spec) -> Spec:
         """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
@@ -218,7 +293,9 @@ class PlannedEvaluator(Evaluator):
             value = env[atom]
             if again:
                 value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
-            cache[key] = self.constrain(value, self.shifted(atom, spec))
+            home = self._home.get(tensor)
+            source = self.shifted(atom, home) if home is not None else None
+            cache[key] = self.convert(atom, value, source, self.shifted(atom, spec))
         return cache[key]
 
     def as_kept(self, k: int, out: int, x: Any) -> Any:

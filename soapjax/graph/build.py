@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.flops import flops_of
 from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
+    HEAVY_RESULT,
     NOT_SPLIT,
     Access,
     Accumulation,
@@ -33,7 +35,7 @@ from soapjax.graph.operators import (
 from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
-from soapjax.graph.rules import BLOCKED, user_spec
+from soapjax.graph.rules import BLOCKED, LIGHT, user_spec
 from soapjax.graph.trace import TracedStep
 from soapjax.graph.units import Unit, find_units, generated_values, is_relayout
 from soapjax.graph.updates import update_work
@@ -49,7 +51,15 @@ class Binding:
     tensor_of: dict[int, int]  # root -> tensor
     phases: Phases
     sums: dict[int, traced.Accumulation]  # parameter -> how its gradient is summed up
-    reductions: dict[str, tuple[int, ...]]  # key of a light equation that sums -> op dim by dim of its operand
+    dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
+    partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
+
+
+class EqnDims(NamedTuple):
+    """Per operand and result of an equation: which op dim splits each of its dims, or NOT_SPLIT."""
+
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
 
 
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
@@ -58,7 +68,8 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     graph = builder.build()
     check_graph(graph)
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
-    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases, builder.sums, builder.reductions)
+    b = builder
+    return graph, Binding(b.values, task_of, b.tensor_of, b.phases, b.sums, b.dims_of, b.partial_of)
 
 
 class _Builder:
@@ -72,13 +83,14 @@ class _Builder:
         self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
         self.labels = LabelCache(self.program)
         self.tensor_of: dict[int, int] = {}
-        self.reductions: dict[str, tuple[int, ...]] = {}
         self.tensors: list[Tensor] = []
         self.leaves = {v: i for i, v in enumerate(self.program.inputs)}
         data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
         self.samples = sample_nodes(self.program, self.values, self.labels, data)
         self.parameter_values = {p.value for p in self.phases.parameters}
         self.readers = self._readers()
+        self.dims_of: dict[str, EqnDims] = {}
+        self.partial_of: dict[str, int] = {}
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
@@ -251,6 +263,13 @@ class _Builder:
                 else:
                     access = self._access(a, classes, index)
                 reads.setdefault((access.tensor, access.dims), access)
+        for e in unit.eqns:
+            found = self.labels[e]
+            one, other = (
+                tuple(tuple(index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in labs) for labs in side)
+                for side in (found.inputs, found.outputs)
+            )
+            self.dims_of[e.key] = EqnDims(one, other)
         sums: list[InnerSum] = []
         partial = self._partial_results(unit, classes, index, results, sums)
         writes = []
@@ -268,8 +287,36 @@ class _Builder:
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, *self._heavy_dims(unit, classes, index),
+            -1, *self._heavy_dims(unit, classes, index), tuple(self._recomputed_from(unit, o, results) for o in results),
         )  # fmt: skip
+
+    def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
+        """The tensors that a result is made of by light equations alone; sums on the way are small, and taken as stored."""
+        maker = {o: e for e in unit.eqns for o in e.outputs}
+        found: dict[int, None] = {}
+        queue, seen = [result], {result}
+        while queue:
+            atom = queue.pop()
+            e = maker.get(atom)
+            if e is not None and (e is unit.heavy or e.name not in LIGHT):
+                if atom != result and atom in results:
+                    found[self._tensor(atom)] = None
+                elif e is unit.heavy and atom != result:
+                    found[HEAVY_RESULT] = None
+                elif atom == result or not e.name.startswith("reduce"):
+                    return None
+                continue
+            if e is None:
+                root = self.values.tensor(atom).root
+                if root not in self.generated and math.prod(self.program.avals[root].shape) > 1:
+                    found[self._tensor(root)] = None
+                continue
+            for a in e.inputs:
+                root = self.values.of(a).root if isinstance(a, int) else None
+                if root is not None and root not in seen:
+                    seen.add(root)
+                    queue.append(root)
+        return tuple(found)
 
     def _heavy_dims(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Op dims of the heavy equation's operands and of its first result."""
@@ -297,15 +344,13 @@ class _Builder:
             reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in gone) if c is not None)
             if not reduced:
                 continue
-            if e is not unit.heavy:
-                labs = found.inputs[0]
-                self.reductions[e.key] = tuple(index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in labs)
             out = e.outputs[0]
             # Follow transposes and casts of the sum: it stays partial up to the unit's result.
             while out not in results and len(readers.get(out, [])) == 1 and is_relayout(readers[out][0], self.program):
                 out = readers[out][0].outputs[0]
             if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
                 partial[out] = reduced
+                self.partial_of[e.key] = out
             else:
                 root = e.outputs[0]
                 aval = self.program.avals[root]

@@ -18,6 +18,7 @@ import rich.table
 from soapjax.errors import Problem, SoapjaxError
 
 NOT_SPLIT = -1
+HEAVY_RESULT = -1  # among `recomputed_from`: the heavy equation's own result, where it is no tensor of the graph
 
 
 class Dim(NamedTuple):
@@ -78,6 +79,8 @@ class Task(NamedTuple):
     # The heavy equation's operands and first result in their own shapes, whether they leave the task or not.
     operand_dims: tuple[tuple[int, ...], ...] = ()
     result_dims: tuple[int, ...] = ()
+    # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
+    recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
 
 
 class Tensor(NamedTuple):

@@ -9,7 +9,7 @@ from soapjax.graph import heavy_rules  # noqa: F401 - registers its rules
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rule_table import BLOCKED, Labels, is_known, labels_of, register, replicated, user_spec
 
-__all__ = ["BLOCKED", "Labels", "is_known", "labels_of", "register", "replicated", "user_spec"]
+__all__ = ["BLOCKED", "LIGHT", "Labels", "is_known", "labels_of", "register", "replicated", "user_spec"]
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
@@ -19,6 +19,12 @@ polygamma population_count pow random_gamma real reduce_precision regularized_in
 select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
 threefry2x32 xor name zeta clz erf_inv mulhi pvary
 """
+
+# What the compiler computes anew in every reader instead of storing the result.
+LIGHT = {
+    *_ELEMENTWISE.split(), "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice", "pad", "iota",
+    "concatenate", "split", "bitcast_convert_type",
+}  # fmt: skip
 
 
 @register(*_ELEMENTWISE.split())

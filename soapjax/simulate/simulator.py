@@ -14,6 +14,7 @@ from jax import Array
 
 from soapjax.costs.conversion import COLLECTIVES
 from soapjax.costs.evaluate import Costs, evaluator
+from soapjax.costs.itemize import sent_parts
 from soapjax.costs.tables import CostTables
 from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import Timeline, simulate
@@ -88,6 +89,7 @@ class Simulator:
             usable_memory_bytes=usable,
             memory_parts_bytes={k: int(v) for k, v in parts.items()},
             feasible=bool(costs.memory_bytes[3] <= usable) and not int(costs.penalty),
+            sends=sent_parts(self.tables, costs, strategy),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
         )
 

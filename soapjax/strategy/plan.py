@@ -70,6 +70,15 @@ class OperatorPart(_Part):
     tasks: tuple[TaskPart, ...] = ()
 
 
+class SentPart(_Part):
+    """What each device sends in one step for one reason, in words that name the tensor."""
+
+    task: int  # of the operator graph, in schedule order; their number stands for the step's end
+    operator: str
+    reason: str
+    bytes: dict[str, int]  # by collective
+
+
 class Prediction(_Part):
     step_time_s: float
     memory_bytes_per_device: int
@@ -77,6 +86,7 @@ class Prediction(_Part):
     memory_parts_bytes: dict[str, int]
     feasible: bool
     bytes_by_collective: dict[str, int]
+    sends: tuple[SentPart, ...] = ()  # the summands of `bytes_by_collective`
 
 
 class Provenance(_Part):

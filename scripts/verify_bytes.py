@@ -1,0 +1,162 @@
+"""Predicted against compiled: collective bytes and peak memory of every model under every kind of plan.
+
+    python scripts/verify_bytes.py --target cpu --topology cpu8
+    pip install --no-deps --target cuda_aot jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
+    PYTHONPATH=cuda_aot python scripts/verify_bytes.py --target cuda --topology a100x64
+
+One row per plan in results/verify_bytes.csv, written as it goes; rows that are there are kept, so that it can be stopped
+and started again. Nothing is run: for cuda no GPU is needed (soapjax/execute/aot.py). Ends with medians, 90th percentiles, and
+the largest errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import numpy as np
+from verify_matrix import MODELS
+
+import soapjax
+from soapjax.api import plan_of_strategy, planning_problem
+from soapjax.commands import devices_of_target
+from soapjax.execute.inspect import inspect
+from soapjax.execute.spmd import bind_plan
+from soapjax.execute.traffic import compare_by_kind, differences
+from soapjax.files import write_text_atomic
+from soapjax.model_source import abstract_model
+from soapjax.search.planners import get_planner
+from soapjax.search.problem import Budget
+from soapjax.strategy.plan import ModelSource
+
+# Enough work for 64 devices, and activations that outweigh constants.
+LARGE: dict[str, tuple[str, dict]] = {
+    "large mlp": ("models.mlp", {"batch": 4096, "width": 2048, "layers": 4, "features": 1024}),
+    "large alexnet": ("models.alexnet", {"batch": 512}),
+    "large resnet50": ("models.resnet", {"depth": 50, "batch": 512}),
+    "large transformer_lm": ("models.transformer_lm", {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768}),
+    "large transformer_lm scan remat": (
+        "models.transformer_lm",
+        {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768, "scan": True, "remat": True},
+    ),
+    "large rnnlm": ("models.rnnlm", {"batch": 256, "seq": 8, "width": 1024}),
+}  # fmt: skip
+FIELDS = ["target", "topology", "model", "strategy", "predicted_bytes", "compiled_bytes", "predicted_memory", "compiled_memory",
+          "usable_memory", "ops", "ops_as_planned", "rematerialised", "replicated", "compile_s"]  # fmt: skip
+NAMED = ("data_parallel", "fsdp", "tensor_parallel", "mcmc")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *LARGE])
+    parser.add_argument("--target", default="cpu", help="cpu, or cuda: the topology's GPU")
+    parser.add_argument("--topology", default="cpu8")
+    parser.add_argument("--random", type=int, default=5, help="random points of the space per model")
+    parser.add_argument("--proposals", type=int, default=1024, help="of mcmc")
+    parser.add_argument("--output", default="results/verify_bytes.csv")
+    parser.add_argument("--predict", action="store_true", help="predict the rows that are there anew, and compile nothing")
+    parser.add_argument("--report", action="store_true", help="print the summary of the rows that are there, and compile nothing")
+    parser.add_argument("--differences", type=int, default=0, help="print so many differences of each plan")
+    options = parser.parse_args()
+    path = Path(options.output)
+    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    if options.predict:
+        predict_again(rows, options)
+        write_rows(path, rows)
+    elif not options.report:
+        topology = soapjax.load_topology(options.topology)
+        devices = devices_of_target(topology, options.target)
+        for name in options.models:
+            compile_model(name, topology, devices, options, rows, path)
+    report(rows)
+    return 0
+
+
+def compile_model(name: str, topology, devices, options, rows: list[dict], path: Path) -> None:
+    done = {r["strategy"] for r in rows if (r["target"], r["topology"], r["model"]) == (options.target, topology.name, name)}
+    wanted = [*NAMED, *(f"random {i}" for i in range(options.random))]
+    if not set(wanted) - done:
+        return
+    problem, step = problem_of(name, topology)
+    rng = np.random.default_rng(0)
+    for label in wanted:
+        if label.startswith("random"):
+            strategy = problem.space.random(rng)  # drawn also where it is done: the sequence counts
+        if label in done:
+            continue
+        if not label.startswith("random"):
+            strategy = get_planner(label)(jax.random.key(0), problem, Budget(options.proposals)).best.strategy
+        plan = plan_of_strategy(problem, strategy)
+        start = time.monotonic()
+        found = inspect(bind_plan(step, plan, devices=devices))
+        by_kind = compare_by_kind(plan, found.collectives).values()
+        rows.append(dict(zip(FIELDS, (
+            options.target, topology.name, name, label, sum(k["predicted"] for k in by_kind), sum(k["compiled"] for k in by_kind),
+            plan.prediction.memory_bytes_per_device, found.memory_bytes, plan.prediction.usable_memory_bytes, found.ops.planned_ops,
+            found.ops.ops_as_planned, len(found.rematerialised), len(found.replicated), round(time.monotonic() - start, 1),
+        ), strict=True)))  # fmt: skip
+        write_rows(path, rows)
+        r = rows[-1]
+        print(f"{name:34s} {label:16s} bytes {error(r, 'bytes'):+7.1%}  memory {error(r, 'memory'):+7.1%}  {r['compile_s']} s", flush=True)
+        for d in differences(plan, found.collectives)[: options.differences]:
+            print(d)
+    jax.clear_caches()
+
+
+def predict_again(rows: list[dict], options) -> None:
+    """After a change of the cost model: the compiled figures stay what they are, unless a search now finds another plan."""
+    for topology_name, name in dict.fromkeys((r["topology"], r["model"]) for r in rows):
+        of = {r["strategy"]: r for r in rows if (r["topology"], r["model"]) == (topology_name, name) and r["strategy"] != "mcmc"}
+        problem, _ = problem_of(name, soapjax.load_topology(topology_name))
+        rng = np.random.default_rng(0)
+        drawn = {f"random {i}": problem.space.random(rng) for i in range(options.random)}
+        for label, row in of.items():
+            strategy = drawn[label] if label in drawn else get_planner(label)(jax.random.key(0), problem, Budget()).best.strategy
+            prediction = problem.simulator.prediction(strategy)
+            row["predicted_bytes"] = sum(prediction.bytes_by_collective.values())
+            row["predicted_memory"] = prediction.memory_bytes_per_device
+
+
+def problem_of(name: str, topology):
+    """(planning problem, traced step)."""
+    source, settings = {**MODELS, **LARGE}[name]
+    model = abstract_model(ModelSource(path=source, settings=settings))
+    step = soapjax.trace(model.step, *model.arguments)
+    return planning_problem(step, topology), step
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    lines = [",".join(FIELDS), *(",".join(str(r[f]) for f in FIELDS) for r in rows)]
+    write_text_atomic(str(path), "\n".join(lines) + "\n")
+
+
+def error(row: dict, what: str) -> float:
+    """Of the prediction, relative to what was compiled."""
+    predicted, compiled = (float(row[f"{side}_{what}"]) for side in ("predicted", "compiled"))
+    return (predicted - compiled) / max(compiled, 1.0) if compiled or predicted else 0.0
+
+
+def report(rows: list[dict]) -> None:
+    for key in sorted({(r["target"], r["topology"], r["model"].startswith("large")) for r in rows}):
+        of = [r for r in rows if (r["target"], r["topology"], r["model"].startswith("large")) == key]
+        print(f"\n{key[0]} {key[1]}, {'large' if key[2] else 'small'} models: {len(of)} plans")
+        for what in ("bytes", "memory"):
+            errors = np.array([abs(error(r, what)) for r in of])
+            print(f"  {what}: median {np.median(errors):.1%}, 90th percentile {np.percentile(errors, 90):.1%}, worst {errors.max():.1%}")
+            for i in np.argsort(-errors)[:5]:
+                print(f"    {error(of[i], what):+.1%}  {of[i]['model']}, {of[i]['strategy']}")
+        wrong = [r for r in of if float(r["predicted_memory"]) <= float(r["usable_memory"]) < float(r["compiled_memory"])]
+        print(f"  said to fit and does not: {len(wrong)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Predicted communication, item by item: which task sends what, by which collective, for which tensor.
+
+The sums are `Costs.bytes_by_collective`. Plain Python over the layouts of one strategy: it runs once
+per plan, and is what `verify` holds against the compiled program.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly
+from soapjax.costs.evaluate import Costs
+from soapjax.costs.layouts import sum_layouts, value_index
+from soapjax.costs.tables import CostTables
+from soapjax.strategy.layout import PARTIAL, spec_of
+from soapjax.strategy.plan import SentPart, format_spec
+from soapjax.strategy.strategy import Strategy
+
+
+class Sent(NamedTuple):
+    """Bytes that each device sends in one step for one reason."""
+
+    task: int  # that the collective stands in; the number of tasks for the step's end
+    tensor: int  # -1 for a sum in the middle of a task
+    reason: str  # "resolve" (a partial sum), "convert" (to a reader's layout), "sum"
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    bytes: dict[str, float]  # by collective
+
+
+def sent_items(tables: CostTables, costs: Costs, strategy: Strategy) -> list[Sent]:
+    """Everything that is sent under a strategy whose `costs` (NumPy) are given."""
+    found, links, items = costs.layouts, tables.links, []
+
+    def add(task: int, tensor: int, reason: str, source, target, size: float, trips: float) -> None:
+        _, sent = conversion_cost_plainly(source, target, float(size), links)
+        if any(sent.values()):
+            moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
+            items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))
+
+    for t in np.flatnonzero(tables.may_be_partial):
+        raw = found.raw[t]
+        if (raw == PARTIAL).any():
+            target = np.where(raw == PARTIAL, found.home[t], raw)
+            add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.tensor_bytes[t], tables.tensor_trips[t])
+    for e in np.flatnonzero(~np.asarray(found.is_shared)):
+        t = int(tables.edge_tensor[e])
+        home, wanted = found.home[t], found.slots[tables.edge_slot[e]]
+        target = np.where(wanted == PARTIAL, home, wanted)
+        add(int(tables.edge_task[e]), t, "convert", home, target, tables.edge_bytes[e], tables.edge_trips[e])
+    if len(tables.sum_task):
+        index = np.asarray(value_index(strategy.axes))[tables.task_op[tables.sum_task]]
+        masks = (np.take_along_axis(x, index, axis=1) for x in (tables.sum_split, tables.sum_reduced))
+        source, target = map(np.asarray, sum_layouts(*masks))
+        for s, k in enumerate(tables.sum_task.tolist()):
+            add(k, -1, "sum", source[s], target[s], tables.sum_bytes[s], tables.task_trips[k])
+    return items
+
+
+def sent_parts(tables: CostTables, costs: Costs, strategy: Strategy) -> tuple[SentPart, ...]:
+    """The same in words, as the plan file keeps them."""
+    graph, names = tables.graph, tables.space.mesh.axis_names
+    parameter_of = {p.tensor: p.path for p in graph.parameters}
+    gradient_of = {p.gradient: p.path for p in graph.parameters}
+
+    def layout(row: tuple[int, ...], rank: int) -> str:
+        partial = "+".join(n for n, d in zip(names, row, strict=True) if d == PARTIAL)
+        return f"[{format_spec(spec_of(row, rank=rank, axis_names=names))}]" + (f" summed over {partial}" if partial else "")
+
+    def words(item: Sent) -> str:
+        if item.tensor < 0:
+            return "sum in the middle of the operator"
+        tensor = graph.tensors[item.tensor]
+        rank = len(tensor.shape)
+        if item.tensor in parameter_of:
+            name = f"parameter {parameter_of[item.tensor]}"
+        elif item.tensor in gradient_of:
+            name = f"gradient of {gradient_of[item.tensor]}"
+        else:
+            maker = next((t.operator for t in graph.tasks for a in t.writes if a.tensor == item.tensor), None)
+            made = f"result of {graph.operators[maker].name}" if maker is not None else graph.in_paths[tensor.input_leaf]
+            name = f"{made}, {tensor.dtype}{list(tensor.shape)}"
+        return f"{name}: {layout(item.source, rank)} to {layout(item.target, rank)}"
+
+    parts = []
+    for item in sent_items(tables, costs, strategy):
+        operator = graph.operators[graph.tasks[item.task].operator].name if item.task < len(graph.tasks) else "the step's end"
+        parts.append(
+            SentPart(task=item.task, operator=operator, reason=words(item), bytes={k: int(b) for k, b in item.bytes.items()})
+        )
+    return tuple(sorted(parts, key=lambda p: p.task))

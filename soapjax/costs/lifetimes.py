@@ -1,0 +1,73 @@
+"""Which tensors occupy memory, and until when: XLA keeps no result of light equations that its readers can compute themselves.
+
+The derivative of an activation is read by the backward pass, yet never stored: the compiler fuses it into its readers, which
+compute it from the value before, and that one stays alive instead. Stored are results of heavy
+equations, what heavy equations read, what leaves the step or a loop, and what is summed or drawn. A light task
+writes its result over an operand of the same size that nobody reads any more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph, Task
+
+
+class Lifetimes(NamedTuple):
+    """Of every tensor of a graph."""
+
+    is_stored: np.ndarray  # bool [T]
+    last_use: np.ndarray  # int32 [T]: the last task that reads it, or computes from it what is not stored; -1 where none does
+    is_reused: np.ndarray  # bool [T]: the task of its last use writes a result in its place
+
+
+def lifetimes(graph: OperatorGraph) -> Lifetimes:
+    """Goes backward through the tasks: what is not stored lengthens the lives of what it is made from."""
+    num = len(graph.tensors)
+    is_stored, last_use = np.ones(num, bool), np.full(num, -1, np.int32)
+    kept = {i for e in graph.entries for i in e} | {p.gradient for p in graph.parameters} | {p.tensor for p in graph.parameters}
+    kept |= {i for i, t in enumerate(graph.tensors) if t.output_leaves or t.copies > 1}
+    is_fused = np.ones(num, bool)  # by every reader
+    scope = {a.tensor: t.scope for t in graph.tasks for a in t.writes}
+    for k, task in enumerate(graph.tasks):
+        for access in task.reads:
+            i = access.tensor
+            last_use[i] = max(last_use[i], k)
+            is_fused[i] &= access.operand < 0 and task.parameter < 0 and scope.get(i, "") == task.scope
+    for task in reversed(graph.tasks):
+        free = [i not in kept and is_fused[i] and last_use[i] >= 0 for i in (a.tensor for a in task.writes)]
+        stands_for = _stand_in(graph, task, free)
+        for access, sources, is_free in zip(task.writes, task.recomputed_from, free, strict=False):
+            i = access.tensor
+            if is_free and sources is not None and i != stands_for:
+                is_stored[i] = False
+                for s in sources:
+                    s = stands_for if s == HEAVY_RESULT else s
+                    last_use[s] = max(last_use[s], last_use[i])
+    return Lifetimes(is_stored, last_use, _reused(graph, is_stored, last_use, kept))
+
+
+def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
+    """The result that is counted for the heavy equation's own, where others are computed from that one: the largest."""
+    found = [
+        a.tensor for a, sources, is_free in zip(task.writes, task.recomputed_from, free, strict=False)
+        if is_free and sources is not None and HEAVY_RESULT in sources
+    ]  # fmt: skip
+    return max(found, key=lambda i: graph.tensors[i].size_bytes, default=-1)
+
+
+def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, kept: set[int]) -> np.ndarray:
+    reused = np.zeros(len(graph.tensors), bool)
+    made = {a.tensor for t in graph.tasks for a in t.writes}
+    for k, task in enumerate(graph.tasks):
+        if task.heavy:
+            continue
+        free = [a.tensor for a in task.reads if last_use[a.tensor] == k and a.tensor in made - kept and is_stored[a.tensor]]
+        for access in task.writes:
+            size = graph.tensors[access.tensor].size_bytes
+            place = next((i for i in free if graph.tensors[i].size_bytes == size and not reused[i]), None)
+            if is_stored[access.tensor] and place is not None:
+                reused[place] = True
+    return reused

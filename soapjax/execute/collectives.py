@@ -1,0 +1,199 @@
+"""The collectives of a compiled program: kind, bytes, group, how often, and the task they belong to.
+
+Reads the text of optimised HLO. Bytes are what each device sends in one step, as the cost model counts them:
+with n devices per group and `s` bytes of operands per device, all-gather s(n-1), reduce-scatter and all-to-all s(n-1)/n,
+all-reduce 2s(n-1)/n, collective-permute s. An instruction in a loop counts once per trip (XLA's
+`known_trip_count`), one in a computation that several places call once per call.
+
+>>> collectives_of('ENTRY %main {\\n  %a = f32[4]{0} parameter(0)\\n  ROOT %r = f32[4]{0} all-reduce(%a), '
+...                'replica_groups={{0,1}}, to_apply=%add\\n}', num_devices=2)
+[Collective(kind='all-reduce', sent_bytes=16.0, trips=1, group=(0, 1), task=-1, op_name='')]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import NamedTuple
+
+from soapjax.errors import Problem, SoapjaxError
+
+KINDS = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute")
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_MARK = re.compile(r"(?:^|/)sj(\d+)(?:/|$)")
+_GROUPED = re.compile(r"\b(replica_groups|source_target_pairs)=")
+# f8 types are one byte each; sub-byte types are stored in bytes of their own.
+_ITEM_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16, "token": 0, "opaque": 0}
+
+
+class Collective(NamedTuple):
+    """One collective instruction."""
+
+    kind: str  # one of KINDS
+    sent_bytes: float  # by each device, in one run of the instruction
+    trips: int  # runs per step
+    group: tuple[int, ...]  # the devices of one group; of a permute, the first device's partner and itself
+    task: int  # of the graph, by the executor's mark; -1 where the compiler dropped it
+    op_name: str
+
+    @property
+    def step_bytes(self) -> float:
+        return self.sent_bytes * self.trips
+
+
+class _Instruction(NamedTuple):
+    name: str
+    result: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+def shape_bytes(text: str) -> int:
+    """Bytes of a shape or a tuple of shapes as HLO writes them; layouts and comments are passed over."""
+    return sum(item_bytes(t) * math.prod(int(n) for n in dims.split(",") if n) for t, dims in _SHAPE.findall(text))
+
+
+def item_bytes(dtype: str) -> int:
+    if dtype in _ITEM_BYTES:
+        return _ITEM_BYTES[dtype]
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    return max(1, int(bits.group(1)) // 8) if bits else 4
+
+
+def collectives_of(text: str, num_devices: int) -> list[Collective]:
+    """All collectives in HLO text that move something.
+
+    Raises: SoapjaxError naming collectives of a kind unknown here, whose bytes would be missing.
+    """
+    computations, entry = _computations(text)
+    counts = _call_counts(computations, entry)
+    found, unknown = [], []
+    for name, instructions in computations.items():
+        if not counts.get(name):
+            continue
+        shapes = {i.name: i.result for i in instructions}
+        for i in instructions:
+            kind = i.opcode.removesuffix("-start")
+            if kind not in KINDS:
+                if _GROUPED.search(i.attributes) and not i.opcode.endswith("-done"):
+                    unknown.append(f"{i.opcode} (%{i.name})")
+                continue
+            one = _collective(kind, i, shapes, num_devices, counts[name])
+            if one.sent_bytes:
+                found.append(one)
+    if unknown:
+        raise SoapjaxError(
+            Problem("compiled program", ", ".join(sorted(unknown)[:5]), f"collectives among {', '.join(KINDS)}",
+                    "report it with the plan and the jaxlib version: the bytes of this program cannot be counted")
+        )  # fmt: skip
+    return found
+
+
+def _collective(kind: str, i: _Instruction, shapes: dict[str, str], num_devices: int, trips: int) -> Collective:
+    local = sum(shape_bytes(shapes.get(o, "")) for o in i.operands)
+    name = _OP_NAME.search(i.attributes)
+    op_name = name.group(1) if name else ""
+    marks = _MARK.findall(op_name)
+    task = int(marks[-1]) if marks else -1
+    if kind == "collective-permute":
+        pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", i.attributes.split("source_target_pairs=")[1])]
+        moved = [p for p in pairs if p[0] != p[1]]
+        return Collective(kind, float(local) if moved else 0.0, trips, moved[0] if moved else (), task, op_name)
+    group = replica_group(i.attributes, num_devices)
+    n = len(group)
+    factor = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+    return Collective(kind, local * factor, trips, group, task, op_name)
+
+
+def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
+    """The first replica group: listed {{0,1},{2,3}}, as an iota [2,4]<=[2,2,2]T(1,0,2), or everyone {}."""
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, dims, order = (tuple(int(x) for x in g.split(",")) if g else None for g in iota.groups())
+        order = order or tuple(range(len(dims)))
+        strides = [math.prod(dims[k + 1 :]) for k in range(len(dims))]
+        flat = (
+            sum(c * strides[k] for c, k in zip(coordinates, order, strict=True))
+            for coordinates in itertools.product(*(range(dims[k]) for k in order))
+        )
+        return tuple(itertools.islice(flat, shape[-1]))
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+    return tuple(int(x) for x in listed.group(1).split(",")) if listed else tuple(range(num_devices))
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    found: dict[str, list[_Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            header = _COMPUTATION.match(line)
+            if header:
+                current = found.setdefault(header.group(2), [])
+                entry = header.group(2) if header.group(1) else entry
+            continue
+        match = _INSTRUCTION.match(line)
+        if match is not None and current is not None:
+            current.append(_instruction(*match.groups()))
+    return found, entry
+
+
+def _instruction(name: str, rest: str) -> _Instruction:
+    result, rest = _cut_shape(rest)
+    opcode, _, rest = rest.partition("(")
+    depth, end = 1, 0
+    while end < len(rest) and depth:
+        depth += {"(": 1, ")": -1}.get(rest[end], 0)
+        end += 1
+    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
+    return _Instruction(name, result, opcode.strip(), operands, rest[end:])
+
+
+def _cut_shape(rest: str) -> tuple[str, str]:
+    """Splits "(f32[2]{0}, s32[]) while(...)" behind the shape."""
+    if not rest.startswith("("):
+        shape, _, tail = rest.partition(" ")
+        return shape, tail
+    depth = 0
+    for k, c in enumerate(rest):
+        depth += {"(": 1, ")": -1}.get(c, 0)
+        if depth == 0:
+            return rest[: k + 1], rest[k + 2 :]
+    return rest, ""
+
+
+def _call_counts(computations: dict[str, list[_Instruction]], entry: str) -> dict[str, int]:
+    """How often each computation runs in one step; loops of unknown length count once."""
+    counts: dict[str, int] = {}
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def callees(name: str) -> list[tuple[str, int]]:
+        found = []
+        for i in computations.get(name, ()):
+            trips = _TRIPS.search(i.attributes)
+            for role, called in _CALLED.findall(i.attributes):
+                times = int(trips.group(1)) if trips and role in ("body", "condition") else 1
+                found += [(c, times) for c in re.findall(r"[\w.\-]+", called.replace("%", "")) if c in computations]
+        return found
+
+    def visit(name: str) -> None:
+        if name not in seen:
+            seen.add(name)
+            for called, _ in callees(name):
+                visit(called)
+            order.append(name)
+
+    visit(entry)
+    counts[entry] = 1
+    for name in reversed(order):
+        for called, times in callees(name):
+            counts[called] = counts.get(called, 0) + counts[name] * times
+    return counts

@@ -1,0 +1,65 @@
+"""What `soapjax verify` prints: the numbers, and predicted beside compiled. Takes what it shows as it is; no type of `execute`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from soapjax.report.tables import size
+from soapjax.strategy.plan import Plan
+
+MAX_DIFFERENCES = 12
+
+
+def numeric_lines(found: Any) -> list[str]:
+    """The comparison with one device (`execute.verify.Verification`)."""
+    return [
+        f"loss: relative error {found.loss_rel_error:.2g} (float64: {found.loss_rel_error_float64:.2g})",
+        f"{found.num_gradients} gradients: relative error {found.gradient_rel_error:.2g}, bound {found.gradient_rel_bound:.2g}"
+        f" (float64: {found.gradient_rel_error_float64:.2g}, bound 1e-9; worst leaf {found.worst_leaf or 'none'})",
+    ]
+
+
+def compiled_report(
+    plan: Plan, inspected: Any, by_kind: dict[str, dict[str, int]], apart: list[Any], *, runs: bool, is_proven: bool, fits: bool
+) -> list[RenderableType]:
+    """The compiled program (`execute.inspect.Inspection`) beside the plan's prediction.
+
+    Args:
+      by_kind: {collective: {"predicted", "compiled"}}, bytes that each device sends per step.
+      apart: operators that differ (`execute.traffic.Difference`), largest first.
+      runs: whether the numbers were compared too.
+    """
+    table = Table(title="each device sends per step", title_justify="left")
+    for column in ("collective", "predicted", "compiled", "difference"):
+        table.add_column(column, justify="left" if column == "collective" else "right")
+    total = {side: sum(k[side] for k in by_kind.values()) for side in ("predicted", "compiled")}
+    rows = {k: v for k, v in by_kind.items() if v["predicted"] or v["compiled"]} | {"all": total}
+    rows["memory per device"] = {"predicted": plan.prediction.memory_bytes_per_device, "compiled": inspected.memory_bytes}
+    for name, row in rows.items():
+        table.add_row(name, size(row["predicted"]), size(row["compiled"]), _relative(**row))
+    ops = inspected.ops
+    lines = [
+        f"{ops.ops_as_planned} of {ops.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
+        f"{ops.ops_unchecked} not found by name",
+        *(f"differs: {d}" for d in ops.differences),
+        *(f"rematerialised: {r}: the partitioner builds the whole tensor to change its layout" for r in inspected.rematerialised),
+        *(f"replicated: {r}" for r in inspected.replicated),
+    ]
+    if apart:
+        lines.append(f"operators whose communication differs by more than 1 % of all ({len(apart)}):")
+        lines += [str(d) for d in apart[:MAX_DIFFERENCES]]
+    if not fits:
+        lines.append(
+            f"does NOT fit: compiled {size(inspected.memory_bytes)}, usable {size(plan.prediction.usable_memory_bytes)} per device"
+        )
+    verdict = "proven" if runs else "compiled as planned; the numbers were not compared, nothing was run"
+    lines.append(verdict if is_proven and fits else "NOT proven")
+    return [table, Text("\n".join(lines))]
+
+
+def _relative(predicted: int, compiled: int) -> str:
+    return f"{(predicted - compiled) / compiled:+.1%}" if compiled else "" if not predicted else "only predicted"

@@ -1,0 +1,92 @@
+"""Conversions of layout: right values for every pair of layouts, and exactly the collectives that the cost model counts."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from soapjax.costs.conversion import Links, conversion_cost_plainly
+from soapjax.execute.collectives import collectives_of
+from soapjax.execute.heavy import partition_spec
+from soapjax.execute.reshard import permutation, reshard
+from soapjax.strategy.layout import spec_of
+from soapjax.strategy.resharding import Exchange, Gather, Permute, rounds_of, steps_of
+
+NAMES, SIZES = ("x0", "x1", "x2"), (2, 2, 2)
+LINKS = Links(SIZES, (0, 0, 0), (0.0,), (1.0,))
+PAIRS = list(itertools.product(itertools.product((-1, 0, 1), repeat=3), repeat=2))
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(SIZES), NAMES)
+
+
+def converted(pairs, x):
+    """One program that converts `x` [..] once per pair."""
+    m = mesh()
+
+    def run(x):
+        found = []
+        for i, (source, target) in enumerate(pairs):
+            s, t = (spec_of(layout, rank=x.ndim, axis_names=NAMES) for layout in (source, target))
+            with jax.named_scope(f"sj{i}"):
+                made = jax.lax.with_sharding_constraint(x + i, NamedSharding(m, partition_spec(s)))
+                found.append(jax.lax.with_sharding_constraint(reshard(made, s, t, m), NamedSharding(m, partition_spec(t))))
+        return found
+
+    return jax.jit(run, in_shardings=NamedSharding(m, partition_spec(()))).lower(x).compile()
+
+
+def check(pairs, x):
+    compiled = converted(pairs, x)
+    sent: dict[int, dict[str, float]] = {}
+    for c in collectives_of(compiled.as_text(), 8):
+        kinds = sent.setdefault(c.task, {})
+        kinds[c.kind] = kinds.get(c.kind, 0) + c.step_bytes
+    for i, ((source, target), y) in enumerate(zip(pairs, compiled(x), strict=True)):
+        for shard in y.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(x + i)[shard.index], err_msg=f"{source} to {target}")
+        if len(rounds_of(source, target)) <= 2:
+            _, predicted = conversion_cost_plainly(source, target, x.nbytes, LINKS)
+            assert {k: v for k, v in predicted.items() if v} == sent.get(i, {}), f"{source} to {target}"
+
+
+def test_every_pair_of_2d_layouts():
+    """Every seventh of the 729, another seventh at each of two sizes: all of them cost half a minute of compiling."""
+    check(PAIRS[::7], jnp.arange(64.0).reshape(8, 8))
+    check(PAIRS[3::7], jnp.arange(128.0).reshape(16, 8))
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_pairs_of_more_dims(rank):
+    rng = np.random.default_rng(rank)
+    pairs = [tuple(tuple(map(int, rng.integers(-1, rank, 3))) for _ in range(2)) for _ in range(40)]
+    check(pairs, jnp.arange(8.0**rank).reshape((8,) * rank))
+
+
+def test_steps_by_hand():
+    assert steps_of((0, -1), (0, -1), (2, 2)) == ()
+    assert steps_of((0, -1), (-1, 0), (2, 2)) == (Permute(((0,),), ((1,),)),)
+    assert [type(s) for s in steps_of((0, 0), (0, -1), (2, 2))] == [Gather]
+    assert [type(s) for s in steps_of((0, 0), (-1, 0), (2, 2))] == [Permute, Gather]  # the major axis leaves
+    assert [type(s) for s in steps_of((0, -1), (1, -1), (2, 2))] == [Exchange]
+
+
+def test_permutation_brings_every_block_where_it_is_wanted():
+    sizes = (2, 3, 2)
+    axes, pairs = permutation(((0, 1), (2,)), ((1, 0), (2,)), sizes)
+    assert axes == (0, 1, 2) and sorted(s for s, _ in pairs) == sorted(r for _, r in pairs) == list(range(12))
+    for sender, receiver in pairs:
+        (a, b, c), (d, e, f) = (np.unravel_index(x, sizes) for x in (sender, receiver))
+        assert (a * 3 + b, c) == (e * 2 + d, f)
+
+
+def test_a_dim_that_does_not_divide_in_between_is_left_to_the_partitioner():
+    """Six columns split in two go to another axis by way of four parts, which six columns do not have."""
+    m = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("a", "b"))
+    x = jnp.arange(36.0).reshape(6, 6)
+    out = jax.jit(lambda x: reshard(x, (("a",), ("b",)), ((), ("a",)), m))(x)
+    np.testing.assert_array_equal(out, x)
