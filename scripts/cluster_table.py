@@ -175,11 +175,12 @@ def plot(cases: dict[tuple[str, str, str], list[Row]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 6))
+    ends: list[float] = []
     for (model, hosts, rate), rows in cases.items():
         points = [(r.measured_s, r.predicted_s) for r in rows if r.predicted_s is not None]
+        ends += [x for point in points for x in point]
         axes.scatter(*zip(*points, strict=True), s=14, label=f"{model}, {hosts} hosts, {rate}")
-    low, high = axes.get_xlim()[0] or 1e-3, axes.get_xlim()[1]
-    axes.plot([max(low, 1e-3), high], [max(low, 1e-3), high], color="black", linewidth=0.7)
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.7)
     axes.set(xscale="log", yscale="log", xlabel="measured step (s)", ylabel="predicted step (s)")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120, bbox_inches="tight")
