@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -32,10 +32,13 @@ from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rules import BLOCKED, user_spec
+from soapjax.graph.structure import structure_of
 from soapjax.graph.trace import TracedStep
 from soapjax.graph.units import LAYOUT_ONLY, Unit, find_units, generated_values
 from soapjax.graph.updates import update_work
 from soapjax.graph.values import Values
+
+DimsOf = Callable[[Task, FlatEqn], tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +49,7 @@ class Binding:
     task_of: dict[str, int]  # equation key -> task
     tensor_of: dict[int, int]  # root -> tensor
     phases: Phases
+    dims_of: DimsOf  # (task, equation of it) -> op dims of every operand and result
 
 
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
@@ -54,7 +58,7 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     graph = builder.build()
     check_graph(graph)
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
-    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases)
+    return graph, Binding(builder.values, task_of, builder.tensor_of, builder.phases, builder.dims_of)
 
 
 class _Builder:
@@ -72,6 +76,8 @@ class _Builder:
         self.samples = sample_nodes(self.program, self.values, self.labels, data)
         self.parameter_values = {p.value for p in self.phases.parameters}
         self.readers = self._readers()
+        self.by_key = {e.key: e for e in self.updates}
+        self.places: dict[str, tuple[DimClasses, dict[Hashable, int]]] = {}  # a task's first equation -> its operator's dims
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
@@ -257,11 +263,31 @@ class _Builder:
         floats = [str(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
         dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
+        self.places[unit.eqns[0].key] = classes, index
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, *self._heavy_dims(unit, classes, index),
+            -1, *self._heavy_dims(unit, classes, index), self._structure(unit.eqns),
         )  # fmt: skip
+
+    def _structure(self, eqns: list[FlatEqn]) -> str:
+        return structure_of(eqns, self.program.aval, lambda a: self.values.of(a).root)
+
+    def dims_of(self, task: Task, eqn: FlatEqn) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Op dims, or NOT_SPLIT, of the operands and results of one of a task's equations, in their own shapes."""
+        classes, index = self.places[task.equations[0]]
+        found = self.labels[eqn]
+
+        def dims(atom: object, labs: tuple[int, ...]) -> tuple[int, ...]:
+            if eqn.key == task.heavy:
+                return tuple(index.get(classes.of_label(eqn, lab), NOT_SPLIT) for lab in labs)
+            if not isinstance(atom, int):
+                return (NOT_SPLIT,) * len(labs)
+            if self.values.of(atom).root in self.generated:  # made on each device, as the equation wants it
+                return tuple(index.get(classes.of_label(eqn, lab), NOT_SPLIT) for lab in labs)
+            return tuple(index.get(classes.of(self.values.node(atom, d)), NOT_SPLIT) for d in range(len(labs)))
+
+        return tuple(map(dims, eqn.inputs, found.inputs)), tuple(map(dims, eqn.outputs, found.outputs))
 
     def _heavy_dims(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Op dims of the heavy equation's operands and of its first result."""
@@ -337,9 +363,13 @@ class _Builder:
             )  # fmt: skip
             read = Access(gradient, (NOT_SPLIT,) * len(self.tensors[gradient].shape))
             dtype = self.tensors[tensor].dtype
+            structure = self._structure([self.by_key[key] for key in equations[p]])
             updates.append(
-                Task(owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p)
-            )
+                Task(
+                    owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p,
+                    structure=structure,
+                )
+            )  # fmt: skip
         return parameters, updates
 
     def _ordered(self, tasks: list[Task]) -> list[Task]:

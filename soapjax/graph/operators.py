@@ -78,6 +78,7 @@ class Task(NamedTuple):
     # The heavy equation's operands and first result in their own shapes, whether they leave the task or not.
     operand_dims: tuple[tuple[int, ...], ...] = ()
     result_dims: tuple[int, ...] = ()
+    structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
 
 
 class Tensor(NamedTuple):

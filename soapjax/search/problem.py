@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from soapjax.costs.profile import Profile
 from soapjax.costs.tables import cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.simulate.simulator import Scores, Simulator
@@ -41,8 +42,10 @@ class PlanningProblem:
     simulator: Simulator
 
     @classmethod
-    def make(cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> PlanningProblem:
-        return cls(graph, space, Simulator(cost_tables(graph, space, topology)))
+    def make(
+        cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None
+    ) -> PlanningProblem:
+        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)))
 
     @property
     def usable_memory_bytes(self) -> int:
