@@ -61,12 +61,15 @@ def write_new_text(path: str | os.PathLike[str], text: str, *, is_same: Callable
             f.write(text.encode())
             f.flush()
             os.fsync(f.fileno())
-            source = f"/proc/self/fd/{f.fileno()}"
+            # Only beside a folder's descriptor does os.link follow the symbolic link to the open file.
+            folder = os.open(target.parent, os.O_RDONLY)
             try:
-                os.link(source, target, follow_symlinks=True)
+                os.link(f"/proc/self/fd/{f.fileno()}", target.name, dst_dir_fd=folder, follow_symlinks=True)
             except FileExistsError:
                 if not is_same():
                     write_text_atomic(path, text)
+            finally:
+                os.close(folder)
     except OSError as e:
         raise SoapjaxError(
             Problem(str(target), e.strerror or str(e), "a writable place", "choose another place, or free space there")

@@ -107,6 +107,10 @@ class Profile(_Part):
     def sha256(self) -> str:
         return hashlib.sha256(_canonical(self).encode()).hexdigest()
 
+    def to_text(self) -> str:
+        """The file's contents."""
+        return f'{{"sha256": "{self.sha256}", "profile": {_canonical(self)}}}\n'
+
     @property
     def error(self) -> float:
         """The calibrated relative error of a predicted step time, 0 where nothing was calibrated."""
@@ -142,13 +146,12 @@ def save_profile(profile: Profile, folder: Path | None = None) -> Path:
     sha256 = profile.sha256
     word = re.sub(r"[^a-z0-9]+", "-", profile.device.name.lower()).strip("-") or "device"
     path = folder / f"{word}-{sha256}.json"
-    text = f'{{"sha256": "{sha256}", "profile": {_canonical(profile)}}}\n'
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         remedy = "set SOAPJAX_CACHE to a folder that you may write to"
         raise SoapjaxError(Problem(str(folder), e.strerror or str(e), "a cache folder", remedy)) from None
-    write_new_text(path, text, is_same=lambda: _is_intact(path))
+    write_new_text(path, profile.to_text(), is_same=lambda: _is_intact(path))
     return path
 
 

@@ -78,6 +78,7 @@ class SearchResult(NamedTuple):
     stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete"
     history: tuple[tuple[int, float, float], ...] = ()
     notes: tuple[str, ...] = ()
+    candidates: tuple[Evaluation, ...] = ()  # distinct good ones, best first, where the planner kept them
 
 
 Planner = Callable[[Array, PlanningProblem, Budget], SearchResult]
