@@ -131,7 +131,7 @@ def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tup
     if profile == "auto":
         at_hand = device_at_hand()
         own = at_hand.processor if topology.device.platform == "cpu" == at_hand.platform else None
-        found, notes = cached_profile(topology.device, processor=own)
+        found, notes = cached_profile(topology.device, processor=own, topology_fingerprint=topology.fingerprint())
         if found is None:
             notes = (*notes, f"no profile of {topology.device.name} in {cache_folder()}: all figures are analytic")
         return found, notes
@@ -139,7 +139,8 @@ def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tup
     found = profile if isinstance(profile, Profile) else load_profile(profile)
     if problems := mismatches(found, topology.device, place=place):
         raise SoapjaxError(problems)
-    return found, ()
+    fitting = found.for_cluster(topology.fingerprint())
+    return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
 
 
 def _simpler_if_as_good(

@@ -90,10 +90,14 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
         problems.append(Problem("--steps", str(command.steps), "at least 1", "time one step or more"))
     if problems:
         raise SoapjaxError(problems)
-    rows, measured, bases = [], [], []
+    rows, measured, bases, fingerprints = [], [], [], {}
     for path in command.plans:
         plan = Plan.load(path)
         topology, _ = topology_of(plan, place=path)
+        fingerprints.setdefault(topology.fingerprint(), path)
+        if len(fingerprints) > 1:
+            value, first = topology.name, next(iter(fingerprints.values()))
+            raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
         plan, model, step = commands.loaded(path, concrete=True)
         base = api.find_profile(command.profile, topology)[0]
@@ -114,6 +118,7 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
         return [scaled_prediction(simulator, strategy, compute, network) for _, simulator, strategy in rows]
 
     fit = fitted_scales([path for path, *_ in rows], predict, measured, has_network=has_network)
+    fit = fit.model_copy(update={"topology": topology.fingerprint()})
     device = require_kind(topology)
     found = calibrated(merged(bases) if bases else None, device, fit, _command_line())
     path = _saved(found, command.output)
@@ -126,7 +131,8 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
     lines = [
         f"compute × {fit.compute_scale:.4g}, network × {fit.network_scale:.4g}"
         + ("" if has_network else " (nothing was sent: not fitted)"),
-        f"error left: median {fit.residual:.1%}, worst {fit.worst:.1%}",
+        f"error left: median {fit.residual:.1%}, worst {fit.worst:.1%}"
+        + (" (give more plans: so few steps tell no error)" if len(rows) <= 1 + has_network else ""),
         f"written to {path}",
     ]
     result = {"path": str(path), "sha256": found.sha256, "predicted_before_s": [float(x) for x in before]} | fit.model_dump()

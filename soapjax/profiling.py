@@ -35,7 +35,7 @@ from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
-SEARCH_PROPOSALS = 2048
+SEARCHES, SEARCH_PROPOSALS = 2, 2048
 COVERED = 0.995  # of a strategy's predicted compute time; the rest is left to the roofline
 Progress = Callable[[int, int, float, str], None]  # measured, asked for, elapsed seconds, label
 
@@ -178,9 +178,10 @@ def _rounds(graph, space, topology, profile: Callable[[], Profile], *, seed: int
     problem = PlanningProblem.make(graph, space, topology)
     strategies = [run(key, problem, Budget()).best.strategy for run in BASELINES.values()]
     yield requests_of(problem.simulator.tables, problem.simulator, strategies)
-    if search and topology.num_devices > 1:
+    # What looks good because it was only estimated is measured, and may look less good to the next search.
+    for i in range(SEARCHES if search and topology.num_devices > 1 else 0):
         problem = PlanningProblem.make(graph, space, topology, profile())
-        result = get_planner("mcmc")(key, problem, Budget(SEARCH_PROPOSALS))
+        result = get_planner("mcmc")(jax.random.fold_in(key, i), problem, Budget(SEARCH_PROPOSALS))
         strategies = [e.strategy for e in result.candidates[:8]] or [result.best.strategy]
         yield requests_of(problem.simulator.tables, problem.simulator, strategies)
 

@@ -82,8 +82,9 @@ class Link(_Part):
 
 
 class Calibration(_Part):
-    """At most two scalars, fitted on whole steps, and how far off predictions with them are."""
+    """At most two scalars of one cluster, fitted on whole steps, and how far off predictions with them are."""
 
+    topology: str = ""  # the cluster's fingerprint; the scalars say nothing about another
     compute_scale: float = pydantic.Field(default=1.0, gt=0)
     network_scale: float = pydantic.Field(default=1.0, gt=0)
     residual: float = pydantic.Field(default=0.0, ge=0)  # median |predicted / measured - 1|
@@ -115,6 +116,11 @@ class Profile(_Part):
     def error(self) -> float:
         """The calibrated relative error of a predicted step time, 0 where nothing was calibrated."""
         return self.calibration.residual if self.calibration is not None else 0.0
+
+    def for_cluster(self, topology_fingerprint: str) -> Profile:
+        """Without scalars that were fitted on another cluster."""
+        is_other = self.calibration is not None and self.calibration.topology not in ("", topology_fingerprint)
+        return self.model_copy(update={"calibration": None, "sources": self.sources or (self.sha256,)}) if is_other else self
 
     def for_structures(self, structures: set[str]) -> Profile:
         """The part that a plan needs: measurements of these tasks only."""
@@ -221,7 +227,7 @@ def mismatches(profile: Profile, kind: DeviceKind, *, place: str, processor: str
 
 
 def cached_profile(
-    kind: DeviceKind, *, folder: Path | None = None, processor: str | None = None
+    kind: DeviceKind, *, folder: Path | None = None, processor: str | None = None, topology_fingerprint: str = ""
 ) -> tuple[Profile | None, tuple[str, ...]]:
     """All profiles of a folder that fit a device kind and the installed versions, as one; and what was left out, and why."""
     folder = cache_folder() if folder is None else folder
@@ -233,7 +239,7 @@ def cached_profile(
             notes.append(f"profile ignored: {e.problems[0]}")
             continue
         if not mismatches(found, kind, place=str(path), processor=processor):
-            fitting.append(found)
+            fitting.append(found.for_cluster(topology_fingerprint))
     return (merged(fitting) if fitting else None), tuple(notes)
 
 
