@@ -58,6 +58,8 @@ def time_steps(program: Program, leaves: Sequence[Any] | None = None, *, num_ste
     """
     if leaves is None or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         leaves = example_arguments(program)
+    # The steps give their state's memory away: never the caller's.
+    leaves = [x.copy() if isinstance(x, jax.Array) else x for x in leaves]
     step = CompiledStep(program)
     tree = program.step.in_tree
     arguments = step.place(*tree.unflatten(list(leaves))[0])

@@ -134,8 +134,8 @@ class Plan(_Part):
 
     @property
     def plan_sha256(self) -> str:
-        """Over the canonical JSON without provenance."""
-        data = self.model_dump(mode="json", exclude={"provenance"})
+        """Over the canonical JSON without provenance and measurements."""
+        data = self.model_dump(mode="json", exclude={"provenance", "profile"})
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def save(self, path: str) -> None:
