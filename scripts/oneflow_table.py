@@ -6,9 +6,10 @@ Columns of the file: data, tensor, pipeline, global_batch, hidden, layers, onefl
 float16, each block recomputed in the backward pass. Heads, and 32 micro-batches of the pipelines, as in the benchmark's own
 configuration (Oneflow-Inc/OneFlow-Benchmark, LanguageModeling/GPT/integration_test/config_of_performance_test.csv).
 
-The strategy of a row is the published one: tensor parallelism over the fastest links, data parallelism over the others. A
-pipeline of p stages and m micro-batches takes the sum of its stages' times and (m - 1) times the slowest stage (GPipe, Huang
-et al. 2019, section 2.3); a stage is simulated on its own devices, and holds the inputs of p micro-batches' blocks (1F1B).
+The strategy of a row is the published one: tensor parallelism (Megatron's pairs, and the vocabulary split) over the fastest
+links, data parallelism over the others. A pipeline of p stages and m micro-batches takes the sum of its stages' times and
+(m - 1) times the slowest stage (GPipe, Huang et al. 2019, section 2.3); a stage is simulated on its own devices, and holds the
+inputs of p micro-batches' blocks (1F1B).
 """
 
 from __future__ import annotations
@@ -122,7 +123,19 @@ def simulated(batch: int, hidden: int, layers: int, data: int, tensor: int) -> S
     problem = PlanningProblem.make(graph, search_space(graph, mesh), topology)
     # The axes come slowest links first: tensor parallelism takes the fastest whose product is its degree.
     first = next(a for a in range(len(mesh.axis_sizes) + 1) if math.prod(mesh.axis_sizes[a:]) == tensor)
-    return Simulated(problem, tensor_parallel_strategy(problem, range(first, len(mesh.axis_sizes))))
+    axes = range(first, len(mesh.axis_sizes))
+    return Simulated(problem, with_vocabulary_parallel(problem, tensor_parallel_strategy(problem, axes), axes))
+
+
+def with_vocabulary_parallel(problem: PlanningProblem, strategy: Strategy, axes: range) -> Strategy:
+    """Embedding, head and loss split over the vocabulary, as Megatron (2019, section 3) and OneFlow's benchmark do."""
+    for n, op in enumerate(problem.graph.operators):
+        dim = next((d for d, x in enumerate(op.dims) if x.size == VOCAB), None)
+        if dim is not None:
+            strategy.axes[n, list(axes)] = dim
+    if not problem.space.is_valid(strategy):
+        raise SystemExit(f"no such strategy: {problem.space.violations(strategy)}")
+    return strategy
 
 
 def predicted_s(row: Row, compute_scale: float, network_scale: float) -> float:

@@ -50,13 +50,15 @@ def writers(folder):
 def killed(folder):
     """Writers that are killed at any moment."""
 
+    first = profile(0, size=500)
+
     def work():
         for k in range(10_000):
-            save_profile(profile(k, size=2000), folder)
+            save_profile(first.model_copy(update={"created": f"{os.getpid()} {k}"}), folder)
 
     for i in range(12):
         pid = fork(work)
-        time.sleep(0.02 + 0.013 * i)
+        time.sleep(0.05 + 0.033 * i)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
