@@ -123,16 +123,16 @@ def simulated(batch: int, hidden: int, layers: int, data: int, tensor: int) -> S
     problem = PlanningProblem.make(graph, search_space(graph, mesh), topology)
     # The axes come slowest links first: tensor parallelism takes the fastest whose product is its degree.
     first = next(a for a in range(len(mesh.axis_sizes) + 1) if math.prod(mesh.axis_sizes[a:]) == tensor)
-    axes = range(first, len(mesh.axis_sizes))
+    axes = [a for a in range(first, len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
     return Simulated(problem, with_vocabulary_parallel(problem, tensor_parallel_strategy(problem, axes), axes))
 
 
-def with_vocabulary_parallel(problem: PlanningProblem, strategy: Strategy, axes: range) -> Strategy:
+def with_vocabulary_parallel(problem: PlanningProblem, strategy: Strategy, axes: list[int]) -> Strategy:
     """Embedding, head and loss split over the vocabulary, as Megatron (2019, section 3) and OneFlow's benchmark do."""
     for n, op in enumerate(problem.graph.operators):
         dim = next((d for d, x in enumerate(op.dims) if x.size == VOCAB), None)
         if dim is not None:
-            strategy.axes[n, list(axes)] = dim
+            strategy.axes[n, axes] = dim
     if not problem.space.is_valid(strategy):
         raise SystemExit(f"no such strategy: {problem.space.violations(strategy)}")
     return strategy

@@ -145,7 +145,7 @@ def measure_profile(
         for requests in _rounds(graph, space, topology, profile, seed=seed, search=search):
             fresh = [r for r in requests if r.local.identity not in found and r.local.identity not in failed]
             for i, request in enumerate(fresh):
-                if time.monotonic() - begin > seconds:
+                if found and time.monotonic() - begin > seconds:
                     notes.append(f"the time was spent with {len(fresh) - i} distinct tasks not measured, the smallest ones")
                     stopped = True
                     break

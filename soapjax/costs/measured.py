@@ -9,6 +9,7 @@ points, and the roofline corrected by what was seen nearby elsewhere. No point: 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from soapjax.topology import DeviceTopology
 
 MAX_POINTS = 32  # per task; those of the most shards are kept
 MEASURED, CALIBRATED, ANALYTIC = "measured", "calibrated", "analytic"
+MAX_GUESSES = 64
 _EXACT = 1e-3  # distance in log2 degrees
 _TINY = 1e-9
 
@@ -102,14 +104,33 @@ def degrees_behind(graph: OperatorGraph, k: int, m: Measurement, trip_bytes: Tri
                     return None
                 else:
                     found[d] = n // size
-        degrees = tuple(max(1, n) for n in found)
+        # A dim of the work that no tensor shows (what is broadcast and summed inside) is known by the FLOPs.
+        hidden = [d for d in visible_dims(graph, k) if found[d] == 0]
+        sizes = [graph.operators[task.operator].dims[d].divisor for d in hidden]
+        choices = itertools.product(*([n for n in range(1, s + 1) if s % n == 0] for s in sizes))
+        for chosen in itertools.islice(choices, MAX_GUESSES):
+            degrees = [max(1, n) for n in found]
+            for d, n in zip(hidden, chosen, strict=True):
+                degrees[d] = n
+            if local_task(graph, k, degrees, trip_bytes).identity == m.identity:
+                return tuple(degrees)
+        return None
     return degrees if local_task(graph, k, degrees, trip_bytes).identity == m.identity else None
+
+
+def visible_dims(graph: OperatorGraph, k: int) -> list[int]:
+    """The dims of its operator that a task's shapes or FLOPs depend on; other dims do not change it."""
+    task = graph.tasks[k]
+    if task.parameter >= 0:
+        return [0]
+    of_tensors = {d for a in (*task.reads, *task.writes) for d in a.dims}
+    return sorted((of_tensors | {d for w in task.work for d in w.dims}) - {NOT_SPLIT})
 
 
 class MeasuredArrays(NamedTuple):
     """K tasks, M points each, D dims."""
 
-    degrees: np.ndarray  # float32 [K, M, D]: log2
+    degrees: np.ndarray  # float32 [K, M, D]: log2; -1 of a dim that the task does not depend on
     log_ratio: np.ndarray  # float32 [K, M]: of measured to roofline
     weight: np.ndarray  # float32 [K, M]: 1, 0 of a pad
 
@@ -152,7 +173,9 @@ def measured_arrays(
     degrees, ratio, weight = np.zeros((*shape, num_dims), np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for k, points in enumerate(rows):
         for i, (found, log_ratio) in enumerate(points):
-            degrees[k, i, : len(found)] = np.log2(found)
+            degrees[k, i] = -1.0
+            for d in visible_dims(graph, k):
+                degrees[k, i, d] = np.log2(found[d])
             ratio[k, i], weight[k, i] = log_ratio, 1.0
     return MeasuredArrays(degrees, ratio, weight)
 
@@ -171,7 +194,7 @@ def point_of(degrees: Array, update_shards: Array, is_update: Array) -> Array:
 
 def measured_ratio(degrees: Array, log_ratio: Array, weight: Array, at: Array) -> Array:
     """[K]: by what to multiply the roofline of tasks whose points are [K, M, D] and [K, M], at [K, D]; 1 without points."""
-    distance = jnp.abs(degrees - at[:, None]).sum(-1)
+    distance = jnp.where(degrees < 0, 0.0, jnp.abs(degrees - at[:, None])).sum(-1)
     nearness = weight / (distance * distance + _TINY)
     return jnp.exp((nearness * log_ratio).sum(-1) / jnp.maximum(nearness.sum(-1), 1e-20))
 
@@ -181,7 +204,8 @@ def figures_of(arrays: MeasuredArrays, at: np.ndarray, is_fitted: np.ndarray) ->
     out = []
     for k in range(len(at)):
         known = arrays.weight[k] > 0 if arrays.weight.size else np.zeros(0, bool)
-        near = np.abs(arrays.degrees[k] - at[k]).sum(-1)[known] if known.any() else np.zeros(0)
+        distance = np.where(arrays.degrees[k] < 0, 0, np.abs(arrays.degrees[k] - at[k])).sum(-1)
+        near = distance[known] if known.any() else np.zeros(0)
         if near.size and near.min() < _EXACT:
             out.append(MEASURED)
         else:

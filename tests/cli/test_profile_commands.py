@@ -63,9 +63,10 @@ def test_a_profile_is_measured_and_a_plan_says_what_is():
 
 
 def test_time_that_is_spent_leaves_the_smallest_out():
-    made = done("profile", "models.mlp", "--topology", "cpu8", "--no-search", "--seconds", "0.7", *TINY, "-o", "p.json")
+    made = done("profile", "models.mlp", "--topology", "cpu8", "--no-search", "--seconds", "0.001", *TINY, "-o", "p.json")
     found = load_profile("p.json")
-    assert made["path"] == "p.json" and any("time was spent" in n for n in made["notes"]) or len(found.operators) > 10
+    assert made["path"] == "p.json" and any("time was spent" in n for n in made["notes"])
+    assert len(found.operators) == made["num_operators"] == 1, "the largest is always measured"
     assert not Path("cache").exists()
 
 
