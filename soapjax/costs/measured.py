@@ -170,6 +170,7 @@ def measured_arrays(
         rows.append(cache[key])
     width = max(map(len, rows), default=0)
     shape = (len(rows), width)
+    num_dims = max(num_dims, 1)  # the shards of updates, where nothing else can be split
     degrees, ratio, weight = np.zeros((*shape, num_dims), np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for k, points in enumerate(rows):
         for i, (found, log_ratio) in enumerate(points):
