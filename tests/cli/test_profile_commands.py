@@ -1,11 +1,14 @@
 """`soapjax profile`, `calibrate`, `plan --profile` and `--verify-top`, end to end on one CPU device, and their bad input."""
 
+import ast
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import ROOT, TINY, call
 
@@ -15,8 +18,6 @@ from soapjax.errors import SoapjaxError
 from soapjax.search.problem import Evaluation
 from soapjax.strategy.strategy import Strategy
 from soapjax.verify_top import measured_best, shortlist
-
-import numpy as np  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -130,6 +131,7 @@ def one_device(*argv):
     return json.loads(ended.stdout)
 
 
+@pytest.mark.slow
 def test_one_device_is_timed_and_calibrated():
     planned = one_device("plan", "models.mlp", "--verify-top", 2, "--proposals", 16, "-o", "plan.json", *TINY)
     assert [t["strategy"] for t in planned["verified"]] and all(t["measured_s"] > 0 for t in planned["verified"])
@@ -183,3 +185,24 @@ def test_a_gain_below_the_calibrated_error_takes_the_simpler_plan(some_profile):
         assert found.result.best.step_time_s <= baseline.step_time_s
         same = (found.result.best.strategy.axes == baseline.strategy.axes).all()
         assert (same and any("calibrated error" in n for n in found.plan.provenance.notes)) == taken
+
+
+@pytest.mark.slow
+def test_two_real_processes_take_the_same_measured_best():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(Path(__file__).parent / "two_processes.py")]
+    both = [subprocess.Popen([*command, str(r), str(port)], env=env, stdout=subprocess.PIPE, text=True) for r in range(2)]
+    try:
+        found = [p.communicate(timeout=240)[0].splitlines()[-1] for p in both]
+    finally:
+        for p in both:
+            p.kill()
+    assert found[0] == found[1] and found[0].startswith("plan ")
+    _, _, predicted_s, table = found[0].split(" ", 3)
+    table = ast.literal_eval(table)
+    assert "data_parallel" in [name for name, *_ in table] and len(table) >= 2
+    best = min(table, key=lambda row: row[2])
+    assert best[1] == pytest.approx(float(predicted_s), rel=1e-5), "the plan is that of the measured best"

@@ -82,7 +82,7 @@ def test_a_measured_task_costs_what_was_measured(model):
         assert set(figures) == {"measured"} and shares == {"measured": 1.0}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mlp", pytest.param("lm_scan", marks=pytest.mark.slow)])
 def test_the_exact_delta_sees_the_measurements_too(model):
     problem, strategies = measured_problem(model)
     near = Neighbourhoods(problem)
