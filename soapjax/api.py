@@ -19,22 +19,26 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.costs.profile import Profile, cache_folder, cached_profile, load_profile, mismatches, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
+from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.profiling import compute_figures, device_at_hand
 from soapjax.search.planners import BASELINES, get_planner
-from soapjax.search.problem import Budget, PlanningProblem, SearchResult
+from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of, topology_of
+from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep, make_plan, parse_spec, strategy_of, topology_of
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.user_shardings import check_constraints, user_layouts
+from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
 
 log = logging.getLogger("soapjax")
 DEFAULT_PROPOSALS = 100_000
@@ -58,7 +62,8 @@ def plan(
     fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
     proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
     static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
-    progress: Callable[[int, float, float], None] | None = None,
+    progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
+    devices: Sequence[Any] | None = None,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -70,40 +75,111 @@ def plan(
       unroll: plan every step of a scan on its own.
       space: "soap", or "paper": also operators on parts of the devices. Such plans can be simulated, not run.
       progress: called between rounds with (proposals, best step time, elapsed seconds).
+      profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
+      verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
+      devices: those to run on for that; `jax.devices()` by default.
     Raises: SoapjaxError for every input that does not fit.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
+    profile, remarks = find_profile(profile, topology)
+    if verify_top:
+        require_real_devices(topology, jax.devices() if devices is None else list(devices))
     search = get_planner(planner, space=space)
     step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
     static = {i % len(args) for i in static_argnums} if args else set()
     layouts = user_layouts([a for i, a in enumerate(args) if i not in static], step.in_paths, fixed)
-    problem = planning_problem(step, topology, layouts, space=space)
+    problem = planning_problem(step, topology, layouts, space=space, profile=profile)
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
-    with _on_cpu():
+    with on_cpu():
         baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
         try:
             result = search(key, problem, Budget(proposals, seconds, progress))
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
             result = SearchResult(best, 0, 0.0, "interrupted")
-        provenance = _provenance(planner, space, seed, result, baselines)
+        result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
+        table: tuple[TimedStep, ...] = ()
+        if verify_top:
+            leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
+            verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
+            result, table = result._replace(best=verified.best), verified.table
+            remarks = (*remarks, *verified.notes)
+        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
     return Planned(made, result, baselines, problem, step)
 
 
 def planning_problem(
-    step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None, *, space: str = "soap"
-) -> PlanningProblem:
+    step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None, *, space: str = "soap",
+    profile: Profile | None = None,
+) -> PlanningProblem:  # fmt: skip
     """The graph, space and simulator of a traced step on a topology."""
     graph, _ = build_graph(step)
     mesh = factor_mesh(topology)
     check_constraints(step, mesh)
-    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology)
+    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
 
 
-def _on_cpu() -> contextlib.AbstractContextManager:
+def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
+    """The profile that is meant, and remarks on what was left out.
+
+    Raises: SoapjaxError where a file is damaged, or of another device kind or version.
+    """
+    if profile is None:
+        return None, ()
+    if profile == "auto":
+        at_hand = device_at_hand()
+        own = at_hand.processor if topology.device.platform == "cpu" == at_hand.platform else None
+        found, notes = cached_profile(topology.device, processor=own, topology_fingerprint=topology.fingerprint())
+        if found is None:
+            notes = (*notes, f"no profile of {topology.device.name} in {cache_folder()}: all figures are analytic")
+        return found, notes
+    place = "profile" if isinstance(profile, Profile) else profile
+    found = profile if isinstance(profile, Profile) else load_profile(profile)
+    if problems := mismatches(found, topology.device, place=place):
+        raise SoapjaxError(problems)
+    fitting = found.for_cluster(topology.fingerprint())
+    return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
+
+
+def _simpler_if_as_good(
+    result: SearchResult, baselines: Mapping[str, SearchResult], problem: PlanningProblem, planner: str
+) -> tuple[SearchResult, tuple[str, ...]]:
+    """The simplest baseline whose distance from the best is within the calibrated error; the simplest first."""
+    profile = problem.simulator.tables.profile
+    error = profile.error if profile is not None else 0.0
+    best = result.best
+    for name, found in baselines.items() if error > 0 and planner not in baselines else ():
+        gain = 1 - best.step_time_s / found.best.step_time_s
+        if found.best.is_feasible and 0 <= gain < error:
+            note = (
+                f"{planner} found {best.step_time_s:.4g} s per step, {gain:.1%} less than {name}: below the calibrated error of "
+                f"{error:.1%}, so {name} is taken"
+            )
+            return result._replace(best=found.best, candidates=(best, *result.candidates)), (note,)
+    return result, ()
+
+
+def _verified(
+    count: int, problem: PlanningProblem, step: TracedStep, planner: str, result: SearchResult,
+    baselines: Mapping[str, SearchResult], leaves: Sequence[Any], devices: Sequence[Any] | None,
+) -> Verified:  # fmt: skip
+    """The measured best of the best predicted ones."""
+    own = [result.best, *(e for e in result.candidates if e is not result.best)]
+    pool = [(f"{planner} {i + 1}" if i else planner, e) for i, e in enumerate(own)]
+    pool += [(name, found.best) for name, found in baselines.items()]
+    used = list(jax.devices() if devices is None else devices)[: problem.simulator.tables.topology.num_devices]
+
+    def time_one(e: Evaluation) -> float:
+        return time_steps(bind_plan(step, plan_of_strategy(problem, e.strategy), devices=used), leaves)
+
+    with jax.default_device(None):
+        return measured_best(shortlist(pool, count), time_one)
+
+
+def on_cpu() -> contextlib.AbstractContextManager:
     """Searches run on the CPU: the accelerator's memory belongs to the training step."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
@@ -118,15 +194,20 @@ def plan_of_strategy(
     """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator
     layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
-    topology = simulator.tables.topology
+    topology, profile = simulator.tables.topology, simulator.tables.profile
+    figures, shares = compute_figures(simulator, strategy)
+    own = profile.for_structures({t.structure for t in problem.graph.tasks}) if profile is not None else None
     return make_plan(
-        problem.space, topology, strategy, *layouts, simulator.prediction(strategy), model=model, provenance=provenance,
-        unroll=unroll,
+        problem.space, topology, strategy, *layouts, simulator.prediction(strategy, compute_figures=shares), model=model,
+        provenance=provenance, unroll=unroll, figures=figures, profile=own.model_dump(mode="json") if own is not None else None,
     )  # fmt: skip
 
 
-def _provenance(planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult]) -> Provenance:
-    notes = [*result.notes]
+def _provenance(
+    planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult],
+    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (),
+) -> Provenance:  # fmt: skip
+    notes = [*remarks, *result.notes]
     for name, found in baselines.items():
         notes += [f"{name}: {note}" for note in found.notes]
         if not found.best.is_feasible:
@@ -143,6 +224,7 @@ def _provenance(planner: str, space: str, seed: int, result: SearchResult, basel
         search_s=round(result.search_s, 3),
         baselines={name: found.best.step_time_s for name, found in baselines.items()},
         notes=tuple(notes),
+        verified=tuple(verified),
     )
 
 
@@ -163,6 +245,18 @@ def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = 
 
 def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Plan:
     """The plan with specs and prediction derived from its `axes` and `storage`."""
+    problem = problem_of_plan(loaded, step, place=place, topology=topology)
+    strategy = strategy_of(loaded, problem.space, place=place)
+    with on_cpu():
+        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
+    return made.model_copy(update={"mesh": loaded.mesh})
+
+
+def problem_of_plan(
+    loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None,
+    profile: Profile | None = None,
+) -> PlanningProblem:  # fmt: skip
+    """The problem that a plan solves, costed with the plan's own measurements, or with `profile`."""
     own, mesh = topology_of(loaded, place=place)
     problems = []
     if topology is not None and topology.fingerprint() != own.fingerprint():
@@ -186,13 +280,11 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
     check_constraints(step, mesh)
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     try:
-        problem = PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own)
+        if profile is None and loaded.profile is not None:
+            profile = profile_of(loaded.profile)
+        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own, profile)
     except SoapjaxError as e:
         raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
-    strategy = strategy_of(loaded, problem.space, place=place)
-    with _on_cpu():
-        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
-    return made.model_copy(update={"mesh": loaded.mesh})
 
 
 class Constants(NamedTuple):
@@ -288,7 +380,7 @@ class SoapShard:
     def _make_plan(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
         options = self._options
         if self._source is None:
-            found = plan(self._fn, *args, static_argnums=static, **options)
+            found = plan(self._fn, *args, static_argnums=static, devices=self._devices, **options)
             return found.plan, found.step
         source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
         step = trace(self._fn, *args, static_argnums=static, unroll=source.unroll or options["unroll"])
@@ -348,7 +440,7 @@ def soap_shard(
     fn: Callable[..., Any] | None = None, *, topology: str | DeviceTopology = "local", plan: str | Plan | None = None,
     planner: str = "mcmc", seconds: float | None = None, proposals: int | None = None, seed: int = 0,
     fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (), donate: bool = True,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
 
@@ -356,7 +448,7 @@ def soap_shard(
 
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
-      topology, planner, seconds, proposals, seed, fixed, unroll: as for `soapjax.plan`.
+      topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top: as for `soapjax.plan`.
       plan: a plan file (or `Plan`) to execute instead of searching.
       static_argnums: positions of compile-time constants, as for `jax.jit`.
       donate: give the memory of state arguments to the results, as `donate_argnums` does.
@@ -367,6 +459,6 @@ def soap_shard(
         raise SoapjaxError(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
-        static_argnums=static, donate=donate, devices=devices,
+        static_argnums=static, donate=donate, devices=devices, profile=profile, verify_top=verify_top,
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

@@ -1,4 +1,4 @@
-"""The command line: plan, simulate, run, verify, demo.
+"""The command line: plan, simulate, run, verify, profile, calibrate, demo.
 
 Every command takes --json: one JSON object on standard output, everything else on standard error.
 Bad input ends with exit status 2 and a message that names the place, the value, what was expected and
@@ -60,6 +60,10 @@ class PlanCommand:
     """Where to write the plan."""
     unroll: bool = False
     """Plan every step of a scan on its own."""
+    profile: str | None = None
+    """Cost with measurements: a file of `soapjax profile`, or "auto": all in the cache that fit."""
+    verify_top: int = 0
+    """Run so many of the best strategies, and data parallelism, on the devices at hand, and take the measured best."""
     json: bool = False
     """Print one JSON object on standard output."""
 
@@ -115,6 +119,52 @@ class VerifyCommand:
 
 
 @dataclasses.dataclass
+class ProfileCommand:
+    """Measure a model's operators at the local shapes that a search for a topology asks for, and the links at hand.
+
+    Example:  soapjax profile models.mlp --topology local --seconds 30
+
+    Example:  soapjax profile models.transformer_lm --topology h200x8 --set layers=12 --set width=768 -o h200.json
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """package.module (its `make`) or package.module:factory."""
+    topology: str = "local"
+    """What is planned for: a TOML file, "local", or a shipped name. One of its devices must be at hand."""
+    set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """A setting of the model, key=value; repeat for more."""
+    seconds: float = 60.0
+    """End the measuring after this time, the smallest contributors left out."""
+    search: bool = True
+    """Also measure what a short search asks for, beside the baselines."""
+    unroll: bool = False
+    """Plan every step of a scan on its own."""
+    output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
+    """A file; by default a new one in the cache (~/.cache/soapjax/profiles, or $SOAPJAX_CACHE/profiles)."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class CalibrateCommand:
+    """Run plans on the devices at hand, and fit at most two scalars (compute and network) to their step times.
+
+    Example:  soapjax calibrate plan.json fsdp.json --steps 10
+    """
+
+    plans: Annotated[list[str], tyro.conf.Positional]
+    """Plan files for the devices at hand."""
+    steps: int = 5
+    """Timed steps of each."""
+    profile: str | None = None
+    """What the scalars are fitted beside: a profile file or "auto"; by default the plans' own measurements."""
+    output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None
+    """A file; by default a new one in the cache."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
 class DemoCommand:
     """Plan a small language model for 8 devices, train it on 8 fake CPU devices, and compare with one.
 
@@ -132,6 +182,8 @@ COMMANDS = {
     "simulate": SimulateCommand,
     "run": RunCommand,
     "verify": VerifyCommand,
+    "profile": ProfileCommand,
+    "calibrate": CalibrateCommand,
     "demo": DemoCommand,
 }
 
@@ -182,8 +234,10 @@ def _without_nan(value: Any) -> Any:
 
 def _progress(command: Any) -> Any:
     """A bar with the best step time so far, on a terminal only: returns (update function, closing function)."""
-    if not (isinstance(command, PlanCommand) and sys.stderr.isatty()):
+    if not (isinstance(command, PlanCommand | ProfileCommand) and sys.stderr.isatty()):
         return None
+    if isinstance(command, ProfileCommand):
+        return _measuring(command)
     bar = rich.progress.Progress(
         rich.progress.TextColumn("searching"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[best]}"),
         rich.progress.TimeElapsedColumn(), console=errors, transient=True,
@@ -194,6 +248,22 @@ def _progress(command: Any) -> Any:
 
     def update(done: int, best_s: float, elapsed_s: float) -> None:
         bar.update(task, completed=elapsed_s if command.seconds else done, best=f"{done} proposals, best {best_s * 1e3:.4g} ms")
+
+    update.stop = bar.stop
+    return update
+
+
+def _measuring(command: ProfileCommand) -> Any:
+    """A bar with the operator that is measured."""
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("measuring"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[label]}"),
+        rich.progress.TimeElapsedColumn(), console=errors, transient=True,
+    )  # fmt: skip
+    task = bar.add_task("profile", total=None, label="")
+    bar.start()
+
+    def update(done: int, total: int, elapsed_s: float, label: str) -> None:
+        bar.update(task, completed=done, total=total, label=f"{done} of {total}, {label}")
 
     update.stop = bar.stop
     return update

@@ -40,11 +40,15 @@ MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine
 
 def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command."""
+    from soapjax import measuring_commands  # it uses the helpers below
+
     handlers = {
         cli.PlanCommand: functools.partial(plan_command, progress=progress),
         cli.SimulateCommand: simulate_command,
         cli.RunCommand: run_command,
         cli.VerifyCommand: verify_command,
+        cli.ProfileCommand: functools.partial(measuring_commands.profile_command, progress=progress),
+        cli.CalibrateCommand: measuring_commands.calibrate_command,
         cli.DemoCommand: demo_command,
     }
     return handlers[type(command)](command)
@@ -58,18 +62,20 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
         problems.append(Problem("--proposals", str(command.proposals), "a positive number", "give the search at least one"))
     if not 0 <= command.seed < 2**31:
         problems.append(Problem("--seed", str(command.seed), "0 to 2147483647", "choose another seed"))
+    if command.verify_top < 0:
+        problems.append(Problem("--verify-top", str(command.verify_top), "0 or more", "say how many of the best to run"))
     if command.output is not None:
-        problems += _output_problems(command.output)
+        problems += output_problems(command.output)
     if problems:
         raise SoapjaxError(problems)
     topology = load_topology(command.topology)
     get_planner(command.planner, space=command.space)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
-    with _closing(progress):
+    with closing(progress):
         found = api.plan(
             model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed,
             proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, space=command.space,
-            model=model.source, progress=progress,
+            model=model.source, progress=progress, profile=command.profile, verify_top=command.verify_top,
         )  # fmt: skip
     if command.output is not None:
         found.plan.save(command.output)
@@ -81,7 +87,7 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     return result, Group(plan_report(found.plan), Text("\n".join(lines))), status
 
 
-def _output_problems(output: str) -> list[Problem]:
+def output_problems(output: str) -> list[Problem]:
     """What would keep a plan from being written there: found before the search, not after it."""
     path = os.path.abspath(output)
     folder = os.path.dirname(path)
@@ -95,7 +101,7 @@ def _output_problems(output: str) -> list[Problem]:
 
 
 @contextlib.contextmanager
-def _closing(progress: Any) -> Iterator[None]:
+def closing(progress: Any) -> Iterator[None]:
     try:
         yield
     finally:
@@ -118,11 +124,13 @@ def _plan_result(plan: Plan) -> dict[str, Any]:
         "num_proposals": source.num_proposals,
         "search_s": source.search_s,
         "notes": list(source.notes),
+        "compute_figures": p.compute_figures,
+        "verified": [t.model_dump() for t in source.verified],
         "plan_sha256": plan.plan_sha256,
     }
 
 
-def _loaded(path: str, *, topology: str | None = None, concrete: bool = False) -> tuple[Plan, Model, TracedStep]:
+def loaded(path: str, *, topology: str | None = None, concrete: bool = False) -> tuple[Plan, Model, TracedStep]:
     """A plan file with its model, traced, and its prediction made anew."""
     raw = Plan.load(path)
     if raw.model is None:
@@ -137,7 +145,7 @@ def _loaded(path: str, *, topology: str | None = None, concrete: bool = False) -
 
 
 def simulate_command(command: cli.SimulateCommand) -> Result:
-    plan, _, _ = _loaded(command.plan, topology=command.topology)
+    plan, _, _ = loaded(command.plan, topology=command.topology)
     return _plan_result(plan), plan_report(plan), 0
 
 
@@ -189,7 +197,7 @@ def run_command(command: cli.RunCommand) -> Result:
     if command.steps < 1:
         raise SoapjaxError(Problem("--steps", str(command.steps), "at least 1", "train one step or more"))
     devices = _devices_for(command.plan)
-    plan, model, step = _loaded(command.plan, concrete=True)
+    plan, model, step = loaded(command.plan, concrete=True)
     _require_state(model, step)
     program = bind_plan(step, plan, devices=devices)
     losses, times = train(CompiledStep(program), model, command.steps)
@@ -280,9 +288,9 @@ def verify_command(command: cli.VerifyCommand) -> Result:
         raise SoapjaxError(problems)
     runs = command.target in ("local", "cpu")
     if command.topology is not None and load_topology(command.topology).fingerprint() != topology.fingerprint():
-        _loaded(command.plan, topology=command.topology)  # raises, and says what differs
+        loaded(command.plan, topology=command.topology)  # raises, and says what differs
     devices = devices_of_target(topology, command.target)
-    plan, model, step = _loaded(command.plan, topology=command.topology, concrete=runs)
+    plan, model, step = loaded(command.plan, topology=command.topology, concrete=runs)
     program = bind_plan(step, plan, devices=devices)
     inspected = inspect_program(program)
     result, lines, is_proven = {}, [], True

@@ -6,8 +6,10 @@ Reads are bounded in size, must be UTF-8, and report what is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from soapjax.errors import Problem, SoapjaxError
@@ -39,6 +41,39 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def write_new_text(path: str | os.PathLike[str], text: str, *, is_same: Callable[[], bool]) -> None:
+    """Adds a file that is named by its contents; one that is there already stays if `is_same()`, else it is replaced.
+
+    Where the file system can (Linux' O_TMPFILE), the file has no name until it is complete: not even a killed process
+    leaves anything behind. Elsewhere as `write_text_atomic`, whose errors it raises.
+    """
+    target = Path(path)
+    fd = -1
+    try:
+        with contextlib.suppress(OSError, AttributeError):
+            fd = os.open(target.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
+        if fd < 0:
+            write_text_atomic(path, text)
+            return
+        with os.fdopen(fd, "wb") as f:
+            f.write(text.encode())
+            f.flush()
+            os.fsync(f.fileno())
+            # Only beside a folder's descriptor does os.link follow the symbolic link to the open file.
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.link(f"/proc/self/fd/{f.fileno()}", target.name, dst_dir_fd=folder, follow_symlinks=True)
+            except FileExistsError:
+                if not is_same():
+                    write_text_atomic(path, text)
+            finally:
+                os.close(folder)
+    except OSError as e:
+        raise SoapjaxError(
+            Problem(str(target), e.strerror or str(e), "a writable place", "choose another place, or free space there")
+        ) from None
 
 
 def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES) -> str:

@@ -29,6 +29,7 @@ from soapjax.costs.layouts import (
     with_pins,
 )
 from soapjax.costs.local import SHORT, LocalTables, Sharing, sharing
+from soapjax.costs.measured import log_degrees, measured_ratio, point_of
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
@@ -49,6 +50,9 @@ class Arrays(NamedTuple):
     sum_trips: Array  # [S + 1]
     task_trips: Array  # [K + 1]
     update_bytes: Array  # [K + 1]
+    measured_degrees: Array  # [K + 1, M, D]
+    measured_log_ratio: Array  # [K + 1, M]
+    measured_weight: Array  # [K + 1, M]
     tensor_source: Array  # int32 [T + 1]
     tensor_fixed: Array  # int8 [T + 1, A]
     tensor_shape: Array  # int32 [T + 1, R]
@@ -143,13 +147,14 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         last = np.full((1, *x.shape[1:]), value, x.dtype)
         return jnp.asarray(np.concatenate([x, last]))
 
-    device = tables.topology.device
     sum_trips = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
     arrays = Arrays(
         access_map=padded(tables.access_map, REPLICATED), access_bytes=padded(tables.access_bytes),
         work_seconds=padded(tables.work_seconds), work_split=padded(tables.work_split),
         sum_bytes=padded(tables.sum_bytes), sum_split=padded(tables.sum_split), sum_reduced=padded(tables.sum_reduced),
         sum_trips=padded(sum_trips), task_trips=padded(tables.task_trips), update_bytes=padded(tables.update_bytes),
+        measured_degrees=padded(tables.measured.degrees), measured_log_ratio=padded(tables.measured.log_ratio),
+        measured_weight=padded(tables.measured.weight),
         tensor_source=padded(tables.tensor_source), tensor_fixed=padded(tables.tensor_fixed, REPLICATED),
         tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
@@ -162,8 +167,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         row=jnp.asarray(shares.row), column=jnp.asarray(shares.column), group=jnp.asarray(shares.group),
         is_backward=jnp.asarray(shares.is_backward), coordinates=jnp.asarray(tables.space.groups),
     )  # fmt: skip
-    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    return arrays, Machine(tables.links, rate, device.launch_s, tables.space.offers_pins)
+    return arrays, Machine(tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins)
 
 
 def keys_of(layout: Array, regathered: Array) -> Array:
@@ -249,6 +253,12 @@ def change(
     flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
     moved = jnp.where(is_update, rows(arrays.update_bytes, row.task) / update_split, moved)
     compute_s = (jnp.maximum(flop_s, moved / machine.memory_bytes_per_s) + machine.launch_s) * rows(arrays.task_trips, row.task)
+
+    if arrays.measured_weight.shape[1]:
+        num_dims = arrays.measured_degrees.shape[-1]
+        at = jnp.broadcast_to(log_degrees(axes, machine.links.axis_sizes, num_dims), (num_tasks, num_dims))
+        points = (rows(x, row.task) for x in (arrays.measured_degrees, arrays.measured_log_ratio, arrays.measured_weight))
+        compute_s *= measured_ratio(*points, point_of(at, update_split, is_update))
 
     # Communication.
     e, s = row.edge, row.sum

@@ -27,6 +27,7 @@ from soapjax.costs.layouts import (
     value_index,
     with_pins,
 )
+from soapjax.costs.measured import log_degrees, measured_ratio, point_of
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 
@@ -135,8 +136,7 @@ def latency_shares(tables: CostTables) -> tuple[np.ndarray, np.ndarray]:
 def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped."""
     sizes = np.array(tables.links.axis_sizes, np.float32)
-    device = tables.topology.device
-    memory_rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
     shares = np.concatenate([*latency_shares(tables), np.ones(len(tables.sum_task), np.float32)])
     resolve_times = tables.tensor_trips * tables.may_be_partial
@@ -168,8 +168,11 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
             flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
             moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
         else:
-            shards = jnp.zeros(0)
-        compute_s = (jnp.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
+            shards, update_split = jnp.zeros(0), jnp.ones(num_k)
+        compute_s = (jnp.maximum(flop_s, moved / memory_rate) + launch_s) * tables.task_trips
+        if tables.measured:
+            at = log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1])[tables.task_op]
+            compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
 
         # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
         edge_home = home[tables.edge_tensor]

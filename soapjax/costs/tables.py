@@ -18,6 +18,8 @@ import numpy as np
 
 from soapjax.costs.conversion import Links, links_of
 from soapjax.costs.lifetimes import lifetimes
+from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
+from soapjax.costs.profile import Profile
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED
@@ -91,13 +93,19 @@ class CostTables:
     task_parameter: np.ndarray  # int32 [K]
     update_bytes: np.ndarray  # float32 [K]
 
+    profile: Profile | None  # what was measured, None: the topology's figures
+    rates: ComputeRates
+    measured: MeasuredArrays  # K tasks
+
     @property
     def num_tasks(self) -> int:
         return len(self.task_op)
 
 
-def cost_tables(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> CostTables:
-    """Builds the arrays; analytic compute costs (a roofline with the topology's efficiencies)."""
+def cost_tables(
+    graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None
+) -> CostTables:
+    """Builds the arrays; compute costs are a roofline with the topology's figures, or what the profile measured and fitted."""
     t: dict[str, np.ndarray] = {}
     mesh, num_axes = space.mesh, space.num_axes
     width = space.allowed.shape[2]  # D + 1 config values
@@ -105,12 +113,20 @@ def cost_tables(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopolo
     _parameters(graph, space, t)
     edges = _tensors_and_edges(graph, space, num_axes, t)
     _twins(graph, edges, t)
-    _work(graph, topology, width, t)
+    rates = ComputeRates(topology, profile)
+    _work(graph, rates, width, t)
+    measured = no_points(len(graph.tasks), width - 1)
+    if profile is not None:
+
+        def roofline_s(k: int, local: LocalTask) -> float:
+            return rates.roofline_s(graph.tasks[k].kind, graph.tasks[k].dtype, local)
+
+        measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
     t["storage_regather"] = np.array([s.regather for s in space.storages], bool)
     return CostTables(
-        graph=graph, space=space, topology=topology, links=links_of(topology, mesh),
-        usable_memory_bytes=topology.device.usable_memory_bytes, **t,
+        graph=graph, space=space, topology=topology, links=links_of(linked(topology, profile), mesh),
+        usable_memory_bytes=topology.device.usable_memory_bytes, profile=profile, rates=rates, measured=measured, **t,
     )  # fmt: skip
 
 
@@ -130,14 +146,14 @@ def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
                 maps.append(row)
                 tasks.append(k)
                 tensors.append(access.tensor)
-                sizes.append(_trip_bytes(graph, access.tensor, k))
+                sizes.append(trip_bytes(graph, access.tensor, k))
                 writes.append(is_write)
     t["access_op"], t["access_task"], t["access_tensor"] = (np.array(x, np.int32) for x in (ops, tasks, tensors))
     t["access_map"] = np.array(maps, np.int8).reshape(len(maps), width)
     t["access_bytes"], t["access_is_write"] = np.array(sizes, np.float32), np.array(writes, bool)
 
 
-def _trip_bytes(graph: OperatorGraph, tensor: int, task: int) -> float:
+def trip_bytes(graph: OperatorGraph, tensor: int, task: int) -> float:
     """Bytes of a tensor that one trip of a task touches: a loop reads one slice of a stacked input."""
     found, trips = graph.tensors[tensor], graph.tasks[task].trip_count
     stacked = trips > 1 and found.input_leaf >= 0 and found.shape and found.shape[0] == trips and _is_sliced(graph, tensor)
@@ -223,7 +239,7 @@ def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, 
             found.sort()
         for k, u in found:
             task = graph.tasks[k]
-            per_trip = _trip_bytes(graph, i, k)
+            per_trip = trip_bytes(graph, i, k)
             made_inside = i in writer and graph.tasks[int(t["access_task"][writer[i]])].trip_count > 1
             sliced = per_trip != tensor.size_bytes
             count = task.trip_count if made_inside or sliced else 1
@@ -314,9 +330,7 @@ def _twins(graph: OperatorGraph, edges: list[_Edge], t: dict) -> None:
     t["twin_crosses"] = np.array(crosses, bool)
 
 
-def _work(graph: OperatorGraph, topology: DeviceTopology, width: int, t: dict) -> None:
-    device = topology.device
-
+def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> None:
     def mask(dims) -> np.ndarray:
         row = np.zeros(width, bool)
         row[[d + 1 for d in dims]] = True
@@ -326,7 +340,7 @@ def _work(graph: OperatorGraph, topology: DeviceTopology, width: int, t: dict) -
     sum_task, sum_bytes, sum_split, sum_reduced = [], [], [], []
     update_bytes = np.zeros(len(graph.tasks), np.float32)
     for k, task in enumerate(graph.tasks):
-        rate = device.efficiency[task.kind] * device.peak(task.dtype, operator_class=task.kind)
+        rate = rates.flops_per_s(task.kind, task.dtype)
         for w in task.work:
             work_task.append(k)
             work_seconds.append(w.flops / rate)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +36,13 @@ from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rules import BLOCKED, LIGHT, user_spec
+from soapjax.graph.structure import structure_of
 from soapjax.graph.trace import TracedStep
 from soapjax.graph.units import Unit, find_units, generated_values, is_relayout
 from soapjax.graph.updates import update_work
 from soapjax.graph.values import Values
+
+DimsOf = Callable[[Task, FlatEqn], tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,6 +56,7 @@ class Binding:
     sums: dict[int, traced.Accumulation]  # parameter -> how its gradient is summed up
     dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
     partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
+    local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
 
 
 class EqnDims(NamedTuple):
@@ -69,7 +73,7 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     check_graph(graph)
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
     b = builder
-    return graph, Binding(b.values, task_of, b.tensor_of, b.phases, b.sums, b.dims_of, b.partial_of)
+    return graph, Binding(b.values, task_of, b.tensor_of, b.phases, b.sums, b.dims_of, b.partial_of, b.local_dims)
 
 
 class _Builder:
@@ -91,6 +95,8 @@ class _Builder:
         self.readers = self._readers()
         self.dims_of: dict[str, EqnDims] = {}
         self.partial_of: dict[str, int] = {}
+        self.by_key = {e.key: e for e in self.updates}
+        self.places: dict[str, tuple[DimClasses, dict[Hashable, int]]] = {}  # a task's first equation -> its operator's dims
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
@@ -284,10 +290,12 @@ class _Builder:
         floats = [str(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
         dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
+        self.places[unit.eqns[0].key] = classes, index
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
             -1, *self._heavy_dims(unit, classes, index), tuple(self._recomputed_from(unit, o, results) for o in results),
+            self._structure(unit.eqns),
         )  # fmt: skip
 
     def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
@@ -317,6 +325,25 @@ class _Builder:
                     seen.add(root)
                     queue.append(root)
         return tuple(found)
+
+    def _structure(self, eqns: list[FlatEqn]) -> str:
+        return structure_of(eqns, self.program.aval, lambda a: self.values.of(a).root)
+
+    def local_dims(self, task: Task, eqn: FlatEqn) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Op dims, or NOT_SPLIT, of the operands and results of one of a task's equations, in their own shapes."""
+        classes, index = self.places[task.equations[0]]
+        found = self.labels[eqn]
+
+        def dims(atom: object, labs: tuple[int, ...]) -> tuple[int, ...]:
+            if eqn.key == task.heavy:
+                return tuple(index.get(classes.of_label(eqn, lab), NOT_SPLIT) for lab in labs)
+            if not isinstance(atom, int):
+                return (NOT_SPLIT,) * len(labs)
+            if self.values.of(atom).root in self.generated:  # made on each device, as the equation wants it
+                return tuple(index.get(classes.of_label(eqn, lab), NOT_SPLIT) for lab in labs)
+            return tuple(index.get(classes.of(self.values.node(atom, d)), NOT_SPLIT) for d in range(len(labs)))
+
+        return tuple(map(dims, eqn.inputs, found.inputs)), tuple(map(dims, eqn.outputs, found.outputs))
 
     def _heavy_dims(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Op dims of the heavy equation's operands and of its first result."""
@@ -393,9 +420,13 @@ class _Builder:
             )  # fmt: skip
             read = Access(gradient, (NOT_SPLIT,) * len(self.tensors[gradient].shape))
             dtype = self.tensors[tensor].dtype
+            structure = self._structure([self.by_key[key] for key in equations[p]])
             updates.append(
-                Task(owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p)
-            )
+                Task(
+                    owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p,
+                    structure=structure,
+                )
+            )  # fmt: skip
         return parameters, updates
 
     def _ordered(self, tasks: list[Task]) -> list[Task]:

@@ -81,6 +81,7 @@ class Task(NamedTuple):
     result_dims: tuple[int, ...] = ()
     # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
     recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
+    structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
 
 
 class Tensor(NamedTuple):

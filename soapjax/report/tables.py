@@ -87,18 +87,31 @@ def comparison_table(plan: Plan) -> Table:
     return table
 
 
+def verified_table(plan: Plan) -> Table:
+    """What was run on the devices at hand; the fastest is the plan."""
+    table = Table(title="run on the devices at hand", title_justify="left")
+    for column in ("strategy", "predicted", "measured", "error"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for t in sorted(plan.provenance.verified, key=lambda t: t.measured_s):
+        table.add_row(t.strategy, seconds(t.predicted_s), seconds(t.measured_s), f"{t.predicted_s / t.measured_s - 1:+.0%}")
+    return table
+
+
 def plan_report(plan: Plan) -> RenderableType:
     """Everything a person wants to know about a plan."""
     p = plan.prediction
     moved = ", ".join(f"{k} {size(v)}" for k, v in p.bytes_by_collective.items() if v) or "nothing"
     parts = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in p.memory_parts_bytes.items())
+    figures = ", ".join(f"{share:.0%} {source}" for source, share in p.compute_figures.items())
     lines = [
         f"{plan.graph.num_operators} operators on {plan.topology.get('name', '?')}, {plan.num_devices} devices: "
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
         f"each device sends per step: {moved}",
         f"memory per device: {parts}",
+        *([f"compute seconds: {figures}"] if figures else []),
         *(["for simulation only: no executor runs operators on parts of the devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),
         f"plan_sha256 {plan.plan_sha256}",
     ]
-    return Group(operator_table(plan), comparison_table(plan), Text("\n".join(lines)))
+    tables = [operator_table(plan), comparison_table(plan), *([verified_table(plan)] if plan.provenance.verified else [])]
+    return Group(*tables, Text("\n".join(lines)))

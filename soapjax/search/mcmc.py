@@ -266,8 +266,8 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         stopped_by = "interrupted"
     finally:
         pool.shutdown(wait=True)
-    best = min(problem.evaluate(candidates[-BATCH:] + candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
-    return SearchResult(best, done, time.monotonic() - begin, stopped_by, tuple(history))
+    good = sorted(problem.evaluate(candidates[-BATCH:] + candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
+    return SearchResult(good[0], done, time.monotonic() - begin, stopped_by, tuple(history), candidates=tuple(good))
 
 
 def _in_turn(begun: list[Evaluation]) -> list[Evaluation]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from soapjax.costs.profile import Profile
 from soapjax.costs.tables import cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.simulate.simulator import Scores, Simulator
@@ -41,8 +42,10 @@ class PlanningProblem:
     simulator: Simulator
 
     @classmethod
-    def make(cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> PlanningProblem:
-        return cls(graph, space, Simulator(cost_tables(graph, space, topology)))
+    def make(
+        cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None
+    ) -> PlanningProblem:
+        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)))
 
     @property
     def usable_memory_bytes(self) -> int:
@@ -75,6 +78,7 @@ class SearchResult(NamedTuple):
     stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete"
     history: tuple[tuple[int, float, float], ...] = ()
     notes: tuple[str, ...] = ()
+    candidates: tuple[Evaluation, ...] = ()  # distinct good ones, best first, where the planner kept them
 
 
 Planner = Callable[[Array, PlanningProblem, Budget], SearchResult]

@@ -77,7 +77,7 @@ class Simulator:
             occupies = self.schedule.occupies_of_groups(costs.holders)
         return simulate(self.schedule, self.schedule.durations(costs.durations), occupies)
 
-    def prediction(self, strategy: Strategy) -> Prediction:
+    def prediction(self, strategy: Strategy, compute_figures: dict[str, float] | None = None) -> Prediction:
         costs = self.costs(strategy)
         time = float(self.step_times([strategy]).step_time_s[0])
         parts = dict(zip(("parameters_and_state", "activations_and_gradients", "transient"), costs.memory_bytes, strict=False))
@@ -91,6 +91,7 @@ class Simulator:
             feasible=bool(costs.memory_bytes[3] <= usable) and not int(costs.penalty),
             sends=sent_parts(self.tables, costs, strategy),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
+            compute_figures=compute_figures or {},
         )
 
 

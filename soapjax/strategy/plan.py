@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +68,7 @@ class OperatorPart(_Part):
     dims: dict[str, int] = {}  # name and size of what an axis may be assigned to, for those who edit
     axes: dict[str, str]  # mesh axis -> dim, "replicate" or "pin(i)"
     storage: str = "as used"
+    figures: str = "analytic"  # where its compute seconds come from: "measured", "calibrated" or "analytic", the weakest
     tasks: tuple[TaskPart, ...] = ()
 
 
@@ -87,6 +89,15 @@ class Prediction(_Part):
     feasible: bool
     bytes_by_collective: dict[str, int]
     sends: tuple[SentPart, ...] = ()  # the summands of `bytes_by_collective`
+    compute_figures: dict[str, float] = {}  # "measured", "calibrated", "analytic" -> share of the compute seconds
+
+
+class TimedStep(_Part):
+    """A strategy that was run on the devices at hand."""
+
+    strategy: str
+    predicted_s: float
+    measured_s: float
 
 
 class Provenance(_Part):
@@ -98,6 +109,7 @@ class Provenance(_Part):
     search_s: float = 0.0
     baselines: dict[str, float | None] = {}
     notes: tuple[str, ...] = ()
+    verified: tuple[TimedStep, ...] = ()  # --verify-top
 
 
 class Plan(_Part):
@@ -111,6 +123,7 @@ class Plan(_Part):
     executable: bool = True  # no operator is pinned; derived from `axes`
     unroll: bool = False  # scans were planned step by step
     fixed: dict[str, str] = {}
+    profile: dict[str, Any] | None = None  # the measurements that it was costed with (costs/profile.py)
     operators: dict[str, OperatorPart]
     arguments: dict[str, str]
     results: dict[str, str]
@@ -131,8 +144,8 @@ class Plan(_Part):
 
     @property
     def plan_sha256(self) -> str:
-        """Over the canonical JSON without provenance."""
-        data = self.model_dump(mode="json", exclude={"provenance"})
+        """Over the canonical JSON without provenance and measurements."""
+        data = self.model_dump(mode="json", exclude={"provenance", "profile"})
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def save(self, path: str) -> None:
@@ -214,6 +227,7 @@ def parse_spec(text: str) -> Spec:
 def make_plan(
     space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
     prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
+    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan from a strategy and the layouts that it implies.
 
@@ -221,6 +235,7 @@ def make_plan(
       used: int8 [U, A], layout of every access of every task but the updates, reads before writes, in task order.
       home: int8 [T, A], layout of every tensor.
       stored: int8 [P, A], storage layout of every parameter.
+      profile: the measurements behind the prediction; `figures`: per operator where its seconds come from.
     """
     graph, mesh = space.graph, space.mesh
     names = mesh.axis_names
@@ -241,8 +256,9 @@ def make_plan(
     for n, op in enumerate(graph.operators):
         config = strategy.config(n, op, mesh, space.storages)
         operators[op.name] = OperatorPart(
-            kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage, tasks=tuple(parts[n])
-        )
+            kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage,
+            figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
+        )  # fmt: skip
     arguments, results = _leaf_specs(graph, home, stored, spec)
     return Plan(
         model=model,
@@ -252,6 +268,7 @@ def make_plan(
         unroll=unroll,
         executable=bool((strategy.axes >= REPLICATE).all()),
         fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
+        profile=profile,
         operators=operators,
         arguments=arguments,
         results=results,

@@ -1,0 +1,211 @@
+"""OneFlow's published GPT runs on 32 V100, predicted: two scalars fitted on three rows, the other rows predicted with them.
+
+    python scripts/oneflow_table.py oneflow_gpt_v100.csv --output results/oneflow.md
+
+Columns of the file: data, tensor, pipeline, global_batch, hidden, layers, oneflow_ms, oneflow_mib. Sequences of 2,048 tokens,
+float16, each block recomputed in the backward pass. Heads, and 32 micro-batches of the pipelines, as in the benchmark's own
+configuration (Oneflow-Inc/OneFlow-Benchmark, LanguageModeling/GPT/integration_test/config_of_performance_test.csv).
+
+The strategy of a row is the published one: tensor parallelism (Megatron's pairs, and the vocabulary split) over the fastest
+links, data parallelism over the others. A pipeline of p stages and m micro-batches takes the sum of its stages' times and
+(m - 1) times the slowest stage (GPipe, Huang et al. 2019, section 2.3); a stage is simulated on its own devices, and holds the
+inputs of p micro-batches' blocks (1F1B).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import importlib
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
+
+import jax
+import numpy as np
+from scipy.stats import kendalltau
+
+from soapjax.costs.fit import fitted_scales
+from soapjax.files import write_text_atomic
+from soapjax.graph.build import build_graph
+from soapjax.graph.trace import trace
+from soapjax.profiling import scaled_prediction
+from soapjax.search.baselines import tensor_parallel_strategy
+from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.space import search_space
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology, factor_mesh, load_topology
+
+# One GPU: compute alone. Eight within a host: the fast links. Sixteen on two hosts: the slow ones.
+FITTED = ("1x1x1", "1x8x1", "16x1x1")
+HEADS = {1536: 16, 2304: 24, 3072: 32}
+VOCAB, SEQ, MICROBATCHES = 51_200, 2048, 32
+MIB = 2**20
+
+
+class Row(NamedTuple):
+    data: int
+    tensor: int
+    pipeline: int
+    global_batch: int
+    hidden: int
+    layers: int
+    step_s: float
+    memory_bytes: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}x{self.tensor}x{self.pipeline}"
+
+
+def read_rows(path: str) -> list[Row]:
+    with open(path, encoding="utf-8") as f:
+        return [
+            Row(
+                *(int(r[k]) for k in ("data", "tensor", "pipeline", "global_batch", "hidden", "layers")),
+                float(r["oneflow_ms"]) / 1e3, float(r["oneflow_mib"]) * MIB,
+            )
+            for r in csv.DictReader(f)
+        ]  # fmt: skip
+
+
+def machine(devices: int) -> DeviceTopology:
+    """So many devices of the cluster, whole hosts first. The models compute in bfloat16; it stands for float16 here."""
+    topology = load_topology("v100x32")
+    hosts, each = max(1, devices // 8), min(devices, 8)
+    levels = [replace(lv, size=n) for lv, n in zip(topology.levels, (hosts, each), strict=True) if n > 1]
+    peak = dict(topology.device.peak_flops_per_s) | {"bfloat16": topology.device.peak_flops_per_s["float16"]}
+    device = replace(topology.device, peak_flops_per_s=peak)
+    return replace(topology, device=device, levels=tuple(levels or [replace(topology.levels[-1], size=1)]))
+
+
+@functools.cache
+def graph_of(batch: int, hidden: int, layers: int):
+    model = importlib.import_module("models.transformer_lm")
+    sizes = dict(batch=batch, seq=SEQ, width=hidden, layers=layers, heads=HEADS[hidden], vocab=VOCAB)
+    made = []
+
+    def arguments():
+        step, *rest = model.make(**sizes, scan=True, remat=True, tie=True, dtype="bfloat16", optimizer="adamw")
+        made.append(step)
+        return tuple(rest)
+
+    example = jax.eval_shape(arguments)
+    return build_graph(trace(made[0], *example))[0]
+
+
+class Simulated(NamedTuple):
+    """A model of so many layers under the row's data and tensor degrees."""
+
+    problem: PlanningProblem
+    strategy: Strategy
+
+    def seconds(self, compute_scale: float, network_scale: float) -> float:
+        return scaled_prediction(self.problem.simulator, self.strategy, compute_scale, network_scale)
+
+    @functools.cache  # noqa: B019 - lives as long as the script
+    def memory_bytes(self) -> float:
+        return float(self.problem.simulator.costs(self.strategy).memory_bytes[3])
+
+
+@functools.cache
+def simulated(batch: int, hidden: int, layers: int, data: int, tensor: int) -> Simulated:
+    topology = machine(data * tensor)
+    mesh = factor_mesh(topology)
+    graph = graph_of(batch, hidden, layers)
+    problem = PlanningProblem.make(graph, search_space(graph, mesh), topology)
+    # The axes come slowest links first: tensor parallelism takes the fastest whose product is its degree.
+    first = next(a for a in range(len(mesh.axis_sizes) + 1) if math.prod(mesh.axis_sizes[a:]) == tensor)
+    axes = [a for a in range(first, len(mesh.axis_sizes)) if mesh.axis_sizes[a] > 1]
+    return Simulated(problem, with_vocabulary_parallel(problem, tensor_parallel_strategy(problem, axes), axes))
+
+
+def with_vocabulary_parallel(problem: PlanningProblem, strategy: Strategy, axes: list[int]) -> Strategy:
+    """Embedding, head and loss split over the vocabulary, as Megatron (2019, section 3) and OneFlow's benchmark do."""
+    for n, op in enumerate(problem.graph.operators):
+        dim = next((d for d, x in enumerate(op.dims) if x.size == VOCAB), None)
+        if dim is not None:
+            strategy.axes[n, axes] = dim
+    if not problem.space.is_valid(strategy):
+        raise SystemExit(f"no such strategy: {problem.space.violations(strategy)}")
+    return strategy
+
+
+def predicted_s(row: Row, compute_scale: float, network_scale: float) -> float:
+    def seconds(batch: int, layers: int) -> float:
+        return simulated(batch, row.hidden, layers, row.data, row.tensor).seconds(compute_scale, network_scale)
+
+    if row.pipeline == 1:
+        return seconds(row.global_batch, row.layers)
+    batch, layers = row.global_batch // MICROBATCHES, row.layers // row.pipeline
+    # Twice the batch takes one more micro-batch of work; what is left is paid once (gradient sums, update).
+    one, two = seconds(batch, layers), seconds(2 * batch, layers)
+    last, once = two - one, max(2 * one - two, 0.0)  # the last stage has the head
+    longer = seconds(2 * batch, 2 * layers) - seconds(batch, 2 * layers)
+    other = longer - last  # so many layers alone
+    stages = [other] * (row.pipeline - 1) + [last]
+    sent_bytes = batch // row.data * SEQ * row.hidden * 2
+    link = machine(32).levels[0]
+    hop_s = network_scale * (link.latency_s + sent_bytes / link.achieved_bytes_per_s)
+    return sum(stages) + 2 * (row.pipeline - 1) * hop_s + (MICROBATCHES - 1) * max(stages) + once
+
+
+def predicted_bytes(row: Row) -> float:
+    if row.pipeline == 1:
+        return simulated(row.global_batch, row.hidden, row.layers, row.data, row.tensor).memory_bytes()
+    batch, layers = row.global_batch // MICROBATCHES, row.layers // row.pipeline
+    kept = batch // row.data * SEQ * row.hidden * 2 * layers  # the input of every block, of one micro-batch
+    return simulated(batch, row.hidden, layers, row.data, row.tensor).memory_bytes() + (row.pipeline - 1) * kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="the published rows (CSV)")
+    parser.add_argument("--output", help="where to write the table (Markdown)")
+    options = parser.parse_args()
+    rows = read_rows(options.file)
+    fitted = [r for r in rows if r.name in FITTED]
+
+    def predict(compute_scale: float, network_scale: float) -> list[float]:
+        return [predicted_s(r, compute_scale, network_scale) for r in fitted]
+
+    fit = fitted_scales([r.name for r in fitted], predict, [r.step_s for r in fitted], has_network=True)
+    others = [r for r in rows if r.name not in FITTED]
+    times = {r.name: predicted_s(r, fit.compute_scale, fit.network_scale) for r in rows}
+    memory = {r.name: predicted_bytes(r) for r in rows}
+    tau = kendalltau([times[r.name] for r in others], [r.step_s for r in others]).statistic
+    time_errors = [abs(times[r.name] / r.step_s - 1) for r in others]
+    memory_errors = [abs(memory[r.name] / r.memory_bytes - 1) for r in others]
+    lines = [
+        "| data x tensor x pipeline | batch | hidden | layers | measured ms | predicted ms | error "
+        "| measured MiB | predicted MiB | error |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        t, b = times[r.name], memory[r.name]
+        lines.append(
+            f"| {r.name}{' (fitted)' if r.name in FITTED else ''} | {r.global_batch} | {r.hidden} | {r.layers} "
+            f"| {r.step_s * 1e3:.0f} | {t * 1e3:.0f} | {t / r.step_s - 1:+.0%} "
+            f"| {r.memory_bytes / MIB:.0f} | {b / MIB:.0f} | {b / r.memory_bytes - 1:+.0%} |"
+        )
+    lines += [
+        "",
+        f"Two scalars, fitted on {', '.join(FITTED)} and frozen: compute x {fit.compute_scale:.3g}, network x "
+        f"{fit.network_scale:.3g} (error left on these three: median {fit.residual:.0%}, worst {fit.worst:.0%}). "
+        f"The other {len(others)} rows: Kendall's tau {tau:.3f}; step time: median error {np.median(time_errors):.0%}, "
+        f"worst {max(time_errors):.0%}; memory: median error {np.median(memory_errors):.0%}, worst {max(memory_errors):.0%}.",
+    ]
+    print("\n".join(lines))
+    if options.output:
+        write_text_atomic(options.output, "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

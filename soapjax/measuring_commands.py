@@ -1,0 +1,144 @@
+"""What `soapjax profile` and `soapjax calibrate` do."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from soapjax import api, cli, commands
+from soapjax.costs.fit import fitted_scales
+from soapjax.costs.profile import Profile, merged, profile_of, save_profile
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.spmd import bind_plan
+from soapjax.execute.timing import time_steps
+from soapjax.files import write_text_atomic
+from soapjax.graph.trace import trace
+from soapjax.model_source import abstract_model, parse_settings
+from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
+from soapjax.report.tables import seconds
+from soapjax.strategy.plan import ModelSource, Plan, strategy_of, topology_of
+from soapjax.topology import load_topology
+from soapjax.verify_top import require_real_devices
+
+Result = tuple[dict[str, Any], RenderableType, int]
+
+
+def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result:
+    problems = commands.output_problems(command.output) if command.output is not None else []
+    if not command.seconds > 0:
+        problems.append(Problem("--seconds", str(command.seconds), "a positive number of seconds", "give it some time"))
+    if problems:
+        raise SoapjaxError(problems)
+    topology = load_topology(command.topology)
+    require_kind(topology)
+    model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
+    step = trace(model.step, *model.arguments, unroll=command.unroll)
+    with commands.closing(progress):
+        found, notes = measure_profile(
+            step, topology, seconds=command.seconds, command=_command_line(), search=command.search, progress=progress
+        )
+    if not found.operators and not found.links:
+        raise SoapjaxError(Problem("profile", "; ".join(notes) or "nothing measured", "measurements", "give it more --seconds"))
+    path = _saved(found, command.output)
+    rates, links = found.rates, found.links
+    result = {
+        "path": str(path), "sha256": found.sha256, "device": found.device.model_dump(), "num_operators": len(found.operators),
+        "rates": rates.model_dump() if rates is not None else None, "links": [link.model_dump() for link in links],
+        "notes": notes,
+    }  # fmt: skip
+    lines = [f"{len(found.operators)} distinct tasks measured on {found.device.name}"]
+    if rates is not None:
+        reached = ", ".join(f"{name} {r / 1e9:.4g} GFLOP/s" for name, r in rates.flops_per_s.items())
+        lines += [
+            f"roofline of those not measured: {reached}; memory {rates.memory_bytes_per_s / 1e9:.4g} GB/s, "
+            f"{seconds(rates.launch_s)} per task; median error {rates.median_error:.0%}"
+        ]
+    lines += [f"{k.level}: {k.bytes_per_s / 1e9:.4g} GB/s, {seconds(k.latency_s)} per step" for k in links]
+    lines += [*(f"note: {n}" for n in notes), f"written to {path}"]
+    table = Table(title="the largest measured tasks", title_justify="left")
+    for column in ("task", "measured", "spread"):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for m in sorted(found.operators, key=lambda m: -m.seconds)[:10]:
+        table.add_row(m.label, seconds(m.seconds), f"{m.spread:.0%}")
+    return result, Group(table, Text("\n".join(lines))), 0
+
+
+def _saved(profile: Profile, output: str | None) -> Path:
+    """Where a profile was written: a file of the user's choice, or a new one in the cache."""
+    if output is None:
+        return save_profile(profile)
+    write_text_atomic(output, profile.to_text())
+    return Path(output)
+
+
+def _command_line() -> str:
+    return shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+
+
+def calibrate_command(command: cli.CalibrateCommand) -> Result:
+    problems = commands.output_problems(command.output) if command.output is not None else []
+    if command.steps < 1:
+        problems.append(Problem("--steps", str(command.steps), "at least 1", "time one step or more"))
+    if problems:
+        raise SoapjaxError(problems)
+    rows, measured, bases, fingerprints = [], [], [], {}
+    for path in command.plans:
+        plan = Plan.load(path)
+        topology, _ = topology_of(plan, place=path)
+        fingerprints.setdefault(topology.fingerprint(), path)
+        if len(fingerprints) > 1:
+            value, first = topology.name, next(iter(fingerprints.values()))
+            raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
+        require_real_devices(topology, jax.devices(), place=path)
+        plan, model, step = commands.loaded(path, concrete=True)
+        base = api.find_profile(command.profile, topology)[0]
+        if base is None and plan.profile is not None:
+            base = profile_of(plan.profile, place=f"{path}: profile")
+        base = _plain(base)
+        bases += [base] if base is not None else []
+        with api.on_cpu():
+            # Fitted beside the measurements, without earlier scalars.
+            problem = api.problem_of_plan(plan.model_copy(update={"profile": None}), step, place=path, profile=base)
+            strategy = strategy_of(plan, problem.space, place=path)
+            rows.append((path, problem.simulator, strategy))
+        program = bind_plan(step, plan, devices=jax.devices()[: plan.num_devices])
+        measured.append(time_steps(program, jax.tree_util.tree_leaves(model.arguments), num_steps=command.steps))
+    has_network = any(communicates(simulator, strategy) for _, simulator, strategy in rows)
+
+    def predict(compute: float, network: float) -> list[float]:
+        return [scaled_prediction(simulator, strategy, compute, network) for _, simulator, strategy in rows]
+
+    fit = fitted_scales([path for path, *_ in rows], predict, measured, has_network=has_network)
+    fit = fit.model_copy(update={"topology": topology.fingerprint()})
+    device = require_kind(topology)
+    found = calibrated(merged(bases) if bases else None, device, fit, _command_line())
+    path = _saved(found, command.output)
+    before = predict(1.0, 1.0)
+    table = Table(title="steps", title_justify="left")
+    for column in ("plan", "predicted before", "predicted", "measured", "error"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    for (name, predicted, real), raw in zip(fit.steps, before, strict=True):
+        table.add_row(name, seconds(raw), seconds(predicted), seconds(real), f"{predicted / real - 1:+.1%}")
+    lines = [
+        f"compute × {fit.compute_scale:.4g}, network × {fit.network_scale:.4g}"
+        + ("" if has_network else " (nothing was sent: not fitted)"),
+        f"error left: median {fit.residual:.1%}, worst {fit.worst:.1%}"
+        + (" (give more plans: so few steps tell no error)" if len(rows) <= 1 + has_network else ""),
+        f"written to {path}",
+    ]
+    result = {"path": str(path), "sha256": found.sha256, "predicted_before_s": [float(x) for x in before]} | fit.model_dump()
+    result["measured_s"] = [float(np.float64(x)) for x in measured]
+    return result, Group(table, Text("\n".join(lines))), 0
+
+
+def _plain(profile: Profile | None) -> Profile | None:
+    return None if profile is None else profile.model_copy(update={"calibration": None})
