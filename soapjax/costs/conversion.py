@@ -182,7 +182,8 @@ def conversion_cost_plainly(
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
     pairs = list(zip(source, target, strict=True))
     is_pinned = [min(p) <= PINNED for p in pairs]
-    steps = steps_of(*([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target)), sizes, is_counted=True)
+    unpinned = ([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target))
+    steps = steps_of(*unpinned, sizes, is_counted=True)
     local = size_bytes
     for a, (s, t) in enumerate(pairs):
         if s >= 0 or (s == REPLICATED and t >= 0 and not _is_whole(steps)):

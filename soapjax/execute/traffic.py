@@ -114,7 +114,9 @@ def differences(plan: Plan, collectives: Sequence[Collective], *, at_least: floa
         ]
         if sum(abs(by_kind[0][k] - by_kind[1][k]) for k in KINDS) >= at_least * total:
             members = dict.fromkeys(p.operator for p in parts)
-            shown = [f"{c.kind} {round(c.step_bytes)} B in groups of {len(c.group)}: {c.op_name[-100:] or 'nameless'}" for c in made]
+            shown = [
+                f"{c.kind} {round(c.step_bytes)} B in groups of {len(c.group)}: {c.op_name[-100:] or 'nameless'}" for c in made
+            ]
             found.append(
                 Difference(
                     tuple(members) or (f"task {group}" if group != _NAMELESS else "merged or nameless collectives",), *by_kind,
