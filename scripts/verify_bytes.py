@@ -43,7 +43,9 @@ LARGE: dict[str, tuple[str, dict]] = {
     "large mlp": ("models.mlp", {"batch": 4096, "width": 2048, "layers": 4, "features": 1024}),
     "large alexnet": ("models.alexnet", {"batch": 512}),
     "large resnet50": ("models.resnet", {"depth": 50, "batch": 512}),
-    "large transformer_lm": ("models.transformer_lm", {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768}),
+    "large transformer_lm": (
+        "models.transformer_lm", {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768},
+    ),
     "large transformer_lm scan remat": (
         "models.transformer_lm",
         {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768, "scan": True, "remat": True},
@@ -106,7 +108,8 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
         ), strict=True)))  # fmt: skip
         write_rows(path, rows)
         r = rows[-1]
-        print(f"{name:34s} {label:16s} bytes {error(r, 'bytes'):+7.1%}  memory {error(r, 'memory'):+7.1%}  {r['compile_s']} s", flush=True)
+        errors = f"bytes {error(r, 'bytes'):+7.1%}  memory {error(r, 'memory'):+7.1%}"
+        print(f"{name:34s} {label:16s} {errors}  {r['compile_s']} s", flush=True)
         for d in differences(plan, found.collectives)[: options.differences]:
             print(d)
     jax.clear_caches()
@@ -151,7 +154,8 @@ def report(rows: list[dict]) -> None:
         print(f"\n{key[0]} {key[1]}, {'large' if key[2] else 'small'} models: {len(of)} plans")
         for what in ("bytes", "memory"):
             errors = np.array([abs(error(r, what)) for r in of])
-            print(f"  {what}: median {np.median(errors):.1%}, 90th percentile {np.percentile(errors, 90):.1%}, worst {errors.max():.1%}")
+            figures = f"median {np.median(errors):.1%}, 90th percentile {np.percentile(errors, 90):.1%}, worst {errors.max():.1%}"
+            print(f"  {what}: {figures}")
             for i in np.argsort(-errors)[:5]:
                 print(f"    {error(of[i], what):+.1%}  {of[i]['model']}, {of[i]['strategy']}")
         wrong = [r for r in of if float(r["predicted_memory"]) <= float(r["usable_memory"]) < float(r["compiled_memory"])]

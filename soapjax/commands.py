@@ -321,8 +321,8 @@ def verify_command(command: cli.VerifyCommand) -> Result:
         "compile_s": round(inspected.compile_s, 3),
         "proven": is_proven and fits,
     }
-    compiled = compiled_report(plan, inspected, by_kind, apart, runs=runs, is_proven=is_proven, fits=fits)
-    return result, Group(Text("\n".join(lines)), *compiled), 0 if is_proven and fits else 1
+    tables = compiled_report(plan, inspected, by_kind, apart, runs=runs, is_proven=is_proven, fits=fits)
+    return result, Group(Text("\n".join(lines)), *tables), 0 if is_proven and fits else 1
 
 
 def demo_command(command: cli.DemoCommand) -> Result:

@@ -23,7 +23,12 @@ def reshard(x: Any, source: Spec, target: Spec, mesh: Mesh) -> Any:
     """`x`, laid out as `source`, laid out as `target`; axes in each dim in mesh order."""
     names, sizes = mesh.axis_names, tuple(mesh.shape.values())
     steps = steps_of(layout_of(source, names), layout_of(target, names), sizes)
-    if not steps or not _is_even(x.shape, steps, sizes):
+    uneven = _uneven_dims(x.shape, steps, sizes)
+    # Small dims that cannot hold the axes that enter beside those that leave: the latter are gathered first.
+    half = tuple(tuple(n for n in names if d not in uneven or n in target[d]) for d, names in enumerate(source))
+    if uneven and half != source:
+        return reshard(reshard(x, source, half, mesh), half, target, mesh)
+    if not steps or uneven:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(target)))
 
     def body(block: Any) -> Any:
@@ -36,10 +41,12 @@ def reshard(x: Any, source: Spec, target: Spec, mesh: Mesh) -> Any:
     )(x)
 
 
-def _is_even(shape: tuple[int, ...], steps: tuple[Step, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether blocks have whole sizes in between too, where a dim is split by axes that leave and by those that enter."""
+def _uneven_dims(shape: tuple[int, ...], steps: tuple[Step, ...], sizes: tuple[int, ...]) -> set[int]:
+    """Dims whose blocks have no whole size in between, split by axes that leave and by those that enter at once."""
+    if len(steps) == 1:
+        return set()
     split = [{a for s in steps for a in _on_dim(s, d)} for d in range(len(shape))]
-    return len(steps) == 1 or all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, split, strict=True))
+    return {d for d, (n, axes) in enumerate(zip(shape, split, strict=True)) if n % math.prod(sizes[a] for a in axes)}
 
 
 def _on_dim(step: Step, d: int) -> set[int]:

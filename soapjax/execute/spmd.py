@@ -172,8 +172,8 @@ class PlannedEvaluator(Evaluator):
             return self.bind(eqn, inputs, eqn.params)
         task = self.graph.tasks[k]
         if task.parameter >= 0:
-            inputs = [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)]
-            return self.bind(eqn, inputs, eqn.params)
+            read = [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)]
+            return self.bind(eqn, read, eqn.params)
         is_heavy = eqn.key == task.heavy
         for j, a in enumerate(eqn.inputs):
             if isinstance(a, int) and self.values.of(a).root not in self._made[k]:

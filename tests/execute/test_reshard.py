@@ -84,9 +84,18 @@ def test_permutation_brings_every_block_where_it_is_wanted():
         assert (a * 3 + b, c) == (e * 2 + d, f)
 
 
-def test_a_dim_that_does_not_divide_in_between_is_left_to_the_partitioner():
-    """Six columns split in two go to another axis by way of four parts, which six columns do not have."""
+def test_axes_that_leave_a_small_dim_are_gathered_first():
+    """Four columns cannot be split by three axes of two at once, nor six by two and three."""
+    m = mesh()
+    x = jnp.arange(32.0).reshape(8, 4)
+    source, target = ((), ("x0", "x1")), ((), ("x1", "x2"))
+    run = jax.jit(lambda x: reshard(x, source, target, m), in_shardings=NamedSharding(m, partition_spec(source)))
+    compiled = run.lower(x).compile()
+    np.testing.assert_array_equal(compiled(jax.device_put(x, NamedSharding(m, partition_spec(source)))), x)
     m = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("a", "b"))
     x = jnp.arange(36.0).reshape(6, 6)
     out = jax.jit(lambda x: reshard(x, (("a",), ("b",)), ((), ("a",)), m))(x)
+    np.testing.assert_array_equal(out, x)
+    x = jnp.arange(18.0).reshape(6, 3)
+    out = jax.jit(lambda x: reshard(x, (("b",), ("a",)), (("a",), ()), m))(x)
     np.testing.assert_array_equal(out, x)
