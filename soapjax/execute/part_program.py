@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from soapjax.execute.cut import Part
-from soapjax.execute.spmd import Program
+from soapjax.execute.spmd import PlannedEvaluator, Program
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
 
@@ -41,6 +41,9 @@ class Place:
 
     @functools.cached_property
     def evaluator(self) -> Any:
+        # Also on one device where the plan pins: the marks of its operators are how they are found again.
+        if self.bound.plan.pinned:
+            return PlannedEvaluator(self.bound, is_float64=self.is_float64)
         return self.bound.evaluator(is_float64=self.is_float64)
 
     @property
@@ -52,12 +55,16 @@ class Place:
         """The layout in which a value lies here, () where the plan says nothing about it."""
         path = self._arguments.get(value)
         if path is not None:
-            return parse_spec(self.bound.plan.arguments[path])
+            return self._here(parse_spec(self.bound.plan.arguments[path]))
         alias = self.values.tensor(value)
         spec = self._home.get(self.bound.binding.tensor_of.get(alias.root, -1))
         if spec is None:
             return ()
-        return ((),) * alias.shift + spec if alias.shift > 0 else spec[-alias.shift :]
+        return self._here(((),) * alias.shift + spec if alias.shift > 0 else spec[-alias.shift :])
+
+    def _here(self, spec: Spec) -> Spec:
+        """Without the axes that are pinned here: made elsewhere, a value may be split over them there."""
+        return tuple(tuple(n for n in names if n in self.mesh.axis_names) for names in spec)
 
     def sharding(self, value: int) -> NamedSharding:
         return self.bound.sharding(self.spec(value))

@@ -88,7 +88,7 @@ class PipelineStep:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Arguments as the stages hold them; the batch stays as it is."""
-        return [a if s is None else _placed(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+        return [a if s is None else placed_array(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
 
     def _fed(self, leaves: Sequence[Any]) -> list[Any]:
         """The micro-batches of the batch, on the stages that read them."""
@@ -141,7 +141,7 @@ def _split(x: Any, num: int) -> list[Any]:
     return jnp.split(x, num)
 
 
-def _placed(x: Any, sharding: Any) -> Any:
+def placed_array(x: Any, sharding: Any) -> Any:
     """As `compiled.place`: a copy, unless it lies there already (donation must not take the caller's buffer)."""
     if isinstance(x, jax.Array):
         if x.committed and x.sharding.is_equivalent_to(sharding, x.ndim):

@@ -76,67 +76,26 @@ def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:
     return stage
 
 
-class _Cutter:
-    def __init__(self, step: TracedStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, batch_leaves: Sequence[int]):
-        self.step, self.graph, self.binding, self.pipeline = step, graph, binding, pipeline
+class Cutter:
+    """What is known of a step before it is cut: the phase of every equation, and where those of both passes run.
+
+    Args:
+      num: how many places (stages, sub-meshes) there are.
+      batch_leaves: input leaves that differ from micro-batch to micro-batch.
+    """
+
+    def __init__(self, step: TracedStep, graph: OperatorGraph, binding: Binding, num: int, batch_leaves: Sequence[int]):
+        self.step, self.graph, self.binding, self.num = step, graph, binding, num
         self.program, self.values = step.program, binding.values
-        self.num = len(pipeline.stages)
-        self.stage_of = stage_of_operators(graph, pipeline)
         self.phase = {e.key: phase_of(e, graph, binding) for e in self.program.eqns}
-        self.of_batch = depends_on(self.program, {self.program.inputs[i] for i in batch_leaves})
+        of_batch = depends_on(self.program, {self.program.inputs[i] for i in batch_leaves})
+        self.of_batch = {e.key for e in self.program.eqns if any(o in of_batch for o in e.outputs)}
         self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
         self.stage: dict[str, int] = {}  # of every forward and backward equation
         self.value_stage: dict[int, int] = {}
-        self._assign()
 
     def keys(self, phase: int | None, stage: int | None = None) -> set[str]:
         return {k for k, p in self.phase.items() if p == phase and (stage is None or self.stage[k] == stage)}
-
-    def _assign(self) -> None:
-        """Stages of equations: forward never reads from a later stage; a backward one that would moves down."""
-        problems = []
-        for eqn in self.program.eqns:
-            phase = self.phase[eqn.key]
-            if phase not in (FORWARD, BACKWARD):
-                continue
-            found = {self.stage_of[self.graph.tasks[k].operator] for k in tasks_of(eqn, self.graph, self.binding)} - {-1}
-            if len(found) > 1:
-                names = sorted({self.graph.operators[self.graph.tasks[k].operator].name for k in tasks_of(eqn, self.graph, self.binding)})
-                value = f"a loop over {', '.join(names[:3])}, ... in stages {sorted(found)}"
-                remedy = "unroll the loop (unroll=True, --unroll), or keep it in one stage"
-                problems.append(Problem("stages", value, "loops that are in one stage", remedy))
-            stage = min(found, default=0)
-            before = [(self.value_stage[a], a) for a in eqn.inputs if isinstance(a, int) and a in self.value_stage]
-            if phase == FORWARD and any(s > stage for s, _ in before):
-                later = max(before)
-                reader = self.graph.operators[self.graph.tasks[min(tasks_of(eqn, self.graph, self.binding))].operator].name
-                value = f"{reader!r} in stage {stage} reads what stage {later[0]} makes"
-                problems.append(Problem("stages", value, "results that flow from stage to stage", "move it to the later stage"))
-            if phase == BACKWARD:
-                stage = min([stage, *(s for s, a in before if self.phase[self.made_by[a].key] == BACKWARD)])
-            self.stage[eqn.key] = stage
-            self.value_stage.update(dict.fromkeys(eqn.outputs, stage))
-        if problems:
-            raise SoapjaxError(problems[:5])
-
-    def cut(self) -> StageCut:
-        free = self.keys(None)
-        forward, backward = [], []
-        for s, stage in enumerate(self.pipeline.stages):
-            own = self.keys(FORWARD, s)
-            forward.append(make_part(f"forward {s}", s, self.program, own, free))
-            again = own if stage.rematerialise else {k for k in own if not self._is_of_batch(k)}
-            backward.append(make_part(f"backward {s}", s, self.program, self.keys(BACKWARD, s), free | again))
-        return _updates(self, forward, backward)
-
-    def _is_of_batch(self, key: str) -> bool:
-        return any(o in self.of_batch for o in self._by_key[key].outputs)
-
-    @property
-    def _by_key(self) -> dict:
-        if not hasattr(self, "_keys"):
-            self._keys = {e.key: e for e in self.program.eqns}
-        return self._keys
 
     def gradient_values(self) -> list[int]:
         """The outermost value of every parameter's gradient."""
@@ -153,13 +112,49 @@ class _Cutter:
         return [value]
 
 
-def _updates(c: _Cutter, forward: list[Part], backward: list[Part]) -> StageCut:
-    """The parts of the update, and what crosses into them."""
+def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
+    """Stages of equations: forward never reads from a later stage; a backward one that would moves down."""
+    problems = []
+    for eqn in c.program.eqns:
+        phase = c.phase[eqn.key]
+        if phase not in (FORWARD, BACKWARD):
+            continue
+        operators = {c.graph.tasks[k].operator for k in tasks_of(eqn, c.graph, c.binding)}
+        found = {stage_of[n] for n in operators} - {-1}
+        names = sorted(c.graph.operators[n].name for n in operators)
+        if len(found) > 1:
+            value = f"a loop over {', '.join(names[:3])}, ... in stages {sorted(found)}"
+            remedy = "unroll the loop (unroll=True, --unroll), or keep it in one stage"
+            problems.append(Problem("stages", value, "loops that are in one stage", remedy))
+        stage = min(found, default=0)
+        before = [(c.value_stage[a], a) for a in eqn.inputs if isinstance(a, int) and a in c.value_stage]
+        if phase == FORWARD and any(s > stage for s, _ in before):
+            value = f"{names[0]!r} in stage {stage} reads what stage {max(before)[0]} makes"
+            problems.append(Problem("stages", value, "results that flow from stage to stage", "move it to the later stage"))
+        if phase == BACKWARD:
+            stage = min([stage, *(s for s, a in before if c.phase[c.made_by[a].key] == BACKWARD)])
+        c.stage[eqn.key] = stage
+        c.value_stage.update(dict.fromkeys(eqn.outputs, stage))
+    if problems:
+        raise SoapjaxError(problems[:5])
+
+
+class Updates(NamedTuple):
+    update: tuple[Part, ...]
+    mixed: tuple[Part | None, ...]
+    crossings: tuple[Crossing, ...]
+    home: dict[int, int]
+    results: tuple[tuple[int, int] | None, ...]
+    gradients: tuple[tuple[int, int], ...]
+
+
+def cut_updates(c: Cutter, passes: Sequence[Part]) -> Updates:
+    """The parts of the update, by place, and what crosses into them from `passes` (forward and backward parts)."""
     program, phases = c.program, c.binding.phases
-    still = {k for k, s in c.stage.items() if c.phase[k] == FORWARD and not c._is_of_batch(k)}
+    still = {k for k, s in c.stage.items() if c.phase[k] == FORWARD and k not in c.of_batch}
     free = c.keys(None) | c.keys(UPDATE) | still
     readers: dict[int, list[int]] = {}
-    for part in (*forward, *backward):
+    for part in passes:
         for v in part.inputs:
             readers.setdefault(v, []).append(part.place)
     gradients = c.gradient_values()
@@ -217,14 +212,12 @@ def _updates(c: _Cutter, forward: list[Part], backward: list[Part]) -> StageCut:
     for v in gradients:  # also those that no update reads
         if v in c.value_stage:
             crossing.setdefault(v, Crossing(v, site[v], tuple((c.value_stage[t], t) for t in c.summands(v))))
-    both = with_outputs([*forward, *backward])
-    return StageCut(
-        tuple(both[: c.num]), tuple(both[c.num :]), tuple(update), tuple(mixed), tuple(crossing.values()), home, tuple(results),
-        tuple((site[v], v) for v in gradients),
+    return Updates(
+        tuple(update), tuple(mixed), tuple(crossing.values()), home, tuple(results), tuple((site[v], v) for v in gradients)
     )  # fmt: skip
 
 
-def _at(c: _Cutter, site: dict[int, int], value: int) -> frozenset[int]:
+def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
     """The stage of a value that crosses into the update; none of an input of the step."""
     stage = site.get(value, c.value_stage.get(value))
     return frozenset() if stage is None else frozenset({stage})
@@ -248,4 +241,15 @@ def cut_stages(
     if not any("transpose(" in e.stack for e in step.program.eqns):
         value, expected = "a backward pass without the marks of jax.grad", "equations that can be told to be backward"
         raise SoapjaxError(Problem("train step", value, expected, "compute gradients by jax.grad, or plan without a pipeline"))
-    return _Cutter(step, graph, binding, pipeline, batch_leaves).cut()
+    c = Cutter(step, graph, binding, len(pipeline.stages), batch_leaves)
+    _assign(c, stage_of_operators(graph, pipeline))
+    free = c.keys(None)
+    forward, backward = [], []
+    for s, stage in enumerate(pipeline.stages):
+        own = c.keys(FORWARD, s)
+        forward.append(make_part(f"forward {s}", s, step.program, own, free))
+        again = own if stage.rematerialise else own - c.of_batch
+        backward.append(make_part(f"backward {s}", s, step.program, c.keys(BACKWARD, s), free | again))
+    updates = cut_updates(c, [*forward, *backward])
+    both = with_outputs([*forward, *backward])
+    return StageCut(tuple(both[: c.num]), tuple(both[c.num :]), *updates)
