@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,22 @@ from jax.sharding import Mesh
 from soapjax.costs.evaluate import layouts_of
 from soapjax.costs.tables import cost_tables
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.microbatches import MicroStep, micro_step
+from soapjax.execute.microbatches import REDUCTIONS, MicroStep, micro_step
 from soapjax.execute.part_program import Place
 from soapjax.execute.pipeline import PipelineStep
 from soapjax.execute.spmd import Program
+from soapjax.execute.stream_step import StreamStep
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import FORWARD, UPDATE
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.placement import balanced_runs
 from soapjax.search.problem import PlanningProblem
-from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
+from soapjax.strategy.pipeline import SCHEDULES, Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import Plan, Prediction, make_plan, strategy_of
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
-from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
+from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology
 
 
 def stage_mesh(stage: Stage, topology: DeviceTopology) -> FactorMesh:
@@ -184,6 +185,71 @@ def places_of(
             replicas.append(Place(Program(micro.step, plans[key], graph, binding, jax_mesh), is_float64=is_float64))
         found.append(replicas)
     return found
+
+
+class PipelineOptions(NamedTuple):
+    """What a user says of a pipeline."""
+
+    pipeline: Pipeline | ScheduleName
+    num_microbatches: int | None = None
+    num_stages: int | None = None
+    reduction: str = "mean"
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline | str | None, microbatches: int | None, stages: int | None, reduction: str, **others: Any
+    ) -> PipelineOptions | None:  # fmt: skip
+        """Raises: SoapjaxError where the options do not go together."""
+        problems = []
+        given = [n for n, v in (("microbatches", microbatches), ("stages", stages)) if v is not None]
+        if pipeline is None:
+            problems += [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
+        elif isinstance(pipeline, str) and pipeline not in SCHEDULES:
+            remedy = "choose one of these, or pass a Pipeline"
+            problems.append(Problem("pipeline", repr(pipeline), " or ".join(SCHEDULES), remedy))
+        elif isinstance(pipeline, Pipeline):
+            problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
+        for name, value in (("microbatches", microbatches), ("stages", stages)):
+            if value is not None and value < 1:
+                problems.append(Problem(name, str(value), "at least 1", "choose 1 or more"))
+        if reduction not in REDUCTIONS:
+            expected = " or ".join(map(repr, REDUCTIONS))
+            problems.append(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
+        for name, value in others.items():
+            if pipeline is not None and value is not None:
+                problems.append(Problem(name, "given beside a pipeline", "one of them", "drop it"))
+        if problems:
+            raise SoapjaxError(problems)
+        return None if pipeline is None else cls(pipeline, microbatches, stages, reduction)
+
+
+def pipelined(
+    fn: Any, *args: Any, options: PipelineOptions, topology: str | DeviceTopology, devices: Sequence[Any] | None = None,
+    static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
+) -> StreamStep:  # fmt: skip
+    """The step that `soap_shard(..., pipeline=...)` runs: a given pipeline, or one balanced by FLOPs.
+
+    Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
+    """
+    topology = load_topology(topology) if isinstance(topology, str) else topology
+    devices = list(jax.devices()) if devices is None else list(devices)
+    given = options.pipeline if isinstance(options.pipeline, Pipeline) else None
+    if given is None:
+        num = min(topology.num_devices, len(devices))
+        stages = options.num_stages or max(d for d in range(1, min(4, num) + 1) if num % d == 0)
+        num_microbatches = options.num_microbatches or stages
+    else:
+        num_microbatches = given.num_microbatches
+    micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, unroll=unroll)
+    graph, binding = build_graph(micro.step)
+    if given is None:
+        given = balanced_pipeline(
+            graph, num, schedule=options.pipeline, num_microbatches=num_microbatches, num_stages=stages,
+            chunks=2 if options.pipeline == "interleaved" else 1,
+        )  # fmt: skip
+    places = places_of(micro, graph, binding, given, topology, devices)
+    step = PipelineStep(micro, given, [p[0] for p in places], reduction=options.reduction, donate=donate)
+    return StreamStep(step, micro.full)
 
 
 def pipeline_step(

@@ -18,7 +18,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.cut import Part
 from soapjax.execute.microbatches import Joining, MicroStep, joining, require_reduction
-from soapjax.execute.part_program import Accumulated, Place, finished, jit_part, sum_dtype
+from soapjax.execute.part_program import Accumulated, Place, evaluate_part, finished, jit_part, sum_dtype
 from soapjax.execute.stage_cut import Crossing, cut_stages
 from soapjax.execute.stream import Event, Stream, StreamBuilder
 from soapjax.strategy.pipeline import Action, Pipeline
@@ -128,12 +128,6 @@ class PipelineStep:
             else:
                 outputs.append(next(found))
         return outputs, list(found)
-
-    def __call__(self, *args: Any) -> Any:
-        leaves, tree = jax.tree_util.tree_flatten((args, {}))
-        if tree != self.step.in_tree:
-            raise TypeError(f"expected arguments like {self.step.in_tree}, found {tree}")
-        return self.step.out_tree.unflatten(self.run(leaves)[0])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -286,7 +280,7 @@ class _Emitter:
         for a in added:
             self.version[a.value, s] += 1
         outs = [self.name(v, s, m) for v in part.outputs] + [("sum", a.value, s, self.version[a.value, s]) for a in added]
-        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs)
+        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=ins[len(part.inputs) :])
         targets: dict[int, list[int]] = {}
         for v in part.outputs:
             for t in dict.fromkeys(self.moved_to.get(v, ())):
@@ -329,8 +323,6 @@ class _Emitter:
                   self.dtype(c.value) for c in crossings]  # fmt: skip
 
         def fn(*arguments: Any) -> tuple[Any, ...]:
-            from soapjax.execute.part_program import evaluate_part
-
             env = dict(zip(values, arguments, strict=False))
             rest = iter(arguments[len(values) :])
             for c, count, scale, dtype in zip(crossings, counts, scales, dtypes, strict=True):
@@ -349,7 +341,7 @@ class _Emitter:
         ins = [self.name(v, s, None) for v in values] + [n for c in crossings for n in self._total_names(c)]
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
         if outs:
-            self.out.call(f"update {s}", self.track(s), jitted, ins, outs)
+            self.out.call(f"update {s}", self.track(s), jitted, ins, outs, takes=[ins[k] for k in donated])
 
     def _replaced(self, s: int) -> dict[int, int]:
         """Parameters and optimizer state that live on a stage -> the value that replaces each."""

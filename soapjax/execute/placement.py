@@ -120,6 +120,7 @@ class PlacedStep:
     # Running.
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arguments on the devices that hold them."""
         return [placed_array(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
 
     def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
@@ -138,9 +139,6 @@ class PlacedStep:
         ]
         return outputs, list(found)
 
-    def __call__(self, *args: Any) -> Any:
-        return self.step.out_tree.unflatten(self.run(jax.tree_util.tree_leaves(args))[0])
-
     def compiled_text(self) -> str:
         """The compiled programs, one after the other."""
         avals, texts = self.step.program.avals, []
@@ -149,8 +147,7 @@ class PlacedStep:
             place = self.places[part.place]
             structs = []
             for v in part.inputs:
-                dtype = place.evaluator.lift(jax.ShapeDtypeStruct((), avals[v].dtype)).dtype if False else avals[v].dtype
-                structs.append(jax.ShapeDtypeStruct(avals[v].shape, dtype, sharding=place.sharding(v)))
+                structs.append(jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype, sharding=place.sharding(v)))
             texts.append(fn.lower(*structs).compile().as_text())
         return "\n".join(texts)
 
@@ -199,8 +196,9 @@ class PlacedStep:
             donated = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)
             self._fns.append((part, fn))
-            names = [(v, part.place) for v in part.outputs]
-            out.call(part.name, f"devices {self._describe(part.place)}", fn, [(v, part.place) for v in part.inputs], names)
+            ins, outs = ([(v, part.place) for v in values] for values in (part.inputs, part.outputs))
+            taken = [(v, part.place) for v in donated]
+            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes=taken)
             send(part.outputs, part.place)
         return out.build(given, wanted)
 

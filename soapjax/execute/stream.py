@@ -23,6 +23,7 @@ class Dispatch(NamedTuple):
     ins: list[int]
     outs: list[int]
     free: list[int]  # slots that nothing reads afterwards
+    lasting: list[int]  # positions of results whose memory no later program takes
 
 
 class Event(NamedTuple):
@@ -40,6 +41,7 @@ class StreamBuilder:
     def __init__(self) -> None:
         self.slots: dict[Name, int] = {}
         self._entries: list[tuple[str, str, Callable[..., Any], list[int], list[int]]] = []
+        self._taken: set[int] = set()
 
     def slot(self, name: Name) -> int:
         return self.slots.setdefault(name, len(self.slots))
@@ -47,10 +49,15 @@ class StreamBuilder:
     def __contains__(self, name: Name) -> bool:
         return name in self.slots
 
-    def call(self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name]) -> None:
+    def call(
+        self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
+        takes: Sequence[Name] = (),
+    ) -> None:  # fmt: skip
+        """`takes`: those of `ins` whose memory `fn` reuses (donated)."""
         missing = [n for n in ins if n not in self.slots]
         if missing:
             raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
+        self._taken.update(self.slots[n] for n in takes)
         self._entries.append((label, track, fn, [self.slots[n] for n in ins], [self.slot(n) for n in outs]))
 
     def move(self, label: str, track: str, ins: Sequence[Name], shardings: Sequence[Any], outs: Sequence[Name]) -> None:
@@ -66,7 +73,8 @@ class StreamBuilder:
         for label, track, fn, ins, outs in reversed(self._entries):
             free = [s for s in dict.fromkeys([*ins, *outs]) if s not in seen]
             seen.update(ins, outs)
-            dispatches.append(Dispatch(label, track, fn, ins, outs, free))
+            lasting = [k for k, s in enumerate(outs) if s not in self._taken]
+            dispatches.append(Dispatch(label, track, fn, ins, outs, free, lasting))
         return Stream(dispatches[::-1], len(self.slots), [self.slot(n) for n in given], [self.slots[n] for n in wanted])
 
 
@@ -76,7 +84,7 @@ class Stream:
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         slots = self._filled(arguments)
-        for _, _, fn, ins, outs, free in self.dispatches:
+        for _, _, fn, ins, outs, free, _ in self.dispatches:
             for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
                 slots[s] = result
             for s in free:
@@ -115,13 +123,10 @@ class Stream:
             results = entry.fn(*[slots[i] for i in entry.ins])
             for s, result in zip(entry.outs, results, strict=True):
                 slots[s] = result
-            # The smallest result that later programs do not take the memory of: sums are donated, and stand last.
-            local = [r for r in results if isinstance(r, jax.Array) and r.addressable_shards]
-            witness = local[0] if local else None
-            copied = jax.numpy.copy(witness) if witness is not None and len(local) == len(results) == 1 else witness
+            witness = _witness(entry, results)
             pool = pools.setdefault(entry.track, ThreadPoolExecutor(1))
             needed = [done_s[i] for i in entry.ins if i in done_s]
-            future = pool.submit(watch, entry, copied, dispatched_s, needed, last.get(entry.track))
+            future = pool.submit(watch, entry, witness, dispatched_s, needed, last.get(entry.track))
             last[entry.track] = future
             done_s.update(dict.fromkeys(entry.outs, future))
             pending.append(future)
@@ -131,3 +136,13 @@ class Stream:
         for pool in pools.values():
             pool.shutdown()
         return [slots[s] for s in self._wanted], events
+
+
+def _witness(entry: Dispatch, results: Sequence[Any]) -> Any:
+    """A local array that is ready when a program has ended, and stays so; None where the program runs in other processes."""
+    local = [k for k, r in enumerate(results) if isinstance(r, jax.Array) and r.addressable_shards]
+    kept = [k for k in local if k in entry.lasting]
+    if kept:
+        return results[kept[0]]
+    # All are running sums, whose memory the next program takes: a copy of the smallest.
+    return jax.numpy.copy(min((results[k] for k in local), key=lambda r: r.size)) if local else None
