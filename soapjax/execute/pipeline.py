@@ -93,7 +93,7 @@ class PipelineStep:
     def _fed(self, leaves: Sequence[Any]) -> list[Any]:
         """The batch as [micro-batches, micro-batch, ...], on the stages that read it."""
         num = self.micro.num_microbatches
-        stacked = {leaf: _stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
+        stacked = {leaf: stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
         return put([stacked[leaf] for leaf, _ in self._feeds], self._feed_shardings)
 
     @functools.cached_property
@@ -131,7 +131,7 @@ class PipelineStep:
         return outputs, list(found)
 
 
-def _stacked(x: Any, num: int) -> Any:
+def stacked(x: Any, num: int) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     return x.reshape(num, x.shape[0] // num, *x.shape[1:])
 
