@@ -22,8 +22,8 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
-from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.stream import Event
+from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace

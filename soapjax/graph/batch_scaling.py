@@ -47,7 +47,8 @@ def scalings(small: Program, large: Program, factor: int) -> dict[int, Scaling]:
     """
     ours, theirs = list(small.walk()), list(large.walk())
     alike = len(ours) == len(theirs) and all(
-        (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs)) for (a, _), (b, _) in zip(ours, theirs, strict=True)
+        (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
+        for (a, _), (b, _) in zip(ours, theirs, strict=True)
     )
     return _Scaler(small, large, factor).run() if alike else {}
 
