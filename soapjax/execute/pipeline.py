@@ -50,9 +50,23 @@ class PipelineStep:
         values = [v for _, v in self.cut.gradients]
         require_reduction(micro, list(zip(paths, values, strict=True)), reduction)
         self._joinings = self._find_joinings(set(values))
+        self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
         self._streams: dict[bool, Stream] = {}
         self._feeds: list[tuple[int, int]] = []  # (leaf, stage): the parts of the batch that the stream takes
+
+    def _receive(self) -> None:
+        """What each stage gets from another comes in the layout that it has there."""
+        parts = (*self.cut.forward, *self.cut.backward)
+        made = {v: p.place for p in parts for v in p.outputs} | {
+            v: s for v, s in self.cut.home.items() if v not in {self.step.program.inputs[k] for k in self.micro.batch_leaves}
+        }
+        late = [p for p in (*self.cut.update, *self.cut.mixed) if p is not None]
+        moves = [(v, made[v], p.place) for p in (*parts, *late) for v in p.inputs if v in made]
+        moves += [(v, s, c.site) for c in self.cut.crossings for s, v in c.summands]
+        for v, source, target in moves:
+            if source != target:
+                self.places[target].receive(v, self.places[source])
 
     def _find_joinings(self, gradients: set[int]) -> dict[int, Joining]:
         problems, found = [], {}
@@ -93,8 +107,8 @@ class PipelineStep:
     def _fed(self, leaves: Sequence[Any]) -> list[Any]:
         """The batch as [micro-batches, micro-batch, ...], on the stages that read it."""
         num = self.micro.num_microbatches
-        stacked = {leaf: stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
-        return put([stacked[leaf] for leaf, _ in self._feeds], self._feed_shardings)
+        whole = {leaf: stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
+        return put([whole[leaf] for leaf, _ in self._feeds], self._feed_shardings)
 
     @functools.cached_property
     def _feed_shardings(self) -> list[Any]:

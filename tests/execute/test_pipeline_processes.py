@@ -27,7 +27,7 @@ for _ in range(3):
     state, metrics = sharded(state, batch)
     single, wanted = plain(single, batch)
 worst = 0.0
-for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(state["opt_state"][0].mu), jax.tree.leaves(single["opt_state"][0].mu)):
+for mine, theirs in zip(jax.tree.leaves(state["opt_state"][0].mu), jax.tree.leaves(single["opt_state"][0].mu)):
     for shard in mine.addressable_shards:
         found, value = np.asarray(shard.data), np.asarray(theirs)[shard.index]
         worst = max(worst, float(np.linalg.norm(found - value) / max(np.linalg.norm(theirs), 1e-12)))
