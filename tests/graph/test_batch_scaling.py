@@ -25,7 +25,6 @@ FUNCTIONS = {
     "sum": lambda w, x: jnp.tanh(x @ w).sum(),
     "mean of squares": lambda w, x: ((x @ w) ** 2).mean(axis=0).sum(),
     "root": lambda w, x: jnp.sqrt(((x @ w) ** 2).sum()),
-    "largest": lambda w, x: (x @ w).max(),
     "normalised": lambda w, x: (((x @ w) - (x @ w).mean(0)) / jnp.sqrt((x @ w).var(0) + 1e-5)).sum(axis=1).mean(),
     "with decay": lambda w, x: jax.nn.softmax(x @ w).mean() + 0.1 * (w**2).sum(),
     "a loop": lambda w, x: jax.lax.scan(lambda c, r: (c + (x @ r).mean(), None), 0.0, w.T)[0],
@@ -50,6 +49,8 @@ def test_what_is_neither_mean_nor_sum():
     program, found = case(lambda w, x: jnp.log((x @ w).sum()))
     assert found[program.outputs[0]].power is None
     program, found = case(lambda w, x: (x @ w).sum() / (x[:, 0] > 0).sum())
+    assert found[program.outputs[0]].is_ratio
+    program, found = case(jax.grad(lambda w, x: (x @ w).max()))  # shared among as many as are the largest
     assert found[program.outputs[0]].is_ratio
     small = soapjax.trace(lambda x: x + 1, jnp.ones(3)).program
     assert scalings(small, soapjax.trace(lambda x: x * 2 + 1, jnp.ones(3)).program, 2) == {}
