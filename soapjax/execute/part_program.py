@@ -47,11 +47,6 @@ class Place:
             return PlannedEvaluator(self.bound, is_float64=self.is_float64)
         return self.bound.evaluator(is_float64=self.is_float64)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether this process has devices of the place."""
-        return any(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
-
     def spec(self, value: int) -> Spec:
         """The layout in which a value lies here, () where the plan says nothing about it."""
         if value in self._arrivals:
@@ -88,11 +83,10 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A value that is summed over micro-batches, with the factor of the sum (1/M for a mean)."""
+    """A value that is summed over micro-batches."""
 
     value: int
-    dtype: Any  # of the accumulator
-    scale: float = 1.0
+    dtype: Any  # of the running sum
 
 
 def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:
@@ -106,7 +100,7 @@ def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int,
 
 
 def jit_part(
-    place: Place, part: Part, *, added: Sequence[Accumulated] = (), summed: Sequence[Accumulated] = (),
+    place: Place, part: Part, *, added: Sequence[Accumulated] = (),
     out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
     """`(*values, *sums) -> (*outputs, *new sums)`, jitted on the place's mesh.
@@ -114,18 +108,12 @@ def jit_part(
     Args:
       added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
         memory is reused).
-      summed: inputs of the part that come as running sums: scaled and cast to the value's own type first.
       out_shardings: layouts of outputs that are not laid out as `place` keeps them.
       donated: inputs whose memory an output may take.
     """
-    scales = {a.value: a.scale for a in summed}
-    avals = place.bound.step.program.avals
-    evaluator = place.evaluator
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
         values = dict(zip(part.inputs, arguments, strict=False))
-        for v, scale in scales.items():
-            values[v] = finished(values[v], scale, evaluator.lift(jax.numpy.zeros((), avals[v].dtype)).dtype)
         env = evaluate_part(place, part, values)
         sums = [s + env[a.value].astype(s.dtype) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
         return (*(env[v] for v in part.outputs), *sums)
