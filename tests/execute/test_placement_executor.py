@@ -56,7 +56,7 @@ def test_layers_on_devices_train(quick_compile):
     for name, devices in layers.items():
         assert mine["opt_state"][0].mu[name]["kernel"].sharding.device_set == devices
     _, events = sharded.traced(mine, batch)
-    assert {e.track for e in events if e.name.startswith("program")} == {f"devices {next(iter(d)).id}" for d in layers.values()}
+    assert {e.track for e in events if e.name.startswith("program")} >= {f"devices {next(iter(d)).id}" for d in layers.values()}
 
 
 def test_a_part_runs_on_its_own_devices_alone():
