@@ -18,7 +18,7 @@ from soapjax.topology import load_topology
 
 MODELS = {
     "mlp": ("mlp", dict(batch=16, width=16, layers=2, features=8)),
-    "nmt": ("nmt", dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
+    "nmt": ("nmt", dict(batch=8, seq=3, hidden=16, layers=1, vocab=64)),
     "lm_scan": ("transformer_lm", dict(batch=8, seq=8, width=16, layers=2, heads=2, vocab=32, scan=True)),
 }
 
