@@ -47,7 +47,8 @@ def target_for(device_name: str, wanted: str = "cuda") -> str:
     if wanted not in ("cuda", *fitting):
         raise SoapjaxError(
             Problem("--target", f"{wanted}, but the topology's devices are {device_name!r}",
-                    f"the topology's GPU ({', '.join(fitting) or 'none'})", "give --target cuda, or plan for a topology of that GPU")
+                    f"the topology's GPU ({', '.join(fitting) or 'none'})",
+                    "give --target cuda, or plan for a topology of that GPU")
         )  # fmt: skip
     return fitting[0]
 

@@ -109,7 +109,7 @@ def plan_report(plan: Plan) -> RenderableType:
         f"each device sends per step: {moved}",
         f"memory per device: {parts}",
         *([f"compute seconds: {figures}"] if figures else []),
-        *(["for simulation only: no executor runs operators on parts of the devices"] if not plan.executable else []),
+        *(["for simulation only: a loop's operators are on different devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),
         f"plan_sha256 {plan.plan_sha256}",
     ]
