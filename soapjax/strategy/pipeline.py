@@ -20,8 +20,9 @@ class Stage(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     operators: tuple[str, ...]  # names in program order; their backward tasks run here too
-    devices: tuple[int, ...]  # indices into the topology's device order; any number of them
-    mesh: dict[str, int] = {}  # axis name -> size, slowest first; the product is the number of devices
+    devices: tuple[int, ...]  # indices into the topology's device order; any number of them, replica by replica
+    mesh: dict[str, int] = {}  # axis name -> size, slowest first; the product is the number of devices of one replica
+    replicas: int = 1  # pipedream: copies of the stage on equal shares of `devices`, which take minibatches in turn
     rematerialise: bool = False  # keep only the stage's inputs, and compute its forward again before its backward
 
 
@@ -41,4 +42,4 @@ class Action(NamedTuple):
 
     kind: Literal["forward", "backward", "update"]
     stage: int
-    microbatch: int  # 0 of an update
+    microbatch: int  # 0 of an update; in pipedream the minibatch that it follows

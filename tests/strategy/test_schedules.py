@@ -1,0 +1,106 @@
+"""Schedules: every pass once, in an order that the data allows, holding no more micro-batches than the papers say."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from soapjax.errors import SoapjaxError
+from soapjax.strategy.pipeline import Pipeline, Stage
+from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, needs
+
+
+def pipeline(schedule, num_stages, num_microbatches, *, num_groups=None, replicas=None):
+    replicas = replicas or [1] * num_stages
+    stages, first = [], 0
+    for i, r in enumerate(replicas):
+        devices = (i % num_groups,) if num_groups else tuple(range(first, first + r))
+        stages.append(Stage(operators=(f"op{i}",), devices=devices, replicas=r))
+        first += r
+    return Pipeline(schedule=schedule, num_microbatches=num_microbatches, stages=tuple(stages))
+
+
+@st.composite
+def pipelines(draw):
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "pipedream"]))
+    if schedule in ("interleaved", "gpipe"):
+        groups, chunks, rounds = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        return pipeline(schedule, groups * chunks, groups * rounds, num_groups=groups)
+    if schedule == "pipedream":
+        replicas = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
+        return pipeline(schedule, len(replicas), 12 * draw(st.integers(1, 3)), replicas=replicas)
+    return pipeline(schedule, draw(st.integers(1, 8)), draw(st.integers(1, 20)))
+
+
+@hypothesis.given(pipelines())
+@hypothesis.settings(max_examples=150, deadline=None)
+def test_every_pass_runs_once_after_what_it_needs(p):
+    order = dispatch_order(p)  # raises at a deadlock
+    assert sorted(order) == sorted(a for group in actions(p) for a in group)
+    place = {a: k for k, a in enumerate(order)}
+    for i in range(len(p.stages)):
+        for kind in ("forward", "backward"):
+            assert [a.microbatch for a in sorted(order) if a.stage == i and a.kind == kind] == list(range(p.num_microbatches))
+    for a in order:
+        assert all(place[n] < place[a] for n in needs(a, len(p.stages)))
+    for group in actions(p):
+        assert [place[a] for a in group] == sorted(place[a] for a in group)
+    updates = {i: [a for a in order if a.kind == "update" and a.stage == i] for i in range(len(p.stages))}
+    for i, found in updates.items():
+        assert len(found) == (p.num_microbatches // p.stages[i].replicas if p.schedule == "pipedream" else 1)
+        if p.schedule != "pipedream":
+            assert place[found[0]] > max(place[a] for a in order if a.stage == i and a.kind != "update")
+
+
+@hypothesis.given(st.integers(1, 8), st.integers(1, 20))
+def test_micro_batches_held(num_stages, num):
+    assert in_flight(pipeline("gpipe", num_stages, num)) == (num,) * num_stages
+    assert in_flight(pipeline("1f1b", num_stages, num)) == tuple(min(num, num_stages - i) for i in range(num_stages))
+    assert in_flight(pipeline("interleaved", num_stages, num)) == in_flight(pipeline("1f1b", num_stages, num))
+
+
+def test_pipedream_admits_two_minibatches_per_replica_of_15_1():
+    assert in_flight(pipeline("pipedream", 2, 60, replicas=[15, 1])) == (30, 1)
+    assert in_flight(pipeline("pipedream", 4, 60)) == (4, 3, 2, 1)
+
+
+def test_interleaved_idles_less():
+    """Two chunks on each of 4 groups: the bubble, (G - 1) / V forward and backward passes, is half of 1F1B's."""
+
+    def makespan(p, pass_s):
+        orders, ends, free = actions(p), {}, [0.0] * len(groups_of(p))
+        position = [0] * len(orders)
+        while any(q < len(o) for q, o in zip(position, orders, strict=True)):
+            for g, order in enumerate(orders):
+                while position[g] < len(order) and all(n in ends for n in needs(order[position[g]], len(p.stages))):
+                    a = order[position[g]]
+                    start = max([free[g], *(ends[n] for n in needs(a, len(p.stages)))])
+                    ends[a] = free[g] = start + {"forward": 1, "backward": 2, "update": 0}[a.kind] * pass_s
+                    position[g] += 1
+        return max(ends.values())
+
+    plain, chunked = pipeline("1f1b", 4, 8), pipeline("interleaved", 8, 8, num_groups=4)
+    assert makespan(plain, 1.0) == pytest.approx(3 * (8 + 3))
+    assert makespan(chunked, 0.5) == pytest.approx(3 * (8 + 1.5))
+
+
+@pytest.mark.parametrize(
+    "wrong, word",
+    [
+        (lambda: pipeline("1f1b", 4, 4, num_groups=2), "interleaved"),
+        (lambda: pipeline("interleaved", 4, 3, num_groups=2), "multiple of the 2 groups"),
+        (lambda: pipeline("gpipe", 2, 0), "at least 1"),
+        (lambda: pipeline("1f1b", 2, 4, replicas=[2, 1]), "only pipedream"),
+        (lambda: pipeline("pipedream", 2, 5, replicas=[2, 1]), "5 minibatches"),
+        (
+            lambda: Pipeline(
+                schedule="gpipe",
+                num_microbatches=2,
+                stages=(Stage(operators=("a",), devices=(0, 1)), Stage(operators=("b",), devices=(1, 2))),
+            ),
+            "its own devices",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(wrong, word):
+    with pytest.raises(SoapjaxError, match=word):
+        actions(wrong())
