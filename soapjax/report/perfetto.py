@@ -38,11 +38,11 @@ def write_trace(path: str | os.PathLike[str], events: Iterable[Event], *, title:
 
 def trace_events(events: Sequence[Event], *, title: str = "soapjax") -> dict[str, Any]:
     """The JSON object of a trace: tracks in natural order ("device 2" before "device 10"), events by start."""
-    wrong = [e for e in events if not (math.isfinite(e.start_s) and math.isfinite(e.duration_s)) or e.start_s < 0 or e.duration_s < 0]
+    wrong = [e for e in events if not all(math.isfinite(s) and s >= 0 for s in (e.start_s, e.duration_s))]
     if wrong:
+        expected, remedy = "finite seconds, zero or more", "correct it"
         raise SoapjaxError(
-            Problem(f"event {e.name!r}", f"start {e.start_s}, duration {e.duration_s}", "finite seconds, zero or more", "correct it")
-            for e in wrong[:5]
+            Problem(f"event {e.name!r}", f"start {e.start_s}, duration {e.duration_s}", expected, remedy) for e in wrong[:5]
         )
     tracks = {name: i + 1 for i, name in enumerate(sorted({e.track for e in events}, key=_natural))}
     meta: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": title}}]
