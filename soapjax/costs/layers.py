@@ -1,7 +1,7 @@
 """`LayerGraph`: what stage planners need of a model, as plain data, whoever measured or predicted it.
 
 A layer is what a stage boundary never cuts. Figures are of one minibatch (or micro-batch) on one device; times may come from
-PipeDream's profiler (pipedream_profile.py) or from the cost model (stage_costs.py of the search).
+PipeDream's profiler (pipedream_profile.py) or from the cost model (search/stages.py).
 
 >>> graph = LayerGraph(names=("embed", "block", "loss"), forward_s=[1e-3, 3e-3, 1e-3], backward_s=[2e-3, 6e-3, 1e-3],
 ...                    activation_bytes=[4e6, 4e6, 4], parameter_bytes=[1e8, 4e6, 0], edges=((0, 1), (1, 2)))
@@ -32,13 +32,16 @@ class LayerGraph:
     names: tuple[str, ...]
     forward_s: np.ndarray  # [N]
     backward_s: np.ndarray  # [N]
-    activation_bytes: np.ndarray  # [N]: the layer's output, which its readers need and the backward pass keeps
+    activation_bytes: np.ndarray  # [N]: the layer's output, which its readers need
     parameter_bytes: np.ndarray  # [N]
     edges: tuple[tuple[int, int], ...]  # (producer, reader)
+    kept_bytes: np.ndarray | None = None  # [N]: what the backward pass needs of it; `activation_bytes` by default
 
     def __post_init__(self):
         problems = []
-        for field in ("forward_s", "backward_s", "activation_bytes", "parameter_bytes"):
+        if self.kept_bytes is None:
+            object.__setattr__(self, "kept_bytes", self.activation_bytes)
+        for field in ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "kept_bytes"):
             figures = np.asarray(getattr(self, field), float)
             object.__setattr__(self, field, figures)
             if figures.shape != (self.num_layers,):
@@ -74,7 +77,7 @@ class Cuts(NamedTuple):
     is_inside: np.ndarray  # bool [S, S]: k is a proper part of j, so that k..j is a stage
     compute_s: np.ndarray  # [S]
     parameter_bytes: np.ndarray  # [S]
-    activation_bytes: np.ndarray  # [S]
+    kept_bytes: np.ndarray  # [S]
     crossing_bytes: np.ndarray  # [S]: of outputs made inside and read outside, each once
 
     @property
@@ -103,7 +106,7 @@ def cuts(graph: LayerGraph, *, max_cuts: int = MAX_CUTS) -> Cuts:
     common = members.astype(np.float32) @ members.T.astype(np.float32)
     return Cuts(
         members, (common == size[:, None]) & (size[:, None] < size), members @ graph.compute_s, members @ graph.parameter_bytes,
-        members @ graph.activation_bytes, is_read @ graph.activation_bytes,
+        members @ graph.kept_bytes, is_read @ graph.activation_bytes,
     )  # fmt: skip
 
 

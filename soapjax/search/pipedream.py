@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.layers import Cuts, LayerGraph, cuts
-from soapjax.errors import InfeasibleError, Problem
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.topology import DeviceTopology
 
 
@@ -108,21 +108,25 @@ class Memory(NamedTuple):
 
 def pipedream(
     graph: LayerGraph, topology: DeviceTopology, *, memory: Memory = Memory(), straight: bool = False,
-    num_stages: int | None = None, all_workers: bool = False,
+    num_stages: int | None = None, all_workers: bool = False, chain: bool = False,
+    rounds: int = 0,
 ) -> StagePlan:  # fmt: skip
     """The stages with the smallest bottleneck; of equally fast ones that with fewest workers, then fewest replicated stages.
 
     Args:
       straight: no replicated stages.
       num_stages: exactly so many (a pipeline inside units counts as one).
+      chain: cut only between layers that follow one another, and let no units run pipelines inside.
+      rounds: a number of minibatches that every stage's replicas must divide; 0: any number of replicas.
       all_workers: leave no device idle, as PipeDream's own program does, even where fewer are as fast.
-    Raises: InfeasibleError where no partition fits into memory.
+    Raises: SoapjaxError where no partition fits into memory.
     """
-    solver = _Solver(cuts(graph), Workers.of(topology), memory, straight)
+    found_cuts = cuts(graph, max_cuts=1) if chain else cuts(graph)
+    solver = _Solver(found_cuts, Workers.of(topology), memory, straight, nests=not chain, rounds=rounds)
     found = solver.solve(num_stages, all_workers=all_workers)
     if found is None:
-        largest = int(np.argmax(graph.parameter_bytes + graph.activation_bytes))
-        raise InfeasibleError(
+        largest = int(np.argmax(graph.parameter_bytes + graph.kept_bytes))
+        raise SoapjaxError(
             Problem(
                 "stages", f"layer {graph.names[largest]} alone keeps {_gigabytes(graph, largest):.3g} GB or more",
                 f"stages that fit into {topology.device.usable_memory_bytes / 1e9:.3g} GB",
@@ -145,7 +149,7 @@ def data_parallel_s(graph: LayerGraph, topology: DeviceTopology) -> float:
 
 
 def _gigabytes(graph: LayerGraph, layer: int) -> float:
-    return (graph.parameter_bytes[layer] + graph.activation_bytes[layer]) / 1e9
+    return (graph.parameter_bytes[layer] + graph.kept_bytes[layer]) / 1e9
 
 
 REPLICATED_S = 1e6  # more than any link is busy: fewer replicated stages come first
@@ -155,16 +159,20 @@ Segment = tuple[int, int, tuple[int, ...]]  # cut before, cut after, workers
 class _Solver:
     """The dynamic program on one unit of workers."""
 
-    def __init__(self, found: Cuts, workers: Workers, memory: Memory, straight: bool, after: int = 0, copies: int = 1):
+    def __init__(
+        self, found: Cuts, workers: Workers, memory: Memory, straight: bool, after: int = 0, copies: int = 1, *,
+        nests: bool = True, rounds: int = 0,
+    ):  # fmt: skip
         self.cuts, self.workers, self.memory, self.straight = found, workers, memory, straight
-        self.total = workers.num_workers
+        self.total, self.rounds = workers.num_workers, rounds
         # In flight of a nested pipeline: all that the line outside has at most, per copy of the unit.
         self.line = max(self.total, after // copies)
         self.compute = found.compute_s[None, :] - found.compute_s[:, None]  # [S, S], k before j
         self.parameters = found.parameter_bytes[None, :] - found.parameter_bytes[:, None]
-        self.activations = found.activation_bytes[None, :] - found.activation_bytes[:, None]
+        self.kept = found.kept_bytes[None, :] - found.kept_bytes[:, None]
         self._stages: dict[tuple[float, int, int], np.ndarray] = {}
-        self.nested = [] if straight else [self._nested(i) for i in range(len(workers.sizes) - 1) if workers.sizes[i] > 1]
+        levels = range(len(workers.sizes) - 1) if nests and not straight else ()
+        self.nested = [self._nested(i) for i in levels if workers.sizes[i] > 1]
 
     def _nested(self, level: int) -> tuple[int, _Solver, np.ndarray]:
         """(workers of a unit, its solver, best bottleneck of every k → j on one unit)."""
@@ -182,7 +190,7 @@ class _Solver:
         key = (sync, count, in_flight)
         if key not in self._stages:
             seconds = self._join(self.compute, sync) / count
-            kept = in_flight * (self.parameters + self.activations) + self.memory.state_copies * self.parameters
+            kept = in_flight * (self.parameters + self.kept) + self.memory.state_copies * self.parameters
             fits = (kept <= self.workers.memory_bytes) | (not self.memory.is_limited)
             self._stages[key] = np.where(self.cuts.is_inside & fits, seconds, np.inf)
         return self._stages[key]
@@ -269,6 +277,8 @@ class _Solver:
         best[0, 0, levels, start] = 0.0
         for first in range(total):
             for count in range(1, (1 if self.straight else total - first) + 1):
+                if self.rounds and self.rounds % count:
+                    continue
                 span = self.workers.span(first, first + count - 1)
                 choices = self._choices(first, count)
                 for used in range(depth):
