@@ -22,13 +22,17 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
+from soapjax.execute.stream_step import StreamStep, compile_step
+from soapjax.execute.stream import Event
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.pipelining import PipelineOptions, pipelined
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.strategy.layout import Spec
+from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of, topology_of
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
@@ -67,7 +71,7 @@ def plan(
       seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan.
       fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
       unroll: plan every step of a scan on its own.
-      space: "soap", or "paper": also operators on parts of the devices. Such plans can be simulated, not run.
+      space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
       progress: called between rounds with (proposals, best step time, elapsed seconds).
     Raises: SoapjaxError for every input that does not fit.
     """
@@ -215,9 +219,10 @@ class SoapShard:
         self._donate = options.pop("donate")
         self._devices = options.pop("devices")
         self._static = tuple(options.pop("static_argnums"))
+        self._pipeline: PipelineOptions | None = options.pop("pipeline")
         self._options = options
-        self._by_shapes: dict[Any, tuple[Plan, CompiledStep]] = {}
-        self._last: CompiledStep | None = None
+        self._by_shapes: dict[Any, tuple[Plan | None, CompiledStep | StreamStep]] = {}
+        self._last: CompiledStep | StreamStep | None = None
         self._last_constants: Constants = Constants()
         self._last_plan: Plan | None = None
 
@@ -256,14 +261,19 @@ class SoapShard:
         positions = sorted({i for i in static if 0 <= i < len(args)} | set(left_out))
         return args, Constants(tuple(positions), tuple(args[i] for i in positions if i not in left_out))
 
-    def _prepared(self, args: tuple[Any, ...], constants: Constants) -> CompiledStep:
+    def _prepared(self, args: tuple[Any, ...], constants: Constants) -> CompiledStep | StreamStep:
         """Plans (or loads) for these shapes and constants, once."""
         key = (constants, signature(constants.others(args)))
+        if key not in self._by_shapes and self._pipeline is not None:
+            self._by_shapes[key] = None, pipelined(
+                self._fn, *args, options=self._pipeline, topology=self._options["topology"], devices=self._devices,
+                static_argnums=constants.positions, unroll=self._options["unroll"], donate=self._donate,
+            )  # fmt: skip
         if key not in self._by_shapes:
             start = time.monotonic()
             made, step = self._make_plan(args, constants.positions)
             devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
-            self._by_shapes[key] = made, CompiledStep(bind_plan(step, made, devices=devices), donate=self._donate)
+            self._by_shapes[key] = made, compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
             log.info(
                 "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
                 self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
@@ -287,11 +297,31 @@ class SoapShard:
 
         Raises: SoapjaxError before the first.
         """
+        if self._last_plan is None and self._last is not None:
+            remedy = "a given pipeline is not planned: read .pipeline instead"
+            raise SoapjaxError(Problem(f"{self.__name__}.plan", "none", "a planned step", remedy))
         if self._last_plan is None:
             raise SoapjaxError(
                 Problem(f"{self.__name__}.plan", "not planned yet", "a call before", "call the step, or .prepare(*args), first")
             )
         return self._last_plan
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline of the last call; None where the step is none."""
+        return getattr(getattr(self._last, "streamed", None), "pipeline", None)
+
+    def traced(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Event]]:
+        """A call, and what ran when: one event per program and transfer of a pipeline or a placed plan, seconds since its begin.
+
+        Raises: SoapjaxError where the step is one program.
+        """
+        args, constants = self._bound(args, kwargs)
+        step = self._prepared(args, constants)
+        if not isinstance(step, StreamStep):
+            expected, remedy = "a step of several programs", "use jax.profiler for one program"
+            raise SoapjaxError(Problem(f"{self.__name__}.traced", "one program", expected, remedy))
+        return step.traced(*constants.others(args))
 
     def prepare(self, *args: Any, **kwargs: Any) -> SoapShard:
         """Plans for these arguments (arrays or ShapeDtypeStructs) without running."""
@@ -305,7 +335,8 @@ class SoapShard:
 
     def shardings(self) -> tuple[Any, ...]:
         """NamedShardings of every argument but the static ones, as pytrees: `in_shardings` for plain `jax.jit`."""
-        self.plan  # noqa: B018 - raises where there is none
+        if self._last is None:
+            self.plan  # noqa: B018 - raises
         return self._last.in_shardings
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +349,8 @@ def soap_shard(
     fn: Callable[..., Any] | None = None, *, topology: str | DeviceTopology = "local", plan: str | Plan | None = None,
     planner: str = "mcmc", seconds: float | None = None, proposals: int | None = None, seed: int = 0,
     fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (), donate: bool = True,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | None = None, pipeline: str | Pipeline | None = None, microbatches: int | None = None,
+    stages: int | None = None, microbatch_reduction: str = "mean",
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
 
@@ -329,6 +361,10 @@ def soap_shard(
       static_argnums: positions of compile-time constants, as for `jax.jit`.
       donate: give the memory of state arguments to the results, as `donate_argnums` does.
       devices: the devices to run on; the first of `jax.devices()` by default.
+      pipeline: a `Pipeline` to run, or the name of a schedule ("gpipe", "1f1b", "interleaved", "pipedream").
+      microbatches, stages: of a schedule that is named; as many stages as divide the devices, up to four, and as many
+        micro-batches as stages, by default.
+      microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
     """
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if plan is not None and fixed is not None:
@@ -336,5 +372,6 @@ def soap_shard(
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
         static_argnums=static, donate=donate, devices=devices,
+        pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction, plan=plan, fixed=fixed),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

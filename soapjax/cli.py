@@ -49,7 +49,7 @@ class PlanCommand:
     """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive; with --space paper also
     model_parallel, expert_rnn and reinforce."""
     space: str = "soap"
-    """soap, or paper: also operators on parts of the devices. Such plans can be simulated, not run."""
+    """soap, or paper: also operators on parts of the devices. They run as several programs."""
     seed: int = 0
     """Of the search; the same seed and --proposals give the same plan."""
     seconds: float | None = None

@@ -21,6 +21,7 @@ from soapjax import api, cli
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.spmd import bind_plan, not_executable
+from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
@@ -141,8 +142,8 @@ def _devices_for(path: str) -> list[Any]:
     """The devices for a plan file; its mesh, and that it can be run, are checked before any are started."""
     plan = Plan.load(path)
     topology, _ = topology_of(plan, place=path)
-    if plan.pinned:
-        raise SoapjaxError(not_executable(plan, place=path))
+    if problems := not_executable(plan, place=path):
+        raise SoapjaxError(problems)
     return start_devices(topology.num_devices)
 
 
@@ -176,7 +177,7 @@ def run_command(command: cli.RunCommand) -> Result:
     plan, model, step = _loaded(command.plan, concrete=True)
     _require_state(model, step)
     program = bind_plan(step, plan, devices=devices)
-    losses, times = train(CompiledStep(program), model, command.steps)
+    losses, times = train(compile_step(program), model, command.steps)
     result = {
         "predicted_s": plan.prediction.step_time_s,
         "measured_s": statistics.median(times),
@@ -206,7 +207,7 @@ def _require_state(model: Model, step: TracedStep) -> None:
 
 def train(step: Callable[..., Any], model: Model, steps: int) -> tuple[list[float], list[float]]:
     """Losses and seconds of `steps` steps on the model's own data (its module's `batches`, or one batch again and again)."""
-    arguments = step.place(*model.arguments) if isinstance(step, CompiledStep) else model.arguments
+    arguments = step.place(*model.arguments) if isinstance(step, CompiledStep | StreamStep) else model.arguments
     state, rest = arguments[0], arguments[1:]
     data = _batches(model)
     losses, times = [], []
@@ -283,7 +284,7 @@ def demo_command(command: cli.DemoCommand) -> Result:
     found = api.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)
     real = concrete_model(source)
     program = bind_plan(found.step, found.plan, devices=devices)
-    losses, _ = train(CompiledStep(program), real, command.steps)
+    losses, _ = train(compile_step(program), real, command.steps)
     single, _ = train(jax.jit(real.step), real, command.steps)
     difference = max(abs(a - b) / abs(b) for a, b in zip(losses, single, strict=True))
     result = _plan_result(found.plan) | {"loss": losses, "loss_single_device": single, "max_rel_difference": difference}

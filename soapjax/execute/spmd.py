@@ -85,12 +85,12 @@ def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
 
 
 def not_executable(plan: Plan, *, place: str = "plan") -> list[Problem]:
-    """What keeps a plan from being run: operators on parts of the devices."""
-    if not plan.pinned and plan.executable:
+    """What keeps a plan from being run: a loop whose operators are on different devices."""
+    if plan.executable:
         return []
     value = f"{len(plan.pinned)} operators pinned to some devices ({', '.join(plan.pinned[:3])}, ...)" if plan.pinned else "false"
-    remedy = 'plan in the space "soap" (the default), or simulate this plan'
-    return [Problem(f"{place}: executable", value, "operators that run on all devices: no executor places them", remedy)]
+    remedy = 'pin them alike, plan with unroll, or in the space "soap" (the default)'
+    return [Problem(f"{place}: executable", value, "one update, and the operators of each loop on the same devices", remedy)]
 
 
 def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> Program:

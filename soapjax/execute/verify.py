@@ -14,6 +14,7 @@ import numpy as np
 
 from soapjax.execute.evaluate import Evaluator
 from soapjax.execute.hlo import check_ops
+from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import Program
 
 FLOAT64_BOUND = 1e-9
@@ -68,8 +69,12 @@ def verify(program: Program, arguments: list[Any], single: Reference | None = No
     step = program.step
     gradients = _gradient_ids(program)
     single = reference(program, arguments) if single is None else single
-    planned, text = _run(program.evaluator(), program, arguments, gradients)
-    planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)
+    if program.plan.pinned:
+        planned, text = _run_placed(program, arguments, is_float64=False)
+        planned64, _ = _run_placed(program, arguments, is_float64=True)
+    else:
+        planned, text = _run(program.evaluator(), program, arguments, gradients)
+        planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)
     names = [p.path for p in program.graph.parameters] or list(step.out_paths)
     own, worst = _gradient_error(planned[1], single.own[1], names)
     rounding, _ = _gradient_error(single.own[1], single.float64[1], names)
@@ -114,6 +119,14 @@ def _run(evaluator: Evaluator, program: Program | None, arguments: list[Any], al
         compiled = jitted.lower(*arguments).compile(_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None)
         outputs, extra = compiled(*arguments)
         return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text() if program is not None else ""
+
+
+def _run_placed(program: Program, arguments: list[Any], *, is_float64: bool) -> tuple[tuple, str]:
+    """As `_run`, of a plan that is several programs."""
+    with jax.enable_x64(is_float64):
+        placed = PlacedStep(program, donate=False, is_float64=is_float64)
+        outputs, gradients = placed.run(arguments, with_gradients=True)
+        return (list(map(_numpy, outputs)), list(map(_numpy, gradients))), "" if is_float64 else placed.compiled_text()
 
 
 def _numpy(x: Any) -> np.ndarray | None:

@@ -97,7 +97,7 @@ def plan_report(plan: Plan) -> RenderableType:
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
         f"each device sends per step: {moved}",
         f"memory per device: {parts}",
-        *(["for simulation only: no executor runs operators on parts of the devices"] if not plan.executable else []),
+        *(["for simulation only: a loop's operators are on different devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),
         f"plan_sha256 {plan.plan_sha256}",
     ]

@@ -5,7 +5,7 @@ section 8.2.1): disjoint parts of the network on different devices, nothing is s
 contiguous runs of them go to devices 0, 1, ... so that the busiest device computes as little as possible. All time steps of
 a recurrent layer are one layer (layers.py): its parameters lie in one place.
 
-These plans can be simulated only: the planners want a space that offers pins.
+The planners want a space that offers pins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def require_pins(problem: PlanningProblem, planner: str) -> None:
 def placement_error(planner: str) -> SoapjaxError:
     """What a planner that places operators says of a space without pins."""
     expected = 'the space "paper": it places operators on single devices'
-    remedy = 'use soapjax.plan(..., space="paper") or --space paper; such plans can be simulated, not run'
+    remedy = 'use soapjax.plan(..., space="paper") or --space paper'
     return SoapjaxError(Problem(f"planner {planner!r}", 'space "soap"', expected, remedy))
 
 

@@ -5,8 +5,8 @@ of an operator; specs and prediction are derived, and made anew when the file is
 Specs are written per tensor dim, `-` for a dim that is not split: `"h0+d0, -, d1"`.
 
 An axis value of an operator is one of its dims, "replicate", or "pin(i)": the operator runs only where that axis' coordinate
-is i. All axes pinned are one device. A pinned plan is for simulation (`executable` is false), and its specs hold among the
-devices that take part: an axis that is pinned splits nothing and stands in no spec.
+is i. All axes pinned are one device. The specs of a pinned operator hold among the devices that take part: an axis that is
+pinned splits nothing and stands in no spec.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Plan(_Part):
     graph: GraphId
     topology: dict[str, Any]
     mesh: MeshPart
-    executable: bool = True  # no operator is pinned; derived from `axes`
+    executable: bool = True  # the operators of every loop are on the same devices; derived from `axes`
     unroll: bool = False  # scans were planned step by step
     fixed: dict[str, str] = {}
     operators: dict[str, OperatorPart]
@@ -240,7 +240,7 @@ def make_plan(
         topology=topology.to_dict(),
         mesh=MeshPart(axis_names=names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
         unroll=unroll,
-        executable=bool((strategy.axes >= REPLICATE).all()),
+        executable=_is_executable(graph, strategy),
         fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
         operators=operators,
         arguments=arguments,
@@ -248,6 +248,18 @@ def make_plan(
         prediction=prediction,
         provenance=provenance,
     )
+
+
+def _is_executable(graph: OperatorGraph, strategy: Strategy) -> bool:
+    """A loop is one program: it runs on one set of devices. So does a step that updates between two gradients."""
+    pins = np.minimum(strategy.axes, REPLICATE)
+    if graph.is_single_phase and graph.parameters and (pins < REPLICATE).any():
+        return False
+    of_loop: dict[str, bytes] = {}
+    for task in graph.tasks:
+        if task.scope and of_loop.setdefault(task.scope.split("/")[0], pins[task.operator].tobytes()) != pins[task.operator].tobytes():
+            return False
+    return True
 
 
 def _leaf_specs(graph: OperatorGraph, home, stored, spec) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,7 +1,7 @@
 """The SOAP space of a graph on a mesh: what the search may choose, and nothing that cannot run.
 
 An axis may split any dim that its size divides; together the axes on a dim must
-divide it. Pins (the O dimension) are offered on request, for simulation: no executor
+divide it. Pins (the O dimension) are offered on request: such plans
 places programs yet.
 """
 
@@ -43,7 +43,7 @@ class SearchSpace:
     allowed: np.ndarray  # bool [N, A, K + 1]: whether axis a may take value v - 1 (-1: replicate)
     owns_parameters: np.ndarray  # bool [N]
     fixed_layouts: dict[int, np.ndarray]  # input leaf -> layout that the user fixed, int8 [A]
-    offers_pins: bool = False  # the paper's whole space: an operator may run on a part of the devices (simulation only)
+    offers_pins: bool = False  # the paper's whole space: an operator may run on a part of the devices
 
     @property
     def groups(self) -> np.ndarray:
@@ -138,7 +138,7 @@ def search_space(
 ) -> SearchSpace:
     """The space of `graph` on `mesh`; `fixed` maps argument paths to axis names per dim.
 
-    `pins` offers the paper's whole space: also operators on parts of the devices. Such plans can be simulated only.
+    `pins` offers the paper's whole space: also operators on parts of the devices.
 
     Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
     user's own code that this mesh cannot express.

@@ -1,0 +1,136 @@
+"""From a step to its micro-batches: which arguments are split, how what comes out is put together again.
+
+A gradient that is a mean over the batch is the mean of the micro-batches' gradients; one that is a sum is their sum. Which
+it is, the step itself tells (graph/batch_scaling.py). Semantics, as in GPipe (Huang et al. 2019, section 2.3):
+
+- batch statistics are those of each micro-batch, and moving averages move once per step, by the mean of what each micro-batch
+  gives (exact for means; a variance is the mean of the micro-batches' variances);
+- metrics are averaged, counts (what grows with the batch) are summed, and what has a batch dim is joined along it;
+- random numbers are drawn from the same key for every micro-batch, unless the step derives them from its data.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.batch_scaling import Scaling, scalings
+from soapjax.graph.trace import TracedStep, trace
+
+Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicroStep:
+    """A step traced with one micro-batch, and how its values grow with the batch."""
+
+    step: TracedStep
+    batch_leaves: tuple[int, ...]  # input leaves whose leading dim is the batch
+    num_microbatches: int
+    batch_size: int
+    scaling: dict[int, Scaling]  # empty where there is one micro-batch
+    full: TracedStep
+
+
+class Joining(NamedTuple):
+    """How the values of micro-batches become one: "mean", "sum" or "join" along `dim`."""
+
+    how: str
+    dim: int = 0
+
+
+def micro_step(fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), unroll: bool = False) -> MicroStep:
+    """Traces `fn` with the whole batch and with one micro-batch.
+
+    Raises: SoapjaxError where the batch is not to be found, or the micro-batches do not divide it.
+    """
+    full = trace(fn, *args, static_argnums=static_argnums, unroll=unroll)
+    if num_microbatches < 1:
+        problem = Problem("microbatches", str(num_microbatches), "at least 1", "choose 1 or more micro-batches")
+        raise SoapjaxError(problem)
+    leaves = batch_leaves(full)
+    size = full.in_avals[leaves[0]].shape[0]
+    if size % num_microbatches:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        near = sorted(divisors, key=lambda d: (abs(d - num_microbatches), d))[:3]
+        expected = f"a divisor of the batch of {size} ({full.in_paths[leaves[0]]})"
+        raise SoapjaxError(Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}"))
+    if num_microbatches == 1:
+        return MicroStep(full, leaves, 1, size, {}, full)
+    static = {i % len(args) for i in static_argnums} if args else set()
+    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+    flat, tree = jax.tree_util.tree_flatten(dynamic)
+    for i in leaves:
+        aval = full.in_avals[i]
+        flat[i] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
+    rest = iter(tree.unflatten(flat))
+    small = trace(
+        fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, unroll=unroll
+    )
+    scaling = scalings(small.program, full.program, num_microbatches)
+    return MicroStep(small, leaves, num_microbatches, size, scaling, full)
+
+
+def batch_leaves(step: TracedStep) -> tuple[int, ...]:
+    """The input leaves, beside the training state, whose leading dim is the batch: the size that most of them share.
+
+    Raises: SoapjaxError where no argument has a leading dim.
+    """
+    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs and getattr(a, "shape", ())}
+    if not shapes:
+        expected = "an argument beside the training state with a leading batch dim"
+        remedy = "pass the batch as an argument of the step; the state is what the step returns anew"
+        raise SoapjaxError(Problem("train step", "no batch among its arguments", expected, remedy))
+    sizes = collections.Counter(s[0] for s in shapes.values())
+    size = max(sizes, key=lambda n: (sizes[n], n))
+    return tuple(i for i, s in shapes.items() if s[0] == size)
+
+
+def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str) -> None:
+    """Refuses gradients (path, value) that do not add up as `reduction` says. What cannot be told is trusted.
+
+    Raises: SoapjaxError naming the first gradients that are otherwise.
+    """
+    if reduction not in REDUCTIONS:
+        expected = " or ".join(map(repr, REDUCTIONS))
+        raise SoapjaxError(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
+    found = [(path, micro.scaling[v]) for path, v in gradients if v in micro.scaling]
+    place = "microbatch_reduction"
+    if ratios := [path for path, s in found if s.is_ratio]:
+        value = f"the gradient of {ratios[0]!r} (and {len(ratios) - 1} more) is divided by a sum over the batch's data"
+        expected = "a loss divided by a constant: micro-batches with other weights have other divisors"
+        remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
+        raise SoapjaxError(Problem(place, value, expected, remedy))
+    wanted = {"mean": 0.0, "sum": 1.0}[reduction]
+    other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
+    if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
+        value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
+        raise SoapjaxError(Problem(place, value, "a loss that is a mean over the batch", f"say {place}='sum', or take the mean"))
+    if other:
+        value = f"{reduction!r}, and the gradient of {other[0][0]!r} (and {len(other) - 1} more) grows as batch^{other[0][1]:g}"
+        remedy = "say 'mean'" if all(p == 0.0 for _, p in other) else "make the loss a mean over the batch, or use one micro-batch"
+        raise SoapjaxError(Problem(place, value, f"a loss that is a {reduction} over the batch", remedy))
+
+
+def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:
+    """How one value of every micro-batch becomes the value of the step; None where that is not known."""
+    if micro.num_microbatches == 1:
+        return Joining("sum")
+    small, large = micro.step.program.avals[value], micro.full.program.avals.get(value)
+    if is_gradient:
+        return Joining(reduction)
+    if micro.scaling and large is not None and small.shape != large.shape:
+        dims = [d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+        return Joining("join", dims[0]) if len(dims) == 1 else None
+    scaling = micro.scaling.get(value)
+    is_float = np.issubdtype(small.dtype, np.floating) or str(small.dtype) in ("bfloat16", "float16")
+    if scaling is not None and scaling.power == 1.0:
+        return Joining("sum")
+    return Joining("mean") if is_float else None

@@ -1,0 +1,138 @@
+"""A part of a step as one jitted program on its own mesh, sharded inside as a plan says.
+
+The plan is one of the whole (micro-batched) step on the mesh of the part's devices; only the part's operators follow it.
+Every value has one layout per place: a parameter as the plan stores it, any other as the plan keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from soapjax.execute.cut import Part
+from soapjax.execute.spmd import PlannedEvaluator, Program
+from soapjax.strategy.layout import Spec
+from soapjax.strategy.plan import parse_spec
+
+
+class Place:
+    """A sub-mesh with the plan that holds on it.
+
+    Args:
+      bound: the step, a plan for the place's devices, and their mesh.
+    """
+
+    def __init__(self, bound: Program, *, is_float64: bool = False):
+        self.bound, self.mesh, self.is_float64 = bound, bound.mesh, is_float64
+        self.values = bound.binding.values
+        self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
+        self._home: dict[int, Spec] = {}
+        counters: dict[int, int] = {}
+        for task in bound.graph.tasks:
+            if task.parameter < 0:
+                k = counters[task.operator] = counters.get(task.operator, -1) + 1
+                part = bound.plan.operators[bound.graph.operators[task.operator].name].tasks[k]
+                self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
+
+    @functools.cached_property
+    def evaluator(self) -> Any:
+        # Also on one device where the plan pins: the marks of its operators are how they are found again.
+        if self.bound.plan.pinned:
+            return PlannedEvaluator(self.bound, is_float64=self.is_float64)
+        return self.bound.evaluator(is_float64=self.is_float64)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process has devices of the place."""
+        return any(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
+
+    def spec(self, value: int) -> Spec:
+        """The layout in which a value lies here, () where the plan says nothing about it."""
+        path = self._arguments.get(value)
+        if path is not None:
+            return self._here(parse_spec(self.bound.plan.arguments[path]))
+        alias = self.values.tensor(value)
+        spec = self._home.get(self.bound.binding.tensor_of.get(alias.root, -1))
+        if spec is None:
+            return ()
+        return self._here(((),) * alias.shift + spec if alias.shift > 0 else spec[-alias.shift :])
+
+    def _here(self, spec: Spec) -> Spec:
+        """Without the axes that are pinned here: made elsewhere, a value may be split over them there."""
+        return tuple(tuple(n for n in names if n in self.mesh.axis_names) for names in spec)
+
+    def sharding(self, value: int) -> NamedSharding:
+        return self.bound.sharding(self.spec(value))
+
+    @property
+    def whole(self) -> NamedSharding:
+        return self.bound.sharding(())
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """A value that is summed over micro-batches, with the factor of the sum (1/M for a mean)."""
+
+    value: int
+    dtype: Any  # of the accumulator
+    scale: float = 1.0
+
+
+def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:
+    """All values that a part makes from `inputs`, which hold everything that it reads."""
+    evaluator, program = place.evaluator, place.bound.step.program
+    env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
+    env.update({v: evaluator.lift(x) for v, x in inputs.items()})
+    evaluator.enter(env)
+    evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
+    return env
+
+
+def jit_part(
+    place: Place, part: Part, *, added: Sequence[Accumulated] = (), summed: Sequence[Accumulated] = (),
+    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
+) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
+    """`(*values, *sums) -> (*outputs, *new sums)`, jitted on the place's mesh.
+
+    Args:
+      added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
+        memory is reused).
+      summed: inputs of the part that come as running sums: scaled and cast to the value's own type first.
+      out_shardings: layouts of outputs that are not laid out as `place` keeps them.
+      donated: inputs whose memory an output may take.
+    """
+    scales = {a.value: a.scale for a in summed}
+    avals = place.bound.step.program.avals
+    evaluator = place.evaluator
+
+    def fn(*arguments: Any) -> tuple[Any, ...]:
+        values = dict(zip(part.inputs, arguments, strict=False))
+        for v, scale in scales.items():
+            values[v] = finished(values[v], scale, evaluator.lift(jax.numpy.zeros((), avals[v].dtype)).dtype)
+        env = evaluate_part(place, part, values)
+        sums = [s + env[a.value].astype(s.dtype) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
+        return (*(env[v] for v in part.outputs), *sums)
+
+    fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
+    chosen = out_shardings or {}
+    shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [place.sharding(a.value) for a in added]
+    first = len(part.inputs)
+    taken = tuple(k for k, v in enumerate(part.inputs) if v in set(donated)) + tuple(range(first, first + len(added)))
+    return jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=taken)
+
+
+def finished(total: Any, scale: float, dtype: Any) -> Any:
+    """A sum over micro-batches as the value that the step would have made of the whole batch."""
+    return (total * jax.numpy.asarray(scale, total.dtype)).astype(dtype)
+
+
+def sum_dtype(dtype: Any, *, is_float64: bool) -> Any:
+    """Sums of low precision are carried in float32."""
+    if is_float64:
+        return jax.numpy.dtype("float64")
+    return jax.numpy.promote_types(dtype, "float32")

@@ -1,0 +1,148 @@
+"""A step as a fixed list of dispatches: programs and transfers, in the order in which one driver issues them.
+
+Built once by symbolic names, run with integer slots: a step costs the host little more than the calls themselves.
+All processes run the same list; JAX skips a program on a mesh without local devices, and wants transfers in one order everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+Name = Hashable
+
+
+class Dispatch(NamedTuple):
+    label: str
+    track: str  # where it runs: what a timeline shows in one row
+    fn: Callable[..., Sequence[Any]]
+    ins: list[int]
+    outs: list[int]
+    free: list[int]  # slots that nothing reads afterwards
+    lasting: list[int]  # positions of results whose memory no later program takes
+
+
+class Event(NamedTuple):
+    """One program or transfer of a real run; seconds since the step's first dispatch."""
+
+    name: str
+    track: str
+    start_s: float
+    duration_s: float
+
+
+class StreamBuilder:
+    """Collects dispatches by the names of what they read and make."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Name, int] = {}
+        self._entries: list[tuple[str, str, Callable[..., Any], list[int], list[int]]] = []
+        self._taken: set[int] = set()
+
+    def slot(self, name: Name) -> int:
+        return self.slots.setdefault(name, len(self.slots))
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self.slots
+
+    def call(
+        self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
+        takes: Sequence[Name] = (),
+    ) -> None:  # fmt: skip
+        """`takes`: those of `ins` whose memory `fn` reuses (donated)."""
+        missing = [n for n in ins if n not in self.slots]
+        if missing:
+            raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
+        self._taken.update(self.slots[n] for n in takes)
+        self._entries.append((label, track, fn, [self.slots[n] for n in ins], [self.slot(n) for n in outs]))
+
+    def move(self, label: str, track: str, ins: Sequence[Name], shardings: Sequence[Any], outs: Sequence[Name]) -> None:
+        """One `jax.device_put` of several arrays."""
+        shardings = list(shardings)
+        self.call(label, track, lambda *arrays: jax.device_put(list(arrays), shardings), ins, outs)
+
+    def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
+        """The stream that takes `given` and returns `wanted`."""
+        keep = {self.slots[n] for n in wanted}
+        seen: set[int] = set(keep)
+        dispatches = []
+        for label, track, fn, ins, outs in reversed(self._entries):
+            free = [s for s in dict.fromkeys([*ins, *outs]) if s not in seen]
+            seen.update(ins, outs)
+            lasting = [k for k, s in enumerate(outs) if s not in self._taken]
+            dispatches.append(Dispatch(label, track, fn, ins, outs, free, lasting))
+        return Stream(dispatches[::-1], len(self.slots), [self.slot(n) for n in given], [self.slots[n] for n in wanted])
+
+
+class Stream:
+    def __init__(self, dispatches: list[Dispatch], num_slots: int, given: list[int], wanted: list[int]):
+        self.dispatches, self._num_slots, self._given, self._wanted = dispatches, num_slots, given, wanted
+
+    def run(self, arguments: Sequence[Any]) -> list[Any]:
+        slots = self._filled(arguments)
+        for _, _, fn, ins, outs, free, _ in self.dispatches:
+            for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
+                slots[s] = result
+            for s in free:
+                slots[s] = None
+        return [slots[s] for s in self._wanted]
+
+    def _filled(self, arguments: Sequence[Any]) -> list[Any]:
+        slots: list[Any] = [None] * self._num_slots
+        for s, a in zip(self._given, arguments, strict=True):
+            slots[s] = a
+        return slots
+
+    def run_traced(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        """As `run`, and what ran when: a program starts when its track is free and its inputs are there.
+
+        One thread per track waits for the programs' results in order, so that the run is not disturbed but for these threads.
+        """
+        slots = self._filled(arguments)
+        done_s: dict[int, Any] = {}  # slot -> the event that makes it, as a future of its end
+        pools: dict[str, ThreadPoolExecutor] = {}
+        pending: list[Any] = []
+        begin = time.perf_counter()
+
+        def watch(entry: Dispatch, witness: Any, dispatched_s: float, needed: list[Any], before: Any) -> tuple[Event, float]:
+            starts = [dispatched_s, *(f.result()[1] for f in needed)]
+            if before is not None:
+                starts.append(before.result()[1])
+            if witness is not None:
+                jax.block_until_ready(witness)
+            end, start = time.perf_counter() - begin, max(starts)
+            return Event(entry.label, entry.track, start, max(0.0, end - start)), end
+
+        last: dict[str, Any] = {}
+        for entry in self.dispatches:
+            dispatched_s = time.perf_counter() - begin
+            results = entry.fn(*[slots[i] for i in entry.ins])
+            for s, result in zip(entry.outs, results, strict=True):
+                slots[s] = result
+            witness = _witness(entry, results)
+            pool = pools.setdefault(entry.track, ThreadPoolExecutor(1))
+            needed = [done_s[i] for i in entry.ins if i in done_s]
+            future = pool.submit(watch, entry, witness, dispatched_s, needed, last.get(entry.track))
+            last[entry.track] = future
+            done_s.update(dict.fromkeys(entry.outs, future))
+            pending.append(future)
+            for s in entry.free:
+                slots[s] = None
+        events = [f.result()[0] for f in pending]
+        for pool in pools.values():
+            pool.shutdown()
+        return [slots[s] for s in self._wanted], events
+
+
+def _witness(entry: Dispatch, results: Sequence[Any]) -> Any:
+    """A local array that is ready when a program has ended, and stays so; None where the program runs in other processes."""
+    local = [k for k, r in enumerate(results) if isinstance(r, jax.Array) and r.addressable_shards]
+    kept = [k for k in local if k in entry.lasting]
+    if kept:
+        return results[kept[0]]
+    # All are running sums, whose memory the next program takes: a copy of the smallest.
+    return jax.numpy.copy(min((results[k] for k in local), key=lambda r: r.size)) if local else None

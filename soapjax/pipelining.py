@@ -1,0 +1,273 @@
+"""Where pipelines meet plans: the plan inside every stage, a default pipeline, and the step that runs them.
+
+Inside a stage operators follow a plan of the micro-batched step on the stage's own mesh. Stages with equal meshes share one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from soapjax.costs.evaluate import layouts_of
+from soapjax.costs.tables import cost_tables
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.microbatches import REDUCTIONS, MicroStep, micro_step
+from soapjax.execute.part_program import Place
+from soapjax.execute.pipeline import PipelineStep
+from soapjax.execute.spmd import Program
+from soapjax.execute.stream_step import StreamStep
+from soapjax.graph.build import Binding, build_graph
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.phases import FORWARD, UPDATE
+from soapjax.search.baselines import data_parallel_strategy
+from soapjax.search.placement import balanced_runs
+from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.pipeline import SCHEDULES, Pipeline, ScheduleName, Stage
+from soapjax.strategy.plan import Plan, Prediction, make_plan, strategy_of
+from soapjax.strategy.space import SearchSpace, search_space
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology
+
+
+def stage_mesh(stage: Stage, topology: DeviceTopology) -> FactorMesh:
+    """The mesh inside a stage (one replica of it): its own, or the prime factors of its number of devices.
+
+    Raises: SoapjaxError where its mesh is not of as many devices as it has.
+    """
+    num = len(stage.devices) // stage.replicas
+    if not stage.mesh:
+        return factor_mesh(_part(topology, num))
+    if math.prod(stage.mesh.values()) != num:
+        expected = f"a mesh of {num} devices"
+        raise SoapjaxError(Problem("stage mesh", str(stage.mesh), expected, "change the mesh or the stage's devices"))
+    return FactorMesh(tuple(stage.mesh), tuple(stage.mesh.values()), (0,) * len(stage.mesh))
+
+
+def _part(topology: DeviceTopology, num: int) -> DeviceTopology:
+    """`num` devices of a topology, as one level of its fastest links."""
+    return dataclasses.replace(topology, levels=(dataclasses.replace(topology.levels[-1], size=num),))
+
+
+def inside_plan(
+    graph: OperatorGraph, mesh: FactorMesh, topology: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
+    storage: Mapping[str, str] | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a (micro-batched) graph on a stage's mesh.
+
+    Args:
+      axes: operator -> mesh axis -> dim, "replicate"; data parallelism for operators that are not in it.
+      storage: operator -> storage, "as used" where it is not given.
+    Raises: SoapjaxError naming what does not fit.
+    """
+    part = _part(topology, mesh.num_devices)
+    space = search_space(graph, mesh)
+    tables = cost_tables(graph, space, part)
+    strategy = _data_parallel(graph, space)
+    if axes:
+        plan = _plan(graph, space, part, strategy, tables)
+        operators = {
+            name: o.model_copy(update={"axes": dict(axes.get(name, o.axes)), "storage": (storage or {}).get(name, o.storage)})
+            for name, o in plan.operators.items()
+        }
+        strategy = strategy_of(plan.model_copy(update={"operators": operators}), space, place="stages")
+    return _plan(graph, space, part, strategy, tables)
+
+
+def _data_parallel(graph: OperatorGraph, space: SearchSpace) -> Strategy:
+    return data_parallel_strategy(PlanningProblem(graph, space, None))[0]
+
+
+def _plan(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, strategy: Strategy, tables: Any) -> Plan:
+    found = layouts_of(tables, jnp.asarray(strategy.axes), jnp.asarray(strategy.storage))
+    num_u, num_p = len(tables.access_op), len(tables.parameter_op)
+    slots = np.asarray(found.slots)
+    nothing = Prediction(
+        step_time_s=0.0, memory_bytes_per_device=0, usable_memory_bytes=0, memory_parts_bytes={}, feasible=True,
+        bytes_by_collective={},
+    )  # fmt: skip
+    return make_plan(space, topology, strategy, slots[:num_u], np.asarray(found.home), slots[num_u : num_u + num_p], nothing)
+
+
+def balanced_pipeline(
+    graph: OperatorGraph, num_devices: int, *, schedule: ScheduleName = "1f1b", num_microbatches: int, num_stages: int,
+    chunks: int = 1, rematerialise: bool | None = None,
+) -> Pipeline:  # fmt: skip
+    """Runs of operators in program order, balanced by FLOPs, each on an equal share of the devices.
+
+    Args:
+      chunks: stages per share of the devices (interleaved).
+      rematerialise: keep only the stages' inputs; by default for gpipe alone.
+    Raises: SoapjaxError where there are more stages than operators or devices.
+    """
+    flops = np.zeros(graph.num_operators)
+    for task in graph.tasks:
+        flops[task.operator] += sum(w.flops for w in task.work) * task.trip_count
+    stages = forward_runs(graph, flops + 1e-9 * max(flops.sum(), 1.0), num_stages * chunks)
+    if num_stages > num_devices or num_devices % num_stages:
+        expected = f"a divisor of the {num_devices} devices"
+        raise SoapjaxError(Problem("stages", str(num_stages), expected, "choose another number of stages"))
+    width = num_devices // num_stages
+    again = schedule == "gpipe" if rematerialise is None else rematerialise
+    return Pipeline(
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        stages=tuple(
+            Stage(operators=names, devices=tuple(range(g * width, (g + 1) * width)), rematerialise=again)
+            for g, names in ((i % num_stages, names) for i, names in enumerate(stages))
+        ),
+    )
+
+
+def forward_runs(graph: OperatorGraph, seconds: Sequence[float], num_stages: int) -> list[tuple[str, ...]]:
+    """Operator names of each stage: balanced runs of forward operators; those without a forward task go where they read.
+
+    Raises: SoapjaxError where there are fewer forward operators than stages.
+    """
+    phases = [{graph.tasks[t].phase for t in op.tasks} for op in graph.operators]
+    forward = [n for n, p in enumerate(phases) if FORWARD in p]
+    if num_stages > len(forward):
+        value, expected = f"{num_stages} stages", f"at most {len(forward)}, the operators of the forward pass"
+        raise SoapjaxError(Problem("stages", value, expected, "use fewer stages"))
+    runs = balanced_runs([float(seconds[n]) for n in forward], num_stages)
+    stage = dict(zip(forward, _all_used(runs, num_stages), strict=True))
+    made = {a.tensor: t.operator for t in graph.tasks for a in t.writes}
+    for task in graph.tasks:  # of the backward pass alone: the earliest stage that it reads from
+        if task.operator not in stage and task.phase != UPDATE:
+            stage[task.operator] = min((stage[made[a.tensor]] for a in task.reads if made.get(a.tensor) in stage), default=0)
+    names: list[list[str]] = [[] for _ in range(num_stages)]
+    for n in sorted(stage):
+        names[stage[n]].append(graph.operators[n].name)
+    return [tuple(x) for x in names]
+
+
+def _all_used(runs: Sequence[int], parts: int) -> list[int]:
+    """Runs as numbers 0 ... parts - 1, the longest ones halved until there are that many."""
+    starts = [k for k in range(len(runs)) if k == 0 or runs[k] != runs[k - 1]]
+    while len(starts) < parts:
+        ends = [*starts[1:], len(runs)]
+        k = max(range(len(starts)), key=lambda i: ends[i] - starts[i])
+        starts.insert(k + 1, (starts[k] + ends[k]) // 2)
+    return [int(np.searchsorted(starts, k, side="right")) - 1 for k in range(len(runs))]
+
+
+def places_of(
+    micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, topology: DeviceTopology,
+    devices: Sequence[Any], *, axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None,
+    is_float64: bool = False,
+) -> list[list[Place]]:  # fmt: skip
+    """Of every stage its replicas: mesh, devices and the plan inside."""
+    plans: dict[Any, Plan] = {}
+    found = []
+    needed = max(d for s in pipeline.stages for d in s.devices) + 1
+    if needed > len(devices):
+        expected = f"the {needed} that the pipeline is for"
+        remedy = f"use fewer or smaller stages, or start JAX with {needed} devices"
+        raise SoapjaxError(Problem("devices", f"{len(devices)} devices", expected, remedy))
+    for stage in pipeline.stages:
+        mesh = stage_mesh(stage, topology)
+        # Only its own operators follow a stage's plan: axes that another stage's mesh has must not disturb it.
+        own = {n: a for n, a in (axes or {}).items() if n in stage.operators}
+        key = (mesh.axis_names, mesh.axis_sizes, tuple(sorted((n, tuple(sorted(a.items()))) for n, a in own.items())))
+        if key not in plans:
+            plans[key] = inside_plan(graph, mesh, topology, own, storage)
+        width = mesh.num_devices
+        replicas = []
+        for r in range(stage.replicas):
+            mine = [devices[d] for d in stage.devices[r * width : (r + 1) * width]]
+            jax_mesh = Mesh(np.array(mine).reshape(mesh.axis_sizes), mesh.axis_names)
+            replicas.append(Place(Program(micro.step, plans[key], graph, binding, jax_mesh), is_float64=is_float64))
+        found.append(replicas)
+    return found
+
+
+class PipelineOptions(NamedTuple):
+    """What a user says of a pipeline."""
+
+    pipeline: Pipeline | ScheduleName
+    num_microbatches: int | None = None
+    num_stages: int | None = None
+    reduction: str = "mean"
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline | str | None, microbatches: int | None, stages: int | None, reduction: str, **others: Any
+    ) -> PipelineOptions | None:  # fmt: skip
+        """Raises: SoapjaxError where the options do not go together."""
+        problems = []
+        given = [n for n, v in (("microbatches", microbatches), ("stages", stages)) if v is not None]
+        if pipeline is None:
+            problems += [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
+        elif isinstance(pipeline, str) and pipeline not in SCHEDULES:
+            remedy = "choose one of these, or pass a Pipeline"
+            problems.append(Problem("pipeline", repr(pipeline), " or ".join(SCHEDULES), remedy))
+        elif isinstance(pipeline, Pipeline):
+            problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
+        for name, value in (("microbatches", microbatches), ("stages", stages)):
+            if value is not None and value < 1:
+                problems.append(Problem(name, str(value), "at least 1", "choose 1 or more"))
+        if reduction not in REDUCTIONS:
+            expected = " or ".join(map(repr, REDUCTIONS))
+            problems.append(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
+        for name, value in others.items():
+            if pipeline is not None and value is not None:
+                problems.append(Problem(name, "given beside a pipeline", "one of them", "drop it"))
+        if problems:
+            raise SoapjaxError(problems)
+        return None if pipeline is None else cls(pipeline, microbatches, stages, reduction)
+
+
+def pipelined(
+    fn: Any, *args: Any, options: PipelineOptions, topology: str | DeviceTopology, devices: Sequence[Any] | None = None,
+    static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
+) -> StreamStep:  # fmt: skip
+    """The step that `soap_shard(..., pipeline=...)` runs: a given pipeline, or one balanced by FLOPs.
+
+    Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
+    """
+    topology = load_topology(topology) if isinstance(topology, str) else topology
+    devices = list(jax.devices()) if devices is None else list(devices)
+    given = options.pipeline if isinstance(options.pipeline, Pipeline) else None
+    if given is None:
+        num = min(topology.num_devices, len(devices))
+        stages = options.num_stages or max(d for d in range(1, min(4, num) + 1) if num % d == 0)
+        num_microbatches = options.num_microbatches or stages
+    else:
+        num_microbatches = given.num_microbatches
+    micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, unroll=unroll)
+    graph, binding = build_graph(micro.step)
+    if given is None:
+        given = balanced_pipeline(
+            graph, num, schedule=options.pipeline, num_microbatches=num_microbatches, num_stages=stages,
+            chunks=2 if options.pipeline == "interleaved" else 1,
+        )  # fmt: skip
+    places = places_of(micro, graph, binding, given, topology, devices)
+    step = PipelineStep(micro, given, [p[0] for p in places], reduction=options.reduction, donate=donate)
+    return StreamStep(step, micro.full)
+
+
+def pipeline_step(
+    fn: Any, *args: Any, pipeline: Pipeline, topology: DeviceTopology, devices: Sequence[Any] | None = None,
+    axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, reduction: str = "mean",
+    static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True, is_float64: bool = False,
+) -> PipelineStep:  # fmt: skip
+    """`fn(*args)` as a synchronous pipeline on `devices` (all that JAX sees by default).
+
+    Args:
+      axes, storage: of operators, as in a plan, by the axis names of their stage's mesh; data parallelism by default.
+      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+    Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
+    """
+    micro = micro_step(fn, *args, num_microbatches=pipeline.num_microbatches, static_argnums=static_argnums, unroll=unroll)
+    graph, binding = build_graph(micro.step)
+    devices = list(jax.devices()) if devices is None else list(devices)
+    places = places_of(
+        micro, graph, binding, pipeline, topology, devices, axes=axes, storage=storage, is_float64=is_float64
+    )  # fmt: skip
+    return PipelineStep(micro, pipeline, [p[0] for p in places], reduction=reduction, donate=donate)
