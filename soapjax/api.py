@@ -22,8 +22,8 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
-from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.stream import Event
+from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
@@ -31,11 +31,13 @@ from soapjax.pipelining import PipelineOptions, pipelined
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
+from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of, recost_pipeline
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import ModelSource, Plan, Provenance, make_plan, parse_spec, strategy_of, topology_of
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
+from soapjax.timelines import pipeline_events, spmd_events
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.user_shardings import check_constraints, user_layouts
 
@@ -136,9 +138,8 @@ def _provenance(planner: str, space: str, seed: int, result: SearchResult, basel
             notes.append(f"{name}: does not fit ({found.best.memory_bytes / 1e9:.3g} GB per device)")
     if not result.best.is_feasible:
         notes.append("the best plan found does not fit the usable memory")
-    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
     return Provenance(
-        versions=versions | {"soapjax": _version()},
+        versions=_versions(),
         planner=planner,
         space=space,
         seed=seed,
@@ -149,11 +150,40 @@ def _provenance(planner: str, space: str, seed: int, result: SearchResult, basel
     )
 
 
+def _versions() -> dict[str, str]:
+    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    return versions | {"soapjax": _version()}
+
+
 def _version() -> str:
     try:
         return importlib.metadata.version("soapjax")
     except importlib.metadata.PackageNotFoundError:
         return "0"
+
+
+def plan_pipeline(
+    fn: Callable[..., Any], *args: Any, pipeline: str, topology: str | DeviceTopology = "local", microbatches: int | None = None,
+    stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
+    static_argnums: Sequence[int] = (), model: ModelSource | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> tuple[Plan, FoundPipeline]:  # fmt: skip
+    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
+
+    Args:
+      microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
+    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
+    """
+    topology = load_topology(topology) if isinstance(topology, str) else topology
+    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    graph, _ = build_graph(step)
+    with _on_cpu():
+        found = find_pipeline(
+            graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
+            seconds=seconds, progress=progress,
+        )  # fmt: skip
+    provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
+    return pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll), found
 
 
 def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = None) -> Plan:
@@ -186,6 +216,9 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         )  # fmt: skip
     if problems:
         raise SoapjaxError(problems)
+    if loaded.pipeline is not None:
+        with _on_cpu():
+            return recost_pipeline(loaded, graph, own, place=place)[0]
     check_constraints(step, mesh)
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     try:
@@ -196,6 +229,19 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
     with _on_cpu():
         made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
     return made.model_copy(update={"mesh": loaded.mesh})
+
+
+def timeline_events(plan: Plan, step: TracedStep) -> list[Event]:
+    """What runs when in the simulation of a plan: a track per device, and per device and level of links."""
+    topology, _ = topology_of(plan)
+    graph, _ = build_graph(step)
+    with _on_cpu():
+        if plan.pipeline is not None:
+            return pipeline_events(recost_pipeline(plan, graph, topology)[1].timeline, topology)
+        fixed = {path: parse_spec(spec) for path, spec in plan.fixed.items()}
+        space = search_space(graph, factor_mesh(topology), fixed=fixed, pins=bool(plan.pinned))
+        problem = PlanningProblem.make(graph, space, topology)
+        return spmd_events(problem.simulator, strategy_of(plan, space))
 
 
 class Constants(NamedTuple):
