@@ -117,7 +117,8 @@ def _pipeline_command(
     with _closing(progress):
         plan, found = api.plan_pipeline(
             model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
-            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress, **numbers,
+            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
+            **numbers,
         )  # fmt: skip
     return _planned(command, plan, found.stopped_by)
 
