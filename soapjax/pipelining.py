@@ -20,6 +20,7 @@ from soapjax.costs.tables import cost_tables
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.microbatches import REDUCTIONS, MicroStep, micro_step
 from soapjax.execute.part_program import Place
+from soapjax.execute.pipedream import PipeDreamStep
 from soapjax.execute.pipeline import PipelineStep
 from soapjax.execute.spmd import Program
 from soapjax.execute.stream_step import StreamStep
@@ -248,6 +249,8 @@ def pipelined(
             chunks=2 if options.pipeline == "interleaved" else 1,
         )  # fmt: skip
     places = places_of(micro, graph, binding, given, topology, devices)
+    if given.schedule == "pipedream":
+        return StreamStep(PipeDreamStep(micro, given, places), micro.full)
     step = PipelineStep(micro, given, [p[0] for p in places], reduction=options.reduction, donate=donate)
     return StreamStep(step, micro.full)
 

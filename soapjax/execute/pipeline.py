@@ -52,7 +52,7 @@ class PipelineStep:
         self._joinings = self._find_joinings(set(values))
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
         self._streams: dict[bool, Stream] = {}
-        self._feeds: list[tuple[int, int, int]] = []  # (leaf, micro-batch, stage) that the stream takes
+        self._feeds: list[tuple[int, int]] = []  # (leaf, stage): the parts of the batch that the stream takes
 
     def _find_joinings(self, gradients: set[int]) -> dict[int, Joining]:
         problems, found = [], {}
@@ -91,15 +91,16 @@ class PipelineStep:
         return [a if s is None else placed_array(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
 
     def _fed(self, leaves: Sequence[Any]) -> list[Any]:
-        """The micro-batches of the batch, on the stages that read them."""
+        """The batch as [micro-batches, micro-batch, ...], on the stages that read it."""
         num = self.micro.num_microbatches
-        slices: dict[int, list[Any]] = {}
-        for leaf in {leaf for leaf, _, _ in self._feeds}:
-            x = leaves[leaf]
-            slices[leaf] = _split(x, num) if isinstance(x, jax.Array) else np.split(np.asarray(x), num)
+        stacked = {leaf: stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
+        return put([stacked[leaf] for leaf, _ in self._feeds], self._feed_shardings)
+
+    @functools.cached_property
+    def _feed_shardings(self) -> list[Any]:
+        """Every micro-batch is laid out as the stage reads it: taking one out of the stack moves nothing."""
         inputs = self.step.program.inputs
-        arrays = [slices[leaf][m] for leaf, m, _ in self._feeds]
-        return put(arrays, [self.places[s].sharding(inputs[leaf]) for leaf, _, s in self._feeds])
+        return [self.places[s].bound.sharding(((), *self.places[s].spec(inputs[leaf]))) for leaf, s in self._feeds]
 
     def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
         """Outputs (flat), and gradients by `gradient_paths` where they are wanted."""
@@ -130,9 +131,9 @@ class PipelineStep:
         return outputs, list(found)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _split(x: Any, num: int) -> list[Any]:
-    return jnp.split(x, num)
+def stacked(x: Any, num: int) -> Any:
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    return x.reshape(num, x.shape[0] // num, *x.shape[1:])
 
 
 def placed_array(x: Any, sharding: Any) -> Any:
@@ -220,15 +221,20 @@ class _Emitter:
         return out.build(given, wanted)
 
     def _feed(self, given: list[tuple]) -> None:
-        feeds = []
+        feeds: dict[int, list[int]] = {}
         for leaf in self.micro.batch_leaves:
-            v = self.program.inputs[leaf]
-            feeds += [(leaf, m, s) for m in range(self.num) for s in dict.fromkeys(self.moved_to.get(v, ()))]
-        self.owner._feeds = feeds
-        names = [("value", self.program.inputs[leaf], s, m) for leaf, m, s in feeds]
-        for n in names:
-            self.out.slot(n)
-        given += names
+            for s in dict.fromkeys(self.moved_to.get(self.program.inputs[leaf], ())):
+                feeds.setdefault(s, []).append(leaf)
+        self.owner._feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
+        for s, leaves in feeds.items():
+            values = [self.program.inputs[leaf] for leaf in leaves]
+            names = [("batch", v, s) for v in values]
+            for n in names:
+                self.out.slot(n)
+            given += names
+            shardings = [self.places[s].sharding(v) for v in values for _ in range(self.num)]
+            fn = jax.jit(lambda *xs: tuple(x[m] for x in xs for m in range(self.num)), out_shardings=tuple(shardings))
+            self.out.call(f"micro-batches {s}", self.track(s), fn, names, [("value", v, s, m) for v in values for m in range(self.num)])
 
     def _move_state(self) -> None:
         """Parameters and other state to the stages that read what another holds."""
@@ -245,9 +251,12 @@ class _Emitter:
         values = list(values)
         self.out.move(
             f"send {source} to {target}" + ("" if m is None else f", micro-batch {m}"), f"link {source} to {target}",
-            [self.name(v, source, m) for v in values], [self.places[target].sharding(v) for v in values],
+            [self.name(v, source, m) for v in values], self._shardings(values, source), self._shardings(values, target),
             [self.name(v, target, m) for v in values],
         )  # fmt: skip
+
+    def _shardings(self, values: Iterable[int], stage: int) -> list[Any]:
+        return [self.places[stage].sharding(v) for v in values]
 
     def _programs(self) -> None:
         self.compiled: dict[tuple[str, int], tuple[Part, Any, list[Accumulated]]] = {}
@@ -302,7 +311,7 @@ class _Emitter:
             values = list(dict.fromkeys(values))
             self.out.move(
                 f"sums {s} to {t}", f"link {s} to {t}", [("sum", v, s, self.version[v, s]) for v in values],
-                [self.places[t].sharding(v) for v in values], [("sent", v, s, t) for v in values],
+                self._shardings(values, s), self._shardings(values, t), [("sent", v, s, t) for v in values],
             )  # fmt: skip
 
     def _total_names(self, c: Crossing) -> list[tuple]:
@@ -380,7 +389,7 @@ class _Emitter:
         for (t, s), values in sorted(moves.items()):
             self.out.move(
                 f"send {t} to {s}", f"link {t} to {s}", [("out", t, v) for v in values],
-                [self.places[s].sharding(v) for v in values], [("out", s, v) for v in values],
+                [self._result_sharding(v, t) for v in values], self._shardings(values, s), [("out", s, v) for v in values],
             )  # fmt: skip
         for s in stages:
             part = self.cut.mixed[s]

@@ -174,6 +174,12 @@ class PlacedStep:
         for name in given:
             out.slot(name)
 
+        results = {out for out in program.outputs if isinstance(out, int)}
+
+        def shardings_of(place: int, v: int) -> Any:
+            special = self._result_sharding(v, place) if v in results and v not in program.inputs else None
+            return special or self.places[place].sharding(v)
+
         def send(values: Sequence[int], source: int) -> None:
             targets: dict[int, list[int]] = {}
             for v in values:
@@ -181,17 +187,16 @@ class PlacedStep:
                     if (v, t) not in out:
                         targets.setdefault(t, []).append(v)
             for t, moved in sorted(targets.items()):
-                shardings = [self.places[t].sharding(v) for v in moved]
-                names = [(v, t) for v in moved]
-                out.move(f"send {source} to {t}", f"link {source} to {t}", [(v, source) for v in moved], shardings, names)
+                layouts = [[shardings_of(p, v) for v in moved] for p in (source, t)]
+                ins, outs = ([(v, p) for v in moved] for p in (source, t))
+                out.move(f"send {source} to {t}", f"link {source} to {t}", ins, *layouts, outs)
 
         for s in range(len(self.places)):
             send([v for v, at in given if at == s], s)
         self._fns = []
-        results = {out for out in program.outputs if isinstance(out, int)}
         for part in (*self.parts, *rounds[0], *rounds[1]):
             place = self.places[part.place]
-            shardings = {v: self._result_sharding(v, part.place) for v in part.outputs if v in results}
+            shardings = {v: shardings_of(part.place, v) for v in part.outputs if v in results}
             last = part in rounds[0] and not rounds[1] and self.donate
             donated = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)

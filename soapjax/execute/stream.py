@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.execute.transfer import mover
+
 Name = Hashable
 
 
@@ -60,10 +62,11 @@ class StreamBuilder:
         self._taken.update(self.slots[n] for n in takes)
         self._entries.append((label, track, fn, [self.slots[n] for n in ins], [self.slot(n) for n in outs]))
 
-    def move(self, label: str, track: str, ins: Sequence[Name], shardings: Sequence[Any], outs: Sequence[Name]) -> None:
-        """One `jax.device_put` of several arrays."""
-        shardings = list(shardings)
-        self.call(label, track, lambda *arrays: jax.device_put(list(arrays), shardings), ins, outs)
+    def move(
+        self, label: str, track: str, ins: Sequence[Name], sources: Sequence[Any], targets: Sequence[Any], outs: Sequence[Name]
+    ) -> None:  # fmt: skip
+        """One transfer of several arrays, from the shardings `sources` to `targets`."""
+        self.call(label, track, mover(sources, targets), ins, outs)
 
     def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
         """The stream that takes `given` and returns `wanted`."""

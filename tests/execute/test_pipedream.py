@@ -1,0 +1,135 @@
+"""Asynchronous 1F1B against a plain simulation of the same staleness on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from soapjax.errors import SoapjaxError
+from soapjax.execute.microbatches import micro_step
+from soapjax.execute.pipedream import PipeDreamStep
+from soapjax.graph.build import build_graph
+from soapjax.pipelining import forward_runs, places_of
+from soapjax.strategy.pipeline import Action, Pipeline, Stage
+from soapjax.strategy.schedules import in_flight
+from soapjax.topology import load_topology
+
+WIDTH, LAYERS, MINIBATCHES = 8, 4, 12
+OPTIMIZER = optax.sgd(0.3, momentum=0.9)
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for k in range(LAYERS):
+        x = jnp.tanh(x @ params[f"w{k}"] + params[f"b{k}"])
+    return ((x - batch["y"]) ** 2).mean()
+
+
+def train_step(state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    updates, opt_state = OPTIMIZER.update(grads, state["opt_state"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "step": state["step"] + 1}, {"loss": loss}
+
+
+def arguments():
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    params = {}
+    for k in range(LAYERS):
+        params[f"w{k}"] = jax.random.normal(next(keys), (WIDTH, WIDTH)) / WIDTH**0.5
+        params[f"b{k}"] = 0.1 * jax.random.normal(next(keys), (WIDTH,))
+    batch = {"x": jax.random.normal(next(keys), (4 * MINIBATCHES, WIDTH)), "y": jax.random.normal(next(keys), (4 * MINIBATCHES, WIDTH))}
+    return {"params": params, "opt_state": OPTIMIZER.init(params), "step": jnp.zeros((), jnp.int32)}, batch
+
+
+def pipedream_step(replicas, devices_each, *, vertical_sync=False, step=train_step):
+    state, batch = arguments()
+    micro = micro_step(step, state, batch, num_microbatches=MINIBATCHES)
+    graph, binding = build_graph(micro.step)
+    stages, first = [], 0
+    for names, r in zip(forward_runs(graph, [1.0] * graph.num_operators, len(replicas)), replicas, strict=True):
+        stages.append(Stage(operators=names, devices=tuple(range(first, first + r * devices_each)), replicas=r))
+        first += r * devices_each
+    pipeline = Pipeline(schedule="pipedream", num_microbatches=MINIBATCHES, stages=tuple(stages), vertical_sync=vertical_sync)
+    places = places_of(micro, graph, binding, pipeline, load_topology("cpu8"), jax.devices())
+    return PipeDreamStep(micro, pipeline, places), micro, state, batch
+
+
+def simulated(pipedream, state, batch):
+    """One device: for every stage the list of its versions; which one a minibatch sees is counted out here."""
+    pipeline, home = pipedream.pipeline, pipedream.cut.home
+    paths = dict(zip(pipedream.program.inputs, pipedream.step.in_paths, strict=True))
+    stage_of = {paths[v].split(".")[-1]: s for v, s in home.items() if paths[v].startswith("state.params.")}
+    replicas = [s.replicas for s in pipeline.stages]
+    num_stages = len(replicas)
+    held = [0] * num_stages
+    for i in reversed(range(num_stages)):  # minibatches that a stage admits before its first backward pass
+        held[i] = replicas[i] * (-(-held[i + 1] // replicas[i]) + 1) if i + 1 < num_stages else replicas[i]
+    versions = [[state["params"]] for _ in replicas]  # whole trees, of which a stage's own leaves count
+    opt_states = [state["opt_state"] for _ in replicas]
+    waiting = [[] for _ in replicas]
+    losses, seen = [], {}
+    for m in range(MINIBATCHES):
+        own = [max(0, m - held[s] + 1) // replicas[s] for s in range(num_stages)]
+        if pipeline.vertical_sync:
+            own = [min(own[0] * replicas[0] // replicas[s], own[s]) for s in range(num_stages)]
+        stale = {name: versions[s][own[s]][name] for name, s in stage_of.items()}
+        seen.update({Action("forward", s, m): own[s] for s in range(num_stages)})
+        minibatch = jax.tree.map(lambda x, m=m: x[4 * m : 4 * m + 4], batch)
+        loss, grads = jax.value_and_grad(loss_fn)(stale, minibatch)
+        losses.append(loss)
+        for s in range(num_stages):
+            waiting[s].append(grads)
+            if len(waiting[s]) == replicas[s]:
+                mean = jax.tree.map(lambda *g: sum(g) / len(g), *waiting[s])
+                updates, opt_states[s] = OPTIMIZER.update(mean, opt_states[s])
+                versions[s].append(optax.apply_updates(versions[s][-1], updates))
+                waiting[s] = []
+    return {name: versions[s][-1][name] for name, s in stage_of.items()}, float(np.mean(losses)), seen
+
+
+@pytest.mark.parametrize(
+    "replicas, devices_each, vertical_sync",
+    [([1, 1], 2, False), ([1, 1, 1, 1], 1, False), ([1, 1, 1], 1, True), ([3, 1], 1, False), ([1, 2, 1], 2, False)],
+)
+def test_the_staleness_of_the_paper(replicas, devices_each, vertical_sync, quick_compile):
+    with jax.enable_x64(True):
+        state, batch = jax.tree.map(lambda x: x.astype("float64") if x.dtype == "float32" else x, arguments())
+        pipedream, _, _, _ = pipedream_step(replicas, devices_each, vertical_sync=vertical_sync)
+    pipedream, micro, state, batch = pipedream_step(replicas, devices_each, vertical_sync=vertical_sync)
+    outputs, _ = pipedream.run(jax.tree_util.tree_leaves((state, batch)))
+    new_state, metrics = micro.step.out_tree.unflatten(outputs)
+    wanted, loss, seen = simulated(pipedream, state, batch)
+    assert pipedream.versions == seen
+    for name, value in wanted.items():
+        np.testing.assert_allclose(new_state["params"][name], value, rtol=2e-5, atol=2e-6)
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
+    assert int(new_state["step"]) == MINIBATCHES // replicas[pipedream.cut.home[pipedream.program.inputs[-3]]]
+    synchronous = state["params"]
+    opt_state = state["opt_state"]
+    for m in range(MINIBATCHES):
+        grads = jax.grad(loss_fn)(synchronous, jax.tree.map(lambda x, m=m: x[4 * m : 4 * m + 4], batch))
+        updates, opt_state = OPTIMIZER.update(grads, opt_state)
+        synchronous = optax.apply_updates(synchronous, updates)
+    assert np.abs(np.asarray(synchronous["w0"]) - np.asarray(new_state["params"]["w0"])).max() > 1e-3  # the staleness shows
+
+
+def test_straight_pipelines_lag_by_the_stages_that_follow():
+    pipedream, _, _, _ = pipedream_step([1, 1, 1, 1], 1)
+    lag = {s: {m - pipedream.versions[Action("forward", s, m)] for m in range(4, MINIBATCHES)} for s in range(4)}
+    assert lag == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
+    assert in_flight(pipedream.pipeline) == (4, 3, 2, 1)
+    synced, _, _, _ = pipedream_step([1, 1, 1, 1], 1, vertical_sync=True)
+    for m in range(MINIBATCHES):
+        assert len({synced.versions[Action("forward", s, m)] for s in range(4)}) == 1
+
+
+def test_an_update_that_mixes_stages_is_refused():
+    def clipped(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        norm = optax.global_norm(grads)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g / jnp.maximum(norm, 1.0), state["params"], grads)
+        return {**state, "params": params}, {"loss": loss}
+
+    with pytest.raises(SoapjaxError, match="gradients of several stages.*1f1b"):
+        pipedream_step([1, 1], 1, step=clipped)
