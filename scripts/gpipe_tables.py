@@ -4,7 +4,8 @@
 
 PUBLISHED.csv has columns table, hardware, model, microbatches, partitions, normalised_throughput. The Transformer's rows are
 simulated from this package's own graph of it (models/transformer_lm.py: width 2048, 8192 within, 32 heads, 1024 tokens,
-vocabulary 32000; 48 layers on TPUs, 24 on GPUs), cut into balanced stages of one device, schedule gpipe with rematerialisation, a batch of 32.
+vocabulary 32000; 48 layers on TPUs, 24 on GPUs), cut into balanced stages of one device, schedule gpipe with
+rematerialisation, a batch of 32.
 Devices are as their data sheets say, with one assumed efficiency. Table 2 is normalised to two partitions and one micro-batch,
 Table 3 to two partitions.
 

@@ -27,7 +27,7 @@ from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
-from soapjax.pipelining import PipelineOptions, pipelined
+from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
@@ -319,7 +319,14 @@ class SoapShard:
             start = time.monotonic()
             made, step = self._make_plan(args, constants.positions)
             devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
-            self._by_shapes[key] = made, compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
+            if made.pipeline is not None:
+                compiled = planned_pipeline(
+                    self._fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=self._donate,
+                    static_argnums=constants.positions,
+                )  # fmt: skip
+            else:
+                compiled = compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
+            self._by_shapes[key] = made, compiled
             log.info(
                 "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
                 self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,

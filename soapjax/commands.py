@@ -25,6 +25,7 @@ from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
+from soapjax.pipelining import planned_pipeline
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import plan_report, seconds
 from soapjax.search.planners import get_planner
@@ -258,8 +259,12 @@ def run_command(command: cli.RunCommand) -> Result:
     devices = _devices_for(command.plan)
     plan, model, step = _loaded(command.plan, concrete=True)
     _require_state(model, step)
-    program = bind_plan(step, plan, devices=devices)
-    losses, times = train(compile_step(program), model, command.steps)
+    if plan.pipeline is not None:
+        topology, _ = topology_of(plan, place=command.plan)
+        compiled = planned_pipeline(model.step, *model.arguments, plan=plan, topology=topology, devices=devices)
+    else:
+        compiled = compile_step(bind_plan(step, plan, devices=devices))
+    losses, times = train(compiled, model, command.steps)
     result = {
         "predicted_s": plan.prediction.step_time_s,
         "measured_s": statistics.median(times),
