@@ -93,8 +93,8 @@ class PipelineStep:
     def _fed(self, leaves: Sequence[Any]) -> list[Any]:
         """The batch as [micro-batches, micro-batch, ...], on the stages that read it."""
         num = self.micro.num_microbatches
-        stacked = {leaf: stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
-        return put([stacked[leaf] for leaf, _ in self._feeds], self._feed_shardings)
+        whole = {leaf: stacked(leaves[leaf], num) for leaf in {leaf for leaf, _ in self._feeds}}
+        return put([whole[leaf] for leaf, _ in self._feeds], self._feed_shardings)
 
     @functools.cached_property
     def _feed_shardings(self) -> list[Any]:
