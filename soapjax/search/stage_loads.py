@@ -73,6 +73,7 @@ class Figures(NamedTuple):
     seconds: np.ndarray  # [T] of every scheduled task
     held_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device
     copy_bytes: np.ndarray  # [E]: of converted copies
+    copy_since: np.ndarray  # [E]: the task from which a copy is held for its reader: an earlier reader's, where they share it
     transient_bytes: np.ndarray  # [tensors]: of partial sums
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
@@ -89,12 +90,14 @@ class Inside(NamedTuple):
 class _Fabric:
     """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies."""
 
-    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, compiled: _Compiled | None):
+    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, links: tuple, cache: dict[tuple, _Compiled]):
         self.mesh = factor_mesh(topology)
         self.space = search_space(graph, self.mesh)
         self.tables = cost_tables(graph, self.space, topology)
         self.schedule = schedule_of(self.tables)
-        self.compiled = compiled or _Compiled(self.tables)
+        # Conversions of single numbers are free, and not listed: how many there are depends on the micro-batch.
+        key = (links, len(self.tables.edge_task))
+        self.compiled = cache[key] = cache.get(key) or _Compiled(self.tables)
         self.choices = [Inside(name, s, self.figures(s)) for name, s in _inner(graph, self.space)]
 
     def figures(self, strategy: Strategy) -> Figures:
@@ -126,7 +129,7 @@ def _inner(graph: OperatorGraph, space: SearchSpace) -> list[tuple[str, Strategy
 
 
 class _Compiled:
-    """What depends on the mesh alone: layouts of a strategy, seconds of conversions."""
+    """What depends on the mesh alone, and hardly on sizes: layouts of a strategy, seconds of conversions."""
 
     def __init__(self, tables: CostTables):
         links: Links = tables.links
@@ -186,6 +189,7 @@ def _figures(tables: CostTables, schedule, strategy: Strategy, compiled: _Compil
         schedule.durations(durations),
         tables.tensor_bytes * tables.tensor_copies / product(home >= 0),
         np.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0),
+        np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, num_k - 1)),
         np.where((found.raw == PARTIAL).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0),
         tables.parameter_bytes * tables.state_copies / shards,
         tables.parameter_bytes / shards,
@@ -238,9 +242,7 @@ class StageLoads:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
-            made = _Fabric(self.graph(num), part, self._compiled.get(links))
-            self._compiled[links] = made.compiled
-            self._fabrics[links, num] = made
+            self._fabrics[links, num] = _Fabric(self.graph(num), part, links, self._compiled)
         return self._fabrics[links, num]
 
     def choices(self, first: int, count: int, num: int) -> list[Inside]:
@@ -291,7 +293,7 @@ class StageLoads:
 
 def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], tuple[float, float]]:
     """(earlier stage, later stage) -> bytes that cross forwards and backwards per micro-batch, each tensor once per reader."""
-    made = {a.tensor: task.operator for task in graph.tasks for a in task.writes}
+    made = {a.tensor: task for task in graph.tasks for a in task.writes}
     seen: set[tuple[int, int]] = set()
     flows: dict[tuple[int, int], list[float]] = {}
     for task in graph.tasks:
@@ -299,13 +301,14 @@ def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, i
             continue
         reader = stage[task.operator]
         for access in task.reads:
-            source = stage[made[access.tensor]] if access.tensor in made else -1
+            source = stage[made[access.tensor].operator] if access.tensor in made else -1
             if source < 0 or source == reader or (access.tensor, int(reader)) in seen:
                 continue
             seen.add((access.tensor, int(reader)))
             tensor = graph.tensors[access.tensor]
             pair = flows.setdefault((int(min(source, reader)), int(max(source, reader))), [0.0, 0.0])
-            pair[int(source > reader)] += tensor.size_bytes * tensor.copies
+            is_back = source > reader or made[access.tensor].phase == BACKWARD
+            pair[int(is_back)] += tensor.size_bytes * tensor.copies
     return {pair: (there, back) for pair, (there, back) in flows.items()}
 
 
@@ -390,7 +393,7 @@ class _Part:
             steps[max([birth, *mine]) + 1] -= size
         for e, k in enumerate(tables.edge_task.tolist()):
             if k < tables.num_tasks and self.mine[self.operator[k]] and phases[k] != UPDATE:
-                steps[k] += figures.copy_bytes[e]
+                steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[k + 1] -= figures.copy_bytes[e]
         working = float(np.cumsum(steps).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
