@@ -44,7 +44,10 @@ def main() -> None:
         step_s.append(time.perf_counter() - start)
     (state, metrics), events = sharded.traced(state, batch)
     print(f"{options.schedule}, {options.stages} stages of {options.inside}, {options.microbatches} micro-batches:", end=" ")
-    print(f"{len(events)} dispatches, {1e3 * statistics.median(dispatch_s):.2f} ms of host time (median of {options.repeats},", end=" ")
+    print(
+        f"{len(events)} dispatches, {1e3 * statistics.median(dispatch_s):.2f} ms of host time (median of {options.repeats},",
+        end=" ",
+    )
     print(f"best {1e3 * min(dispatch_s):.2f}), step {1e3 * statistics.median(step_s):.2f} ms")
 
 

@@ -61,7 +61,9 @@ def micro_step(fn: Any, *args: Any, num_microbatches: int, static_argnums: Seque
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         near = sorted(divisors, key=lambda d: (abs(d - num_microbatches), d))[:3]
         expected = f"a divisor of the batch of {size} ({full.in_paths[leaves[0]]})"
-        raise SoapjaxError(Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}"))
+        raise SoapjaxError(
+            Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}")
+        )
     if num_microbatches == 1:
         return MicroStep(full, leaves, 1, size, {}, full)
     static = {i % len(args) for i in static_argnums} if args else set()
@@ -71,9 +73,7 @@ def micro_step(fn: Any, *args: Any, num_microbatches: int, static_argnums: Seque
         aval = full.in_avals[i]
         flat[i] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
     rest = iter(tree.unflatten(flat))
-    small = trace(
-        fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, unroll=unroll
-    )
+    small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, unroll=unroll)
     scaling = scalings(small.program, full.program, num_microbatches)
     return MicroStep(small, leaves, num_microbatches, size, scaling, full)
 

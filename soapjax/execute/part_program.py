@@ -31,6 +31,7 @@ class Place:
         self.bound, self.mesh, self.is_float64 = bound, bound.mesh, is_float64
         self.values = bound.binding.values
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
+        self._arrivals: dict[int, Spec] = {}
         self._home: dict[int, Spec] = {}
         counters: dict[int, int] = {}
         for task in bound.graph.tasks:
@@ -53,6 +54,8 @@ class Place:
 
     def spec(self, value: int) -> Spec:
         """The layout in which a value lies here, () where the plan says nothing about it."""
+        if value in self._arrivals:
+            return self._arrivals[value]
         path = self._arguments.get(value)
         if path is not None:
             return self._here(parse_spec(self.bound.plan.arguments[path]))
@@ -61,6 +64,15 @@ class Place:
         if spec is None:
             return ()
         return self._here(((),) * alias.shift + spec if alias.shift > 0 else spec[-alias.shift :])
+
+    def receive(self, value: int, source: Place) -> None:
+        """`value` comes from `source`: laid out as there where the meshes are alike, so that every device sends to one other.
+
+        A split tensor thus travels in its parts, and is gathered (if at all) by the program that reads it.
+        """
+        if source.mesh.devices.shape == self.mesh.devices.shape:
+            names = dict(zip(source.mesh.axis_names, self.mesh.axis_names, strict=True))
+            self._arrivals[value] = tuple(tuple(names[n] for n in dims) for dims in source.spec(value))
 
     def _here(self, spec: Spec) -> Spec:
         """Without the axes that are pinned here: made elsewhere, a value may be split over them there."""

@@ -74,7 +74,9 @@ class PipeDreamStep:
         for v, found in stages.items():
             if len(found) > 1:
                 value = f"a parameter of stages {sorted(found)}"
-                problems.append(Problem(paths[v], value, "parameters of one stage each", f"put its users into one stage, or {remedy}"))
+                problems.append(
+                    Problem(paths[v], value, "parameters of one stage each", f"put its users into one stage, or {remedy}")
+                )
         if problems:
             raise SoapjaxError(problems[:5])
 
@@ -212,9 +214,7 @@ class PipeDreamStep:
                     self._feeds.append((v, s, q))
                     out.slot(name)
                     given.append(name)
-                    fn = jax.jit(
-                        lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine)
-                    )
+                    fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
 
@@ -262,7 +262,14 @@ class PipeDreamStep:
                 name = ("made", v, s, m)
                 if q:
                     moved = ("summed", v, s, m)
-                    out.move(f"gradients of {s}", f"link in stage {s}", [name], [self.places[s][q].sharding(v)], [place.sharding(v)], [moved])
+                    out.move(
+                        f"gradients of {s}",
+                        f"link in stage {s}",
+                        [name],
+                        [self.places[s][q].sharding(v)],
+                        [place.sharding(v)],
+                        [moved],
+                    )
                     name = moved
                 ins.append(name)
         names = [("new", v, s, version + 1) for v in part.outputs]

@@ -50,9 +50,23 @@ class PipelineStep:
         values = [v for _, v in self.cut.gradients]
         require_reduction(micro, list(zip(paths, values, strict=True)), reduction)
         self._joinings = self._find_joinings(set(values))
+        self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
         self._streams: dict[bool, Stream] = {}
         self._feeds: list[tuple[int, int]] = []  # (leaf, stage): the parts of the batch that the stream takes
+
+    def _receive(self) -> None:
+        """What each stage gets from another comes in the layout that it has there."""
+        parts = (*self.cut.forward, *self.cut.backward)
+        made = {v: p.place for p in parts for v in p.outputs} | {
+            v: s for v, s in self.cut.home.items() if v not in {self.step.program.inputs[k] for k in self.micro.batch_leaves}
+        }
+        late = [p for p in (*self.cut.update, *self.cut.mixed) if p is not None]
+        moves = [(v, made[v], p.place) for p in (*parts, *late) for v in p.inputs if v in made]
+        moves += [(v, s, c.site) for c in self.cut.crossings for s, v in c.summands]
+        for v, source, target in moves:
+            if source != target:
+                self.places[target].receive(v, self.places[source])
 
     def _find_joinings(self, gradients: set[int]) -> dict[int, Joining]:
         problems, found = [], {}
@@ -234,7 +248,9 @@ class _Emitter:
             given += names
             shardings = [self.places[s].sharding(v) for v in values for _ in range(self.num)]
             fn = jax.jit(lambda *xs: tuple(x[m] for x in xs for m in range(self.num)), out_shardings=tuple(shardings))
-            self.out.call(f"micro-batches {s}", self.track(s), fn, names, [("value", v, s, m) for v in values for m in range(self.num)])
+            self.out.call(
+                f"micro-batches {s}", self.track(s), fn, names, [("value", v, s, m) for v in values for m in range(self.num)]
+            )
 
     def _move_state(self) -> None:
         """Parameters and other state to the stages that read what another holds."""
@@ -277,7 +293,8 @@ class _Emitter:
             place = self.places[s]
             shapes = [(self.program.avals[a.value].shape, a.dtype) for a in added]
             fn = jax.jit(
-                lambda shapes=shapes: tuple(jnp.zeros(*x) for x in shapes), out_shardings=tuple(place.sharding(a.value) for a in added)
+                lambda shapes=shapes: tuple(jnp.zeros(*x) for x in shapes),
+                out_shardings=tuple(place.sharding(a.value) for a in added),
             )
             self.out.call(f"zeros {s}", self.track(s), fn, [], [("sum", a.value, s, 0) for a in added])
         self.version = {(a.value, s): 0 for s, added in self.sums.items() for a in added}
@@ -368,7 +385,11 @@ class _Emitter:
         for leaf, out in enumerate(self.program.outputs):
             if isinstance(out, int) and out == v and leaf in inverse:
                 return self.places[s].sharding(self.program.inputs[inverse[leaf]])
-        return self.places[s].sharding(v) if any(v == w for p in self.cut.mixed if p is not None for w in p.inputs) else self.places[s].whole
+        return (
+            self.places[s].sharding(v)
+            if any(v == w for p in self.cut.mixed if p is not None for w in p.inputs)
+            else self.places[s].whole
+        )
 
     def _join(self, s: int) -> None:
         """Results that have a batch dim, joined along it."""
@@ -376,7 +397,9 @@ class _Emitter:
             if c.site == s and c.value not in self.batch:
                 dim, place = self.owner._joinings[c.value].dim, self.places[s]
                 fn = jax.jit(lambda *xs, dim=dim: (jnp.concatenate(xs, dim),), out_shardings=(place.whole,))
-                self.out.call(f"join {s}", self.track(s), fn, [self.name(c.value, s, m) for m in range(self.num)], [("out", s, c.value)])
+                self.out.call(
+                    f"join {s}", self.track(s), fn, [self.name(c.value, s, m) for m in range(self.num)], [("out", s, c.value)]
+                )
 
     def _mixed(self, stages: Sequence[int]) -> None:
         """The second round: what depends on the gradients of several stages."""

@@ -23,7 +23,7 @@ from soapjax.execute.pipeline import placed_array
 from soapjax.execute.spmd import Program
 from soapjax.execute.stage_cut import Cutter, cut_updates
 from soapjax.execute.stream import Event, Stream, StreamBuilder
-from soapjax.graph.phases import FORWARD, UPDATE
+from soapjax.graph.phases import UPDATE
 from soapjax.strategy.plan import Plan
 
 Pins = tuple[int | None, ...]  # per mesh axis the coordinate, None where the operator uses all of it

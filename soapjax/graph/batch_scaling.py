@@ -47,7 +47,8 @@ def scalings(small: Program, large: Program, factor: int) -> dict[int, Scaling]:
     """
     ours, theirs = list(small.walk()), list(large.walk())
     alike = len(ours) == len(theirs) and all(
-        (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs)) for (a, _), (b, _) in zip(ours, theirs, strict=True)
+        (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
+        for (a, _), (b, _) in zip(ours, theirs, strict=True)
     )
     return _Scaler(small, large, factor).run() if alike else {}
 
@@ -86,10 +87,12 @@ class _Scaler:
         a, b = np.asarray(atom.val), np.asarray(getattr(other, "val", np.nan))
         if _is_zero(a) and _is_zero(b):
             return ZERO
-        if a.size != 1 or b.size != 1 or a.dtype.kind not in "fiu" or a == b:
+        if a.size != 1 or b.size != 1 or a.dtype.kind not in "fiu" or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
             return Scaling()
         ratio = float(b) / float(a) if float(a) else 0.0
-        power = math.log(ratio, self.factor) if ratio > 0 else math.nan
+        if not 0 < ratio < math.inf:
+            return UNKNOWN
+        power = math.log(ratio, self.factor)
         return Scaling(round(2 * power) / 2) if abs(2 * power - round(2 * power)) < 1e-6 else UNKNOWN
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:

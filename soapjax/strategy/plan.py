@@ -255,12 +255,13 @@ def make_plan(
 
 def _is_executable(graph: OperatorGraph, strategy: Strategy) -> bool:
     """A loop is one program: it runs on one set of devices. So does a step that updates between two gradients."""
-    pins = np.minimum(strategy.axes, REPLICATE)
-    if graph.is_single_phase and graph.parameters and (pins < REPLICATE).any():
+    pins = [row.tobytes() for row in np.minimum(strategy.axes, REPLICATE)]
+    if graph.is_single_phase and graph.parameters and (strategy.axes < REPLICATE).any():
         return False
     of_loop: dict[str, bytes] = {}
     for task in graph.tasks:
-        if task.scope and of_loop.setdefault(task.scope.split("/")[0], pins[task.operator].tobytes()) != pins[task.operator].tobytes():
+        mine = pins[task.operator]
+        if task.scope and of_loop.setdefault(task.scope.split("/")[0], mine) != mine:
             return False
     return True
 

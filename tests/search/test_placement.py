@@ -14,7 +14,6 @@ from problems import topology_of
 import soapjax
 from soapjax.api import plan_of_strategy, planning_problem, recost
 from soapjax.errors import SoapjaxError
-from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import TracedStep
 from soapjax.search.layers import layers_of, steps_of
@@ -305,16 +304,14 @@ def test_an_unknown_space_lists_the_valid_ones():
         soapjax.plan(lambda x: x @ x, jax.ShapeDtypeStruct((8, 8), "float32"), topology="cpu8", space="papre")
 
 
-def test_a_pinned_plan_round_trips_and_is_not_run(tmp_path):
+def test_a_pinned_plan_round_trips(tmp_path):
     step, problem = traced("rnnlm", **RNNLM), problem_of("rnnlm", **RNNLM)
     strategy = get_planner("expert_rnn")(KEY, problem, Budget()).best.strategy
     plan = plan_of_strategy(problem, strategy)
-    assert not plan.executable and plan.pinned and plan.prediction.bytes_by_collective["transfer"] > 0
+    assert plan.pinned and plan.prediction.bytes_by_collective["transfer"] > 0
     plan.save(str(tmp_path / "plan.json"))
     again = recost(Plan.load(str(tmp_path / "plan.json")), step)
     assert again == plan and again.plan_sha256 == plan.plan_sha256
-    with pytest.raises(SoapjaxError, match='executable: got .* operators pinned.*space "soap"'):
-        bind_plan(step, plan)
 
 
 def test_a_pin_written_by_hand_counts():
@@ -328,7 +325,7 @@ def test_a_pin_written_by_hand_counts():
         return plan.model_copy(update={"operators": plan.operators | {name: part.model_copy(update={"axes": axes})}})
 
     pinned = recost(edited("pin(1)"), step)
-    assert plan.executable and not pinned.executable and pinned.pinned == (name,)
+    assert plan.executable and pinned.executable and not plan.pinned and pinned.pinned == (name,)
     assert pinned.prediction.step_time_s != plan.prediction.step_time_s
     loose = pinned.model_copy(update={"operators": pinned.operators | {name: plan.operators[name]}})
     assert loose.pinned == ()

@@ -110,12 +110,12 @@ def test_fixed_layouts_are_written_down():
     assert plan.fixed == {path: "d0+d2, d1"} and plan.arguments[path] == "d0+d2, d1"
 
 
-def test_pinned_plans_are_not_executable():
+def test_pinned_plans_say_so():
     c = case("mlp_of_sixes", "2x6")
     strategy = c.replicated()
     strategy.axes[0, 0] = PIN(1)
     plan = plan_of(c, strategy)
-    assert not plan.executable and "pin(1)" in plan.operators[c.graph.operators[0].name].axes.values()
+    assert plan.executable and plan.pinned and "pin(1)" in plan.operators[c.graph.operators[0].name].axes.values()
 
 
 def test_hash_is_of_the_plan_and_not_of_how_it_was_found():

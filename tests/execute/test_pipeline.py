@@ -1,0 +1,287 @@
+"""Pipelines give the single-device step's gradients, and hold no more than their schedules say."""
+
+import importlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import soapjax
+from soapjax import soap_shard
+from soapjax.errors import SoapjaxError
+from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.microbatches import micro_step
+from soapjax.graph.build import build_graph
+from soapjax.pipelining import balanced_pipeline, pipeline_step
+from soapjax.strategy.pipeline import Pipeline, Stage
+from soapjax.topology import load_topology
+
+MODELS = {
+    "mlp": ("mlp", dict(batch=16, width=16, layers=3, features=8)),
+    "tied_lm": ("transformer_lm", dict(batch=8, seq=8, width=16, layers=2, heads=2, vocab=32, tie=True, dropout=0.0)),
+    "resnet": ("resnet", dict(batch=8, image=32, classes=8, width=4, depth="tiny")),
+    "nmt": ("nmt", dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
+}
+CASES = [  # model, schedule, stages, micro-batches, stages per group of devices
+    ("mlp", "1f1b", 4, 4, 1),
+    ("mlp", "gpipe", 2, 8, 1),
+    ("mlp", "interleaved", 2, 4, 2),
+    ("tied_lm", "1f1b", 4, 4, 1),
+    ("tied_lm", "gpipe", 2, 2, 1),
+    ("resnet", "1f1b", 2, 2, 1),
+    ("nmt", "1f1b", 4, 4, 1),
+]
+
+
+def made(name):
+    module, sizes = MODELS[name]
+    return importlib.import_module(f"models.{module}").make(**sizes)
+
+
+def outputs_and_gradients(step, leaves):
+    """Outputs and gradients of a traced step on one device, in float64."""
+    _, binding = build_graph(step)
+    at = {binding.values.of(o).root: o for e in reversed(step.program.eqns) for o in e.outputs}
+    ids = tuple(at[p.gradient] for p in binding.phases.parameters)
+    run = jax.jit(lambda *x: Evaluator(step.program, is_float64=True).run(list(x), ids))
+    return jax.tree.map(np.asarray, run(*leaves))
+
+
+def distance(found, wanted):
+    """DESIGN's measure: ||g - g1|| / max(||g1||, 1e-6 ||all gradients||), the largest."""
+    everything = np.sqrt(sum(np.linalg.norm(g) ** 2 for g in wanted))
+    return max(
+        np.linalg.norm(np.asarray(f) - w) / max(np.linalg.norm(w), 1e-6 * everything) for f, w in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name, schedule, stages, microbatches, chunks", CASES)
+def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatches, chunks, quick_compile):
+    """Two devices per stage. With batch norm the reference averages micro-batches: its statistics are those of each."""
+    step, state, batch = made(name)
+    leaves = jax.tree_util.tree_leaves((state, batch))
+    micro = micro_step(step, state, batch, num_microbatches=microbatches)
+    pipeline = balanced_pipeline(
+        build_graph(micro.step)[0], 2 * stages, schedule=schedule, num_microbatches=microbatches, num_stages=stages, chunks=chunks
+    )
+    with jax.enable_x64(True):
+        run = pipeline_step(step, state, batch, pipeline=pipeline, topology=load_topology("cpu8"), is_float64=True, donate=False)
+        outputs, gradients = run.run(leaves, with_gradients=True)
+        if name == "resnet":
+            parts = []
+            for m in range(microbatches):
+                part = list(leaves)
+                for k in micro.batch_leaves:
+                    part[k] = np.split(np.asarray(leaves[k]), microbatches)[m]
+                parts.append(outputs_and_gradients(micro.step, part))
+            wanted = [np.mean(g, axis=0) for g in zip(*(p[1] for p in parts), strict=True)]
+            wanted_out = [np.mean(o, axis=0) for o in zip(*(p[0] for p in parts), strict=True)]
+        else:
+            wanted_out, wanted = outputs_and_gradients(micro.full, leaves)
+    assert len(gradients) == len(wanted) > 0
+    assert distance(gradients, wanted) <= 1e-9
+    for path, found, value in zip(micro.step.out_paths, outputs, wanted_out, strict=True):
+        if "loss" in path or "batch_stats" in path or path.endswith("step"):
+            np.testing.assert_allclose(np.asarray(found), value, rtol=1e-9, err_msg=path)
+    if schedule == "1f1b":
+        assert all(len({d.id for d in p.mesh.devices.flat}) == 2 for p in run.places)
+        most = held(run)
+        assert most == tuple(min(microbatches, stages - i) for i in range(stages))
+
+
+def held(run):
+    """The most micro-batches whose residuals a stage holds, counted on the list of dispatches by what it frees."""
+    counts, most = [0] * len(run.places), [0] * len(run.places)
+    stream = run._stream(True)
+    residuals = {}  # slot -> stage, of what a forward pass makes and its own backward pass reads
+    backward = {}
+    for d in stream.dispatches:
+        if d.label.startswith("backward"):
+            backward.setdefault(d.track, set()).update(d.ins)
+    alive = {}
+    for d in stream.dispatches:
+        stage = int(d.track.split()[-1]) if d.track.startswith("stage") else None
+        if d.label.startswith("forward"):
+            m = int(d.label.split()[-1])
+            kept = {s for s in (*d.outs, *d.ins) if s in backward[d.track]} - set(d.free)
+            mine = {s for s in kept if all(s not in o for o in alive.values())}
+            alive[stage, m] = mine
+            residuals.update(dict.fromkeys(mine, stage))
+            counts[stage] += 1
+            most[stage] = max(most[stage], counts[stage])
+        if d.label.startswith("backward"):
+            counts[stage] -= 1
+            assert alive[stage, int(d.label.split()[-1])] & set(d.ins) or not alive[stage, int(d.label.split()[-1])]
+    return tuple(most)
+
+
+def test_the_global_norm_is_that_of_all_stages():
+    """Clipping by the norm of all gradients: what mixes stages runs in a second round."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def step(state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
+
+    params = [jax.random.normal(k, (8, 8)) for k in jax.random.split(jax.random.key(0), 4)]
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+    mine = theirs = {"params": params, "opt_state": optimizer.init(params)}
+    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4)
+    plain = jax.jit(step)
+    for _ in range(2):
+        mine, _ = sharded(mine, x)
+        theirs, _ = plain(theirs, x)
+    assert sharded.pipeline.schedule == "1f1b"
+    moments = [jax.tree.leaves(s["opt_state"][1][0].mu) for s in (mine, theirs)]
+    assert distance(*[[np.asarray(g, np.float64) for g in m] for m in moments]) <= 1e-5
+
+
+def test_any_number_of_devices_per_stage():
+    """15-1: fifteen devices do not form a part of a mesh of sixteen. Here 7-1 of eight."""
+    step, state, batch = made("mlp")
+    batch = jax.tree.map(lambda x: x[:14], batch)
+    micro = micro_step(step, state, batch, num_microbatches=2)
+    halves = balanced_pipeline(build_graph(micro.step)[0], 2, num_microbatches=2, num_stages=2)
+    stages = tuple(s.model_copy(update={"devices": d}) for s, d in zip(halves.stages, (tuple(range(7)), (7,)), strict=True))
+    run = pipeline_step(
+        step, state, batch, pipeline=halves.model_copy(update={"stages": stages}), topology=load_topology("cpu8"), donate=False
+    )
+    _, gradients = run.run(jax.tree_util.tree_leaves((state, batch)), with_gradients=True)
+    with jax.enable_x64(True):
+        _, wanted = outputs_and_gradients(micro.full, jax.tree_util.tree_leaves((state, batch)))
+    assert run.places[0].mesh.size == 7
+    assert distance(gradients, wanted) <= 1e-5
+
+
+def test_results_of_every_kind(quick_compile):
+    """A mean, a count, what has a batch dim, and a state that the data does not touch."""
+
+    def step(state, batch):
+        def loss_fn(w):
+            h = jnp.tanh(batch["x"] @ w["a"])
+            out = (h @ w["b"])[:, 0]
+            return ((out - batch["y"]) ** 2).mean(), out
+
+        (loss, out), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["w"])
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state["w"], grads)
+        return {"w": new, "key": state["key"]}, {"loss": loss, "above": (out > batch["y"]).sum(), "out": out, "seven": 7}
+
+    w = {"a": jax.random.normal(jax.random.key(0), (4, 8)), "b": jax.random.normal(jax.random.key(1), (8, 1))}
+    state = {"w": w, "key": jax.random.PRNGKey(3)}
+    batch = {"x": jax.random.normal(jax.random.key(2), (8, 4)), "y": np.arange(8, dtype=np.float32) / 8}
+    (new, metrics), (wanted, wanted_metrics) = (
+        f(state, batch) for f in (soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4), jax.jit(step))
+    )
+    assert int(metrics["above"]) == int(wanted_metrics["above"]) > 0 and int(metrics["seven"]) == 7
+    np.testing.assert_allclose(metrics["out"], wanted_metrics["out"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], wanted_metrics["loss"], rtol=1e-5)
+    np.testing.assert_array_equal(new["key"], state["key"])
+    np.testing.assert_allclose(new["w"]["a"], wanted["w"]["a"], rtol=1e-4, atol=1e-6)
+
+
+def losses(kind):
+    def step(state, batch):
+        def loss_fn(w):
+            error = (jnp.tanh(batch["x"] @ w["a"]) @ w["b"])[:, 0] - batch["y"]
+            if kind == "mean":
+                return (error**2).mean()
+            if kind == "sum":
+                return (error**2).sum()
+            return (error**2 * batch["mask"]).sum() / batch["mask"].sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, state, grads), {"loss": loss}
+
+    w = {"a": jnp.ones((4, 8)), "b": 0.1 * jnp.ones((8, 1))}
+    batch = {"x": jax.random.normal(jax.random.key(2), (8, 4)), "y": jnp.arange(8.0), "mask": jnp.arange(8.0) % 2}
+    return step, w, batch
+
+
+def test_a_loss_that_is_a_sum_must_be_said_to_be_one():
+    step, w, batch = losses("sum")
+    options = dict(topology="cpu8", pipeline="1f1b", stages=2, microbatches=4)
+    with pytest.raises(SoapjaxError, match="is a sum over the batch.*microbatch_reduction='sum'"):
+        soap_shard(step, **options)(w, batch)
+    new, metrics = soap_shard(step, **options, microbatch_reduction="sum")(w, batch)
+    wanted, wanted_metrics = jax.jit(step)(w, batch)
+    np.testing.assert_allclose(new["a"], wanted["a"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], wanted_metrics["loss"], rtol=1e-5)
+    step, w, batch = losses("mean")
+    with pytest.raises(SoapjaxError, match="say 'mean'"):
+        soap_shard(step, **options, microbatch_reduction="sum")(w, batch)
+    step, w, batch = losses("weighted")
+    with pytest.raises(SoapjaxError, match="divided by a sum over the batch's data.*fixed count"):
+        soap_shard(step, **options)(w, batch)
+
+
+def test_what_does_not_fit_is_refused():
+    step, w, batch = losses("mean")
+
+    def run(**options):
+        return soap_shard(step, topology="cpu8", **options)(w, batch)
+
+    with pytest.raises(SoapjaxError, match="divisor of the batch of 8.*choose 1 or 2 or 4"):
+        run(pipeline="1f1b", microbatches=3)
+    with pytest.raises(SoapjaxError, match="at most . the operators|at most .*operators of the forward pass.*fewer stages"):
+        run(pipeline="1f1b", stages=8, microbatches=2)
+    with pytest.raises(SoapjaxError, match="stages: got 3; expected a divisor of the 8 devices"):
+        run(pipeline="1f1b", stages=3, microbatches=2)
+    with pytest.raises(SoapjaxError, match="gpipe or 1f1b"):
+        soap_shard(step, pipeline="pipe")
+    with pytest.raises(SoapjaxError, match='given without a pipeline.*pipeline="1f1b"'):
+        soap_shard(step, microbatches=2)
+    names = [
+        s.operators
+        for s in balanced_pipeline(build_graph(soapjax.trace(step, w, batch))[0], 2, num_microbatches=1, num_stages=2).stages
+    ]
+
+    def pipeline(*stages):
+        made = tuple(Stage(operators=o, devices=d) for o, d in stages)
+        return Pipeline(schedule="1f1b", num_microbatches=2, stages=made)
+
+    with pytest.raises(SoapjaxError, match="its own devices"):
+        run(pipeline=pipeline((names[0], (0, 1)), (names[1], (1, 2))))
+    with pytest.raises(SoapjaxError, match="the 10 that the pipeline is for"):
+        run(pipeline=pipeline((names[0], (0,)), (names[1], (9,))))
+    with pytest.raises(SoapjaxError, match="operators in no stage"):
+        run(pipeline=pipeline((names[0], (0,)), (names[1][:1], (1,))))
+    with pytest.raises(SoapjaxError, match="flow from stage to stage.*move it to the later"):
+        run(pipeline=pipeline((names[1], (0,)), (names[0], (1,))))
+    with pytest.raises(SoapjaxError, match="in stage 0 too.*drop it"):
+        run(pipeline=pipeline((names[0], (0,)), (names[0] + names[1], (1,))))
+
+    def forward_only(w, batch):
+        return w, {"loss": (batch["x"] @ w["a"]).mean()}
+
+    with pytest.raises(SoapjaxError, match="no gradient found.*value_and_grad"):
+        soap_shard(forward_only, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(w, batch)
+
+
+def test_what_ran_when():
+    """Events of a real run: one per dispatch, none of a track overlap, each after what it needs."""
+    step, state, batch = made("mlp")
+    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=4, microbatches=4)
+    state, _ = sharded(state, batch)
+    start = time.perf_counter()
+    _, events = sharded.traced(state, batch)
+    took_s = time.perf_counter() - start
+    ends = {e.name: e.start_s + e.duration_s for e in events}
+    starts = {e.name: e.start_s for e in events}
+    assert len(ends) == len(events) and max(ends.values()) <= took_s
+    assert {f"{kind} {s}, micro-batch {m}" for kind in ("forward", "backward") for s in range(4) for m in range(4)} <= ends.keys()
+    for m in range(4):
+        assert starts[f"forward 3, micro-batch {m}"] >= ends[f"forward 2, micro-batch {m}"]
+        assert starts[f"backward 0, micro-batch {m}"] >= ends[f"backward 1, micro-batch {m}"]
+    for track in {e.track for e in events}:
+        mine = sorted(e for e in events if e.track == track)
+        by_start = sorted(mine, key=lambda e: e.start_s)
+        assert all(a.start_s + a.duration_s <= b.start_s + 1e-9 for a, b in zip(by_start, by_start[1:], strict=False))

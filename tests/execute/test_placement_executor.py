@@ -1,0 +1,87 @@
+"""Plans with pins run, and are proven like others."""
+
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+import soapjax
+from soapjax.api import plan_of_strategy, planning_problem, recost
+from soapjax.errors import SoapjaxError
+from soapjax.execute.placement import PlacedStep
+from soapjax.execute.spmd import bind_plan
+from soapjax.execute.verify import verify
+from soapjax.search.placement import model_parallel_strategy
+from soapjax.strategy.strategy import PIN
+from soapjax.topology import load_topology
+
+MODELS = {
+    "mlp": ("mlp", dict(batch=16, width=16, layers=2, features=8)),
+    "nmt": ("nmt", dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
+    "lm_scan": ("transformer_lm", dict(batch=8, seq=8, width=16, layers=2, heads=2, vocab=32, scan=True)),
+}
+
+
+def made(name, *, topology="cpu8"):
+    module, sizes = MODELS[name]
+    step, state, batch = importlib.import_module(f"models.{module}").make(**sizes)
+    traced = soapjax.trace(step, state, batch)
+    return step, state, batch, traced, planning_problem(traced, load_topology(topology), space="paper")
+
+
+@pytest.mark.parametrize("name", ["mlp", "nmt"])
+def test_random_pinned_plans_are_proven(name, quick_compile):
+    _, state, batch, traced, problem = made(name)
+    plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(0)))
+    assert plan.executable and len(plan.pinned) > len(plan.operators) / 2
+    program = bind_plan(traced, plan)
+    found = verify(program, jax.tree_util.tree_leaves((state, batch)))
+    assert found.is_proven, found
+    assert found.num_gradients == len(problem.graph.parameters) and found.ops_unchecked <= 0.1 * found.planned_ops
+
+
+def test_layers_on_devices_train(quick_compile):
+    """Model parallelism: every layer on one device; parameters and optimizer state live there."""
+    step, state, batch, traced, problem = made("mlp")
+    plan = plan_of_strategy(problem, model_parallel_strategy(problem)[0])
+    sharded = soapjax.soap_shard(step, plan=plan)
+    mine, theirs, plain = state, state, jax.jit(step)
+    for _ in range(3):
+        mine, metrics = sharded(mine, batch)
+        theirs, wanted = plain(theirs, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    layers = {name: mine["params"][name]["kernel"].sharding.device_set for name in ("dense0", "dense1", "head")}
+    assert all(len(devices) == 1 for devices in layers.values()) and len(set(map(frozenset, layers.values()))) > 1
+    for name, devices in layers.items():
+        assert mine["opt_state"][0].mu[name]["kernel"].sharding.device_set == devices
+    _, events = sharded.traced(mine, batch)
+    assert {e.track for e in events if e.name.startswith("program")} == {f"devices {next(iter(d)).id}" for d in layers.values()}
+
+
+def test_a_part_runs_on_its_own_devices_alone():
+    _, state, batch, traced, problem = made("mlp")
+    plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(1)))
+    placed = PlacedStep(bind_plan(traced, plan))
+    for part in placed.parts:
+        place = placed.places[part.place]
+        for eqn in part.eqns:
+            task = placed.program.binding.task_of.get(eqn.key)
+            if task is not None and eqn.key in part.own:
+                pins = placed._keys[placed._place_of[placed.program.graph.tasks[task].operator]]
+                expected = placed.program.mesh.devices[tuple(slice(None) if p is None else p for p in pins)]
+                assert set(place.mesh.devices.flat) == set(np.ravel(expected))
+    assert sum(len(p.own) for p in placed.parts) == len({k for p in placed.parts for k in p.own})
+
+
+def test_a_loop_is_on_one_set_of_devices():
+    _, _, _, traced, problem = made("lm_scan")
+    strategy = model_parallel_strategy(problem)[0]
+    loops = {t.operator for t in problem.graph.tasks if t.scope}
+    first = min(loops)
+    strategy.axes[first] = [PIN(0)] * 3
+    strategy.axes[sorted(loops)[1]] = [PIN(1)] * 3
+    plan = plan_of_strategy(problem, strategy)
+    assert not plan.executable and not recost(plan, traced).executable
+    with pytest.raises(SoapjaxError, match="operators of each loop on the same devices.*unroll"):
+        bind_plan(traced, plan)
