@@ -24,11 +24,11 @@ import sys
 from pathlib import Path
 
 import jax
-from paper_tables import guarded, note, show
+from paper_tables import guarded, markdown, note, show
 
 from models import transformer_lm
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text
+from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import trace
@@ -204,12 +204,15 @@ def run(options) -> None:
         note(f"the paper's throughput is above K M/(M + K - 1), which no bubble allows, at {'; '.join(impossible)}")
     memory, batch = memory_rows()
     show("GPipe, Table 1: the largest Transformer in 16 GB, in layers", list(memory[0]), memory)
+    if options.output is not None:
+        write_text_atomic(options.output, markdown(list(rows[0]), rows) + "\n" + markdown(list(memory[0]), memory))
     note(f"without GPipe {LAYERS_OF_NONE} layers fit at a batch of {batch:.1f} sequences, not at {BATCH}")
 
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("published", type=Path)
+    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
     return parser.parse_args(argv)
 
 

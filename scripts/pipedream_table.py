@@ -27,11 +27,11 @@ import sys
 import time
 from pathlib import Path
 
-from paper_tables import guarded, note, positive_float, show
+from paper_tables import guarded, markdown, note, positive_float, show
 
 from soapjax.costs.pipedream_profile import read_profile
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text
+from soapjax.files import read_text, write_text_atomic
 from soapjax.search.pipedream import Memory, StagePlan, data_parallel_s, pipedream
 from soapjax.topology import DeviceTopology
 
@@ -46,6 +46,7 @@ def arguments(argv=None):
     parser.add_argument("published", type=Path)
     parser.add_argument("--network-efficiency", type=positive_float, default=0.5, help="achieved fraction of the rate; default 0.5")
     parser.add_argument("--overlap", action="store_true", help="gradients are summed beside compute (the paper's formula)")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     return parser.parse_args(argv)
 
 
@@ -117,7 +118,10 @@ def run(options) -> None:
                 "published": row["epoch_speedup_over_dp"], "search, s": f"{max(seconds):.2f}",
             }
         )  # fmt: skip
-    show("PipeDream's planner on its own profiles", list(table[0]) if table else COLUMNS, table)
+    columns = list(table[0]) if table else COLUMNS
+    show("PipeDream's planner on its own profiles", columns, table)
+    if options.output is not None:
+        write_text_atomic(options.output, markdown(columns, table))
 
 
 if __name__ == "__main__":
