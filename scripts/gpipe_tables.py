@@ -33,7 +33,7 @@ from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import trace
 from soapjax.search.gpipe import balanced_partition
-from soapjax.search.stages import Choice, StageProblem
+from soapjax.search.stage_problem import Choice, StageProblem
 from soapjax.topology import DeviceTopology
 
 SIZES = dict(width=2048, heads=32, mlp_ratio=4, seq=1024, vocab=32000)

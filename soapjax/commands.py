@@ -72,13 +72,18 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     with _closing(progress):
         found = api.plan(
             model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed,
-            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, space=command.space,
+            proposals=command.proposals, seconds=_share_of_seconds(command), unroll=command.unroll, space=command.space,
             model=model.source, progress=progress,
         )  # fmt: skip
     plan, stopped_by = found.plan, found.result.stopped_by
     if command.pipeline is not None and stopped_by != "interrupted":
         plan, stopped_by = _or_pipeline(command, model, topology, numbers, found, progress)
     return _planned(command, plan, stopped_by)
+
+
+def _share_of_seconds(command: cli.PlanCommand) -> float | None:
+    """`--pipeline auto` searches twice."""
+    return command.seconds / 2 if command.seconds is not None and command.pipeline is not None else command.seconds
 
 
 def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:
@@ -100,7 +105,7 @@ def _pipeline_numbers(command: cli.PlanCommand) -> dict[str, int | None]:
         problems.append(Problem("--pipeline", repr(command.pipeline), expected, remedy))
     for name in ("microbatches", "stages"):
         text = getattr(command, name)
-        found[name] = None if text == "auto" else int(text) if text.isdigit() and len(text) < 7 else 0
+        found[name] = None if text == "auto" else int(text) if text.isdecimal() and len(text) < 7 else 0
         if found[name] == 0:
             problems.append(Problem(f"--{name}", repr(text), "auto, or a number from 1 on", "correct the number"))
         elif text != "auto" and command.pipeline is None:
@@ -134,7 +139,7 @@ def _or_pipeline(
         with _closing(progress):
             plan, best = api.plan_pipeline(
                 model.step, *model.arguments, pipeline="auto", topology=topology, seed=command.seed, proposals=proposals,
-                seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress, **numbers,
+                seconds=_share_of_seconds(command), unroll=command.unroll, model=model.source, progress=progress, **numbers,
             )  # fmt: skip
     except SoapjaxError as e:
         if any(v is not None for v in numbers.values()) or not found.plan.prediction.feasible:

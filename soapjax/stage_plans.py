@@ -19,8 +19,10 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.pipedream import Memory, Workers, pipedream
 from soapjax.search.problem import PlanningProblem
-from soapjax.search.stage_loads import Inside, StageLoads, level_between, stage_of_operators
-from soapjax.search.stages import Choice, Priced, StageProblem, search_stages
+from soapjax.search.stage_figures import Inside, level_between
+from soapjax.search.stage_loads import StageLoads, stage_of_operators
+from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
+from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, strategy_of
@@ -70,7 +72,7 @@ def find_pipeline(
         found = FoundPipeline(times, _whole_baselines(StageLoads(graph, topology)), (), 0, time.monotonic() - begin, "complete")
     else:
         problem = StageProblem(
-            graph, topology, schedules=("gpipe", "1f1b", "interleaved") if schedule == "auto" else (schedule,),
+            graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe",
         )  # fmt: skip
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)

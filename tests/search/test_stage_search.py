@@ -9,8 +9,10 @@ from problems import MODELS, graph_of, graph_with, topology_of
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.microbatch import micro_batch, sample_divisor
-from soapjax.search.stage_loads import StageLoads, crossing_bytes, part_of, stage_of_operators
-from soapjax.search.stages import Choice, StageProblem, prefix_crossing, search_stages
+from soapjax.search.stage_figures import part_of
+from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_operators
+from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
+from soapjax.search.stages import search_stages
 from soapjax.simulate.simulator import Simulator
 from soapjax.topology import factor_mesh
 
@@ -76,7 +78,7 @@ def test_devices_of_a_stage_as_a_topology_of(first, count, sizes):
 
 
 def every_choice(problem, stages):
-    cuts = problem._cuts
+    cuts = problem.cuts
     devices = problem.topology.num_devices
     for inner_cuts in itertools.combinations(cuts[1:-1], stages - 1):
         for counts in itertools.product(range(1, devices), repeat=stages):
