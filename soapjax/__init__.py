@@ -1,6 +1,6 @@
 """soapjax plans how a JAX training step is split over devices, and runs it so."""
 
-from soapjax.api import Planned, SoapShard, load_plan, plan, soap_shard
+from soapjax.api import Planned, SoapShard, load_plan, plan, plan_pipeline, soap_shard
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 from soapjax.graph.phases import value_and_grad
 from soapjax.graph.trace import trace
@@ -20,6 +20,7 @@ __all__ = [
     "load_plan",
     "load_topology",
     "plan",
+    "plan_pipeline",
     "soap_shard",
     "trace",
     "value_and_grad",

@@ -30,17 +30,19 @@ from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
-from soapjax.pipelining import PipelineOptions, pipelined
+from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.profiling import compute_figures, device_at_hand
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
+from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of, recost_pipeline
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep, make_plan, parse_spec, strategy_of, topology_of
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
-from soapjax.topology import DeviceTopology, factor_mesh, load_topology
+from soapjax.timelines import pipeline_events, spmd_events
+from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology
 from soapjax.user_shardings import check_constraints, user_layouts
 from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
 
@@ -218,9 +220,8 @@ def _provenance(
             notes.append(f"{name}: does not fit ({found.best.memory_bytes / 1e9:.3g} GB per device)")
     if not result.best.is_feasible:
         notes.append("the best plan found does not fit the usable memory")
-    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
     return Provenance(
-        versions=versions | {"soapjax": _version()},
+        versions=_versions(),
         planner=planner,
         space=space,
         seed=seed,
@@ -232,11 +233,40 @@ def _provenance(
     )
 
 
+def _versions() -> dict[str, str]:
+    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
+    return versions | {"soapjax": _version()}
+
+
 def _version() -> str:
     try:
         return importlib.metadata.version("soapjax")
     except importlib.metadata.PackageNotFoundError:
         return "0"
+
+
+def plan_pipeline(
+    fn: Callable[..., Any], *args: Any, pipeline: str, topology: str | DeviceTopology = "local", microbatches: int | None = None,
+    stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
+    static_argnums: Sequence[int] = (), model: ModelSource | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> tuple[Plan, FoundPipeline]:  # fmt: skip
+    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
+
+    Args:
+      microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
+    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
+    """
+    topology = load_topology(topology) if isinstance(topology, str) else topology
+    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    graph, _ = build_graph(step)
+    with on_cpu():
+        found = find_pipeline(
+            graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
+            seconds=seconds, progress=progress,
+        )  # fmt: skip
+    provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
+    return pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll), found
 
 
 def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = None) -> Plan:
@@ -249,6 +279,10 @@ def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = 
 
 def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Plan:
     """The plan with specs and prediction derived from its `axes` and `storage`."""
+    if loaded.pipeline is not None:
+        graph, own, _ = _checked(loaded, step, place, topology)
+        with on_cpu():
+            return recost_pipeline(loaded, graph, own, place=place)[0]
     problem = problem_of_plan(loaded, step, place=place, topology=topology)
     strategy = strategy_of(loaded, problem.space, place=place)
     with on_cpu():
@@ -261,6 +295,21 @@ def problem_of_plan(
     profile: Profile | None = None,
 ) -> PlanningProblem:  # fmt: skip
     """The problem that a plan solves, costed with the plan's own measurements, or with `profile`."""
+    graph, own, mesh = _checked(loaded, step, place, topology)
+    check_constraints(step, mesh)
+    fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
+    try:
+        if profile is None and loaded.profile is not None:
+            profile = profile_of(loaded.profile)
+        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own, profile)
+    except SoapjaxError as e:
+        raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
+
+
+def _checked(
+    loaded: Plan, step: TracedStep, place: str, topology: DeviceTopology | None
+) -> tuple[OperatorGraph, DeviceTopology, FactorMesh]:
+    """The step's graph and the plan's topology and mesh, where the plan is for them."""
     own, mesh = topology_of(loaded, place=place)
     problems = []
     if topology is not None and topology.fingerprint() != own.fingerprint():
@@ -281,14 +330,17 @@ def problem_of_plan(
         )  # fmt: skip
     if problems:
         raise SoapjaxError(problems)
-    check_constraints(step, mesh)
-    fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
-    try:
-        if profile is None and loaded.profile is not None:
-            profile = profile_of(loaded.profile)
-        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own, profile)
-    except SoapjaxError as e:
-        raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
+    return graph, own, mesh
+
+
+def timeline_events(plan: Plan, step: TracedStep) -> list[Event]:
+    """What runs when in the simulation of a plan: a track per device, and per device and level of links."""
+    with on_cpu():
+        if plan.pipeline is not None:
+            graph, topology, _ = _checked(plan, step, "plan", None)
+            return pipeline_events(recost_pipeline(plan, graph, topology)[1].timeline, topology)
+        problem = problem_of_plan(plan, step)
+        return spmd_events(problem.simulator, strategy_of(plan, problem.space))
 
 
 class Constants(NamedTuple):
@@ -378,7 +430,14 @@ class SoapShard:
             else:
                 made, step = self._make_plan(args, constants.positions)
             devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
-            self._by_shapes[key] = made, compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
+            if made.pipeline is not None:
+                compiled = planned_pipeline(
+                    self._fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=self._donate,
+                    static_argnums=constants.positions,
+                )  # fmt: skip
+            else:
+                compiled = compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
+            self._by_shapes[key] = made, compiled
             log.info(
                 "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
                 self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,

@@ -37,6 +37,8 @@ class PlanCommand:
     Example:  soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
 
     Example:  soapjax plan models.rnnlm --topology p100x16 --space paper --planner model_parallel
+
+    Example:  soapjax plan models.vgg --topology p100x16 --pipeline 1f1b --microbatches 8 -o plan.json
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -50,6 +52,13 @@ class PlanCommand:
     model_parallel, expert_rnn and reinforce."""
     space: str = "soap"
     """soap, or paper: also operators on parts of the devices. They run as several programs."""
+    pipeline: str | None = None
+    """auto, gpipe, 1f1b, interleaved or pipedream: stages that work on micro-batches. auto takes a pipeline only where it is
+    faster than the planner's plan, and never pipedream, which trains with old weights."""
+    microbatches: str = "auto"
+    """Of a pipeline: their number, or auto."""
+    stages: str = "auto"
+    """Of a pipeline: their number, or auto."""
     seed: int = 0
     """Of the search; the same seed and --proposals give the same plan."""
     seconds: float | None = None
@@ -73,12 +82,16 @@ class SimulateCommand:
     """Predict the step time of a plan file, edited or not, anew.
 
     Example:  soapjax simulate plan.json
+
+    Example:  soapjax simulate plan.json --trace trace.json    (open it at https://ui.perfetto.dev)
     """
 
     plan: Annotated[str, tyro.conf.Positional]
     """A plan file."""
     topology: str | None = None
     """Refuse the plan unless it is for this topology."""
+    trace: str | None = None
+    """Where to write the simulated timeline, for Perfetto: a track per device and link."""
     json: bool = False
     """Print one JSON object on standard output."""
 

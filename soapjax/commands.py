@@ -28,9 +28,13 @@ from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
+from soapjax.pipelining import planned_pipeline
+from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines
 from soapjax.search.planners import get_planner
+from soapjax.search.stages import DEFAULT_PROPOSALS
+from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.plan import ModelSource, Plan, topology_of
 from soapjax.topology import DeviceTopology, load_topology
 
@@ -69,35 +73,113 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
         problems += output_problems(command.output)
     if problems:
         raise SoapjaxError(problems)
+    numbers = _pipeline_numbers(command)
     topology = load_topology(command.topology)
     get_planner(command.planner, space=command.space)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
+    if command.pipeline is not None and command.pipeline != "auto":
+        return _pipeline_command(command, model, topology, numbers, progress)
     with closing(progress):
         found = api.plan(
             model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed,
-            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, space=command.space,
+            proposals=command.proposals, seconds=_share_of_seconds(command), unroll=command.unroll, space=command.space,
             model=model.source, progress=progress, profile=command.profile, verify_top=command.verify_top,
         )  # fmt: skip
+    plan, stopped_by = found.plan, found.result.stopped_by
+    if command.pipeline is not None and stopped_by != "interrupted":
+        plan, stopped_by = _or_pipeline(command, model, topology, numbers, found, progress)
+    return _planned(command, plan, stopped_by)
+
+
+def _share_of_seconds(command: cli.PlanCommand) -> float | None:
+    """`--pipeline auto` searches twice."""
+    return command.seconds / 2 if command.seconds is not None and command.pipeline is not None else command.seconds
+
+
+def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:
+    """Saves a plan and reports it."""
     if command.output is not None:
-        found.plan.save(command.output)
-    result = _plan_result(found.plan) | {"stopped_by": found.result.stopped_by, "output": command.output}
+        plan.save(command.output)
+    result = _plan_result(plan) | {"stopped_by": stopped_by, "output": command.output}
     lines = [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
-    if found.result.stopped_by == "interrupted":
+    if stopped_by == "interrupted":
         lines.append("interrupted: this is the best so far")
-    status = 130 if found.result.stopped_by == "interrupted" else 0
-    return result, Group(plan_report(found.plan), Text("\n".join(lines))), status
+    return result, Group(plan_report(plan), Text("\n".join(lines))), 130 if stopped_by == "interrupted" else 0
 
 
-def output_problems(output: str) -> list[Problem]:
-    """What would keep a plan from being written there: found before the search, not after it."""
+def _pipeline_numbers(command: cli.PlanCommand) -> dict[str, int | None]:
+    """`--microbatches` and `--stages` as numbers; None is auto."""
+    problems, found = [], {}
+    if command.pipeline is not None and command.pipeline not in PIPELINES:
+        expected, remedy = " or ".join(PIPELINES), "choose one of these"
+        problems.append(Problem("--pipeline", repr(command.pipeline), expected, remedy))
+    for name in ("microbatches", "stages"):
+        text = getattr(command, name)
+        found[name] = None if text == "auto" else int(text) if text.isdecimal() and len(text) < 7 else 0
+        if found[name] == 0:
+            problems.append(Problem(f"--{name}", repr(text), "auto, or a number from 1 on", "correct the number"))
+        elif text != "auto" and command.pipeline is None:
+            problems.append(Problem(f"--{name}", text, "a pipeline", "add --pipeline auto, or another"))
+    if command.pipeline is not None and command.space != "soap":
+        problems.append(Problem("--space", command.space, "soap with --pipeline", "drop one of them"))
+    if problems:
+        raise SoapjaxError(problems)
+    return found
+
+
+def _pipeline_command(
+    command: cli.PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], progress: Progress
+) -> Result:
+    with closing(progress):
+        plan, found = api.plan_pipeline(
+            model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
+            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
+            **numbers,
+        )  # fmt: skip
+    return _planned(command, plan, found.stopped_by)
+
+
+def _or_pipeline(
+    command: cli.PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], found: api.Planned,
+    progress: Progress,
+) -> tuple[Plan, str]:  # fmt: skip
+    """The best synchronous pipeline where it beats the plan of one program, else that plan; either names the other's time."""
+    proposals = None if command.proposals is None else min(command.proposals, DEFAULT_PROPOSALS)
+    try:
+        with closing(progress):
+            plan, best = api.plan_pipeline(
+                model.step, *model.arguments, pipeline="auto", topology=topology, seed=command.seed, proposals=proposals,
+                seconds=_share_of_seconds(command), unroll=command.unroll, model=model.source, progress=progress, **numbers,
+            )  # fmt: skip
+    except SoapjaxError as e:
+        if any(v is not None for v in numbers.values()) or not found.plan.prediction.feasible:
+            raise
+        return _with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by
+    one = found.plan.prediction
+    if one.feasible and one.step_time_s <= plan.prediction.step_time_s:
+        times = {f"pipeline {plan.pipeline.schedule}": plan.prediction.step_time_s}
+        return _with_note(found.plan, "no pipeline is faster", times), found.result.stopped_by
+    times = {f"one program ({found.plan.provenance.planner})": one.step_time_s} | found.plan.provenance.baselines
+    note = "" if one.feasible else f"one program ({found.plan.provenance.planner}): does not fit"
+    return _with_note(plan, note, times), best.stopped_by
+
+
+def _with_note(plan: Plan, note: str, baselines: dict[str, float | None]) -> Plan:
+    old = plan.provenance
+    more = {"notes": (*old.notes, note) if note else old.notes, "baselines": {**old.baselines, **baselines}}
+    return plan.model_copy(update={"provenance": old.model_copy(update=more)})
+
+
+def output_problems(output: str, option: str = "--output", example: str = "plan.json") -> list[Problem]:
+    """What would keep a file from being written there: found before the search, not after it."""
     path = os.path.abspath(output)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
-        return [Problem("--output", repr(output), "a path in an existing folder", "make the folder first")]
+        return [Problem(option, repr(output), "a path in an existing folder", "make the folder first")]
     if not output or os.path.isdir(path):
-        return [Problem("--output", f"{output!r}, a folder", "a file", "name the plan file, e.g. plan.json")]
+        return [Problem(option, f"{output!r}, a folder", "a file", f"name the file, e.g. {example}")]
     if not os.access(folder, os.W_OK):
-        return [Problem("--output", repr(output), "a folder that you may write to", "choose another folder")]
+        return [Problem(option, repr(output), "a folder that you may write to", "choose another folder")]
     return []
 
 
@@ -146,8 +228,14 @@ def loaded(path: str, *, topology: str | None = None, concrete: bool = False) ->
 
 
 def simulate_command(command: cli.SimulateCommand) -> Result:
-    plan, _, _ = loaded(command.plan, topology=command.topology)
-    return _plan_result(plan), plan_report(plan), 0
+    if command.trace is not None and (problems := output_problems(command.trace, "--trace", "trace.json")):
+        raise SoapjaxError(problems)
+    plan, _, step = loaded(command.plan, topology=command.topology)
+    result, report = _plan_result(plan), plan_report(plan)
+    if command.trace is not None:
+        write_trace(command.trace, api.timeline_events(plan, step), title=f"simulated: {command.plan}")
+        result, report = result | {"trace": command.trace}, Group(report, Text(f"timeline written to {command.trace}"))
+    return result, report, 0
 
 
 def _devices_for(path: str) -> list[Any]:
@@ -200,8 +288,12 @@ def run_command(command: cli.RunCommand) -> Result:
     devices = _devices_for(command.plan)
     plan, model, step = loaded(command.plan, concrete=True)
     _require_state(model, step)
-    program = bind_plan(step, plan, devices=devices)
-    losses, times = train(compile_step(program), model, command.steps)
+    if plan.pipeline is not None:
+        topology, _ = topology_of(plan, place=command.plan)
+        compiled = planned_pipeline(model.step, *model.arguments, plan=plan, topology=topology, devices=devices)
+    else:
+        compiled = compile_step(bind_plan(step, plan, devices=devices))
+    losses, times = train(compiled, model, command.steps)
     result = {
         "predicted_s": plan.prediction.step_time_s,
         "measured_s": statistics.median(times),

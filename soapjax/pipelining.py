@@ -227,9 +227,12 @@ class PipelineOptions(NamedTuple):
 def pipelined(
     fn: Any, *args: Any, options: PipelineOptions, topology: str | DeviceTopology, devices: Sequence[Any] | None = None,
     static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
+    axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None,
 ) -> StreamStep:  # fmt: skip
     """The step that `soap_shard(..., pipeline=...)` runs: a given pipeline, or one balanced by FLOPs.
 
+    Args:
+      axes, storage: of operators, as for `pipeline_step`.
     Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
@@ -248,11 +251,20 @@ def pipelined(
             graph, num, schedule=options.pipeline, num_microbatches=num_microbatches, num_stages=stages,
             chunks=2 if options.pipeline == "interleaved" else 1,
         )  # fmt: skip
-    places = places_of(micro, graph, binding, given, topology, devices)
+    places = places_of(micro, graph, binding, given, topology, devices, axes=axes, storage=storage)
     if given.schedule == "pipedream":
         return StreamStep(PipeDreamStep(micro, given, places), micro.full)
     step = PipelineStep(micro, given, [p[0] for p in places], reduction=options.reduction, donate=donate)
     return StreamStep(step, micro.full)
+
+
+def planned_pipeline(fn: Any, *args: Any, plan: Plan, topology: DeviceTopology, **options: Any) -> StreamStep:
+    """The step of a pipeline plan: its stages, and inside them the axes and storages of its operators."""
+    own = {name: part for name, part in plan.operators.items() if part.axes}
+    return pipelined(
+        fn, *args, options=PipelineOptions(plan.pipeline), topology=topology, unroll=plan.unroll,
+        axes={name: part.axes for name, part in own.items()}, storage={name: part.storage for name, part in own.items()}, **options,
+    )  # fmt: skip
 
 
 def pipeline_step(

@@ -103,7 +103,13 @@ class Case:
 @functools.cache
 def graph_of(model: str) -> OperatorGraph:
     """The operator graph of a small model; nothing is allocated."""
+    return graph_with(model)
+
+
+def graph_with(model: str, **changes: int) -> OperatorGraph:
+    """As `graph_of`, with other sizes."""
     module, sizes = MODELS[model]
+    sizes = {**sizes, **changes}
     made = importlib.import_module(f"models.{module}")
     steps = []
 

@@ -21,8 +21,8 @@ MAY_IMPORT = {
 HELPERS = {"errors", "files"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
-    "__init__", "__main__", "api", "cli", "commands", "distributed", "measuring_commands", "model_source",
-    "profiling", "pipelining", "user_shardings", "verify_top",
+    "__init__", "__main__", "api", "cli", "commands", "distributed", "measuring_commands", "model_source", "pipelining",
+    "profiling", "stage_plans", "timelines", "user_shardings", "verify_top",
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
 
 
 def not_executable(plan: Plan, *, place: str = "plan") -> list[Problem]:
-    """What keeps a plan from being run: a loop whose operators are on different devices."""
+    """What keeps a plan from being run: a loop whose operators are on different devices. Pipelines are bound elsewhere."""
     if plan.executable:
         return []
     value = f"{len(plan.pinned)} operators pinned to some devices ({', '.join(plan.pinned[:3])}, ...)" if plan.pinned else "false"
@@ -110,6 +110,9 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
             )
         )  # fmt: skip
     problems += not_executable(plan)
+    if plan.pipeline is not None:
+        expected, remedy = "a plan of one program, or of pinned operators", "run it by soap_shard(plan=...) or soapjax run"
+        problems.append(Problem("plan: pipeline", f"{len(plan.pipeline.stages)} stages", expected, remedy))
     if problems:
         raise SoapjaxError(problems)
     return Program(step, plan, graph, binding, mesh_of(plan, devices))

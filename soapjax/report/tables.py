@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan import OperatorPart, Plan
 
 
 def seconds(s: float) -> str:
@@ -63,6 +63,38 @@ def _axes(names: list[str], sizes: dict[str, int]) -> str:
     return "all axes" if len(names) == len(sizes) and len(sizes) > 1 else "+".join(names)
 
 
+def stage_table(plan: Plan) -> Table:
+    """One row per stage of a pipeline: operators, devices, how most of them are split, memory."""
+    pipeline = plan.pipeline
+    table = Table(title=f"{len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches, {pipeline.schedule}")
+    table.title_justify = "left"
+    for column in ("stage", "operators", "devices", "inside", "keeps", "memory per device"):
+        table.add_column(column, overflow="fold")
+    for i, stage in enumerate(pipeline.stages):
+        first, last = min(stage.devices), max(stage.devices)
+        whole = list(stage.devices) == list(range(first, last + 1)) and last > first
+        devices = f"{first}-{last}" if whole else ", ".join(map(str, stage.devices))
+        splits = [_split(plan.operators[name], stage.mesh) for name in stage.operators if name in plan.operators]
+        inside = max(sorted(set(splits)), key=splits.count) if splits else ""
+        copies = f"{stage.replicas} replicas; " if stage.replicas > 1 else ""
+        names = stage.operators[0] if len(stage.operators) == 1 else f"{stage.operators[0]} … {stage.operators[-1]}"
+        kept = "its inputs, and computes again" if stage.rematerialise else "activations"
+        memory = plan.prediction.memory_parts_bytes.get(f"stage {i}")
+        table.add_row(
+            str(i), f"{names} ({len(stage.operators)})", devices, copies + inside, kept, size(memory) if memory is not None else ""
+        )
+    return table
+
+
+def _split(part: OperatorPart, mesh: dict[str, int]) -> str:
+    degrees: dict[str, int] = {}
+    for axis, dim in part.axes.items():
+        if dim != "replicate":
+            degrees[dim] = degrees.get(dim, 1) * mesh.get(axis, 1)
+    found = "  ".join(f"{d}/{n}" for d, n in degrees.items() if n > 1) or "whole"
+    return found if part.storage == "as used" else f"{found}, {part.storage}"
+
+
 def comparison_table(plan: Plan) -> Table:
     """Predicted step time of the plan and of the baselines."""
     table = Table(title="predicted step time", title_justify="left")
@@ -106,12 +138,13 @@ def plan_report(plan: Plan) -> RenderableType:
     lines = [
         f"{plan.graph.num_operators} operators on {plan.topology.get('name', '?')}, {plan.num_devices} devices: "
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
-        f"each device sends per step: {moved}",
+        *([] if plan.pipeline is not None else [f"each device sends per step: {moved}"]),
         f"memory per device: {parts}",
         *([f"compute seconds: {figures}"] if figures else []),
         *(["for simulation only: a loop's operators are on different devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),
         f"plan_sha256 {plan.plan_sha256}",
     ]
-    tables = [operator_table(plan), comparison_table(plan), *([verified_table(plan)] if plan.provenance.verified else [])]
+    what = operator_table(plan) if plan.pipeline is None else stage_table(plan)
+    tables = [what, comparison_table(plan), *([verified_table(plan)] if plan.provenance.verified else [])]
     return Group(*tables, Text("\n".join(lines)))

@@ -24,6 +24,7 @@ from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import PHASE_NAMES
 from soapjax.strategy.layout import REPLICATED, Spec, spec_of
+from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
@@ -129,6 +130,8 @@ class Plan(_Part):
     results: dict[str, str]
     prediction: Prediction
     provenance: Provenance = Provenance()
+    # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
+    pipeline: Pipeline | None = None
 
     @property
     def num_devices(self) -> int:

@@ -1,0 +1,69 @@
+"""The operator graph of a step on a part of its batch, from the graph of the whole: no tracing.
+
+Whatever runs over a sample dim gets smaller, weights and their gradients stay. A planner asks for many numbers of
+micro-batches; a plan that runs is traced at its micro-batch's size, and comes to the same sizes (tested).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.operators import NOT_SPLIT, Access, Operator, OperatorGraph
+
+
+def sample_divisor(graph: OperatorGraph) -> int:
+    """Into how many equal parts the batch can be cut at most: what divides every sample dim (1 where there is none)."""
+    return math.gcd(*(d.divisor for op in graph.operators for d in op.dims if d.kind == "S")) or 1
+
+
+def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
+    """The graph at one of `num` equal micro-batches.
+
+    Raises: SoapjaxError where `num` does not divide the batch, or the step has no batch or no gradient to sum.
+    """
+    if graph.is_single_phase:
+        expected = "a forward, a backward and an update part: gradients by jax.grad, or by soapjax.value_and_grad"
+        remedy = "compute gradients so, or plan without a pipeline"
+        raise SoapjaxError(Problem("train step", "no gradient boundary", expected, remedy))
+    whole = sample_divisor(graph)
+    if num < 1 or whole % num:
+        fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        remedy = f"choose one of {fits}" if whole > 1 else "plan without a pipeline"
+        raise SoapjaxError(Problem("microbatches", str(num), f"a divisor of the batch ({whole})", remedy))
+    if num == 1:
+        return graph
+    is_sample = [[d.kind == "S" for d in op.dims] for op in graph.operators]
+    shapes = [list(t.shape) for t in graph.tensors]
+    shrunk: set[tuple[int, int]] = set()
+
+    def shrink(operator: Operator, n: int, access: Access) -> None:
+        for d, dim in enumerate(access.dims):
+            if dim != NOT_SPLIT and is_sample[n][dim] and (access.tensor, d) not in shrunk:
+                shrunk.add((access.tensor, d))
+                shapes[access.tensor][d] //= num
+
+    def share(n: int, dims: tuple[int, ...]) -> int:
+        return num if any(is_sample[n][d] for d in dims) else 1
+
+    tasks = []
+    for task in graph.tasks:
+        n = task.operator
+        if task.parameter >= 0:
+            tasks.append(task)
+            continue
+        for access in (*task.reads, *task.writes):
+            shrink(graph.operators[n], n, access)
+        tasks.append(
+            task._replace(
+                work=tuple(w._replace(flops=w.flops / share(n, w.dims)) for w in task.work),
+                sums=tuple(s._replace(size_bytes=s.size_bytes / share(n, s.dims)) for s in task.sums),
+            )
+        )
+    operators = tuple(
+        op._replace(dims=tuple(d._replace(size=d.size // num, divisor=d.divisor // num) if d.kind == "S" else d for d in op.dims))
+        for op in graph.operators
+    )
+    tensors = tuple(t._replace(shape=tuple(s)) for t, s in zip(graph.tensors, shapes, strict=True))
+    return dataclasses.replace(graph, operators=operators, tasks=tuple(tasks), tensors=tensors)

@@ -1,0 +1,235 @@
+"""What a stage costs: seconds of its forward, backward and update programs and the bytes that it keeps, per micro-batch.
+
+A stage is a run of operators on n devices with a plan inside: a strategy of the whole graph at micro-batch size on n devices.
+The cost model prices the whole graph once per strategy and micro-batch size; a stage is the part of the static schedule that
+its operators own, run by the simulators' rules. So one stage of all operators takes exactly the time that the SPMD simulator
+gives for the same strategy (tested). Memory is an upper bound: a part's gradients count from the start of its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from soapjax.graph.microbatch import micro_batch
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.search.stage_figures import Compiled, Fabric, Figures, Inside, level_between, part_of
+from soapjax.simulate.pipeline import StageLoad, Transfer
+from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology, FactorMesh
+
+
+def stage_of_operators(graph: OperatorGraph, bounds: Sequence[int], forward: Sequence[int]) -> np.ndarray:
+    """The stage [N] of every operator: stage i has the forward operators bounds[i] : bounds[i + 1] of `forward`.
+
+    Operators of the backward pass alone go to the earliest stage that they read from; those of the update alone stand at -1.
+    """
+    stage = np.full(graph.num_operators, -1)
+    for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        stage[list(forward[a:b])] = i
+    made = {a.tensor: t.operator for t in graph.tasks for a in t.writes}
+    for task in graph.tasks:
+        if stage[task.operator] < 0 and task.phase != UPDATE:
+            read = [stage[made[a.tensor]] for a in task.reads if a.tensor in made and stage[made[a.tensor]] >= 0]
+            stage[task.operator] = min(read, default=0)
+    return stage
+
+
+def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
+    """Operators with a part in the forward pass, in program order: what stages are cut from."""
+    first: dict[int, int] = {}
+    for k, task in enumerate(graph.tasks):
+        if task.phase == FORWARD:
+            first.setdefault(task.operator, k)
+    return tuple(sorted(first, key=first.get))
+
+
+class StageLoads:
+    """Loads of any stages of one graph on one topology; everything is kept once it is known."""
+
+    def __init__(self, graph: OperatorGraph, topology: DeviceTopology):
+        micro_batch(graph, 1)  # refuses what cannot be a pipeline
+        self.whole, self.topology = graph, topology
+        self.forward = forward_operators(graph)
+        self._graphs: dict[int, OperatorGraph] = {}
+        self._fabrics: dict[tuple, Fabric] = {}
+        self._compiled: dict[tuple, Compiled] = {}
+        self._loads: dict[tuple, StageLoad] = {}
+
+    def graph(self, num_microbatches: int) -> OperatorGraph:
+        if num_microbatches not in self._graphs:
+            self._graphs[num_microbatches] = micro_batch(self.whole, num_microbatches)
+        return self._graphs[num_microbatches]
+
+    def _fabric(self, first: int, count: int, num: int) -> Fabric:
+        part = part_of(self.topology, first, count)
+        links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
+        if (links, num) not in self._fabrics:
+            self._fabrics[links, num] = Fabric(self.graph(num), part, links, self._compiled)
+        return self._fabrics[links, num]
+
+    def choices(self, first: int, count: int, num: int) -> list[Inside]:
+        """The inner strategies that a stage on these devices may have; the first is data parallelism."""
+        return self._fabric(first, count, num).choices
+
+    def mesh(self, first: int, count: int, num: int) -> FactorMesh:
+        return self._fabric(first, count, num).mesh
+
+    def load(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> StageLoad:
+        """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
+        fabric = self._fabric(first, count, num)
+        key = (bounds, id(fabric), inner)
+        if key not in self._loads:
+            self._loads[key] = self._part(fabric, fabric.choices[inner].figures, bounds)
+        return self._loads[key]
+
+    def load_of(self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy) -> StageLoad:
+        """As `load`, for any strategy of the graph on the stage's mesh."""
+        fabric = self._fabric(first, count, num)
+        return self._part(fabric, fabric.figures(strategy), bounds)
+
+    def space(self, first: int, count: int, num: int) -> SearchSpace:
+        return self._fabric(first, count, num).space
+
+    def _part(self, fabric: Fabric, figures: Figures, bounds: tuple[int, int]) -> StageLoad:
+        stage = stage_of_operators(fabric.tables.graph, (0, bounds[0], bounds[1], len(self.forward)), self.forward)
+        mine = stage == 1
+        if bounds[1] == len(self.forward):
+            mine |= stage == -1
+        return _Part(fabric, figures, mine).load()
+
+    def transfers(self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int) -> list[Transfer]:
+        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i]."""
+        graph = self.graph(num)
+        stage = stage_of_operators(graph, bounds, self.forward)
+        flows = crossing_bytes(graph, stage)
+        found = []
+        for (a, b), (there, back) in sorted(flows.items()):
+            ends = (min(first[a], first[b]), max(first[a] + count[a], first[b] + count[b]) - 1)
+            level = level_between(self.topology, *ends)
+            link = self.topology.levels[level]
+            rate = link.achieved_bytes_per_s * min(count[a], count[b])
+            seconds = [link.latency_s + size / rate if size else 0.0 for size in (there, back)]
+            found.append(Transfer(a, b, level, *seconds))
+        return found
+
+
+def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], tuple[float, float]]:
+    """(earlier stage, later stage) -> bytes that cross forwards and backwards per micro-batch, each tensor once per reader."""
+    made = {a.tensor: task for task in graph.tasks for a in task.writes}
+    seen: set[tuple[int, int]] = set()
+    flows: dict[tuple[int, int], list[float]] = {}
+    for task in graph.tasks:
+        if task.phase == UPDATE:
+            continue
+        reader = stage[task.operator]
+        for access in task.reads:
+            source = stage[made[access.tensor].operator] if access.tensor in made else -1
+            if source < 0 or source == reader or (access.tensor, int(reader)) in seen:
+                continue
+            seen.add((access.tensor, int(reader)))
+            tensor = graph.tensors[access.tensor]
+            pair = flows.setdefault((int(min(source, reader)), int(max(source, reader))), [0.0, 0.0])
+            is_back = source > reader or made[access.tensor].phase == BACKWARD
+            pair[int(is_back)] += tensor.size_bytes * tensor.copies
+    return {pair: (there, back) for pair, (there, back) in flows.items()}
+
+
+class _Part:
+    """The scheduled tasks of some operators under one strategy, run by the simulators' rules."""
+
+    def __init__(self, fabric: Fabric, figures: Figures, mine: np.ndarray):
+        self.tables, self.schedule, self.figures, self.mine = fabric.tables, fabric.schedule, figures, mine
+        self.graph = fabric.tables.graph
+        tables, schedule = self.tables, self.schedule
+        num_k = tables.num_tasks
+        maker = np.full(len(tables.tensor_bytes), -1)
+        for k, task in enumerate(self.graph.tasks):
+            for access in task.writes:
+                maker[access.tensor] = k
+        by_kind = {
+            COMPUTE: np.arange(num_k), SUM: tables.sum_task, RESOLVE: maker, CONVERT: np.minimum(tables.edge_task, num_k - 1),
+        }  # fmt: skip
+        task_of = np.full(schedule.num_tasks, -1)
+        for kind, tasks in by_kind.items():
+            where = schedule.kind == kind
+            if where.any():
+                task_of[where] = np.asarray(tasks)[schedule.source[where]]
+        operator = tables.task_op
+        if len(tables.parameter_op):
+            owner = tables.parameter_op[np.maximum(tables.task_parameter, 0)]
+            operator = np.where(tables.task_parameter >= 0, owner, operator)
+        phase = np.array([t.phase for t in self.graph.tasks])
+        self.phase = np.where(task_of >= 0, phase[np.maximum(task_of, 0)], -1)
+        self.owned = (task_of >= 0) & mine[operator[np.maximum(task_of, 0)]] & (schedule.kind != BARRIER)
+        gradients = np.zeros(len(tables.tensor_bytes), bool)
+        gradients[[p.gradient for p in self.graph.parameters]] = True
+        self.gradients, self.maker, self.operator = gradients, maker, operator
+        self.is_sync = (schedule.kind == RESOLVE) & gradients[np.where(schedule.kind == RESOLVE, schedule.source, 0)]
+
+    def seconds(self, phase: int, *, syncs: bool = True) -> float:
+        """Makespan of one phase's tasks, each stream in program order; without the sums of gradients, if so."""
+        schedule, durations = self.schedule, self.figures.seconds
+        free = np.zeros(schedule.occupies.shape[1]).tolist()
+        end: dict[int, float] = {}
+        chosen = np.flatnonzero(self.owned & (self.phase == phase))
+        last = 0.0
+        for t in chosen.tolist():
+            ready = max((end.get(p, 0.0) for p in schedule.predecessors[t].tolist()), default=0.0)
+            took = float(durations[t]) if syncs or not self.is_sync[t] else 0.0
+            if took > 0:
+                streams = np.flatnonzero(schedule.occupies[t]).tolist()
+                ready = max([ready, *(free[s] for s in streams)])
+                for s in streams:
+                    free[s] = ready + took
+            end[t] = ready + took
+            last = max(last, end[t])
+        return last
+
+    def load(self) -> StageLoad:
+        tables, figures, graph = self.tables, self.figures, self.graph
+        owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
+        reads: dict[int, list[int]] = {}  # tensor -> tasks of this part that read it
+        for k, task in enumerate(graph.tasks):
+            if self.mine[self.operator[k]] and task.parameter < 0:
+                for access in task.reads:
+                    reads.setdefault(access.tensor, []).append(k)
+        parameters = {p.tensor for p in graph.parameters}
+        phases = [t.phase for t in graph.tasks]
+        kept = arrives = 0.0
+        steps = np.zeros(tables.num_tasks + 2)
+        for tensor, size in enumerate(figures.held_bytes):
+            k = int(self.maker[tensor])
+            made_here = k >= 0 and self.mine[self.operator[k]]
+            mine = reads.get(tensor, [])
+            if tensor in parameters or self.gradients[tensor] or not (mine or made_here) or (k >= 0 and phases[k] == UPDATE):
+                continue
+            if not made_here and tables.tensor_death[tensor] < 0:
+                continue
+            is_forward = k < 0 or phases[k] == FORWARD
+            if is_forward and not made_here and any(phases[r] != UPDATE for r in mine):
+                arrives += size
+            if is_forward and any(phases[r] == BACKWARD for r in mine):
+                kept += size
+            birth = k if made_here else min(mine)
+            steps[birth] += size
+            steps[max([birth, *mine]) + 1] -= size
+        for e, k in enumerate(tables.edge_task.tolist()):
+            if k < tables.num_tasks and self.mine[self.operator[k]] and phases[k] != UPDATE:
+                steps[figures.copy_since[e]] += figures.copy_bytes[e]
+                steps[k + 1] -= figures.copy_bytes[e]
+        working = float(np.cumsum(steps).max(initial=0.0))
+        own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
+        transient = float(figures.transient_bytes[own].max(initial=0.0))
+        plain = self.seconds(BACKWARD, syncs=False)
+        return StageLoad(
+            forward_s=self.seconds(FORWARD), backward_s=plain, update_s=self.seconds(UPDATE),
+            last_backward_s=max(self.seconds(BACKWARD), plain),
+            parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
+            gradient_bytes=float(figures.held_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
+            input_bytes=arrives, kept_bytes=kept, working_bytes=working + transient,
+        )  # fmt: skip

@@ -1,0 +1,216 @@
+"""Pipelines of one graph on one topology: what may be chosen, and what a choice costs.
+
+A `Choice` is small, frozen data; `StageProblem.price` simulates it (simulate/pipeline.py) with the loads of its stages
+(stage_loads.py), and `StageProblem.pipeline` is the pipeline that a plan file has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.costs.layers import LayerGraph
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.microbatch import sample_divisor
+from soapjax.graph.operators import OperatorGraph
+from soapjax.search.stage_figures import part_of
+from soapjax.search.stage_loads import StageLoads, stage_of_operators
+from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
+from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
+from soapjax.topology import DeviceTopology
+
+SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
+MAX_BOUNDARIES = 160  # places to cut at that the planners consider
+MAX_MICROBATCHES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One pipeline: S stages on G groups of devices, stage i on group i mod G."""
+
+    schedule: ScheduleName
+    num_microbatches: int
+    bounds: tuple[int, ...]  # [S + 1]: stage i has the forward operators bounds[i] : bounds[i + 1]
+    counts: tuple[int, ...]  # [G]: devices of each group, one after the other
+    inner: tuple[int, ...]  # [G]: index into the group's inner strategies
+    rematerialise: tuple[bool, ...]  # [S]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def group(self, stage: int) -> tuple[int, int, int]:
+        """(first device, devices, inner strategy) of a stage."""
+        g = stage % len(self.counts)
+        return sum(self.counts[:g]), self.counts[g], self.inner[g]
+
+
+class Priced(NamedTuple):
+    choice: Choice
+    timeline: PipelineTimeline
+    memory_bytes: float  # of the fullest device
+    is_feasible: bool
+    cost: float
+
+
+class StageProblem:
+    """A graph and a topology to be cut into stages; prices choices."""
+
+    def __init__(
+        self, graph: OperatorGraph, topology: DeviceTopology, *, schedules: Sequence[ScheduleName] = SYNCHRONOUS,
+        num_stages: int | None = None, num_microbatches: int | None = None, always_rematerialise: bool = False,
+    ):  # fmt: skip
+        self.loads = StageLoads(graph, topology)
+        self.graph, self.topology = graph, topology
+        self.schedules, self.always_rematerialise = tuple(schedules), always_rematerialise
+        self.usable_bytes = topology.device.usable_memory_bytes
+        if num_microbatches is not None:
+            self.loads.graph(num_microbatches)  # refuses what does not divide
+        whole = sample_divisor(graph)
+        every = [n for n in range(2, min(whole, MAX_MICROBATCHES) + 1) if whole % n == 0] or [1]
+        self.microbatches = [num_microbatches] if num_microbatches is not None else every
+        self.stages = self._numbers_of_stages(num_stages)
+        self.cuts = self._boundaries()
+        self._transfers: dict[tuple, list[Transfer]] = {}
+        self._priced: dict[Choice, Priced] = {}
+
+    def _numbers_of_stages(self, given: int | None) -> list[int]:
+        most = len(self.loads.forward)
+        devices = self.topology.num_devices
+        if given is not None:
+            problems = []
+            if not 1 <= given <= most:
+                value, expected = str(given), f"1 to {most}, the operators of the forward pass"
+                problems.append(Problem("stages", value, expected, "ask for fewer stages"))
+            if given > devices:
+                problems.append(Problem("stages", str(given), f"at most {devices}, the devices", "ask for fewer stages"))
+            if problems:
+                raise SoapjaxError(problems)
+            return [given]
+        return [k for k in range(2, min(devices, most, 16) + 1) if devices % k == 0] or [1]
+
+    def _boundaries(self) -> tuple[int, ...]:
+        """Where to cut: all places between forward operators, or in long models the cheapest of each of MAX_BOUNDARIES runs."""
+        n = len(self.loads.forward)
+        if n <= MAX_BOUNDARIES:
+            return tuple(range(n + 1))
+        crossing = prefix_crossing(self.graph, self.loads.forward)
+        edges = np.linspace(1, n, MAX_BOUNDARIES + 1).astype(int)
+        inside = [a + int(np.argmin(crossing[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        return (0, *inside, n)
+
+    def layers(self, num: int) -> tuple[LayerGraph, tuple[int, ...]]:
+        """Runs of operators between boundaries as layers on one device, at `num` micro-batches; and the boundaries."""
+        marks = self.cuts
+        loads = [self.loads.load((a, b), 0, 1, num, 0) for a, b in zip(marks, marks[1:], strict=False)]
+        crossing = prefix_crossing(self.loads.graph(num), self.loads.forward)
+        graph = LayerGraph(
+            names=tuple(self.graph.operators[self.loads.forward[a]].name for a in marks[:-1]),
+            forward_s=[x.forward_s for x in loads],
+            backward_s=[x.backward_s for x in loads],
+            activation_bytes=[crossing[b] for b in marks[1:]],
+            parameter_bytes=[x.parameter_bytes for x in loads],
+            kept_bytes=[x.kept_bytes for x in loads],
+            edges=tuple((i, i + 1) for i in range(len(loads) - 1)),
+        )
+        return graph, marks
+
+    def price(self, choice: Choice) -> Priced:
+        """Raises: SoapjaxError where the schedule does not fit."""
+        if choice not in self._priced:
+            num = choice.num_microbatches
+            groups = [choice.group(i) for i in range(choice.num_stages)]
+            loads = [
+                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), *groups[i][:2], num, groups[i][2])
+                for i in range(choice.num_stages)
+            ]
+            key = (num, choice.bounds, choice.counts)
+            if key not in self._transfers:
+                first, counts = [g[0] for g in groups], [g[1] for g in groups]
+                self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num)
+            self._priced[choice] = self._simulated(choice, loads, self._transfers[key])
+        return self._priced[choice]
+
+    def _simulated(self, choice: Choice, loads: list[StageLoad], transfers: list[Transfer]) -> Priced:
+        timeline = simulate_pipeline(outline(choice), loads, transfers, overlap=self.topology.device.overlap)
+        memory = max(timeline.memory_bytes)
+        excess = max(memory / self.usable_bytes - 1, 0.0)
+        cost = timeline.step_time_s * (2 + 8 * excess if excess else 1.0)  # as search/problem.py
+        return Priced(choice, timeline, memory, not excess, cost)
+
+    def is_valid(self, choice: Choice) -> bool:
+        """Whether a choice is in the space: groups of whole units, inner strategies that exist, a schedule that fits."""
+        groups = len(choice.counts)
+        if sum(choice.counts) > self.topology.num_devices or choice.num_microbatches not in self.microbatches:
+            return False
+        if choice.schedule == "interleaved" and (choice.num_microbatches % groups or choice.num_stages % groups):
+            return False
+        if choice.schedule in ("1f1b", "pipedream") and choice.num_stages != groups:
+            return False
+        if self.always_rematerialise and not all(choice.rematerialise):
+            return False
+        first = 0
+        for count, inner in zip(choice.counts, choice.inner, strict=True):
+            if not _is_regular(self.topology, first, count):
+                return False
+            if inner >= len(self.loads.choices(first, count, choice.num_microbatches)):
+                return False
+            first += count
+        return True
+
+    def pipeline(self, choice: Choice) -> Pipeline:
+        """The pipeline as a plan has it."""
+        stage = stage_of_operators(self.graph, choice.bounds, self.loads.forward)
+        stages = []
+        for i in range(choice.num_stages):
+            first, count, _ = choice.group(i)
+            mesh = self.loads.mesh(first, count, choice.num_microbatches)
+            stages.append(
+                Stage(
+                    operators=tuple(self.graph.operators[n].name for n in np.flatnonzero(stage == i)),
+                    devices=tuple(range(first, first + count)),
+                    mesh=dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+                    rematerialise=choice.rematerialise[i],
+                )
+            )
+        return Pipeline(schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages))
+
+
+def outline(choice: Choice) -> Pipeline:
+    """The pipeline of a choice without its operators, for the simulation."""
+    stages = []
+    for i in range(choice.num_stages):
+        first, count, _ = choice.group(i)
+        stages.append(Stage.model_construct(
+            operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=choice.rematerialise[i]
+        ))  # fmt: skip
+    return Pipeline.model_construct(
+        schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False
+    )
+
+
+def prefix_crossing(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
+    """Bytes [n + 1] that cross forwards where the first k forward operators are one stage and the others the next."""
+    place = {op: k for k, op in enumerate(forward)}
+    made = {a.tensor: t.operator for t in graph.tasks if t.phase == 0 for a in t.writes}
+    last: dict[int, int] = {}
+    for task in graph.tasks:
+        for access in task.reads:
+            if access.tensor in made and task.operator in place and task.parameter < 0:
+                last[access.tensor] = max(last.get(access.tensor, 0), place[task.operator])
+    steps = np.zeros(len(forward) + 2)
+    for tensor, k in last.items():
+        begin = place.get(made[tensor], len(forward))
+        if begin < k:
+            steps[begin + 1] += graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
+            steps[k + 1] -= graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
+    return np.cumsum(steps)[: len(forward) + 1]
+
+
+def _is_regular(topology: DeviceTopology, first: int, count: int) -> bool:
+    """Whether devices are whole units: their mesh then has the links that it seems to have."""
+    part = part_of(topology, first, count)
+    return count == 1 or len(part.levels) > 1 or topology.levels[-1].size % count == 0 or len(topology.levels) == 1

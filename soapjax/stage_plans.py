@@ -1,0 +1,319 @@
+"""Pipelines as plan files: planned, and predicted anew.
+
+A pipeline plan is a plan whose `pipeline` says which operators form a stage on which devices. The `axes` of an operator are those
+of its stage's own mesh. Specs follow from them when the plan runs (pipelining.py), so a pipeline plan lists none.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.microbatch import sample_divisor
+from soapjax.graph.operators import OperatorGraph
+from soapjax.search.baselines import data_parallel_strategy
+from soapjax.search.pipedream import Memory, Workers, pipedream
+from soapjax.search.problem import PlanningProblem
+from soapjax.search.stage_figures import Inside, level_between
+from soapjax.search.stage_loads import StageLoads, stage_of_operators
+from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
+from soapjax.search.stages import search_stages
+from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
+from soapjax.strategy.pipeline import Pipeline, Stage
+from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, strategy_of
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology, factor_mesh
+
+PIPELINES = ("auto", "gpipe", "1f1b", "interleaved", "pipedream")
+MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, where no number was given
+
+
+class StageTimes(NamedTuple):
+    """A pipeline with its simulation."""
+
+    pipeline: Pipeline
+    timeline: PipelineTimeline
+    inside: dict[str, tuple[dict[str, str], str]]  # operator -> axes and storage on its stage's mesh
+    usable_bytes: int
+
+    @property
+    def is_feasible(self) -> bool:
+        return max(self.timeline.memory_bytes) <= self.usable_bytes
+
+
+class FoundPipeline(NamedTuple):
+    times: StageTimes
+    baselines: dict[str, float]
+    notes: tuple[str, ...]
+    num_proposals: int
+    search_s: float
+    stopped_by: str
+
+
+def find_pipeline(
+    graph: OperatorGraph, topology: DeviceTopology, *, schedule: str, num_stages: int | None = None,
+    num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> FoundPipeline:  # fmt: skip
+    """The best pipeline of a schedule, or ("auto") of all synchronous ones.
+
+    Raises: SoapjaxError where none is possible, or none fits: the stage that is too large, and by how much.
+    """
+    if schedule not in PIPELINES:
+        raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
+    if schedule == "pipedream":
+        begin = time.monotonic()
+        times = _pipedream(graph, topology, num_stages, num_microbatches)
+        found = FoundPipeline(times, _whole_baselines(StageLoads(graph, topology)), (), 0, time.monotonic() - begin, "complete")
+    else:
+        problem = StageProblem(
+            graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
+            num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe",
+        )  # fmt: skip
+        result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
+        baselines = _whole_baselines(problem.loads)
+        baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}
+        notes = tuple(
+            f"{name}: does not fit ({p.memory_bytes / 1e9:.3g} GB per device)"
+            for name, p in result.baselines.items() if not p.is_feasible
+        )  # fmt: skip
+        times = _times_of(problem, result.best)
+        found = FoundPipeline(times, baselines, notes, result.num_proposals, result.search_s, result.stopped_by)
+    if not found.times.is_feasible:
+        raise SoapjaxError(_does_not_fit(found.times))
+    return found
+
+
+def _does_not_fit(times: StageTimes) -> list[Problem]:
+    usable = times.usable_bytes
+    return [
+        Problem(
+            f"stage {i} ({stage.operators[0]} ... {stage.operators[-1]} on {len(stage.devices)} devices)",
+            f"{size / 1e9:.3g} GB per device", f"at most {usable / 1e9:.3g} GB",
+            "use more stages, more micro-batches or larger devices, or a schedule that holds fewer (1f1b, rematerialised)",
+        )
+        for i, (stage, size) in enumerate(zip(times.pipeline.stages, times.timeline.memory_bytes, strict=True)) if size > usable
+    ]  # fmt: skip
+
+
+def _whole_baselines(loads: StageLoads) -> dict[str, float]:
+    """Step times without a pipeline, by the same rules: one stage of all operators on all devices."""
+    usable = loads.topology.device.usable_memory_bytes
+    best: dict[str, float] = {}
+    everything = (0, len(loads.forward))
+    for k, inside in enumerate(loads.choices(0, loads.topology.num_devices, 1)):
+        load = loads.load(everything, 0, loads.topology.num_devices, 1, k)
+        name = "tensor_parallel" if inside.name.startswith("tensor") else "fsdp" if "sharded" in inside.name else "data_parallel"
+        step_s = load.forward_s + load.last_backward_s + load.update_s
+        fits = load.state_bytes + load.gradient_bytes + load.working_bytes <= usable
+        if name == "data_parallel" or fits:
+            best[name] = min(step_s, best.get(name, math.inf))
+    return best
+
+
+def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
+    choice: Choice = priced.choice
+    pipeline = problem.pipeline(choice)
+    inside = {}
+    for i, stage in enumerate(pipeline.stages):
+        first, count, inner = choice.group(i)
+        option: Inside = problem.loads.choices(first, count, choice.num_microbatches)[inner]
+        inside |= _configs(problem.loads, first, count, choice.num_microbatches, option.strategy, stage.operators)
+    return StageTimes(pipeline, priced.timeline, inside, problem.usable_bytes)
+
+
+def _configs(
+    loads: StageLoads, first: int, count: int, num: int, strategy: Strategy, names: Sequence[str]
+) -> dict[str, tuple[dict[str, str], str]]:  # fmt: skip
+    space = loads.space(first, count, num)
+    graph = loads.graph(num)
+    wanted = set(names)
+    found = {}
+    for n, op in enumerate(graph.operators):
+        if op.name in wanted:
+            config = strategy.config(n, op, space.mesh, space.storages)
+            found[op.name] = (dict(config.axes), config.storage)
+    return found
+
+
+def _pipedream(graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None) -> StageTimes:
+    """PipeDream's plan: each minibatch a `num`-th of the batch, stages replicated; of several numbers the fastest that fits."""
+    whole = sample_divisor(graph)
+    numbers = [num] if num is not None else [n for n in range(1, min(whole, MAX_ROUNDS) + 1) if whole % n == 0]
+    best: StageTimes | None = None
+    problems: list[Problem] = []
+    for n in numbers:
+        problem = StageProblem(graph, topology, schedules=("pipedream",), num_stages=num_stages, num_microbatches=n)
+        layers, marks = problem.layers(n)
+        whole_load = problem.loads.load((0, len(problem.loads.forward)), 0, 1, n, 0)
+        copies = (whole_load.state_bytes + whole_load.gradient_bytes) / max(whole_load.parameter_bytes, 1.0) - 1
+        try:
+            found = pipedream(layers, topology, memory=Memory(copies), num_stages=num_stages, chain=True, rounds=n)
+        except SoapjaxError as e:
+            problems += e.problems
+            continue
+        bounds = (0, *(marks[s.layers[-1] + 1] for s in found.stages))
+        pipeline = _replicated_pipeline(problem, bounds, [s.devices for s in found.stages], n)
+        times = _simulated(problem.loads, pipeline, bounds, {})
+        if best is None or (not times.is_feasible, times.timeline.step_time_s) < (not best.is_feasible, best.timeline.step_time_s):
+            best = times
+    if best is None:
+        raise SoapjaxError(problems[:3])
+    return best
+
+
+def _replicated_pipeline(problem: StageProblem, bounds: tuple[int, ...], devices: Sequence[tuple[int, ...]], num: int) -> Pipeline:
+    stage = stage_of_operators(problem.graph, bounds, problem.loads.forward)
+    mesh = problem.loads.mesh(0, 1, num)
+    stages = tuple(
+        Stage(
+            operators=tuple(problem.graph.operators[n].name for n in np.flatnonzero(stage == i)), devices=mine,
+            mesh=dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), replicas=len(mine),
+        )
+        for i, mine in enumerate(devices)
+    )  # fmt: skip
+    return Pipeline(schedule="pipedream", num_microbatches=num, stages=stages)
+
+
+def _simulated(
+    loads: StageLoads, pipeline: Pipeline, bounds: tuple[int, ...], strategies: Mapping[int, Strategy]
+) -> StageTimes:  # fmt: skip
+    """A pipeline of any stages; `strategies` by stage, data parallelism where there is none."""
+    topology, num = loads.topology, pipeline.num_microbatches
+    workers = Workers.of(topology)
+    found: list[StageLoad] = []
+    inside = {}
+    shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
+    for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
+        strategy = strategies.get(i, loads.choices(first, count, num)[0].strategy)
+        load = loads.load_of((bounds[i], bounds[i + 1]), first, count, num, strategy)
+        if stage.replicas > 1:
+            last = first + len(stage.devices) - 1
+            level = level_between(topology, first, last)
+            sync = load.gradient_bytes * workers.sync_s_per_byte(first, len(stage.devices))
+            sync += 2 * (stage.replicas - 1) * topology.levels[level].latency_s
+            load = load._replace(sync_s=sync, sync_level=level)
+        found.append(load)
+        inside |= _configs(loads, first, count, num, strategy, stage.operators)
+    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num)
+    # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
+    reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
+    for k, t in enumerate(transfers):
+        ends = [*reach[t.source], *reach[t.target]]
+        level = level_between(topology, min(ends), max(ends))
+        if level != t.level:
+            old, new = topology.levels[t.level], topology.levels[level]
+            ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
+            forward, backward = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in (t.forward_s, t.backward_s))
+            transfers[k] = t._replace(level=level, forward_s=forward, backward_s=backward)
+    timeline = simulate_pipeline(pipeline, found, transfers, overlap=topology.device.overlap)
+    return StageTimes(pipeline, timeline, inside, topology.device.usable_memory_bytes)
+
+
+def pipeline_plan(
+    graph: OperatorGraph, topology: DeviceTopology, times: StageTimes, *, model: ModelSource | None = None,
+    provenance: Provenance = Provenance(), unroll: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan file of a pipeline."""
+    mesh = factor_mesh(topology)
+    operators = {}
+    for op in graph.operators:
+        axes, storage = times.inside.get(op.name, ({}, "as used"))
+        operators[op.name] = OperatorPart(kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=axes, storage=storage)
+    return Plan(
+        model=model,
+        graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
+        topology=topology.to_dict(),
+        mesh=MeshPart(axis_names=mesh.axis_names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
+        unroll=unroll,
+        operators=operators,
+        arguments=dict.fromkeys(graph.in_paths, ""),
+        results=dict.fromkeys(graph.out_paths, ""),
+        prediction=_prediction(times),
+        provenance=provenance,
+        pipeline=times.pipeline,
+    )
+
+
+def _prediction(times: StageTimes) -> Prediction:
+    timeline = times.timeline
+    return Prediction(
+        step_time_s=float(f"{timeline.step_time_s:.6g}"),
+        memory_bytes_per_device=int(max(timeline.memory_bytes)),
+        usable_memory_bytes=times.usable_bytes,
+        memory_parts_bytes={f"stage {i}": int(size) for i, size in enumerate(timeline.memory_bytes)},
+        feasible=times.is_feasible,
+        bytes_by_collective={},
+    )
+
+
+def recost_pipeline(
+    loaded: Plan, graph: OperatorGraph, topology: DeviceTopology, *, place: str = "plan"
+) -> tuple[Plan, StageTimes]:  # fmt: skip
+    """A pipeline plan with its prediction made anew, and the simulation.
+
+    Raises: SoapjaxError naming stages that are no runs of operators, and axes, dims and storages that do not fit.
+    """
+    pipeline = loaded.pipeline
+    loads = StageLoads(graph, topology)
+    loads.graph(pipeline.num_microbatches)
+    bounds = _bounds(pipeline, graph, loads, place)
+    if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:
+        expected = f"0 to {topology.num_devices - 1}"
+        raise SoapjaxError(Problem(f"{place}: pipeline.stages", "a device that is not there", expected, "plan anew"))
+    strategies = {}
+    for i, stage in enumerate(pipeline.stages):
+        first, count = min(stage.devices), len(stage.devices) // stage.replicas
+        space = loads.space(first, count, pipeline.num_microbatches)
+        own, wanted = tuple(space.mesh.axis_names), tuple(stage.mesh)
+        if (own, tuple(space.mesh.axis_sizes)) != (wanted, tuple(stage.mesh.values())):
+            expected = str(dict(zip(own, space.mesh.axis_sizes, strict=True)))
+            raise SoapjaxError(Problem(f"{place}: pipeline.stages.{i}.mesh", str(stage.mesh), expected, "restore it, or plan anew"))
+        whole = data_parallel_strategy(PlanningProblem(space.graph, space, None))[0]
+        parts = dict(loaded.operators)
+        for n, op in enumerate(space.graph.operators):
+            if op.name not in stage.operators:
+                config = whole.config(n, op, space.mesh, space.storages)
+                parts[op.name] = OperatorPart(kind=op.kind, axes=dict(config.axes), storage=config.storage)
+        mesh = MeshPart(axis_names=own, axis_sizes=space.mesh.axis_sizes, device_order=tuple(range(count)))
+        strategies[i] = strategy_of(loaded.model_copy(update={"operators": parts, "mesh": mesh}), space, place=place)
+    times = _simulated(loads, pipeline, bounds, strategies)
+    made = pipeline_plan(graph, topology, times, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
+    return made, times
+
+
+def _bounds(pipeline: Pipeline, graph: OperatorGraph, loads: StageLoads, place: str) -> tuple[int, ...]:
+    """Where the stages cut the forward operators."""
+    position = {graph.operators[n].name: k for k, n in enumerate(loads.forward)}
+    problems, bounds = [], [0]
+    for i, stage in enumerate(pipeline.stages):
+        mine = sorted(position[name] for name in stage.operators if name in position)
+        where = f"{place}: pipeline.stages.{i}.operators"
+        if mine != list(range(bounds[-1], bounds[-1] + len(mine))) or not mine:
+            at = graph.operators[loads.forward[min(bounds[-1], len(loads.forward) - 1)]].name
+            expected = f"the operators from {at!r} on, without a gap"
+            problems.append(Problem(where, ", ".join(stage.operators[:3]) or "none", expected, "restore it, or plan anew"))
+            break
+        bounds.append(bounds[-1] + len(mine))
+    if not problems and bounds[-1] != len(loads.forward):
+        left = graph.operators[loads.forward[bounds[-1]]].name
+        remedy = "restore it, or plan anew"
+        problems.append(Problem(f"{place}: pipeline.stages", f"{left!r} in no stage", "every operator in one", remedy))
+    if problems:
+        raise SoapjaxError(problems)
+    return tuple(bounds)
+
+
+def provenance_of(found: FoundPipeline, base: Provenance, *, planner: str, seed: int) -> Provenance:
+    """Where a pipeline plan came from."""
+    return base.model_copy(
+        update=dict(
+            planner=planner, seed=seed, num_proposals=found.num_proposals, search_s=round(found.search_s, 3),
+            baselines=found.baselines, notes=found.notes,
+        )
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Loads of stages against the SPMD simulator, and the joint search against everything there is to choose."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from problems import MODELS, graph_of, graph_with, topology_of
+
+from soapjax.errors import SoapjaxError
+from soapjax.graph.microbatch import micro_batch, sample_divisor
+from soapjax.search.stage_figures import part_of
+from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_operators
+from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
+from soapjax.search.stages import search_stages
+from soapjax.simulate.simulator import Simulator
+from soapjax.topology import factor_mesh
+
+
+@pytest.mark.parametrize("model", ["mlp", "lm", "resnet", "rnnlm", "lm_scan"])
+def test_a_micro_batch_is_the_step_traced_at_its_size(model):
+    whole, small = graph_of(model), graph_with(model, batch=MODELS[model][1]["batch"] // 4)
+    found = micro_batch(whole, 4)
+    assert found.operators == small.operators and found.tensors == small.tensors
+    for a, b in zip(found.tasks, small.tasks, strict=True):
+        assert (a.reads, a.writes, a.sums) == (b.reads, b.writes, b.sums)
+        assert [w.dims for w in a.work] == [w.dims for w in b.work]
+    # A sum over n numbers is n - 1 additions: those are not proportional.
+    flops = [sum(w.flops for t in g.tasks if t.parameter < 0 for w in t.work) for g in (found, small)]
+    assert flops[0] == pytest.approx(flops[1], rel=0.02)
+    assert sample_divisor(whole) == 4 * sample_divisor(small)
+
+
+def test_micro_batches_that_do_not_divide_are_refused():
+    with pytest.raises(SoapjaxError, match="choose one of 1, 2, 4, 8"):
+        micro_batch(graph_of("lm"), 3)
+
+
+@pytest.mark.parametrize("model, name", [("lm", "2x4"), ("mlp", "cpu8"), ("resnet", "dgx1_v100x8")])
+def test_one_stage_takes_the_time_of_one_program(model, name):
+    """Exactly: the same tasks by the same rules, with communication beside compute or not."""
+    graph, machine = graph_of(model), topology_of(name)
+    loads = StageLoads(graph, machine)
+    choices = loads.choices(0, 8, 1)
+    assert choices[0].name == "data" and len(choices) > 3
+    simulator = Simulator(loads._fabric(0, 8, 1).tables)
+    times = simulator.step_times([c.strategy for c in choices]).step_time_s
+    for k, (inside, expected) in enumerate(zip(choices, times, strict=True)):
+        load = loads.load((0, len(loads.forward)), 0, 8, 1, k)
+        assert load.forward_s + load.last_backward_s + load.update_s == pytest.approx(float(expected), rel=1e-5)
+        assert load.backward_s <= load.last_backward_s * (1 + 1e-6)
+        # Memory is an upper bound, and no wild one.
+        memory = float(simulator.costs(inside.strategy).memory_bytes[3])
+        assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes <= 1.6 * memory
+
+
+def test_stages_share_out_the_work():
+    graph, machine = graph_of("lm"), topology_of("2x4")
+    loads = StageLoads(graph, machine)
+    n = len(loads.forward)
+    whole = loads.load((0, n), 0, 1, 1, 0)
+    parts = [loads.load((a, b), 0, 1, 1, 0) for a, b in itertools.pairwise((0, n // 3, n // 2, n))]
+    for field in ("forward_s", "backward_s", "update_s", "parameter_bytes", "state_bytes", "gradient_bytes"):
+        assert sum(getattr(p, field) for p in parts) == pytest.approx(getattr(whole, field), rel=1e-5)
+    for cut in range(1, n):
+        stage = stage_of_operators(graph, (0, cut, n), loads.forward)
+        assert prefix_crossing(graph, loads.forward)[cut] == pytest.approx(crossing_bytes(graph, stage)[0, 1][0])
+
+
+@pytest.mark.parametrize("first, count, sizes", [(0, 8, [2, 4]), (4, 4, [4]), (2, 2, [2]), (3, 1, [1]), (0, 6, [6]), (3, 2, [2])])
+def test_devices_of_a_stage_as_a_topology_of(first, count, sizes):
+    machine = topology_of("2x4")
+    part = part_of(machine, first, count)
+    assert [level.size for level in part.levels] == sizes and factor_mesh(part).num_devices == count
+    # What is no whole unit talks over the slowest link between its devices.
+    crosses = first // 4 != (first + count - 1) // 4
+    assert part.levels[0].name == (machine.levels[0].name if crosses else machine.levels[-1].name)
+
+
+def every_choice(problem, stages):
+    cuts = problem.cuts
+    devices = problem.topology.num_devices
+    for inner_cuts in itertools.combinations(cuts[1:-1], stages - 1):
+        for counts in itertools.product(range(1, devices), repeat=stages):
+            for num, schedule in itertools.product(problem.microbatches, problem.schedules):
+                for inner in itertools.product(range(6), repeat=stages):
+                    for again in itertools.product((False, True), repeat=stages):
+                        choice = Choice(schedule, num, (0, *inner_cuts, cuts[-1]), counts, inner, again)
+                        if sum(counts) <= devices and problem.is_valid(choice):
+                            yield choice
+
+
+def two_stage_problem(**options):
+    machine = dataclasses.replace(topology_of("2x4"), levels=topology_of("2x4").levels[1:])
+    machine = dataclasses.replace(machine, levels=(dataclasses.replace(machine.levels[0], size=2),))
+    return StageProblem(graph_of("mlp"), machine, schedules=("gpipe", "1f1b"), num_stages=2, **options)
+
+
+def test_the_search_finds_the_best_of_all_choices():
+    problem = two_stage_problem()
+    best = min((problem.price(c) for c in every_choice(problem, 2)), key=lambda p: p.cost)
+    found = search_stages(problem, seed=1, num_proposals=600)
+    assert found.best.cost == pytest.approx(best.cost, rel=1e-9)
+    assert all(found.best.cost <= p.cost for p in found.baselines.values())
+    again = search_stages(two_stage_problem(), seed=1, num_proposals=600)
+    assert again.best.choice == found.best.choice
+
+
+def test_what_does_not_fit_is_recomputed():
+    """With memory for the best choice less a byte, another one is best, fits, and is slower."""
+    free = search_stages(two_stage_problem(num_microbatches=8), num_proposals=200).best
+    problem = two_stage_problem(num_microbatches=8)
+    tight = [problem.price(c) for c in every_choice(problem, 2)]
+    least = min(p.memory_bytes for p in tight)
+    assert least < free.memory_bytes
+    problem = two_stage_problem(num_microbatches=8)
+    problem.usable_bytes = (least + free.memory_bytes) / 2
+    found = search_stages(problem, num_proposals=400).best
+    assert found.is_feasible and found.memory_bytes <= problem.usable_bytes
+    assert found.timeline.step_time_s >= free.timeline.step_time_s
+
+
+def test_gpipe_is_planned_as_published():
+    """Rematerialised always, and all micro-batches in flight; a partition no worse than that into equal numbers of operators."""
+    problem = StageProblem(graph_of("lm"), topology_of("2x4"), schedules=("gpipe",), num_stages=4, always_rematerialise=True)
+    found = search_stages(problem, num_proposals=50)
+    assert all(found.best.choice.rematerialise) and found.best.choice.num_stages == 4
+    assert found.best.timeline.in_flight == (found.best.choice.num_microbatches,) * 4
+    pipeline = problem.pipeline(found.best.choice)
+    names = [name for s in pipeline.stages for name in s.operators]
+    assert len(names) == len(set(names))
+    assert {problem.graph.operators[n].name for n in problem.loads.forward} <= set(names)
+    n = len(problem.loads.forward)
+    even = Choice("gpipe", 8, tuple(np.linspace(0, n, 5).astype(int).tolist()), (2,) * 4, (0,) * 4, (True,) * 4)
+    assert found.best.cost <= problem.price(even).cost
+
+
+def test_more_stages_than_operators_or_devices():
+    with pytest.raises(SoapjaxError, match="the operators of the forward pass") as caught:
+        StageProblem(graph_of("mlp"), topology_of("2x4"), num_stages=99)
+    assert len(caught.value.problems) == 2

@@ -1,0 +1,150 @@
+"""The simulated pipeline against closed forms and against a plain recursion over the schedule."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soapjax.simulate.pipeline import StageLoad, Transfer, simulate_pipeline
+from soapjax.strategy.pipeline import Pipeline, Stage
+from soapjax.strategy.schedules import actions, groups_of, needs
+
+
+def pipeline(schedule, num_stages, num_microbatches, *, groups=None, replicas=None, remat=()):
+    replicas = replicas or [1] * num_stages
+    stages, first = [], 0
+    for i, r in enumerate(replicas):
+        devices = (i % groups,) if groups else tuple(range(first, first + r))
+        stages.append(Stage(operators=(f"op{i}",), devices=devices, replicas=r, rematerialise=i in remat))
+        first += r
+    return Pipeline(schedule=schedule, num_microbatches=num_microbatches, stages=tuple(stages))
+
+
+def makespan(p, loads, delay_s=0.0):
+    """Passes in schedule order, each when its group is free and what it needs has arrived; links never busy."""
+    group_of = {i: g for g, group in enumerate(groups_of(p)) for i in group}
+    orders, ends = actions(p), {}
+    free, position = [0.0] * len(orders), [0] * len(orders)
+    while any(q < len(o) for q, o in zip(position, orders, strict=True)):
+        for g, order in enumerate(orders):
+            while position[g] < len(order) and all(n in ends for n in needs(order[position[g]], len(p.stages))):
+                a = order[position[g]]
+                load = loads[a.stage]
+                again = load.forward_s if p.stages[a.stage].rematerialise else 0.0
+                took = {"forward": load.forward_s, "backward": load.backward_s + again, "update": load.update_s}[a.kind]
+                arrived = [ends[n] + (delay_s if group_of[n.stage] != g else 0.0) for n in needs(a, len(p.stages))]
+                ends[a] = free[g] = max([free[g], *arrived]) + took
+                position[g] += 1
+    return max(ends.values())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@given(st.integers(1, 8), st.integers(1, 20), st.floats(0.1, 5), st.floats(0.1, 5))
+@settings(max_examples=30, deadline=None)
+def test_equal_stages_have_the_papers_bubble(schedule, num_stages, num, forward_s, backward_s):
+    found = simulate_pipeline(pipeline(schedule, num_stages, num), [StageLoad(forward_s, backward_s, 0.0)] * num_stages, ())
+    assert found.step_time_s == pytest.approx((num + num_stages - 1) * (forward_s + backward_s))
+    assert found.idle_fraction == pytest.approx([(num_stages - 1) / (num + num_stages - 1)] * num_stages)
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.floats(0.1, 5))
+@settings(max_examples=30, deadline=None)
+def test_interleaving_divides_the_bubble(groups, chunks, rounds, forward_s):
+    """Narayanan et al. 2021, section 2.2.2: the bubble is (G - 1)/V passes of a whole group."""
+    num = groups * rounds
+    p = pipeline("interleaved", groups * chunks, num, groups=groups)
+    found = simulate_pipeline(p, [StageLoad(forward_s, 2 * forward_s, 0.0)] * (groups * chunks), ())
+    whole = chunks * 3 * forward_s
+    assert found.step_time_s == pytest.approx(num * whole + (groups - 1) / chunks * whole)
+
+
+loads_of = st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9), st.floats(0, 2)), min_size=1, max_size=5)
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), loads_of, st.integers(1, 9), st.lists(st.booleans(), min_size=5, max_size=5))
+@settings(max_examples=80, deadline=None)
+def test_any_stages_run_as_the_schedule_says(schedule, figures, num, remat):
+    loads = [StageLoad(*f) for f in figures]
+    p = pipeline(schedule, len(loads), num, remat=[i for i, r in enumerate(remat) if r])
+    assert simulate_pipeline(p, loads, ()).step_time_s == pytest.approx(makespan(p, loads))
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), loads_of, st.integers(1, 9), st.floats(0.01, 3))
+@settings(max_examples=60, deadline=None)
+def test_transfers_delay_and_queue(schedule, figures, num, seconds):
+    """At least the time with links that are never busy; exactly that where no two transfers can meet."""
+    loads = [StageLoad(*f) for f in figures]
+    p = pipeline(schedule, len(loads), num)
+    sends = [Transfer(i, i + 1, 0, seconds, seconds) for i in range(len(loads) - 1)]
+    found = simulate_pipeline(p, loads, sends)
+    least = makespan(p, loads, seconds)
+    assert found.step_time_s >= least * (1 - 1e-12)
+    if num == 1:
+        assert found.step_time_s == pytest.approx(least)
+    # Devices that cannot overlap are as busy as passes and transfers together.
+    alone = simulate_pipeline(p, loads, sends, overlap=False)
+    for i, load in enumerate(loads):
+        neighbours = sum(i in (t.source, t.target) for t in sends)
+        busy = num * (load.forward_s + load.backward_s + 2 * neighbours * seconds) + load.update_s
+        assert alone.step_time_s >= busy * (1 - 1e-12)
+    for task in found.tasks:
+        assert task.duration_s > 0
+    # A device does one pass at a time, a link one transfer.
+    streams = {}
+    for task in found.tasks:
+        for d in task.devices:
+            streams.setdefault((d, task.level), []).append((task.start_s, task.start_s + task.duration_s))
+    for spans in streams.values():
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sorted(spans)))
+
+
+def test_a_slow_link_is_the_bottleneck():
+    p = pipeline("1f1b", 2, 50)
+    found = simulate_pipeline(p, [StageLoad(1.0, 1.0, 0.0)] * 2, [Transfer(0, 1, 0, 3.0, 3.0)])
+    assert 50 * 6 <= found.step_time_s <= 50 * 6 + 6
+    # Two levels of links are two streams.
+    p3 = pipeline("gpipe", 3, 20)
+    loads = [StageLoad(0.1, 0.1, 0.0)] * 3
+    one = simulate_pipeline(p3, loads, [Transfer(0, 1, 0, 1.0, 1.0), Transfer(1, 2, 0, 1.0, 1.0)])
+    two = simulate_pipeline(p3, loads, [Transfer(0, 1, 0, 1.0, 1.0), Transfer(1, 2, 1, 1.0, 1.0)])
+    assert two.step_time_s < 0.7 * one.step_time_s
+
+
+@pytest.mark.parametrize("replicas, times, expected", [([1, 1, 1], [2, 3, 1], 3), ([15, 1], [30, 1.5], 2), ([2, 3], [4, 9], 3)])
+def test_pipedream_reaches_its_bottleneck(replicas, times, expected):
+    """In the steady state a minibatch takes as long as the slowest stage divided by its replicas."""
+    p = pipeline("pipedream", len(replicas), 30, replicas=replicas)
+    loads = [StageLoad(t / 3, 2 * t / 3, 0.0) for t in times]
+    assert simulate_pipeline(p, loads, ()).step_time_s == pytest.approx(30 * expected, rel=0.02)
+
+
+def test_replicas_sum_their_gradients_once_a_round():
+    p = pipeline("pipedream", 1, 40, replicas=[4])
+    found = simulate_pipeline(p, [StageLoad(1.0, 2.0, 0.5, sync_s=0.25)], ())
+    assert found.step_time_s == pytest.approx(10 * 3.75, rel=0.05)
+    assert sum("sum of gradients" in t.name for t in found.tasks) == sum("update" in t.name for t in found.tasks)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+@settings(max_examples=30, deadline=None)
+def test_memory_counts_what_is_in_flight(num_stages, num):
+    load = StageLoad(
+        1.0, 2.0, 0.1, parameter_bytes=10, state_bytes=30, gradient_bytes=10, input_bytes=1, kept_bytes=20, working_bytes=25
+    )
+    loads = [load] * num_stages
+    every = range(num_stages)
+    assert simulate_pipeline(pipeline("gpipe", num_stages, num), loads, ()).memory_bytes == (40 + (num - 1) * 20 + 25,) * num_stages
+    again = simulate_pipeline(pipeline("gpipe", num_stages, num, remat=every), loads, ())
+    assert again.memory_bytes == (40 + (num - 1) * 1 + 25 + 1,) * num_stages
+    held = [min(num, num_stages - i) for i in every]
+    plain = simulate_pipeline(pipeline("1f1b", num_stages, num), loads, ())
+    assert plain.memory_bytes == tuple(40 + (h - 1) * 20 + 25 for h in held)
+    stashed = simulate_pipeline(pipeline("pipedream", num_stages, num), loads, ())
+    assert stashed.memory_bytes == tuple(40 + (h - 1) * (20 + 10) + 25 for h in held)
+
+
+def test_gradients_are_summed_beside_the_last_backward_pass():
+    load = StageLoad(1.0, 2.0, 0.5, last_backward_s=2.75)
+    for schedule in ("gpipe", "1f1b"):
+        assert simulate_pipeline(pipeline(schedule, 1, 5), [load], ()).step_time_s == pytest.approx(5 * 3 + 0.75 + 0.5)
