@@ -64,7 +64,7 @@ class Case:
         def both(axes, storage):
             costs = jax.vmap(evaluator(self.tables))(axes, storage)
             return costs, simulate_batch(
-                self.simulator.items, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
+                self.simulator.item_arrays, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
             )
 
         # Little optimisation: compiling is all that takes time here.
