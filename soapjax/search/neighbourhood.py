@@ -68,8 +68,9 @@ class Neighbourhoods:
         for i, c in enumerate(classes):
             class_of[c.operators], position_of[c.operators] = i, np.arange(len(c.operators))
         self.tables = Tables(
-            arrays, problem.simulator.item_arrays, tuple(jax.tree.map(jnp.asarray, c.tables) for c in classes), jnp.asarray(class_of),
-            jnp.asarray(position_of), jnp.asarray(problem.space.divisors), jnp.float32(problem.usable_memory_bytes),
+            arrays, problem.simulator.item_arrays, tuple(jax.tree.map(jnp.asarray, c.tables) for c in classes),
+            jnp.asarray(class_of), jnp.asarray(position_of), jnp.asarray(problem.space.divisors),
+            jnp.float32(problem.usable_memory_bytes),
         )  # fmt: skip
         self.overlap = cost_tables.topology.device.overlap
 
@@ -83,7 +84,8 @@ class Neighbourhoods:
         lists = self._row(i, tables, n)
         found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(axes, storage)
         times = step_times(
-            tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins, num_heirs=self.num_heirs[i],
+            tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins,
+            num_heirs=self.num_heirs[i],
         )  # fmt: skip
         memory = memory_after(tables.arrays, at.alive, at.base, lists, found, tables.usable_bytes)
         sizes = np.array(self.machine.links.axis_sizes)

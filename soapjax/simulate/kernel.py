@@ -23,20 +23,25 @@ ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 
 
 def as_one_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of pytrees of arrays, compiled as one function. No scatters, sorts, matrix products or calls of libraries in it."""
+    """`fn` of pytrees of arrays, compiled as one function.
+
+    No scatters, sorts, matrix products or calls of libraries in it, and no arrays that it closes over.
+    """
 
     def called(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         leaves = [jnp.asarray(x) for x in leaves]
         sized = [x for x in leaves if x.size]
 
-        def kernel(*given: Array) -> tuple[Any, Array]:
+        def kernel(*given: Array) -> Any:
             rest = iter(given)
             whole = [next(rest) if x.size else jnp.zeros(x.shape, x.dtype) for x in leaves]
-            # XLA (jaxlib 0.10) aborts on an argument of such a function that nothing reads: something reads them all.
-            seen = sum(x.reshape(-1)[0].astype(jnp.float32) for x in given)
-            return fn(*jax.tree.unflatten(tree, whole)), seen
+            # XLA (jaxlib 0.10) aborts the process on an argument of such a function that nothing reads, as one of a single
+            # row after simplification: every result depends on all of them, in a way that changes nothing and that XLA does
+            # not see through.
+            count = sum((x.reshape(-1)[0] != 0).astype(jnp.int32) for x in given)
+            return jax.tree.map(lambda x: jnp.where(count < 0, jnp.zeros_like(x), x), fn(*jax.tree.unflatten(tree, whole)))
 
-        return jax.tree.map(lambda x: set_xla_metadata(x, **ATTRIBUTES), jax.jit(kernel)(*sized))[0]
+        return jax.tree.map(lambda x: set_xla_metadata(x, **ATTRIBUTES), jax.jit(kernel)(*sized))
 
     return called

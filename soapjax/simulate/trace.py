@@ -23,7 +23,7 @@ from jax import Array
 
 from soapjax.costs.indexing import put_row
 from soapjax.costs.indexing import row as row_of
-from soapjax.simulate.items import BARRIER, COMPUTE, NONE, Items
+from soapjax.simulate.items import NONE, Items
 from soapjax.simulate.kernel import as_one_kernel
 
 
@@ -111,7 +111,6 @@ def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Tra
     n, num_streams = seconds.shape
     groups, dtype, num_phases = on.shape[1], seconds.dtype, len(items.phase_end)
     takes_time = (seconds > 0).any(1)
-    never = jnp.asarray(-jnp.inf, dtype)
 
     def forward(items: ItemArrays, seconds: Array, on: Array, takes_time: Array):
         def body(t: Array, state):
@@ -171,7 +170,7 @@ def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Tra
                 longest = path
                 for u in used:
                     for g in range(groups):
-                        longest = jnp.maximum(longest, jnp.where(held[g], streams[u][g], never))
+                        longest = jnp.maximum(longest, jnp.where(held[g], streams[u][g], -jnp.inf))
                 path = jnp.where(d > 0, longest + d, path)
                 for u in used:
                     streams[u] = jnp.where((d > 0) & held, path, streams[u])
@@ -179,14 +178,16 @@ def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Tra
             gathered = jnp.where(is_compute, path, gathered)
             rest_begin = put_row(rest_begin, t, path)
             free = jnp.where(is_barrier, 0, jnp.stack(streams))
-            return free, jnp.where(is_barrier, never, gathered), path, p, rest_free, rest_gathered, rest_begin, rest_end
+            return free, jnp.where(is_barrier, -jnp.inf, gathered), path, p, rest_free, rest_gathered, rest_begin, rest_end
 
+        never = jnp.full((), -jnp.inf, dtype)
         state = (
             jnp.zeros((num_streams, groups), dtype), never, never, jnp.int32(n), jnp.zeros((n, num_streams, groups), dtype),
-            jnp.zeros(n, dtype), jnp.zeros(n, dtype), jnp.full(n + 1, never),
+            jnp.zeros(n, dtype), jnp.zeros(n, dtype), jnp.full(n + 1, -jnp.inf, dtype),
         )  # fmt: skip
         return jax.lax.fori_loop(0, n, body, state)[4:7]
 
     free, gathered, end, root, asked, length = as_one_kernel(forward)(items, seconds, on, takes_time)
     is_root = root == jnp.arange(n + 1)
-    return Trace(seconds, on, takes_time, root, is_root, asked, end, free, gathered, *as_one_kernel(backward)(items, seconds, on), length)
+    rest = as_one_kernel(backward)(items, seconds, on)
+    return Trace(seconds, on, takes_time, root, is_root, asked, end, free, gathered, *rest, length)
