@@ -78,7 +78,8 @@ class Neighbourhoods:
         return self._at(tables, base_of(self.cost_tables, tables.arrays, costs, axes, storage))
 
     def _at(self, tables: Tables, base: Base) -> Position:
-        return Position(base, alive(tables.arrays, base), trace_of(tables.items, base, overlap=self.overlap))
+        traced = trace_of(tables.items, base, overlap=self.overlap, pins=self.machine.pins)
+        return Position(base, alive(tables.arrays, base), traced)
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
         lists = self._row(i, tables, n)

@@ -18,10 +18,12 @@ from soapjax.simulate.trace import ItemArrays, Trace, trace
 from soapjax.simulate.window import Changed, window_times
 
 
-def trace_of(items: ItemArrays, base: Base, *, overlap: bool) -> Trace:
+def trace_of(items: ItemArrays, base: Base, *, overlap: bool, pins: bool) -> Trace:
     """The trace of the strategy of `base`."""
     paid = jnp.where((base.since > 0)[:, None], 0.0, base.convert_s)
     seconds = rows(with_nothing(by_stream(base.compute_s, base.resolve_s, paid, base.sum_s)), items.index)
+    if not pins:
+        return trace(items, seconds, None, overlap=overlap)
     every = jnp.concatenate([base.on_compute, base.on_sum, base.on_resolve, base.on_convert])
     return trace(items, seconds, rows(with_nothing(every), items.index), overlap=overlap)
 

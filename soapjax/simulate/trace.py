@@ -87,7 +87,7 @@ class Trace(NamedTuple):
     """Of one strategy; S streams, G groups of devices, 1 without pins."""
 
     seconds: Array  # [T, S]
-    on: Array  # bool [T, G]: who takes part
+    on: Array | None  # bool [T, G]: who takes part; None without pins
     takes_time: Array  # bool [T]
     root: Array  # int32 [T + 1]: the item itself where it computes or takes time, else the root of its predecessor; T for nobody
     is_root: Array  # bool [T + 1]
@@ -106,13 +106,13 @@ def occupied(stage: int, overlap: bool) -> tuple[int, ...]:
     return (stage,) if overlap or stage == 0 else (0, stage)
 
 
-def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Trace:
-    """`seconds` [T, S] and `on` bool [T, G] of every item -> its trace. Pure."""
+def trace(items: ItemArrays, seconds: Array, on: Array | None, *, overlap: bool) -> Trace:
+    """The trace of a strategy with `seconds` [T, S] and, with pins, `on` bool [T, G] of every item. Pure."""
     n, num_streams = seconds.shape
-    groups, dtype, num_phases = on.shape[1], seconds.dtype, len(items.phase_end)
+    groups, dtype, num_phases = 1 if on is None else on.shape[1], seconds.dtype, len(items.phase_end)
     takes_time = (seconds > 0).any(1)
 
-    def forward(items: ItemArrays, seconds: Array, on: Array, takes_time: Array):
+    def forward(items: ItemArrays, seconds: Array, on: Array | None, takes_time: Array):
         def body(t: Array, state):
             free, gathered, kept_free, kept_gathered, end, root_of_last, ends, root, asked, length = state
             # What a loop reads at one place and writes at another it writes first, one item late: XLA then copies no array.
@@ -123,7 +123,7 @@ def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Tra
             p, is_compute, is_barrier = row_of(items.predecessor, t), row_of(items.is_compute, t), row_of(items.is_barrier, t)
             timed, waits_for = row_of(takes_time, t), row_of(root, p)
             end = jnp.where(is_compute, gathered, row_of(ends, p))
-            held = row_of(on, t)
+            held = np.ones(1, bool) if on is None else row_of(on, t)
             streams = [free[s] for s in range(num_streams)]
             for s in range(num_streams):
                 d, used = row_of(seconds, t)[s], occupied(s, overlap)
@@ -153,7 +153,7 @@ def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Tra
         _, _, kept_free, kept_gathered, end, root_of_last, ends, root, asked, length = jax.lax.fori_loop(0, n, body, state)
         return kept_free, kept_gathered, put_row(ends, n - 1, end), put_row(root, n - 1, root_of_last), asked, length
 
-    def backward(items: ItemArrays, seconds: Array, on: Array):
+    def backward(items: ItemArrays, seconds: Array, on: Array | None):
         def body(i: Array, state):
             free, gathered, path, waits_for, rest_free, rest_gathered, rest_begin, rest_end = state
             t = n - 1 - i
@@ -161,7 +161,7 @@ def trace(items: ItemArrays, seconds: Array, on: Array, *, overlap: bool) -> Tra
             rest_free = put_row(rest_free, t, free)
             rest_gathered = put_row(rest_gathered, t, gathered)
             p, is_compute, is_barrier = row_of(items.predecessor, t), row_of(items.is_compute, t), row_of(items.is_barrier, t)
-            held = row_of(on, t)
+            held = np.ones(1, bool) if on is None else row_of(on, t)
             path = row_of(rest_end, t)
             path = jnp.where(row_of(items.is_link, t), jnp.maximum(path, gathered), path)
             streams = [free[s] for s in range(num_streams)]

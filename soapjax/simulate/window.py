@@ -71,7 +71,7 @@ def _windows(
     n, num_streams = trace.seconds.shape
     num_rows, q, dtype = len(seconds) - 1, seconds.shape[-1], seconds.dtype
     pins = holders is not None
-    groups = trace.on.shape[1]
+    groups = trace.on.shape[1] if pins else 1
 
     def waits_for(t: Array) -> Array:
         """The root of what item `t` waits for."""

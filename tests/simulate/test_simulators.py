@@ -256,7 +256,7 @@ def without_pins(items, seconds, overlap):
 
 @functools.partial(jax.jit, static_argnums=3)
 def windows_without_pins(items, seconds, changed, overlap):
-    traced = trace(items, seconds, jnp.ones((len(seconds), 1), bool), overlap=overlap)
+    traced = trace(items, seconds, None, overlap=overlap)
     return window_times(items, traced, changed, overlap=overlap)
 
 
