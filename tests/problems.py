@@ -61,10 +61,10 @@ class Case:
 
     @functools.cached_property
     def _batch(self):
-        def both(axes, storage):
+        def both(items, axes, storage):
             costs = jax.vmap(evaluator(self.tables))(axes, storage)
             return costs, simulate_batch(
-                self.simulator.items, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
+                items, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
             )
 
         # Little optimisation: compiling is all that takes time here.
@@ -76,7 +76,8 @@ class Case:
         for start in range(0, len(strategies), BATCH):
             part = strategies[start : start + BATCH]
             filled = part + part[:1] * (BATCH - len(part))
-            found = self._batch(np.stack([s.axes for s in filled]), np.stack([s.storage for s in filled]))
+            stacked = (np.stack([s.axes for s in filled]), np.stack([s.storage for s in filled]))
+            found = self._batch(self.simulator.item_arrays, *stacked)
             parts.append(jax.tree.map(lambda x, n=len(part): np.asarray(x)[:n], found))
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 

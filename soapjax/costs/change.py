@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -324,37 +325,46 @@ def _sharing_of(arrays: Arrays, row: Array, keyed: Array, base: Base, key: Array
     Among the readers of a tensor only the next one behind a changed reader can be affected by it: any other has one in
     between that it follows as before.
     """
-    pad = len(arrays.edge_task) - 1
+    pad, length = len(arrays.edge_task) - 1, row.shape[1]
     members = rows(row, keyed)  # [o, R]
-    old = rows(base.key, keyed)
     is_keyed = put(jnp.zeros(pad + 1, bool), keyed, True)
     others = ~rows(is_keyed, members) & (members != pad)
     row_key, after_task = rows(base.key, members), rows(arrays.edge_task, members) + 1
-    position, columns = rows(arrays.column, keyed), jnp.arange(members.shape[1])
+    position, own_after = rows(arrays.column, keyed), rows(arrays.edge_task, keyed) + 1
     together = (rows(arrays.group, keyed)[:, None] == rows(arrays.group, keyed)) & (keyed != pad)  # [o, o]
-    own_after = rows(arrays.edge_task, keyed) + 1
-
-    def last_before(same: Array, same_own: Array, limit: Array) -> Array:
-        """The task after the latest reader in front of column `limit` [o] among others [o, R] and keyed ones [o, o]."""
-        among_others = jnp.where(same & (columns < limit[:, None]), after_task, 0).max(1)
-        among_own = jnp.where(same_own & together & (position < limit[:, None]), own_after, 0).max(1)
-        return jnp.maximum(among_others, among_own)
-
-    def first_after(same: Array) -> Array:
-        """The column of the first of the others behind, R where there is none."""
-        return jnp.where(same & (columns > position[:, None]), columns, members.shape[1]).min(1)
-
-    same_new = (row_key == key[:, None]).all(-1) & others
+    old = rows(base.key, keyed)
     same_old = (row_key == old[:, None]).all(-1) & others
-    own_new = (key[:, None] == key).all(-1)
-    own_old = (old[:, None] == key).all(-1)
-    since_keyed = last_before(same_new, own_new, position)
-    next_new, next_old = first_after(same_new), first_after(same_old)
-    heir_since = jnp.concatenate([last_before(same_new, own_new, next_new), last_before(same_old, own_old, next_old)])
+    columns = jnp.arange(length)
+    next_old = jnp.where(same_old & (columns > position[:, None]), columns, length).min(1)  # R where there is none
+    until_old = jnp.where(same_old & (columns < next_old[:, None]), after_task, 0).max(1)
+
+    # Loops over the other readers, not one reduction: with all candidates side by side a turn is a vector operation, and nothing
+    # of the size of readers × readers × candidates is made.
+    def other(c: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        before, next_new = state
+        same = (row_key[:, c] == key).all(-1) & others[:, c]
+        before = jnp.where(same & (c < position), jnp.maximum(before, after_task[:, c]), before)
+        return before, jnp.where(same & (c > position), jnp.minimum(next_new, c), next_new)
+
+    nobody = jnp.zeros(len(keyed), jnp.int32), jnp.full(len(keyed), length, jnp.int32)
+    before, next_new = jax.lax.fori_loop(0, length, other, nobody)
+
+    def own(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """The task after the latest reader in front of three columns: the keyed reader's own, and its two heirs'."""
+        after = jnp.where(one_row(together, j), one_row(own_after, j), 0)
+        now = one_row(key, j)
+        limits = ((key, position), (key, next_new), (old, next_old))
+        return tuple(
+            jnp.where((now == wanted).all(-1) & (one_row(position, j) < limit), jnp.maximum(x, after), x)
+            for x, (wanted, limit) in zip(state, limits, strict=True)
+        )
+
+    # The next reader of the new key has the same others before it: no reader between is one.
+    since_keyed, since_new, since_old = jax.lax.fori_loop(0, len(keyed), own, (before, before, until_old))
     padded = jnp.concatenate([members, jnp.full((len(keyed), 1), pad, members.dtype)], 1).reshape(-1)
-    first = jnp.arange(len(keyed)) * (members.shape[1] + 1)
+    first = jnp.arange(len(keyed)) * (length + 1)
     heir = rows(padded, jnp.concatenate([first + next_new, first + next_old]))
-    return since_keyed, heir, heir_since
+    return since_keyed, heir, jnp.concatenate([since_new, since_old])
 
 
 def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Array, base: Base, found: Change) -> Base:

@@ -7,6 +7,7 @@ consist of accesses, and so a good part of their compile time.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -18,6 +19,11 @@ def rows(x: Array, index: Array) -> Array:
 def row(x: Array, i: Array) -> Array:
     """`x[i]` of one index."""
     return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
+
+
+def put_row(x: Array, i: Array, value: Array | float) -> Array:
+    """`x.at[i].set(value)` of one index."""
+    return jax.lax.dynamic_update_index_in_dim(x, jnp.asarray(value, x.dtype), i, 0, allow_negative_indices=False)
 
 
 def put(x: Array, index: Array, values: Array | float) -> Array:

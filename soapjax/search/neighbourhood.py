@@ -20,15 +20,17 @@ from soapjax.costs.indexing import row
 from soapjax.costs.local import LocalTables, local_classes
 from soapjax.costs.memory import Alive, alive, memory_after
 from soapjax.search.problem import PlanningProblem, objective
-from soapjax.simulate.delta import ItemArrays, item_arrays, step_times
+from soapjax.simulate.delta import step_times, trace_of
 from soapjax.simulate.simulator import Scores
+from soapjax.simulate.trace import ItemArrays, Trace
 
 
 class Position(NamedTuple):
-    """A strategy taken apart, and what is alive under it."""
+    """A strategy taken apart, what is alive under it, and how its step goes."""
 
     base: Base
     alive: Alive
+    trace: Trace
 
 
 class Judged(NamedTuple):
@@ -58,7 +60,6 @@ class Neighbourhoods:
         cost_tables = problem.simulator.tables
         self.problem, self.cost_tables = problem, cost_tables
         arrays, self.machine = arrays_of(cost_tables)
-        items, self.jumps = item_arrays(problem.simulator.items)
         classes = local_classes(cost_tables)
         self.sizes = [c.sizes for c in classes]
         self.num_heirs = [c.num_heirs for c in classes]
@@ -67,20 +68,24 @@ class Neighbourhoods:
         for i, c in enumerate(classes):
             class_of[c.operators], position_of[c.operators] = i, np.arange(len(c.operators))
         self.tables = Tables(
-            arrays, items, tuple(jax.tree.map(jnp.asarray, c.tables) for c in classes), jnp.asarray(class_of),
-            jnp.asarray(position_of), jnp.asarray(problem.space.divisors), jnp.float32(problem.usable_memory_bytes),
+            arrays, problem.simulator.item_arrays, tuple(jax.tree.map(jnp.asarray, c.tables) for c in classes),
+            jnp.asarray(class_of), jnp.asarray(position_of), jnp.asarray(problem.space.divisors),
+            jnp.float32(problem.usable_memory_bytes),
         )  # fmt: skip
         self.overlap = cost_tables.topology.device.overlap
 
     def position(self, tables: Tables, costs: Costs, axes: Array, storage: Array) -> Position:
-        base = base_of(self.cost_tables, tables.arrays, costs, axes, storage)
-        return Position(base, alive(tables.arrays, base))
+        return self._at(tables, base_of(self.cost_tables, tables.arrays, costs, axes, storage))
+
+    def _at(self, tables: Tables, base: Base) -> Position:
+        traced = trace_of(tables.items, base, overlap=self.overlap, pins=self.machine.pins)
+        return Position(base, alive(tables.arrays, base), traced)
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
         lists = self._row(i, tables, n)
         found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(axes, storage)
         times = step_times(
-            tables.items, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins, jumps=self.jumps,
+            tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins,
             num_heirs=self.num_heirs[i],
         )  # fmt: skip
         memory = memory_after(tables.arrays, at.alive, at.base, lists, found, tables.usable_bytes)
@@ -108,7 +113,7 @@ class Neighbourhoods:
             def moved() -> Position:
                 one = jax.tree.map(lambda x: row(x, q), found)
                 base = apply(self._row(i, tables, n), self.sizes[i][1], n, axes[q], storage[q], at.base, one)
-                return Position(base, alive(tables.arrays, base))
+                return self._at(tables, base)
 
             return result, jax.lax.cond(q >= 0, moved, lambda: at)
 

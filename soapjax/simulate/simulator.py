@@ -20,6 +20,7 @@ from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.schedule import schedule_of
+from soapjax.simulate.trace import ItemArrays, item_arrays
 from soapjax.strategy.plan import Prediction
 from soapjax.strategy.strategy import Strategy
 
@@ -43,14 +44,18 @@ class Simulator:
         self.schedule = schedule_of(tables)
         self.evaluate_one = evaluator(tables)
         self.items = items_of(tables, self.schedule)
-        # Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N].
-        self.batch = jax.jit(self._scores_and_costs)
+        self.item_arrays = item_arrays(self.items)
+        self._batch = jax.jit(self._scores_and_costs)
 
-    def _scores_and_costs(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
+    def batch(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
+        """Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N]; one trace."""
+        return self._batch(self.item_arrays, axes, storage)
+
+    def _scores_and_costs(self, items: ItemArrays, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         costs = jax.vmap(self.evaluate_one)(axes, storage)
         on = None if costs.holders is None else self.items.holders(costs.holders)
         overlap = self.tables.topology.device.overlap
-        times = simulate_batch(self.items, self.items.durations(costs.durations), overlap=overlap, on=on)
+        times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)
         return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
 
     def _padded(self, strategies: list[Strategy]) -> tuple[Scores, Costs]:

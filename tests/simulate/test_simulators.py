@@ -1,6 +1,7 @@
 """Event-driven, batched and longest-path simulations give one timeline, on random schedules and on real models."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from problems import PROBLEMS, case, case_with
 
 from soapjax.costs.evaluate import Durations
+from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 from soapjax.simulate.simulator import Simulator
-from soapjax.simulate.walk import walk
+from soapjax.simulate.trace import item_arrays, trace
+from soapjax.simulate.window import Changed, window_times
 
 FLOAT32_ERROR = 3e-6  # largest relative difference: 3e-7 on random schedules, 1e-6 on the models; the contract is 1e-5
 FLOAT64_ERROR = 1e-12
@@ -100,32 +103,62 @@ def items_of_schedule(schedule: Schedule) -> tuple[Items, np.ndarray]:
     ), np.array(item_of, np.int32)  # fmt: skip
 
 
-@jax.jit
-def batched(items, durations, on):
-    """With the schedule as arguments, so that there is one trace per shape."""
-    return walk(
-        len(items.kind), jnp.zeros((len(items.kind), 1), durations.dtype), jnp.arange(len(items.kind)), durations[:, None],
-        jnp.where(items.predecessor == NONE, len(items.kind), items.predecessor), items.is_link, items.is_compute,
-        items.kind == BARRIER, jnp.zeros(len(items.kind), durations.dtype), jnp.zeros((), durations.dtype),
-        jnp.zeros_like(on[..., 0]), on, True,
-    )  # fmt: skip
+MOST_PHASES = 40
 
 
-def run_batched(schedule: Schedule, durations) -> np.ndarray:
-    """Step times of durations [B, T]; padded to one size per hundred items."""
+def padded_items(schedule: Schedule):
+    """(ItemArrays, item of every task, number of items), padded: with the schedule as arguments there is one trace per shape."""
     items, item_of = items_of_schedule(schedule)
     size = -(-len(items.kind) // 200) * 200
-    on = np.zeros((size, schedule.occupies.shape[1], len(durations)), bool)
-    long = np.zeros((size, len(durations)), durations.dtype)
-    tasks = np.flatnonzero(~schedule.is_barrier)
-    long[item_of[tasks]], on[item_of[tasks]] = durations.T[tasks], schedule.occupies[tasks][..., None]
     fill = size - len(items.kind)
-    padded = items._replace(
-        kind=np.append(items.kind, [LINK] * fill).astype(np.int32),
+    items = items._replace(
+        kind=np.append(items.kind, [LINK] * fill).astype(np.int32), source=np.zeros(size, np.int32),
         predecessor=np.append(items.predecessor, [NONE] * fill).astype(np.int32),
         is_link=np.append(items.is_link, [True] * fill), is_compute=np.append(items.is_compute, [False] * fill),
     )  # fmt: skip
-    return np.asarray(batched(padded, long, on))
+    found = item_arrays(items)
+    phase_end = jnp.full(MOST_PHASES, size, jnp.int32).at[: len(found.phase_end)].set(found.phase_end)
+    return found._replace(phase_end=phase_end, num_slots=jnp.zeros((100, 0))), item_of, size
+
+
+def on_items(schedule: Schedule, item_of: np.ndarray, size: int, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds [B, T, 1] and holders [B, T, G] of items, from durations [B, tasks]."""
+    seconds = np.zeros((len(durations), size, 1), durations.dtype)
+    on = np.zeros((len(durations), size, schedule.occupies.shape[1]), bool)
+    tasks = np.flatnonzero(~schedule.is_barrier)
+    seconds[:, item_of[tasks], 0], on[:, item_of[tasks]] = durations[:, tasks], schedule.occupies[tasks]
+    return seconds, on
+
+
+batched = jax.jit(lambda items, seconds, on: simulate_batch(items, seconds, overlap=True, on=on))
+
+
+def run_batched(schedule: Schedule, durations) -> np.ndarray:
+    """Step times of durations [B, T]."""
+    items, item_of, size = padded_items(schedule)
+    return np.asarray(batched(items, *on_items(schedule, item_of, size, durations)))
+
+
+@jax.jit
+def windows(items, seconds, on, changed):
+    return window_times(items, trace(items, seconds, on, overlap=True), changed, overlap=True)
+
+
+ROWS = 8
+
+
+def run_windows(schedule: Schedule, durations, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Step times [B] when up to ROWS tasks take the durations of each of [B, T] beside those of the first, and these [B, T]."""
+    items, item_of, size = padded_items(schedule)
+    tasks = rng.permutation(np.flatnonzero(~schedule.is_barrier))[: rng.integers(1, ROWS + 1)]
+    mixed = np.repeat(durations[:1], len(durations), 0)
+    mixed[:, tasks] = durations[:, tasks]
+    seconds, on = on_items(schedule, item_of, size, mixed)
+    rows = np.full(ROWS, size, np.int32)
+    rows[: len(tasks)] = item_of[tasks]
+    inside = np.minimum(rows, size - 1)
+    changed = Changed(rows, seconds[:, inside].transpose(1, 2, 0), on[:, inside].transpose(1, 2, 0))
+    return np.asarray(windows(items, seconds[0], on[0], changed)), mixed
 
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
@@ -151,6 +184,80 @@ def test_in_float64_they_agree_to_the_last_digits(shape, seed):
         found = run_batched(schedule, durations)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in durations], rtol=FLOAT64_ERROR)
+
+
+@several_hundred
+@random_cases
+def test_windows_of_random_changes_take_the_time_of_the_whole(shape, seed):
+    rng = np.random.default_rng(seed)
+    schedule, durations = random_schedule(rng, shape)
+    found, mixed = run_windows(schedule, durations.astype(np.float32), rng)
+    np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in mixed], rtol=FLOAT32_ERROR)
+
+
+@a_hundred
+@random_cases
+def test_in_float64_windows_agree_to_the_last_digits(shape, seed):
+    rng = np.random.default_rng(seed)
+    schedule, durations = random_schedule(rng, shape)
+    with jax.enable_x64(True):
+        found, mixed = run_windows(schedule, durations, rng)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in mixed], rtol=FLOAT64_ERROR)
+
+
+def random_items(rng: np.random.Generator, size: int) -> Items:
+    """Compute items, links and followers in one to three phases, as a schedule without pins has them."""
+    kind = rng.choice([COMPUTE, SUM, RESOLVE, CONVERT, LINK], size, p=[0.3, 0.1, 0.1, 0.2, 0.3]).astype(np.int32)
+    kind[rng.integers(0, size, rng.integers(0, 3))] = BARRIER
+    predecessor = np.full(size, NONE, np.int32)
+    start = 0
+    for t in range(size):
+        if kind[t] == BARRIER:
+            start = t + 1
+        waited_for = [p for p in range(start, t) if kind[p] in (COMPUTE, SUM, RESOLVE)]
+        if kind[t] not in (BARRIER, COMPUTE) and waited_for:
+            predecessor[t] = rng.choice(waited_for[-4:] if rng.random() < 0.6 else waited_for)
+    none = np.zeros(0, np.int32)
+    return Items(
+        kind, np.zeros(size, np.int32), predecessor, np.isin(kind, (CONVERT, LINK)), kind == COMPUTE, none, none, none, none
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", (True, False))
+@a_hundred
+@given(seed=st.integers(0, 2**32 - 1))
+def test_windows_without_pins_take_the_time_of_the_whole(overlap, seed):
+    """Waits that the order on the compute stream implies, runs of compute items, and what crosses a window's ends."""
+    rng, size, streams = np.random.default_rng(seed), 80, 3
+    items = random_items(rng, size)
+    found = item_arrays(items)
+    found = found._replace(
+        phase_end=jnp.full(3, size, jnp.int32).at[: len(found.phase_end)].set(found.phase_end), num_slots=jnp.zeros((80, 0))
+    )  # fmt: skip
+    seconds = np.exp(rng.uniform(-6, 2, (BATCH, size, streams))) * (rng.random((BATCH, size, 1)) < rng.choice([0.1, 0.5]))
+    seconds[..., 0] = np.where(items.is_compute, np.exp(rng.uniform(-6, 2, (BATCH, size))), 0.0)
+    seconds[:, items.is_compute, 1:] = 0.0
+    seconds[:, np.isin(items.kind, (BARRIER, LINK))] = 0.0
+    rows = rng.permutation(np.flatnonzero(~items.is_barrier))[:ROWS].astype(np.int32)
+    rows[rng.random(len(rows)) < 0.3] = size
+    mixed = np.repeat(seconds[:1], BATCH, 0)
+    mixed[:, rows[rows < size]] = seconds[:, rows[rows < size]]
+    with jax.enable_x64(True):
+        whole = without_pins(found, mixed, overlap)
+        changed = Changed(rows, seconds[:, np.minimum(rows, size - 1)].transpose(1, 2, 0), None)
+        np.testing.assert_allclose(windows_without_pins(found, mixed[0], changed, overlap), whole, rtol=FLOAT64_ERROR)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def without_pins(items, seconds, overlap):
+    return simulate_batch(items, seconds, overlap=overlap)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def windows_without_pins(items, seconds, changed, overlap):
+    traced = trace(items, seconds, None, overlap=overlap)
+    return window_times(items, traced, changed, overlap=overlap)
 
 
 @a_hundred
