@@ -11,7 +11,6 @@ import csv
 import io
 import json
 import os
-import re
 import statistics
 import sys
 import time
@@ -33,9 +32,9 @@ import soapjax.distributed
 from soapjax.api import plan_of_strategy, planning_problem
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree, made_by_first
+from soapjax.execute.collectives import collectives_of
 from soapjax.execute.compiled import CompiledStep, place
 from soapjax.execute.coordination import store
-from soapjax.execute.hlo import collective_bytes
 from soapjax.execute.jointly import agree_on_program
 from soapjax.execute.spmd import bind_plan
 from soapjax.files import read_text, write_text_atomic
@@ -138,33 +137,7 @@ def timed(name: str, step: Callable[..., Any], state: Any, rest: tuple[Any, ...]
 
 def sent_bytes(hlo: str, hosts: int) -> int:
     """Bytes that a device sends in the compiled program, an instruction in a loop counted as often as the loop runs."""
-    total = 0.0
-    for part, trips in _computations(hlo):
-        for kind, size in collective_bytes(part).items():
-            share = (hosts - 1) / hosts
-            times = {"all-reduce": 2 * share, "collective-permute": 1.0, "reduce-scatter": hosts - 1.0}.get(kind, share)
-            total += times * size * trips
-    return int(total)
-
-
-def _computations(hlo: str) -> Iterator[tuple[str, int]]:
-    """The computations of HLO text with how often each runs in a step, by the trip counts of the loops around them."""
-    bodies = {m[1]: m[2] for m in re.finditer(r"^(?:ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)}
-    trips = dict.fromkeys(bodies, 1)
-    for _ in bodies:  # nested loops: until nothing changes
-        before = dict(trips)
-        for name, text in bodies.items():
-            for line in text.splitlines():
-                loop = re.search(r"body=%?([\w.\-]+)", line)
-                count = re.search(r'known_trip_count\D*(\d+)', line)
-                if loop and loop[1] in trips:
-                    trips[loop[1]] = before[name] * (int(count[1]) if count else 1)
-                for called in re.findall(r"(?:to_apply|calls)=%?([\w.\-]+)", line):
-                    if called in trips:
-                        trips[called] = max(trips[called], before[name])
-        if trips == before:
-            break
-    return ((text, trips[name]) for name, text in bodies.items())
+    return round(sum(c.step_bytes for c in collectives_of(hlo, hosts)))
 
 
 class Judged(NamedTuple):

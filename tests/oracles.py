@@ -75,6 +75,11 @@ class _Oracle:
             for access in task.writes:
                 self.writer[access.tensor] = k
                 self.raw[access.tensor] = self.layout(task, access)
+        self.common: dict[int, Layout] = {}  # of what adds up to a gradient, partial sums included
+        for chain in graph.accumulations:
+            layout = self.raw[chain.layout_of]
+            self.common.update(dict.fromkeys((*chain.summands, *chain.running), layout))
+            self.raw.update(dict.fromkeys((*chain.running, chain.total), layout))
         self.homes = [self.home(i) for i in range(len(graph.tensors))]
 
     # Layouts.
@@ -122,6 +127,8 @@ class _Oracle:
 
     def home(self, i: int) -> Layout:
         """As it is kept: a partial sum goes where its first reader wants it, or everywhere."""
+        if i in self.common:
+            return self.common[i]
         tensor = self.graph.tensors[i]
         first = self.readers[i][0][1] if self.readers[i] else self.nowhere
         if i in self.parameter_of:
@@ -184,7 +191,7 @@ class _Oracle:
         tasks, tensors, found = self.graph.tasks, self.graph.tensors, []
         made_in_loop = {i for i, k in self.writer.items() if tasks[k].trip_count > 1}
         for i, tensor in enumerate(tensors):
-            for k, target in self.readers[i]:
+            for k, target in self.readers[i] if i not in self.common else ():
                 size, is_sliced = self.trip_bytes(i, tasks[k])
                 trips = tasks[k].trip_count if is_sliced or i in made_in_loop else 1
                 if tasks[k].parameter >= 0:
@@ -224,11 +231,19 @@ class _Oracle:
                 sent[kind] += b
             return seconds
 
-        gradients = {p.gradient for p in self.graph.parameters}
-        resolve_s = {}
+        gradients = {p.gradient for p in self.graph.parameters} | {chain.total for chain in self.graph.accumulations}
+        after_loop = {chain.total for chain in self.graph.accumulations if chain.is_carried}
+        resolve_s, transients = {}, [0.0]
         for i, raw in self.raw.items():
-            if PARTIAL in raw:
-                trips = tasks[self.writer[i]].trip_count
+            home = self.homes[i]
+            if i in self.common:  # from a use's own layout to the common one, where a whole value may count as a sum of zeros
+                home = tuple(REPLICATED if h == PARTIAL != r else h for h, r in zip(home, raw, strict=True))
+                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].size_bytes, tasks[self.writer[i]].trip_count))
+                summed = PARTIAL in raw and any(r == PARTIAL != h for r, h in zip(raw, home, strict=True))
+                transients.append(tensors[i].size_bytes / self.shards(raw) if summed else 0.0)
+            elif PARTIAL in raw:
+                transients.append(tensors[i].size_bytes / self.shards(raw))
+                trips = 1 if i in after_loop else tasks[self.writer[i]].trip_count
                 resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, i in gradients))
         sum_s = {}
         for k, task in enumerate(tasks):
@@ -277,8 +292,7 @@ class _Oracle:
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )
-        transient = max((tensors[i].size_bytes / self.shards(r) for i, r in self.raw.items() if PARTIAL in r), default=0.0)
         return PlainCosts(
             [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
-            (persistent, max(live), transient),
+            (persistent, max(live), max(transients)),
         )  # fmt: skip

@@ -80,6 +80,9 @@ def conversion_cost(
     `latency_share` [...] scales the latencies (`combined_share`). Pinned layouts are looked at where `pins` says so.
     """
     sizes, levels = links.axis_sizes, range(links.num_levels)
+    # What stays a partial sum takes no part.
+    is_kept = (source == PARTIAL) & (target == PARTIAL)
+    source, target = (jnp.where(is_kept, jnp.int8(REPLICATED), x) for x in (source, target))
     order = block_order(source, target, sizes)
     # Where blocks only change places there is nothing else to do.
     stays = order.is_whole[..., None] & (source > PINNED) & (target > PINNED)

@@ -1,4 +1,4 @@
-"""JAX's coordination service, as plain calls: the only module of soapjax that reaches into `jax._src`.
+"""JAX's coordination service, as plain calls.
 
 `jax.distributed` starts a service in process 0, with a key-value store that every process reads and writes. Its client
 is not public, and nothing public does the same: `multihost_utils` needs device collectives, which is what must not run before
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax._src import clusters as _clusters
-from jax._src import distributed as _distributed
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.private_jax import clusters as _clusters
+from soapjax.execute.private_jax import distributed as _distributed
 
 
 class Store(Protocol):

@@ -15,7 +15,7 @@ from soapjax.execute.evaluate import task_mark
 from soapjax.execute.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.graph.accumulation import Accumulation
 from soapjax.graph.build import Binding
-from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.operators import Accumulation as Accumulated
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -38,7 +38,10 @@ class _Sum:
 class GradientSums:
     """The evaluator's part that deals with summands of gradients."""
 
-    def __init__(self, evaluator: PlannedEvaluator, binding: Binding, graph: OperatorGraph, home: dict[int, Spec]):
+    def __init__(
+        self, evaluator: PlannedEvaluator, binding: Binding, accumulations: tuple[Accumulated, ...], home: dict[int, Spec]
+    ):
+        graph = evaluator.graph
         self.evaluator, self.binding, self.mesh = evaluator, binding, evaluator.bound.mesh
         self.values = binding.values
         writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
@@ -48,7 +51,7 @@ class GradientSums:
         self._of_product: dict[str, _Sum] = {}  # the equation that a summand comes from, perhaps laid out anew
         self._of_total: dict[int, _Sum] = {}
         self._relayouts: set[str] = set()
-        for found in graph.accumulations:
+        for found in accumulations:
             chain = binding.sums[found.parameter]
             k, access = writer[found.layout_of]
             operator = graph.tasks[k].operator

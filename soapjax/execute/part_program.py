@@ -44,8 +44,8 @@ class Place:
     def evaluator(self) -> Any:
         # Also on one device where the plan pins: the marks of its operators are how they are found again.
         if self.bound.plan.pinned:
-            return PlannedEvaluator(self.bound, is_float64=self.is_float64)
-        return self.bound.evaluator(is_float64=self.is_float64)
+            return PlannedEvaluator(self.bound, is_float64=self.is_float64, keeps_sums=False)
+        return self.bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
 
     def spec(self, value: int) -> Spec:
         """The layout in which a value lies here, () where the plan says nothing about it."""

@@ -61,10 +61,11 @@ class Program:
     def out_shardings(self) -> list[NamedSharding]:
         return [self.sharding(parse_spec(self.plan.results[p])) for p in self.step.out_paths]
 
-    def evaluator(self, *, is_float64: bool = False) -> Evaluator:
+    def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> Evaluator:
+        """`keeps_sums`: gradients of parameters with several uses are summed once; off where not all of it is evaluated."""
         if self.mesh.size == 1:
             return Evaluator(self.step.program, is_float64=is_float64)
-        return PlannedEvaluator(self, is_float64=is_float64)
+        return PlannedEvaluator(self, is_float64=is_float64, keeps_sums=keeps_sums)
 
 
 def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
@@ -121,7 +122,7 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
 class PlannedEvaluator(Evaluator):
     """Evaluates a program under a plan's constraints."""
 
-    def __init__(self, program: Program, *, is_float64: bool = False):
+    def __init__(self, program: Program, *, is_float64: bool = False, keeps_sums: bool = True):
         super().__init__(program.step.program, is_float64=is_float64)
         self.bound, self.graph, self.binding = program, program.graph, program.binding
         self.values = program.binding.values
@@ -151,7 +152,7 @@ class PlannedEvaluator(Evaluator):
             for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0 and t.shape
         }  # fmt: skip
         self._home |= {t: s for kept in self._kept for t, s in kept.items()}
-        self.sums = GradientSums(self, program.binding, self.graph, self._home)
+        self.sums = GradientSums(self, program.binding, self.graph.accumulations if keeps_sums else (), self._home)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._regathered = {
             p.tensor for p in self.graph.parameters
@@ -241,9 +242,8 @@ class PlannedEvaluator(Evaluator):
         shape, sizes = self.bound.step.program.avals[eqn.outputs[0]].shape, self.bound.mesh.shape
         for d, names in enumerate(home):
             where = d if root == eqn.outputs[0] else dims.index(access.dims[d]) if access.dims[d] in dims else -1
-            for n in names:
-                split = math.prod(sizes[m] for m in (*found[where], n)) if where >= 0 else 0
-                if n not in made[d] and n in partial and split and shape[where] % split == 0:
+            for n in (n for n in names if where >= 0 and n in partial and n not in made[d]):
+                if shape[where] % math.prod(sizes[m] for m in (*found[where], n)) == 0:
                     found[where].append(n)
         return tuple(map(tuple, found))
 
@@ -265,7 +265,9 @@ class PlannedEvaluator(Evaluator):
         """A value from one layout to another, by the steps that the plan's prediction counts."""
         sizes = self.bound.mesh.shape
         shape = self.bound.step.program.avals[atom].shape
-        is_even = source is not None and all(
+        # A value from another program, on other devices, comes in a layout of its own.
+        is_known = source is not None and all(a in sizes for spec in (source, target) for names in spec for a in names)
+        is_even = is_known and all(
             n % math.prod(sizes[a] for a in names) == 0
             for spec in (source, target) for n, names in zip(shape, spec, strict=True)
         )

@@ -33,6 +33,8 @@ class StreamStep:
       step: the whole step, as the user calls it: its trees and shapes.
     """
 
+    spans_processes = False  # that must agree before they run: its programs are on devices of one process each
+
     def __init__(self, streamed: Streamed, step: TracedStep):
         self.streamed, self._step = streamed, step
         self._shapes = tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)

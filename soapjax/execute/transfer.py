@@ -1,9 +1,7 @@
 """Moving arrays from one mesh to another: `jax.device_put`, or the copy that it ends in.
 
 A pipeline moves hundreds of small tensors per step, and `jax.device_put` spends two to four times as long in Python as the copy
-itself takes to be issued. Where source and target are split alike, the copy is called directly: the one private JAX
-function of this package (`xla_client.batched_copy_array_to_devices_with_sharding`). tests/execute/test_transfer.py fails
-where it goes or changes.
+itself takes to be issued. Where source and target are split alike, the copy is called directly.
 """
 
 from __future__ import annotations
@@ -12,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src.lib import xla_client
 from jax.sharding import NamedSharding
+
+from soapjax.execute.private_jax import REUSE_INPUT, batched_copy
 
 
 def is_alike(source: NamedSharding, target: NamedSharding) -> bool:
@@ -29,6 +28,5 @@ def mover(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) ->
     if jax.process_count() > 1 or not all(map(is_alike, sources, targets)):
         return lambda *arrays: jax.device_put(list(arrays), targets)
     devices = [s._internal_device_list for s in targets]
-    semantics = [xla_client.ArrayCopySemantics.REUSE_INPUT] * len(targets)
-    copy = xla_client.batched_copy_array_to_devices_with_sharding
-    return lambda *arrays: copy(list(arrays), devices, targets, semantics)
+    semantics = [REUSE_INPUT] * len(targets)
+    return lambda *arrays: batched_copy(list(arrays), devices, targets, semantics)

@@ -217,7 +217,8 @@ class _Part:
                 kept += size
             birth = k if made_here else min(mine)
             steps[birth] += size
-            steps[max([birth, *mine]) + 1] -= size
+            # What XLA fuses into its readers keeps its own operands alive until these run.
+            steps[max([birth, *mine, int(tables.tensor_death[tensor])]) + 1] -= size
         for e, k in enumerate(tables.edge_task.tolist()):
             if k < tables.num_tasks and self.mine[self.operator[k]] and phases[k] != UPDATE:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
