@@ -137,6 +137,8 @@ class PlannedEvaluator(Evaluator):
         # Per task: tensor -> spec as used (by operand position for heavy equations), tensor -> spec as kept.
         self._used: list[dict[tuple[int, int], Spec]] = []
         self._kept: list[dict[int, Spec]] = []
+        # Summed up where they are made instead, and laid out as they are made.
+        at_once = set() if keeps_sums else {t for a in self.graph.accumulations for t in (*a.summands, *a.running)}
         counters: dict[int, int] = {}
         for task in self.graph.tasks:
             if task.parameter >= 0:
@@ -146,7 +148,8 @@ class PlannedEvaluator(Evaluator):
             k = counters[task.operator] = counters.get(task.operator, -1) + 1
             part = plan.operators[self.graph.operators[task.operator].name].tasks[k]
             self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
-            self._kept.append({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
+            kept = {a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)}
+            self._kept.append({t: s for t, s in kept.items() if t not in at_once})
         self._home = {
             i: parse_spec(plan.arguments[self.graph.in_paths[t.input_leaf]])
             for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0 and t.shape
