@@ -304,9 +304,7 @@ def main() -> int:
     try:
         run(options)
     except SoapjaxError as e:
-        for problem in e.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        soapjax.distributed.leave(2)
+        soapjax.distributed.fail(e)
     return 0
 
 

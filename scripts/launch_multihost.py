@@ -115,9 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             return launch(options.processes, rest)
         train(options)
     except SoapjaxError as e:
-        for problem in e.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        soapjax.distributed.leave(2)
+        soapjax.distributed.fail(e)
     return 0
 
 

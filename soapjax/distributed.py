@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -88,6 +89,13 @@ def _warn_of_loopback(job: Job) -> None:
             "soapjax: this host's name %s resolves to %s; processes on other hosts cannot reach that. Correct /etc/hosts.",
             socket.gethostname(), own,
         )  # fmt: skip
+
+
+def fail(error: SoapjaxError) -> NoReturn:
+    """Prints every problem of `error`, and ends this process with status 2 as `leave` does."""
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    leave(2)
 
 
 def leave(status: int) -> NoReturn:

@@ -40,6 +40,13 @@ def call(*argv: object) -> Ended:
     return Ended(0 if status is None else status, out.getvalue(), err.getvalue())
 
 
+def done(*argv: object) -> dict:
+    """The one JSON object of a command that succeeds."""
+    ended = call(*argv, "--json")
+    assert ended.status == 0, ended.err
+    return ended.result
+
+
 @functools.cache
 def plan_text(model: str = "models.mlp", *settings: str, topology: str = "cpu8", planner: str = "data_parallel") -> str:
     """The plan file of a small model."""

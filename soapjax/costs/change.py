@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_cost
-from soapjax.costs.evaluate import Costs, latency_shares
+from soapjax.costs.evaluate import Costs
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
 from soapjax.costs.layouts import (
@@ -142,7 +142,6 @@ class Change(NamedTuple):
 
 def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     shares: Sharing = sharing(tables)
-    resolve_share, edge_share = latency_shares(tables)
 
     def padded(x: np.ndarray, value=0) -> Array:
         last = np.full((1, *x.shape[1:]), value, x.dtype)
@@ -159,8 +158,8 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         tensor_source=padded(tables.tensor_source), tensor_fixed=padded(tables.tensor_fixed, REPLICATED),
         tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
-        resolve_share=padded(resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
-        edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(edge_share),
+        resolve_share=padded(tables.resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
+        edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
         edge_task=padded(tables.edge_task), storage_dim=padded(tables.storage_dim),
         storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
         gradient_shift=padded(tables.gradient_shift), state_bytes=padded(tables.parameter_bytes * tables.state_copies),

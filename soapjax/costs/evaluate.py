@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import combined_share, conversion_cost
+from soapjax.costs.conversion import conversion_cost
 from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
@@ -122,23 +122,12 @@ def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Ar
     return jnp.zeros(num_edges, bool).at[later].max(same), jnp.zeros(num_edges, jnp.int32).at[later].max(since)
 
 
-def latency_shares(tables: CostTables) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of latency that gradient sums [T] and parameter gathers [E] pay; activations wait for nobody to be merged with."""
-    is_gradient = np.zeros(len(tables.tensor_bytes), bool)
-    is_gradient[[p.gradient for p in tables.graph.parameters]] = True
-    is_gradient[[chain.total for chain in tables.graph.accumulations]] = True
-    return (
-        combined_share(tables.tensor_bytes, is_gradient, tables.links),
-        combined_share(tables.edge_bytes, tables.edge_parameter >= 0, tables.links),
-    )
-
-
 def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped."""
     sizes = np.array(tables.links.axis_sizes, np.float32)
     memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
-    shares = np.concatenate([*latency_shares(tables), np.ones(len(tables.sum_task), np.float32)])
+    shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
     resolve_times = tables.tensor_trips * tables.may_be_partial
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
@@ -181,7 +170,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         sum_source, sum_target = _sum_layouts(tables, task_index)
         every = conversion_cost(
             jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([found.resolved, target, sum_target]),
-            np.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, pins=pins,
+            jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, pins=pins,
         )  # fmt: skip
         times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
         seconds = every.seconds * times

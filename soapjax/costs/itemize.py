@@ -41,10 +41,8 @@ def sent_items(tables: CostTables, costs: Costs, strategy: Strategy) -> list[Sen
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))
 
     for t in np.flatnonzero(tables.may_be_partial):
-        raw = found.raw[t]
-        if (raw == PARTIAL).any():
-            target = np.where(raw == PARTIAL, found.home[t], raw)
-            add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.tensor_bytes[t], tables.tensor_trips[t])
+        raw, target = found.raw[t], found.resolved[t]
+        add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.tensor_bytes[t], tables.tensor_trips[t])
     for e in np.flatnonzero(~np.asarray(found.is_shared)):
         t = int(tables.edge_tensor[e])
         home, wanted = found.home[t], found.slots[tables.edge_slot[e]]

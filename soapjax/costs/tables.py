@@ -16,7 +16,7 @@ import math
 
 import numpy as np
 
-from soapjax.costs.conversion import Links, links_of
+from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.lifetimes import lifetimes
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
@@ -77,6 +77,9 @@ class CostTables:
     edge_bytes: np.ndarray  # float32 [E]: of one conversion
     edge_trips: np.ndarray  # float32 [E]
     edge_parameter: np.ndarray  # int32 [E]: parameter that is read, -1 for other tensors
+    # Shares of latency that gradient sums and parameter gathers pay; activations wait for nobody to be merged with.
+    resolve_share: np.ndarray  # float32 [T]
+    edge_share: np.ndarray  # float32 [E]
     twin: np.ndarray  # int32 [Q, 2]: (conversion, an earlier one of the same tensor that may have made the same copy)
     twin_crosses: np.ndarray  # bool [Q]: the earlier one is in the forward pass, the later in the backward pass
 
@@ -124,8 +127,14 @@ def cost_tables(
         measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
     t["storage_regather"] = np.array([s.regather for s in space.storages], bool)
+    links = links_of(linked(topology, profile), mesh)
+    is_gradient = np.zeros(len(graph.tensors), bool)
+    is_gradient[[p.gradient for p in graph.parameters]] = True
+    is_gradient[[chain.total for chain in graph.accumulations]] = True
+    t["resolve_share"] = combined_share(t["tensor_bytes"], is_gradient, links)
+    t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
     return CostTables(
-        graph=graph, space=space, topology=topology, links=links_of(linked(topology, profile), mesh),
+        graph=graph, space=space, topology=topology, links=links,
         usable_memory_bytes=topology.device.usable_memory_bytes, profile=profile, rates=rates, measured=measured, **t,
     )  # fmt: skip
 

@@ -48,15 +48,10 @@ def run_heavy(
     # Unused axes too: left automatic beside a spatial one, the partitioner sums over them as well.
     manual = set(mesh.axis_names) - spatial
     contracted = (({n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)) & manual) - set(kept)
-    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in contracted and n not in axes_of(raw_spec)]
-    summed = tuple(n for n in mesh.axis_names if n in contracted and n not in {a for _, a in scattered})
     params = _local_params(eqn, in_specs, mesh, manual)
 
     def body(*blocks: Any) -> Any:
-        out = bind(list(blocks), params)[0]
-        for d, n in scattered:
-            out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
-        return with_leading(jax.lax.psum(out, summed) if summed else out, kept)
+        return with_leading(combined(bind(list(blocks), params)[0], contracted, home_spec, mesh), kept)
 
     def keep(spec: Spec) -> PartitionSpec:
         return partition_spec(tuple(tuple(n for n in names if n in manual) for names in spec))
@@ -65,6 +60,18 @@ def run_heavy(
     return jax.shard_map(
         body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=out_spec, axis_names=manual, check_vma=False
     )(*inputs)
+
+
+def combined(block: Any, partial: set[str], home_spec: Spec, mesh: Mesh, collective: Callable[..., Any] = jax.lax.psum) -> Any:
+    """A device's block of partial results over the axes `partial`, combined: reduce-scattered where `home_spec` splits by one.
+
+    To be called within `shard_map`. `collective` combines over the other axes.
+    """
+    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
+    others = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in scattered})
+    for d, n in scattered:
+        block = jax.lax.psum_scatter(block, n, scatter_dimension=d, tiled=True)
+    return collective(block, others) if others else block
 
 
 def with_leading(block: Any, kept: tuple[str, ...]) -> Any:

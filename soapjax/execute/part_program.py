@@ -33,12 +33,8 @@ class Place:
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
         self._arrivals: dict[int, Spec] = {}
         self._home: dict[int, Spec] = {}
-        counters: dict[int, int] = {}
-        for task in bound.graph.tasks:
-            if task.parameter < 0:
-                k = counters[task.operator] = counters.get(task.operator, -1) + 1
-                part = bound.plan.operators[bound.graph.operators[task.operator].name].tasks[k]
-                self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
+        for task, part in bound.task_parts():
+            self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
 
     @functools.cached_property
     def evaluator(self) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.heavy import axes_of, partition_spec
+from soapjax.execute.heavy import combined, partition_spec
 from soapjax.strategy.layout import Spec
 
 
@@ -69,14 +69,9 @@ def resolved(partial: Partial, spec: Spec, home_spec: Spec, mesh: Mesh) -> Any:
       spec: layout of the summands.
       home_spec: an axis in it but not in `spec` is reduce-scattered, the other axes are all-reduced.
     """
-    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial.axes and n not in axes_of(spec)]
-    summed = tuple(n for n in partial.axes if n not in {a for _, a in scattered})
 
     def body(block: Any) -> Any:
-        out = block.reshape(block.shape[len(partial.axes) :])
-        for d, n in scattered:
-            out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
-        return jax.lax.psum(out, summed) if summed else out
+        return combined(block.reshape(block.shape[len(partial.axes) :]), set(partial.axes), home_spec, mesh)
 
     blocks = constrained(partial, spec, mesh).blocks
     in_spec = partition_spec((*((n,) for n in partial.axes), *spec))

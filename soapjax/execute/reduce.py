@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from soapjax.execute.heavy import Bind, axes_of, partition_spec, with_leading
+from soapjax.execute.heavy import Bind, axes_of, combined, partition_spec, with_leading
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -29,14 +29,10 @@ def run_reduction(
       kept: axes whose partial sums stay apart, as of `run_heavy`.
     """
     partial = axes_of(in_spec) - axes_of(raw_spec) - set(kept)
-    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
-    combined = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in scattered})
 
     def body(block: Any) -> Any:
-        out = bind([block], eqn.params)[0]
-        for d, n in scattered:
-            out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
-        return with_leading(REDUCTIONS[eqn.name](out, combined) if combined else out, kept)
+        out = combined(bind([block], eqn.params)[0], partial, home_spec, mesh, REDUCTIONS[eqn.name])
+        return with_leading(out, kept)
 
     return jax.shard_map(
         body, mesh=mesh, in_specs=partition_spec(in_spec), out_specs=partition_spec((*((n,) for n in kept), *home_spec)),

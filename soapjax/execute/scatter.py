@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from soapjax.execute.heavy import Bind, axes_of, partition_spec, with_leading
+from soapjax.execute.heavy import Bind, axes_of, combined, partition_spec, with_leading
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -24,14 +24,9 @@ def run_scatter_add(
     """`inputs`: operand, indices, updates, laid out as `in_specs`; specs and `kept` as of `run_heavy`."""
     operand, indices, updates = inputs
     partial = {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec) - set(kept)
-    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
-    summed = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in scattered})
 
     def body(zeros: Any, indices: Any, updates: Any) -> Any:
-        out = bind([zeros, indices, updates], eqn.params)[0]
-        for d, n in scattered:
-            out = jax.lax.psum_scatter(out, n, scatter_dimension=d, tiled=True)
-        return with_leading(jax.lax.psum(out, summed) if summed else out, kept)
+        return with_leading(combined(bind([zeros, indices, updates], eqn.params)[0], partial, home_spec, mesh), kept)
 
     out_spec = partition_spec((*((n,) for n in kept), *home_spec))
     added = jax.shard_map(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,12 +27,12 @@ from soapjax.execute.reduce import REDUCTIONS, run_reduction
 from soapjax.execute.reshard import reshard
 from soapjax.execute.scatter import run_scatter_add
 from soapjax.graph.build import Binding, build_graph
-from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.graph.phases import FORWARD
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
+from soapjax.graph.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.trace import TracedStep
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import Plan, parse_spec
+from soapjax.strategy.plan import Plan, TaskPart, parse_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +61,16 @@ class Program:
 
     def out_shardings(self) -> list[NamedSharding]:
         return [self.sharding(parse_spec(self.plan.results[p])) for p in self.step.out_paths]
+
+    def task_parts(self) -> Iterator[tuple[Task, TaskPart]]:
+        """Every task with the plan's specs of it; an update follows its parameter's storage and has none."""
+        counters: dict[int, int] = {}
+        for task in self.graph.tasks:
+            if task.parameter >= 0:
+                yield task._replace(reads=(), writes=()), TaskPart(phase=PHASE_NAMES[task.phase])
+                continue
+            k = counters[task.operator] = counters.get(task.operator, -1) + 1
+            yield task, self.plan.operators[self.graph.operators[task.operator].name].tasks[k]
 
     def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> Evaluator:
         """`keeps_sums`: gradients of parameters with several uses are summed once; off where not all of it is evaluated."""
@@ -139,14 +150,7 @@ class PlannedEvaluator(Evaluator):
         self._kept: list[dict[int, Spec]] = []
         # Summed up where they are made instead, and laid out as they are made.
         at_once = set() if keeps_sums else {t for a in self.graph.accumulations for t in (*a.summands, *a.running)}
-        counters: dict[int, int] = {}
-        for task in self.graph.tasks:
-            if task.parameter >= 0:
-                self._used.append({})
-                self._kept.append({})
-                continue
-            k = counters[task.operator] = counters.get(task.operator, -1) + 1
-            part = plan.operators[self.graph.operators[task.operator].name].tasks[k]
+        for task, part in program.task_parts():
             self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
             kept = {a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)}
             self._kept.append({t: s for t, s in kept.items() if t not in at_once})

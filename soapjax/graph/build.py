@@ -291,10 +291,11 @@ class _Builder:
         dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
         self.places[unit.eqns[0].key] = classes, index
+        heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, *self._heavy_dims(unit, classes, index), tuple(self._recomputed_from(unit, o, results) for o in results),
+            -1, heavy.operands, heavy.results[0], tuple(self._recomputed_from(unit, o, results) for o in results),
             self._structure(unit.eqns),
         )  # fmt: skip
 
@@ -329,32 +330,21 @@ class _Builder:
     def _structure(self, eqns: list[FlatEqn]) -> str:
         return structure_of(eqns, self.program.aval, lambda a: self.values.of(a).root)
 
-    def local_dims(self, task: Task, eqn: FlatEqn) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    def local_dims(self, task: Task, eqn: FlatEqn) -> EqnDims:
         """Op dims, or NOT_SPLIT, of the operands and results of one of a task's equations, in their own shapes."""
+        labelled = self.dims_of[eqn.key]
+        if eqn.key == task.heavy:
+            return labelled
         classes, index = self.places[task.equations[0]]
-        found = self.labels[eqn]
 
-        def dims(atom: object, labs: tuple[int, ...]) -> tuple[int, ...]:
-            if eqn.key == task.heavy:
-                return tuple(index.get(classes.of_label(eqn, lab), NOT_SPLIT) for lab in labs)
+        def dims(atom: object, as_labelled: tuple[int, ...]) -> tuple[int, ...]:
             if not isinstance(atom, int):
-                return (NOT_SPLIT,) * len(labs)
+                return (NOT_SPLIT,) * len(as_labelled)
             if self.values.of(atom).root in self.generated:  # made on each device, as the equation wants it
-                return tuple(index.get(classes.of_label(eqn, lab), NOT_SPLIT) for lab in labs)
-            return tuple(index.get(classes.of(self.values.node(atom, d)), NOT_SPLIT) for d in range(len(labs)))
+                return as_labelled
+            return tuple(index.get(classes.of(self.values.node(atom, d)), NOT_SPLIT) for d in range(len(as_labelled)))
 
-        return tuple(map(dims, eqn.inputs, found.inputs)), tuple(map(dims, eqn.outputs, found.outputs))
-
-    def _heavy_dims(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Op dims of the heavy equation's operands and of its first result."""
-        if unit.heavy is None:
-            return (), ()
-
-        def dims(labs: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(index.get(classes.of_label(unit.heavy, lab), NOT_SPLIT) for lab in labs)
-
-        found = self.labels[unit.heavy]
-        return tuple(map(dims, found.inputs)), dims(found.outputs[0])
+        return EqnDims(tuple(map(dims, eqn.inputs, labelled.operands)), tuple(map(dims, eqn.outputs, labelled.results)))
 
     def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
         """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""

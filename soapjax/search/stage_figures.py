@@ -1,6 +1,6 @@
 """What the cost model says of operators on the devices of a stage, at any micro-batch size.
 
-The same figures as costs/evaluate.py, with sizes as arguments of what jax compiles: a search of pipelines asks for many
+The figures of costs/evaluate.py, with sizes as arguments of what jax compiles: a search of pipelines asks for many
 micro-batch sizes, and would wait for the compiler of each.
 """
 
@@ -11,18 +11,15 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from soapjax.costs.conversion import Links, conversion_cost
-from soapjax.costs.evaluate import Durations, Layouts, latency_shares, layouts_of
-from soapjax.costs.layouts import sum_layouts, value_index
+from soapjax.costs.evaluate import Durations, Parts, evaluator
 from soapjax.costs.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import Schedule, schedule_of
-from soapjax.strategy.layout import PARTIAL
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
@@ -88,7 +85,7 @@ class Fabric:
         self.tables = cost_tables(graph, self.space, topology)
         self.schedule = schedule_of(self.tables)
         # Conversions of single numbers are free, and not listed: how many there are depends on the micro-batch.
-        key = (links, len(self.tables.edge_task))
+        key = (links, self.tables.edge_slot.tobytes())
         self.compiled = cache[key] = cache.get(key) or Compiled(self.tables)
         self.choices = [Inside(name, s, self.figures(s)) for name, s in _inner(graph, self.space)]
 
@@ -121,68 +118,31 @@ def _inner(graph: OperatorGraph, space: SearchSpace) -> list[tuple[str, Strategy
 
 
 class Compiled:
-    """What depends on the mesh alone, and hardly on sizes: layouts of a strategy, seconds of conversions."""
+    """The cost model (costs/evaluate.py) on one mesh, with sizes as arguments of what is compiled."""
 
     def __init__(self, tables: CostTables):
-        links: Links = tables.links
+        def costs(sized: dict[str, Array], axes: Array, storage: Array) -> tuple[Durations, Parts, Array, Array]:
+            found = evaluator(dataclasses.replace(tables, **sized))(axes, storage)
+            return found.durations, found.parts, found.layouts.is_shared, found.layouts.shared_since
 
-        def layouts(axes, storage, shape) -> Layouts:
-            return layouts_of(dataclasses.replace(tables, tensor_shape=shape), axes, storage)
+        self._costs = jax.jit(costs)
 
-        self.layouts = jax.jit(layouts)
-        self.seconds = jax.jit(lambda source, target, size, share: conversion_cost(source, target, size, links, share).seconds)
+    def costs(self, tables: CostTables, strategy: Strategy) -> tuple[Durations, Parts, np.ndarray, np.ndarray]:
+        """Durations, summands of memory, and which conversions share an earlier copy since when, as NumPy arrays."""
+        arrays = {f.name: getattr(tables, f.name) for f in dataclasses.fields(tables)}
+        # What a size decides; the rest is the graph's and the mesh's.
+        sized = {k: x for k, x in arrays.items() if k == "tensor_shape" or getattr(x, "dtype", None) == np.float32}
+        return jax.tree.map(np.asarray, self._costs(sized, strategy.axes, strategy.storage))
 
 
 def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compiled: Compiled) -> Figures:
-    """The cost model's figures (costs/evaluate.py) of one strategy, with sizes as arguments of what is compiled."""
-    found: Layouts = jax.tree.map(np.asarray, compiled.layouts(strategy.axes, strategy.storage, tables.tensor_shape))
-    sizes = np.array(tables.links.axis_sizes, np.float32)
-    device = tables.topology.device
-    memory_rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-
-    def product(mask: np.ndarray) -> np.ndarray:
-        return np.where(mask, sizes, np.float32(1)).prod(-1)
-
-    num_u, num_p, num_k = len(tables.access_op), len(tables.parameter_op), tables.num_tasks
-    index = np.asarray(value_index(strategy.axes))
-    moved = np.bincount(tables.access_task, tables.access_bytes / product(found.slots[:num_u] >= 0), num_k)
-    task_index = index[tables.task_op]
-    split = product(np.take_along_axis(tables.work_split, task_index[tables.work_task], axis=1))
-    flop_s = np.bincount(tables.work_task, tables.work_seconds / split, num_k)
-    shards = product(found.slots[num_u : num_u + num_p] >= 0)
-    is_update = tables.task_parameter >= 0
-    if num_p:
-        update_split = shards[np.maximum(tables.task_parameter, 0)]
-        flop_s = np.where(is_update, flop_s / update_split, flop_s)
-        moved = np.where(is_update, tables.update_bytes / update_split, moved)
-    compute_s = (np.maximum(flop_s, moved / memory_rate) + device.launch_s) * tables.task_trips
-
-    home = found.home
-    edge_home, target = home[tables.edge_tensor], found.slots[tables.edge_slot]
-    target = np.where(target == PARTIAL, edge_home, target)
-    if len(tables.sum_task):
-        sums = [np.take_along_axis(x, task_index[tables.sum_task], axis=1) for x in (tables.sum_split, tables.sum_reduced)]
-        sum_source, sum_target = map(np.asarray, sum_layouts(*map(jnp.asarray, sums)))
-    else:
-        sum_source = sum_target = np.zeros((0, len(sizes)), np.int8)
-    resolved = np.where(found.raw == PARTIAL, home, found.raw)
-    num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
-    shares = np.concatenate([*latency_shares(tables), np.ones(len(tables.sum_task), np.float32)])
-    every = compiled.seconds(
-        np.concatenate([found.raw, edge_home, sum_source]), np.concatenate([resolved, target, sum_target]),
-        np.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), shares,
-    )  # fmt: skip
-    sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
-    times = np.concatenate([tables.tensor_trips * tables.may_be_partial, tables.edge_trips, sum_times])
-    seconds = np.asarray(every) * times[:, None]
-    convert_s = np.where(found.is_shared[:, None], 0.0, seconds[num_t : num_t + num_e])
-    durations = Durations(compute_s, seconds[:num_t], convert_s, seconds[num_t + num_e :])
+    durations, parts, is_shared, shared_since = compiled.costs(tables, strategy)
     return Figures(
         schedule.durations(durations),
-        tables.tensor_bytes * tables.tensor_copies / product(home >= 0),
-        np.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0),
-        np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, num_k - 1)),
-        np.where((found.raw == PARTIAL).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0),
-        tables.parameter_bytes * tables.state_copies / shards,
-        tables.parameter_bytes / shards,
-    )  # fmt: skip
+        parts.held_bytes,
+        parts.copy_bytes,
+        np.where(is_shared, shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
+        parts.transient_bytes,
+        parts.stored_bytes,
+        parts.stored_bytes / tables.state_copies,
+    )

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.evaluate import latency_shares
 from soapjax.costs.tables import CostTables
 from soapjax.search.own_rows import OwnRows
 from soapjax.search.sharing import sharing_of
@@ -43,7 +42,6 @@ def home_layout(raw: np.ndarray, reader: np.ndarray, shape: np.ndarray, sizes: n
 
 def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
     sizes = np.array(tables.links.axis_sizes)
-    tensor_share, edge_share = latency_shares(tables)
     made: dict[object, np.ndarray] = {}
     distinct: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     terms: list[Term] = []
@@ -146,10 +144,11 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
 
     for t in np.flatnonzero(tables.may_be_partial & (tables.tensor_trips > 0)):
         common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 else None
-        term("resolve_s", int(t), int(t), common, size=tables.tensor_bytes[t], share=tensor_share[t], times=tables.tensor_trips[t])
+        figures = {"size": tables.tensor_bytes[t], "share": tables.resolve_share[t], "times": tables.tensor_trips[t]}
+        term("resolve_s", int(t), int(t), common, **figures)
     shared = sharing_of(tables, rows)
     for e, t in enumerate(tables.edge_tensor):
         sharing, payers, size, times = shared.get(e, (None, (), tables.edge_bytes[e], tables.edge_trips[e]))
-        share = min((edge_share[x] for x in payers), default=edge_share[e])
+        share = min((tables.edge_share[x] for x in payers), default=tables.edge_share[e])
         term("convert_s", e, int(t), int(tables.edge_slot[e]), size=size, share=share, times=times, sharing=sharing, payers=payers)
     return terms

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, TINY, call, plan_text
+from command_line import ROOT, TINY, call, done, plan_text
 
 from soapjax import Plan
 from soapjax.cli import COMMANDS
@@ -30,13 +30,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     return tmp_path
-
-
-def done(*argv) -> dict:
-    """The one JSON object of a command that succeeds."""
-    ended = call(*argv, "--json")
-    assert ended.status == 0, ended.err
-    return ended.result
 
 
 def test_plan_simulate_run_verify():

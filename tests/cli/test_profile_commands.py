@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import ROOT, TINY, call
+from command_line import ROOT, TINY, call, done
 
 from soapjax import Plan, api
 from soapjax.costs.profile import Calibration, load_profile, save_profile
@@ -28,12 +28,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setenv("SOAPJAX_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-def done(*argv) -> dict:
-    ended = call(*argv, "--json")
-    assert ended.status == 0, ended.err
-    return ended.result
 
 
 def test_a_profile_is_measured_and_a_plan_says_what_is():

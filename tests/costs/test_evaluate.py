@@ -7,6 +7,7 @@ import pytest
 from problems import PROBLEMS, case, case_with
 
 from soapjax.costs.conversion import COLLECTIVES
+from soapjax.costs.itemize import sent_items
 from soapjax.graph.phases import BACKWARD, FORWARD
 from soapjax.strategy.layout import PARTIAL, divides
 from soapjax.strategy.strategy import Strategy
@@ -158,6 +159,19 @@ def test_random_strategies_are_valid_and_all_layouts_divide(model, topology):
         for layout, shape in (*zip(home.tolist(), shapes, strict=True), *zip(slots.tolist(), slot_shapes, strict=False)):
             assert max(layout) < len(shape)
             assert divides(layout, shape, sizes), (layout, shape)
+
+
+@names
+def test_the_listed_sends_add_up_to_the_bytes_by_collective(model, topology):
+    c = case(model, topology)
+    strategies = [c.data_parallel(), *c.strategies(seed=5, count=6)]
+    costs, _ = c.figures(strategies)
+    for b, strategy in enumerate(strategies):
+        total = dict.fromkeys(COLLECTIVES, 0.0)
+        for item in sent_items(c.tables, jax.tree.map(lambda x, b=b: np.asarray(x[b]), costs), strategy):
+            for kind, size in item.bytes.items():
+                total[kind] += size
+        np.testing.assert_allclose(list(total.values()), costs.bytes_by_collective[b], rtol=1e-5)
 
 
 def test_penalty_counts_the_degrees_that_do_not_divide():

@@ -174,31 +174,32 @@ def test_the_store_of_a_real_job_holds_what_is_put(free_port):
     assert done.returncode == 7, f"jax {jax.__version__} and soapjax/execute/coordination.py do not fit:\n{done.stderr[-2000:]}"
 
 
-def test_slurm_tells_who_takes_part(monkeypatch):
+def job_under(monkeypatch, variables):
+    """The job that the environment of a launcher describes."""
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return job_of_environment(Job(None, None, None, None), timeout_s=1)
+
+
+def test_slurm_tells_who_takes_part(monkeypatch):
     slurm = {
         "SLURM_JOB_ID": "4242", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "node[07-10]",
     }  # fmt: skip
-    for name, value in slurm.items():
-        monkeypatch.setenv(name, value)
-    job = job_of_environment(Job(None, None, None, None), timeout_s=1)
+    job = job_under(monkeypatch, slurm)
     assert job.coordinator_address.startswith("node07:")
     assert job[1:] == (8, 5, (1,))
     assert job_of_environment(Job("h:1", 2, 0, None), timeout_s=1) == Job("h:1", 2, 0, None)  # what is given counts
 
 
 def test_open_mpi_tells_who_takes_part(monkeypatch):
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-        monkeypatch.delenv(name, raising=False)
     mpi = {
         "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
         "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     }  # fmt: skip
-    for name, value in mpi.items():
-        monkeypatch.setenv(name, value)
-    job = job_of_environment(Job(None, None, None, None), timeout_s=1)
+    job = job_under(monkeypatch, mpi)
     assert job.coordinator_address.startswith("10.96.0.1:")
     assert job[1:] == (4, 3, (1,))
 
