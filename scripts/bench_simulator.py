@@ -51,9 +51,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import soapjax
-from soapjax.api import planning_problem
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import abstract_model, parse_settings
+from soapjax.planning import planning_problem
 from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, Engine, mcmc
 from soapjax.search.moves import State
 from soapjax.search.problem import Budget, PlanningProblem

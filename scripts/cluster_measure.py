@@ -29,7 +29,6 @@ from cluster_table import FITTED, STAGES
 
 import soapjax
 import soapjax.distributed
-from soapjax.api import plan_of_strategy, planning_problem
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree, made_by_first
 from soapjax.execute.collectives import collectives_of
@@ -39,6 +38,7 @@ from soapjax.execute.jointly import agree_on_program
 from soapjax.execute.spmd import bind_plan
 from soapjax.files import read_text, write_text_atomic
 from soapjax.model_source import concrete_model
+from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.strategy.plan import ModelSource, Plan

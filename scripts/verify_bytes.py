@@ -27,13 +27,13 @@ import numpy as np
 from verify_matrix import MODELS
 
 import soapjax
-from soapjax.api import plan_of_strategy, planning_problem
-from soapjax.commands import devices_of_target
 from soapjax.execute.inspect import inspect
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.files import write_text_atomic
 from soapjax.model_source import abstract_model
+from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.running_commands import devices_of_target
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.plan import ModelSource

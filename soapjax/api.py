@@ -1,4 +1,4 @@
-"""Where planning and executing meet: `plan`, `load_plan`, `soap_shard`.
+"""`soap_shard`: where planning and executing meet.
 
 >>> @soap_shard(topology="local")
 ... def train_step(state, batch): ...
@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
 import inspect
 import logging
 import time
@@ -19,328 +17,22 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.costs.profile import Profile, cache_folder, cached_profile, load_profile, mismatches, profile_of
+from soapjax import planning
+from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream import Event
 from soapjax.execute.stream_step import StreamStep, compile_step
-from soapjax.execute.timing import time_steps
-from soapjax.graph.build import build_graph
-from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
-from soapjax.profiling import compute_figures, device_at_hand
-from soapjax.search.planners import BASELINES, get_planner
-from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
-from soapjax.simulate.simulator import layouts_for_plan
-from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of, recost_pipeline
-from soapjax.strategy.layout import Spec
+from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep, make_plan, parse_spec, strategy_of, topology_of
-from soapjax.strategy.space import has_pins, search_space
-from soapjax.strategy.strategy import Strategy
-from soapjax.timelines import pipeline_events, spmd_events
-from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology
-from soapjax.user_shardings import check_constraints, user_layouts
-from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
+from soapjax.strategy.plan import Plan, topology_of
+from soapjax.topology import DeviceTopology
 
 log = logging.getLogger("soapjax")
-DEFAULT_PROPOSALS = 100_000
-
-
-class Planned(NamedTuple):
-    """What planning found: the plan, and what it was chosen among."""
-
-    plan: Plan
-    result: SearchResult
-    baselines: dict[str, SearchResult]
-    problem: PlanningProblem
-    step: TracedStep
-
-    @property
-    def graph(self) -> OperatorGraph:
-        return self.problem.graph
-
-
-def plan(
-    fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
-    proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
-    static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
-    progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
-    devices: Sequence[Any] | None = None,
-) -> Planned:  # fmt: skip
-    """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
-
-    Args:
-      topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
-      planner: a name in `soapjax.PLANNERS`.
-      seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan.
-      fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
-      unroll: plan every step of a scan on its own.
-      space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
-      progress: called between rounds with (proposals, best step time, elapsed seconds).
-      profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
-      verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
-      devices: those to run on for that; `jax.devices()` by default.
-    Raises: SoapjaxError for every input that does not fit.
-    """
-    topology = load_topology(topology) if isinstance(topology, str) else topology
-    profile, remarks = find_profile(profile, topology)
-    if verify_top:
-        require_real_devices(topology, jax.devices() if devices is None else list(devices))
-    search = get_planner(planner, space=space)
-    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
-    static = {i % len(args) for i in static_argnums} if args else set()
-    layouts = user_layouts([a for i, a in enumerate(args) if i not in static], step.in_paths, fixed)
-    problem = planning_problem(step, topology, layouts, space=space, profile=profile)
-    key = jax.random.key(seed)
-    if proposals is None and seconds is None:
-        proposals = DEFAULT_PROPOSALS
-    with on_cpu():
-        baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
-        try:
-            result = search(key, problem, Budget(proposals, seconds, progress))
-        except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
-            best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
-            result = SearchResult(best, 0, 0.0, "interrupted")
-        result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
-        table: tuple[TimedStep, ...] = ()
-        if verify_top:
-            leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
-            verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
-            result, table = result._replace(best=verified.best), verified.table
-            remarks = (*remarks, *verified.notes)
-        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table)
-        made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
-    return Planned(made, result, baselines, problem, step)
-
-
-def planning_problem(
-    step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None, *, space: str = "soap",
-    profile: Profile | None = None,
-) -> PlanningProblem:  # fmt: skip
-    """The graph, space and simulator of a traced step on a topology."""
-    graph, _ = build_graph(step)
-    mesh = factor_mesh(topology)
-    check_constraints(step, mesh)
-    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
-
-
-def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
-    """The profile that is meant, and remarks on what was left out.
-
-    Raises: SoapjaxError where a file is damaged, or of another device kind or version.
-    """
-    if profile is None:
-        return None, ()
-    if profile == "auto":
-        at_hand = device_at_hand()
-        own = at_hand.processor if topology.device.platform == "cpu" == at_hand.platform else None
-        found, notes = cached_profile(topology.device, processor=own, topology_fingerprint=topology.fingerprint())
-        if found is None:
-            notes = (*notes, f"no profile of {topology.device.name} in {cache_folder()}: all figures are analytic")
-        return found, notes
-    place = "profile" if isinstance(profile, Profile) else profile
-    found = profile if isinstance(profile, Profile) else load_profile(profile)
-    if problems := mismatches(found, topology.device, place=place):
-        raise SoapjaxError(problems)
-    fitting = found.for_cluster(topology.fingerprint())
-    return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
-
-
-def _simpler_if_as_good(
-    result: SearchResult, baselines: Mapping[str, SearchResult], problem: PlanningProblem, planner: str
-) -> tuple[SearchResult, tuple[str, ...]]:
-    """The simplest baseline whose distance from the best is within the calibrated error; the simplest first."""
-    profile = problem.simulator.tables.profile
-    error = profile.error if profile is not None else 0.0
-    best = result.best
-    for name, found in baselines.items() if error > 0 and planner not in baselines else ():
-        gain = 1 - best.step_time_s / found.best.step_time_s
-        if found.best.is_feasible and 0 <= gain < error:
-            note = (
-                f"{planner} found {best.step_time_s:.4g} s per step, {gain:.1%} less than {name}: below the calibrated error of "
-                f"{error:.1%}, so {name} is taken"
-            )
-            return result._replace(best=found.best, candidates=(best, *result.candidates)), (note,)
-    return result, ()
-
-
-def _verified(
-    count: int, problem: PlanningProblem, step: TracedStep, planner: str, result: SearchResult,
-    baselines: Mapping[str, SearchResult], leaves: Sequence[Any], devices: Sequence[Any] | None,
-) -> Verified:  # fmt: skip
-    """The measured best of the best predicted ones."""
-    own = [result.best, *(e for e in result.candidates if e is not result.best)]
-    pool = [(f"{planner} {i + 1}" if i else planner, e) for i, e in enumerate(own)]
-    pool += [(name, found.best) for name, found in baselines.items()]
-    used = list(jax.devices() if devices is None else devices)[: problem.simulator.tables.topology.num_devices]
-
-    def time_one(e: Evaluation) -> float:
-        return time_steps(bind_plan(step, plan_of_strategy(problem, e.strategy), devices=used), leaves)
-
-    with jax.default_device(None):
-        return measured_best(shortlist(pool, count), time_one)
-
-
-def on_cpu() -> contextlib.AbstractContextManager:
-    """Searches run on the CPU: the accelerator's memory belongs to the training step."""
-    try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:
-        return contextlib.nullcontext()
-
-
-def plan_of_strategy(
-    problem: PlanningProblem, strategy: Strategy, *, model: ModelSource | None = None, provenance: Provenance = Provenance(),
-    unroll: bool = False,
-) -> Plan:  # fmt: skip
-    """The plan of any strategy of a problem's space, with its specs and prediction."""
-    simulator = problem.simulator
-    layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
-    topology, profile = simulator.tables.topology, simulator.tables.profile
-    figures, shares = compute_figures(simulator, strategy)
-    own = profile.for_structures({t.structure for t in problem.graph.tasks}) if profile is not None else None
-    return make_plan(
-        problem.space, topology, strategy, *layouts, simulator.prediction(strategy, compute_figures=shares), model=model,
-        provenance=provenance, unroll=unroll, figures=figures, profile=own.model_dump(mode="json") if own is not None else None,
-    )  # fmt: skip
-
-
-def _provenance(
-    planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult],
-    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (),
-) -> Provenance:  # fmt: skip
-    notes = [*remarks, *result.notes]
-    for name, found in baselines.items():
-        notes += [f"{name}: {note}" for note in found.notes]
-        if not found.best.is_feasible:
-            notes.append(f"{name}: does not fit ({found.best.memory_bytes / 1e9:.3g} GB per device)")
-    if not result.best.is_feasible:
-        notes.append("the best plan found does not fit the usable memory")
-    return Provenance(
-        versions=_versions(),
-        planner=planner,
-        space=space,
-        seed=seed,
-        num_proposals=result.num_proposals,
-        search_s=round(result.search_s, 3),
-        baselines={name: found.best.step_time_s for name, found in baselines.items()},
-        notes=tuple(notes),
-        verified=tuple(verified),
-    )
-
-
-def _versions() -> dict[str, str]:
-    versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
-    return versions | {"soapjax": _version()}
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("soapjax")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
-
-
-def plan_pipeline(
-    fn: Callable[..., Any], *args: Any, pipeline: str, topology: str | DeviceTopology = "local", microbatches: int | None = None,
-    stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
-    static_argnums: Sequence[int] = (), model: ModelSource | None = None,
-    progress: Callable[[int, float, float], None] | None = None,
-) -> tuple[Plan, FoundPipeline]:  # fmt: skip
-    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
-
-    Args:
-      microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
-    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
-    """
-    topology = load_topology(topology) if isinstance(topology, str) else topology
-    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
-    graph, _ = build_graph(step)
-    with on_cpu():
-        found = find_pipeline(
-            graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
-            seconds=seconds, progress=progress,
-        )  # fmt: skip
-    provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
-    return pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll), found
-
-
-def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = None) -> Plan:
-    """Reads a plan for a traced step and derives its specs and prediction anew, so that edits count.
-
-    Raises: SoapjaxError where the plan does not fit the step or (if given) the topology.
-    """
-    return recost(Plan.load(path), step, place=str(path), topology=topology)
-
-
-def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Plan:
-    """The plan with specs and prediction derived from its `axes` and `storage`."""
-    if loaded.pipeline is not None:
-        graph, own, _ = _checked(loaded, step, place, topology)
-        with on_cpu():
-            return recost_pipeline(loaded, graph, own, place=place)[0]
-    problem = problem_of_plan(loaded, step, place=place, topology=topology)
-    strategy = strategy_of(loaded, problem.space, place=place)
-    with on_cpu():
-        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
-    return made.model_copy(update={"mesh": loaded.mesh})
-
-
-def problem_of_plan(
-    loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None,
-    profile: Profile | None = None,
-) -> PlanningProblem:  # fmt: skip
-    """The problem that a plan solves, costed with the plan's own measurements, or with `profile`."""
-    graph, own, mesh = _checked(loaded, step, place, topology)
-    check_constraints(step, mesh)
-    fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
-    try:
-        if profile is None and loaded.profile is not None:
-            profile = profile_of(loaded.profile)
-        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=bool(loaded.pinned)), own, profile)
-    except SoapjaxError as e:
-        raise SoapjaxError(p._replace(place=f"{place}: {p.place}") for p in e.problems) from None
-
-
-def _checked(
-    loaded: Plan, step: TracedStep, place: str, topology: DeviceTopology | None
-) -> tuple[OperatorGraph, DeviceTopology, FactorMesh]:
-    """The step's graph and the plan's topology and mesh, where the plan is for them."""
-    own, mesh = topology_of(loaded, place=place)
-    problems = []
-    if topology is not None and topology.fingerprint() != own.fingerprint():
-        problems.append(
-            Problem(
-                f"{place}: topology", own.name, f"{topology.name}, which differs from the plan's", "plan anew for this topology"
-            )
-        )
-    graph, _ = build_graph(step)
-    if graph.fingerprint() != loaded.graph.fingerprint:
-        problems.append(
-            Problem(
-                f"{place}: graph.fingerprint", loaded.graph.fingerprint[:12],
-                f"{graph.fingerprint()[:12]}, this step's "
-                f"({graph.num_operators} operators, the plan has {loaded.graph.num_operators})",
-                "use the plan with the model and sizes that it was made for, or plan anew",
-            )
-        )  # fmt: skip
-    if problems:
-        raise SoapjaxError(problems)
-    return graph, own, mesh
-
-
-def timeline_events(plan: Plan, step: TracedStep) -> list[Event]:
-    """What runs when in the simulation of a plan: a track per device, and per device and level of links."""
-    with on_cpu():
-        if plan.pipeline is not None:
-            graph, topology, _ = _checked(plan, step, "plan", None)
-            return pipeline_events(recost_pipeline(plan, graph, topology)[1].timeline, topology)
-        problem = problem_of_plan(plan, step)
-        return spmd_events(problem.simulator, strategy_of(plan, problem.space))
 
 
 class Constants(NamedTuple):
@@ -449,7 +141,7 @@ class SoapShard:
     def _make_plan(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
         options = self._options
         if self._source is None:
-            found = plan(self._fn, *args, static_argnums=static, devices=self._devices, **options)
+            found = planning.plan(self._fn, *args, static_argnums=static, devices=self._devices, **options)
             return found.plan, found.step
         source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
         step = trace(self._fn, *args, static_argnums=static, unroll=source.unroll or options["unroll"])

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from soapjax import api, cli, commands
+from soapjax import cli, commands, plan_files, planning
 from soapjax.costs.fit import fitted_scales
 from soapjax.costs.profile import Profile, merged, profile_of, save_profile
 from soapjax.errors import Problem, SoapjaxError
@@ -100,14 +100,14 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
             raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
         plan, model, step = commands.loaded(path, concrete=True)
-        base = api.find_profile(command.profile, topology)[0]
+        base = planning.find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")
         base = _plain(base)
         bases += [base] if base is not None else []
-        with api.on_cpu():
+        with planning.on_cpu():
             # Fitted beside the measurements, without earlier scalars.
-            problem = api.problem_of_plan(plan.model_copy(update={"profile": None}), step, place=path, profile=base)
+            problem = plan_files.problem_of_plan(plan.model_copy(update={"profile": None}), step, place=path, profile=base)
             strategy = strategy_of(plan, problem.space, place=path)
             rows.append((path, problem.simulator, strategy))
         program = bind_plan(step, plan, devices=jax.devices()[: plan.num_devices])

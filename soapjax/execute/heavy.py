@@ -62,16 +62,16 @@ def run_heavy(
     )(*inputs)
 
 
-def combined(block: Any, partial: set[str], home_spec: Spec, mesh: Mesh, collective: Callable[..., Any] = jax.lax.psum) -> Any:
+def combined(block: Any, partial: set[str], home_spec: Spec, mesh: Mesh, collective: Callable[..., Any] | None = None) -> Any:
     """A device's block of partial results over the axes `partial`, combined: reduce-scattered where `home_spec` splits by one.
 
-    To be called within `shard_map`. `collective` combines over the other axes.
+    To be called within `shard_map`. `collective` combines over the other axes: a sum, by default.
     """
     scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
     others = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in scattered})
     for d, n in scattered:
         block = jax.lax.psum_scatter(block, n, scatter_dimension=d, tiled=True)
-    return collective(block, others) if others else block
+    return (collective or jax.lax.psum)(block, others) if others else block
 
 
 def with_leading(block: Any, kept: tuple[str, ...]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from command_line import ROOT, TINY, call, done
 
-from soapjax import Plan, api
+from soapjax import Plan, planning
 from soapjax.costs.profile import Calibration, load_profile, save_profile
 from soapjax.errors import SoapjaxError
 from soapjax.search.problem import Evaluation
@@ -174,7 +174,7 @@ def test_a_gain_below_the_calibrated_error_takes_the_simpler_plan(some_profile):
     model = abstract_model(ModelSource(path="models.mlp", settings={k: int(v) for k, v in pairs}))
     for residual, taken in ((0.0, False), (0.999, True)):
         profile = some_profile.model_copy(update={"calibration": Calibration(residual=residual)})
-        found = api.plan(model.step, *model.arguments, topology="cpu8", proposals=64, profile=profile)
+        found = planning.plan(model.step, *model.arguments, topology="cpu8", proposals=64, profile=profile)
         baseline = found.baselines["data_parallel"].best
         assert found.result.best.step_time_s <= baseline.step_time_s
         same = (found.result.best.strategy.axes == baseline.strategy.axes).all()

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.api import plan_of_strategy, planning_problem, recost
 from soapjax.errors import SoapjaxError
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.verify import verify
+from soapjax.plan_files import recost
+from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.placement import model_parallel_strategy
 from soapjax.strategy.strategy import PIN
 from soapjax.topology import load_topology

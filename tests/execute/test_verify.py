@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import soapjax
-from soapjax.api import plan_of_strategy, planning_problem
 from soapjax.execute import spmd
 from soapjax.execute.collectives import collectives_of
 from soapjax.execute.hlo import check_ops, heavy_instructions
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.verify import reference, verify
+from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.topology import load_topology

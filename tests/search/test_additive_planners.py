@@ -10,8 +10,8 @@ import pytest
 from problems import case
 
 import soapjax
-from soapjax.api import planning_problem
 from soapjax.errors import SoapjaxError
+from soapjax.planning import planning_problem
 from soapjax.search import exhaustive as branch_and_bound
 from soapjax.search.bound import bound_of, lower_bound, streams_of
 from soapjax.search.exhaustive import exhaustive

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.api import planning_problem
+from soapjax.planning import planning_problem
 from soapjax.search.baselines import BASELINES
 from soapjax.search.mcmc import Engine, Walker, exchange, mcmc
 from soapjax.search.moves import State, leap

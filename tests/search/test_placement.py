@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from problems import topology_of
 
 import soapjax
-from soapjax.api import plan_of_strategy, planning_problem, recost
 from soapjax.errors import SoapjaxError
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import TracedStep
+from soapjax.plan_files import recost
+from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.layers import layers_of, steps_of
 from soapjax.search.placement import balanced_runs, operator_seconds, placed
 from soapjax.search.planners import PLACEMENT_PLANNERS, get_planner

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.api import planning_problem
 from soapjax.errors import SoapjaxError
+from soapjax.planning import planning_problem
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.exhaustive import exhaustive
 from soapjax.search.mcmc import mcmc

@@ -132,7 +132,7 @@ def test_two_levels_are_no_worse_than_any_line_of_workers(graph, slow, fast, ove
     sync = graph.parameter_bytes.sum() * (2 * 1 / 2 / slow)
     nested = (max(inside, sync) if overlap else inside + sync) / 2
     assert found.bottleneck_s == pytest.approx(min(best, nested), rel=1e-9)
-    if all(s.devices == tuple(range(s.devices[0], s.devices[-1] + 1)) for s in found.stages):
+    if best < nested * (1 - 1e-9):
         bounds, marks = (0, *(s.layers[-1] + 1 for s in found.stages)), (0, *(s.devices[-1] + 1 for s in found.stages))
         assert brute.objective(bounds, marks) <= found.bottleneck_s * (1 + 1e-9)
 
