@@ -59,7 +59,7 @@ def distance(found, wanted):
 
 
 @pytest.mark.parametrize("name, schedule, stages, microbatches, chunks", CASES)
-def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatches, chunks, quick_compile):
+def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatches, chunks):
     """Two devices per stage. With batch norm the reference averages micro-batches: its statistics are those of each."""
     step, state, batch = made(name)
     leaves = jax.tree_util.tree_leaves((state, batch))
@@ -162,7 +162,7 @@ def test_any_number_of_devices_per_stage():
     assert distance(gradients, wanted) <= 1e-5
 
 
-def test_results_of_every_kind(quick_compile):
+def test_results_of_every_kind():
     """A mean, a count, what has a batch dim, and a state that the data does not touch."""
 
     def step(state, batch):

@@ -26,7 +26,6 @@ from soapjax.search.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table")
 QUICK = ("--tiny", "--proposals", "500")
 SHORT = ("--cap", "20", "--best-seconds", "2", "--best-seeds", "1")
