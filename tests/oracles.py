@@ -151,11 +151,11 @@ class _Oracle:
     # Costs.
 
     def conversion(
-        self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False
+        self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False, shape: tuple[int, ...] = ()
     ) -> tuple[np.ndarray, dict[str, float]]:
         """`is_merged`: small collectives of parameters and gradients share their latency where the compiler merges them."""
         share = min(1.0, size / self.links.combine_bytes) if is_merged and self.links.combine_bytes else 1.0
-        seconds, sent = conversion_cost_plainly(source, target, size, self.links, share)
+        seconds, sent = conversion_cost_plainly(source, target, size, self.links, share, shape)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
 
     def trip_bytes(self, i: int, task: Task) -> tuple[float, bool]:
@@ -238,13 +238,13 @@ class _Oracle:
             home = self.homes[i]
             if i in self.common:  # from a use's own layout to the common one, where a whole value may count as a sum of zeros
                 home = tuple(REPLICATED if h == PARTIAL != r else h for h, r in zip(home, raw, strict=True))
-                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].size_bytes, tasks[self.writer[i]].trip_count))
+                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].size_bytes, tasks[self.writer[i]].trip_count, shape=tensors[i].shape))
                 summed = PARTIAL in raw and any(r == PARTIAL != h for r, h in zip(raw, home, strict=True))
                 transients.append(tensors[i].size_bytes / self.shards(raw) if summed else 0.0)
             elif PARTIAL in raw:
                 transients.append(tensors[i].size_bytes / self.shards(raw))
                 trips = 1 if i in after_loop else tasks[self.writer[i]].trip_count
-                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, i in gradients))
+                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, i in gradients, tensors[i].shape))
         sum_s = {}
         for k, task in enumerate(tasks):
             for s in task.sums:
@@ -267,7 +267,7 @@ class _Oracle:
             here = min(c.task, len(tasks) - 1)
             seconds = np.zeros(self.links.num_levels)
             if not before:
-                seconds = add(*self.conversion(home, c.target, c.size, c.trips, c.tensor in self.parameter_of))
+                seconds = add(*self.conversion(home, c.target, c.size, c.trips, c.tensor in self.parameter_of, tensors[c.tensor].shape))
             convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
             if c.target != home:
                 since = max(e.task for e in before) + 1 if before else here

@@ -233,9 +233,10 @@ def change(
     slots = jnp.concatenate([own, stored, gradient_layouts(stored, rows(arrays.gradient_shift, p))])
     every = jnp.concatenate([slots, rows(base.slots, row.other_slot)])
     t = row.tensor
+    shape = rows(arrays.tensor_shape, t)
     raw, home = home_layouts(
         rows(every, row.tensor_slot), rows(every, row.tensor_reader), rows(arrays.tensor_source, t), rows(arrays.tensor_fixed, t),
-        rows(arrays.tensor_shape, t), sizes,
+        shape, sizes,
     )  # fmt: skip
     home, resolved = summed_layouts(raw, home, rows(every, jnp.maximum(row.tensor_sum, 0)), row.tensor_sum >= 0)
 
@@ -271,6 +272,7 @@ def change(
         jnp.concatenate([resolved, target, sum_target]),
         jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
         jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
+        shape=jnp.concatenate([shape, rows(shape, row.edge_tensor), jnp.zeros((len(s), shape.shape[1]), jnp.int32)]),
         pins=machine.pins,
     )  # fmt: skip
     trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])

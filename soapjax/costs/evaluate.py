@@ -128,6 +128,8 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
     shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
+    no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
+    shapes = jnp.concatenate([tables.tensor_shape, tables.tensor_shape[tables.edge_tensor], no_shape])
     resolve_times = tables.tensor_trips * tables.may_be_partial
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
@@ -170,7 +172,8 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         sum_source, sum_target = _sum_layouts(tables, task_index)
         every = conversion_cost(
             jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([found.resolved, target, sum_target]),
-            jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, pins=pins,
+            jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, shape=shapes,
+            pins=pins,
         )  # fmt: skip
         times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
         seconds = every.seconds * times
