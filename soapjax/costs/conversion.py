@@ -209,11 +209,9 @@ def conversion_cost_plainly(
     first = gathered_first(*unpinned, shape, sizes)
     if list(first) != unpinned[0]:
         half = [s if on else f for s, f, on in zip(source, first, is_pinned, strict=True)]
-        parts = [
-            conversion_cost_plainly(unpinned[0], first, size_bytes, links, latency_share),
-            conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape),
-        ]
-        return [a + b for a, b in zip(*(p[0] for p in parts), strict=True)], {k: parts[0][1][k] + parts[1][1][k] for k in COLLECTIVES}
+        gathers_s, gathered = conversion_cost_plainly(unpinned[0], first, size_bytes, links, latency_share)
+        rest_s, rest = conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape)
+        return [a + b for a, b in zip(gathers_s, rest_s, strict=True)], {k: gathered[k] + rest[k] for k in COLLECTIVES}
     steps = steps_of(*unpinned, sizes, is_counted=True)
     local = size_bytes
     for a, (s, t) in enumerate(pairs):

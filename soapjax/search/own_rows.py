@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_cost
 from soapjax.costs.evaluate import evaluator

@@ -225,12 +225,12 @@ class _Part:
                 steps[k + 1] -= figures.copy_bytes[e]
         working = float(np.cumsum(steps).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
-        transient = float(figures.transient_bytes[own].max(initial=0.0))
+        passing = float(figures.passing_bytes[own].max(initial=0.0))
         plain = self.seconds(BACKWARD, syncs=False)
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=plain, update_s=self.seconds(UPDATE),
             last_backward_s=max(self.seconds(BACKWARD), plain),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
             gradient_bytes=float(figures.held_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
-            input_bytes=arrives, kept_bytes=kept, working_bytes=working + transient,
+            input_bytes=arrives, kept_bytes=kept, working_bytes=working + passing,
         )  # fmt: skip
