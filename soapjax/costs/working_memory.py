@@ -38,8 +38,9 @@ def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, fi
     for k, task in enumerate(graph.tasks):
         for access in task.reads:
             readers.setdefault(access.tensor, set()).add(k)
-            is_image = task.kind == "conv" and access.operand >= 0 and graph.tensors[access.tensor].input_leaf >= 0
-            if is_image and task.dtype == "float32":
+            tensor = graph.tensors[access.tensor]
+            is_image = task.kind == "conv" and task.dtype == "float32" and access.operand >= 0 and tensor.input_leaf >= 0
+            if is_image and 1 not in tensor.shape:  # with one channel both orders are the same
                 relaid[access.tensor] = 1
     relaid[[p.tensor for p in graph.parameters]] = 0  # small, and gathered for every use
     made_by = {a.tensor: task for task in graph.tasks for a in task.writes}
