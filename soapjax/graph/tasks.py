@@ -11,6 +11,7 @@ from soapjax.graph.flops import flops_of
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, InnerSum, Task, Tensor, Work
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, LIGHT
+from soapjax.graph.scratch import scratch_of
 from soapjax.graph.structure import structure_of
 from soapjax.graph.units import Unit, is_relayout
 from soapjax.graph.values import Values
@@ -120,7 +121,7 @@ class TaskBuilder:
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
             -1, heavy.operands, heavy.results[0], tuple(self._recomputed_from(unit, o, results) for o in results),
-            self.structure(unit.eqns),
+            self.structure(unit.eqns), scratch_of(unit.heavy, self.program) if unit.heavy is not None else 0.0,
         )  # fmt: skip
 
     def local_dims(self, task: Task, eqn: FlatEqn) -> EqnDims:
