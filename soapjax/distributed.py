@@ -48,6 +48,7 @@ def initialize(
     job = job_of_environment(Job(coordinator_address, num_processes, process_id, local), timeout_s=timeout_s)
     _check(job)
     roll_call(job.coordinator_address, job.num_processes, job.process_id, timeout_s=timeout_s)
+    _open_transfers(job, timeout_s)
     try:
         jax.distributed.initialize(
             job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
@@ -74,6 +75,31 @@ def _check(job: Job) -> None:
         problems.append(Problem("process_id", str(job.process_id), expected, "number the processes from 0"))
     if problems:
         raise SoapjaxError(problems)
+
+
+def _open_transfers(job: Job, timeout_s: float) -> None:
+    """Lets pipelines and pinned plans send arrays to other processes: JAX wants an address of this host, and a port.
+
+    Where the user has set `jax_cross_host_transfer_socket_address` it stays. Backends that send by themselves do not use it.
+    """
+    if jax.config.values["jax_cross_host_transfer_socket_address"] or job.num_processes == 1:
+        return
+    host, _, port = job.coordinator_address.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as towards:
+            towards.connect(address)  # sends nothing; tells which of this host's addresses the others see
+            own = towards.getsockname()[0]
+        with socket.socket(family) as probe:
+            probe.bind((own, 0))
+            free = probe.getsockname()[1]
+    except OSError as e:
+        log.warning("soapjax: %s: pipelines over processes cannot send (%s)", job.coordinator_address, e.strerror or e)
+        return
+    own = f"[{own}]" if ":" in own else own
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{own}:{free}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{own}:0")
+    jax.config.update("jax_cross_host_transfer_timeout_seconds", max(1, int(timeout_s)))
 
 
 def _warn_of_loopback(job: Job) -> None:
