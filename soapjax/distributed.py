@@ -18,17 +18,18 @@ from typing import NoReturn
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute import agreement
+from soapjax.execute import agreement, watch
 from soapjax.execute.coordination import Job, is_joined, job_of_environment, store
 from soapjax.execute.roll_call import roll_call
 
 log = logging.getLogger("soapjax")
 DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_SILENCE_S = 60.0
 
 
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
-    local_device_ids: Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S,
+    local_device_ids: Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, silence_s: float = DEFAULT_SILENCE_S,
 ) -> None:  # fmt: skip
     """Joins this process to its job, before JAX is used for anything else.
 
@@ -38,10 +39,12 @@ def initialize(
       num_processes, process_id: how many there are, and which one this is.
       local_device_ids: accelerators of the host that this process uses; all by default, or as the job's launcher says.
       timeout_s: to wait for the other processes here.
+      silence_s: a process that gives no sign of life for so long counts as dead: the others end, and name it (execute/watch.py).
     Raises: SoapjaxError where it cannot be told who takes part, and on every process where some did not come: it names them.
     """
-    if not timeout_s > 0:
-        raise SoapjaxError(Problem("timeout_s", str(timeout_s), "a positive number of seconds", "leave it out"))
+    times = {"timeout_s": timeout_s, "silence_s": silence_s}
+    if wrong := [(name, value) for name, value in times.items() if not value > 0]:
+        raise SoapjaxError([Problem(n, str(v), "a positive number of seconds", "leave it out") for n, v in wrong])
     if is_joined():
         raise SoapjaxError(Problem("soapjax.distributed.initialize", "a second call", "one call", "remove one of them"))
     local = None if local_device_ids is None else tuple(local_device_ids)
@@ -53,12 +56,15 @@ def initialize(
         jax.distributed.initialize(
             job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
             initialization_timeout=max(1, int(timeout_s)), cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=int(3 * silence_s) + 100,  # later than ours: JAX ends a process without a name
         )  # fmt: skip
     except RuntimeError as e:
         place, value = "jax.distributed.initialize", str(e).split("\n")[0]
         remedy = "call soapjax.distributed.initialize() before anything else of JAX"
         raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
     _warn_of_loopback(job)
+    if job.num_processes > 1:
+        watch.start(store(), silence_s)
     jax.devices()  # tells the others: at its first use JAX would wait minutes for a process that has ended meanwhile
 
 
