@@ -2,8 +2,8 @@
 
 Each rank writes a beat into the job's key-value store (coordination.py), and reads those of the others. A rank whose beat stays
 the same for `timeout_s` is named, in the store first, so that all name the same one; then this process ends with status 2. Where
-rank 0 dies, so does the store, and JAX aborts the others at once (status 134; it calls rank 0 the leader). Without the watch it would
-leave them in a transfer that nobody answers, and abort them after 100 s.
+rank 0 dies, so does the store, and JAX aborts the others at once (status 134; it calls rank 0 the leader). Without the watch it
+would leave them in a transfer that nobody answers, and abort them after 100 s.
 
 An exception that nobody catches ends a process at once, and says so in the store (`agreement.leave`): JAX's own ending would wait
 minutes for ranks that wait for this one. Where it comes from JAX it may be the echo of another rank's death: then the watch has

@@ -111,12 +111,8 @@ def test_a_rank_that_dies_in_a_step_ends_the_others(free_port, quick_compile, wa
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2",
     }  # fmt: skip
     command = [sys.executable, ROOT / "tests" / "execute" / "dying_worker.py", "1", way, "3"]
-    processes = [
-        subprocess.Popen(
-            command, env=environment | {"JAX_PROCESS_ID": str(r)}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for r in range(2)
-    ]  # fmt: skip
+    options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(r)}, **options) for r in range(2)]
     try:
         if way != "SIGSTOP":
             processes[1].wait(timeout=200)
