@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.execute.transfer import mover
+from soapjax.execute.transfer import mover, processes_of
 
 Name = Hashable
 
@@ -26,6 +26,7 @@ class Dispatch(NamedTuple):
     outs: list[int]
     free: list[int]  # slots that nothing reads afterwards
     lasting: list[int]  # positions of results whose memory no later program takes
+    targets: Sequence[Any] | None  # of a transfer: where its results go
 
 
 class Event(NamedTuple):
@@ -42,8 +43,9 @@ class StreamBuilder:
 
     def __init__(self) -> None:
         self.slots: dict[Name, int] = {}
-        self._entries: list[tuple[str, str, Callable[..., Any], list[int], list[int]]] = []
+        self._entries: list[tuple[str, str, Callable[..., Any], list[int], list[int], Sequence[Any] | None]] = []
         self._taken: set[int] = set()
+        self.lent: set[Name] = set()  # what goes to other processes: JAX does not keep its memory from a program that takes it
 
     def slot(self, name: Name) -> int:
         return self.slots.setdefault(name, len(self.slots))
@@ -55,29 +57,36 @@ class StreamBuilder:
         self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
         takes: Sequence[Name] = (),
     ) -> None:  # fmt: skip
-        """`takes`: those of `ins` whose memory `fn` reuses (donated)."""
+        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated)."""
+        self._add(label, track, fn, ins, outs, takes, None)
+
+    def _add(
+        self, label: str, track: str, fn: Callable[..., Any], ins: Sequence[Name], outs: Sequence[Name], takes: Sequence[Name],
+        targets: Sequence[Any] | None,
+    ) -> None:  # fmt: skip
         missing = [n for n in ins if n not in self.slots]
         if missing:
             raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
         self._taken.update(self.slots[n] for n in takes)
-        self._entries.append((label, track, fn, [self.slots[n] for n in ins], [self.slot(n) for n in outs]))
+        self._entries.append((label, track, fn, [self.slots[n] for n in ins], [self.slot(n) for n in outs], targets))
 
     def move(
         self, label: str, track: str, ins: Sequence[Name], sources: Sequence[Any], targets: Sequence[Any], outs: Sequence[Name]
     ) -> None:  # fmt: skip
         """One transfer of several arrays, from the shardings `sources` to `targets`."""
-        self.call(label, track, mover(sources, targets), ins, outs)
+        self._add(label, track, mover(sources, targets), ins, outs, (), targets)
+        self.lent.update(n for n, s, t in zip(ins, sources, targets, strict=True) if processes_of(s) != processes_of(t))
 
     def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
         """The stream that takes `given` and returns `wanted`."""
         keep = {self.slots[n] for n in wanted}
         seen: set[int] = set(keep)
         dispatches = []
-        for label, track, fn, ins, outs in reversed(self._entries):
+        for label, track, fn, ins, outs, targets in reversed(self._entries):
             free = [s for s in dict.fromkeys([*ins, *outs]) if s not in seen]
             seen.update(ins, outs)
             lasting = [k for k, s in enumerate(outs) if s not in self._taken]
-            dispatches.append(Dispatch(label, track, fn, ins, outs, free, lasting))
+            dispatches.append(Dispatch(label, track, fn, ins, outs, free, lasting, targets))
         return Stream(dispatches[::-1], len(self.slots), [self.slot(n) for n in given], [self.slots[n] for n in wanted])
 
 
@@ -87,12 +96,33 @@ class Stream:
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         slots = self._filled(arguments)
-        for _, _, fn, ins, outs, free, _ in self.dispatches:
+        for _, _, fn, ins, outs, free, _, _ in self.dispatches:
             for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
                 slots[s] = result
             for s in free:
                 slots[s] = None
         return [slots[s] for s in self._wanted]
+
+    def text(self) -> str:
+        """The list, for comparison between processes."""
+        return "\n".join(f"{d.label} [{d.track}] {d.ins} -> {d.outs}: {d.targets or ''}" for d in self.dispatches)
+
+    def compile(self, arguments: Sequence[Any]) -> None:
+        """Compiles the programs of this process' devices for arguments such as these, so that `run` only runs."""
+        slots = self._filled([_struct(a, a.sharding) for a in arguments])
+        made: dict[int, Sequence[Any]] = {}  # id of a program -> types and layouts of its results
+        for d in self.dispatches:
+            given = [slots[i] for i in d.ins]
+            if d.targets is not None:
+                results = [_struct(x, s) for x, s in zip(given, d.targets, strict=True)]
+            elif id(d.fn) in made:
+                results = made[id(d.fn)]
+            else:
+                results = made[id(d.fn)] = jax.eval_shape(d.fn, *given)
+                if any(x.sharding.has_addressable_devices for x in results):
+                    d.fn.lower(*given).compile()  # jax.jit finds it again at the first call
+            for s, result in zip(d.outs, results, strict=True):
+                slots[s] = result
 
     def _filled(self, arguments: Sequence[Any]) -> list[Any]:
         slots: list[Any] = [None] * self._num_slots
@@ -139,6 +169,10 @@ class Stream:
         for pool in pools.values():
             pool.shutdown()
         return [slots[s] for s in self._wanted], events
+
+
+def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _witness(entry: Dispatch, results: Sequence[Any]) -> Any:

@@ -84,13 +84,24 @@ class StageLoads:
         fabric = self._fabric(first, count, num)
         key = (bounds, id(fabric), inner)
         if key not in self._loads:
-            self._loads[key] = self._part(fabric, fabric.choices[inner].figures, bounds)
+            self._loads[key] = self._summing(self._part(fabric, fabric.choices[inner].figures, bounds), num)
         return self._loads[key]
 
     def load_of(self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy) -> StageLoad:
         """As `load`, for any strategy of the graph on the stage's mesh."""
         fabric = self._fabric(first, count, num)
-        return self._part(fabric, fabric.figures(strategy), bounds)
+        return self._summing(self._part(fabric, fabric.figures(strategy), bounds), num)
+
+    def _summing(self, load: StageLoad, num: int) -> StageLoad:
+        """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written."""
+        if num == 1:
+            return load
+        device = self.topology.device
+        once_s = load.gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+        return load._replace(
+            backward_s=load.backward_s + 3 * once_s, update_s=load.update_s + once_s,
+            last_backward_s=None if load.last_backward_s is None else load.last_backward_s + 3 * once_s,
+        )  # fmt: skip
 
     def space(self, first: int, count: int, num: int) -> SearchSpace:
         return self._fabric(first, count, num).space

@@ -95,7 +95,7 @@ def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatc
 def held(run):
     """The most micro-batches whose residuals a stage holds, counted on the list of dispatches by what it frees."""
     counts, most = [0] * len(run.places), [0] * len(run.places)
-    stream = run._stream(True)
+    stream = run.dispatches(with_gradients=True)
     residuals = {}  # slot -> stage, of what a forward pass makes and its own backward pass reads
     backward = {}
     for d in stream.dispatches:
