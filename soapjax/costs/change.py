@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import Links, conversion_cost
+from soapjax.costs.conversion import Links, conversion_seconds
 from soapjax.costs.evaluate import Costs
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
@@ -281,7 +281,7 @@ def change(
     wanted = rows(every, row.edge_slot)
     target = jnp.where(wanted == PARTIAL, edge_home, wanted)
     sum_source, sum_target = sum_layouts(*(rows(rows(x, s).T, index).T for x in (arrays.sum_split, arrays.sum_reduced)))
-    cost = conversion_cost(
+    full_s = conversion_seconds(
         jnp.concatenate([raw, edge_home, sum_source]),
         jnp.concatenate([resolved, target, sum_target]),
         jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
@@ -290,7 +290,7 @@ def change(
         pins=machine.pins,
     )  # fmt: skip
     trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])
-    seconds = cost.seconds * trips[:, None]
+    seconds = full_s * trips[:, None]
     resolve_s, convert_s, sum_s = jnp.split(seconds, [len(t), len(t) + len(e)])
 
     again = one_row(arrays.storage_regather, storage.astype(jnp.int32)) & rows(arrays.is_backward, e) & (row.edge_again >= 0)

@@ -17,14 +17,15 @@ a message a + S/b, a broadcast one message per step of a tree, shards to or from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.block_order import block_order, first_gather
+from soapjax.costs.block_order import axes_where, block_order, first_gather, holds
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
 from soapjax.topology import DeviceTopology, FactorMesh
@@ -85,37 +86,107 @@ def conversion_cost(
       shape: int32 [..., R] of the tensors; None, and a dim of 0, are large enough to be split in any way.
       pins: whether pinned layouts are looked at.
     """
+    seconds, sent = _side_by_side(links, pins, True)(*_by_axis(source, target, shape, size_bytes, latency_share))
+    return ConversionCost(jnp.stack(seconds, -1), jnp.stack(sent, -1))
+
+
+def conversion_seconds(
+    source: Array, target: Array, size_bytes: Array, links: Links, latency_share: np.ndarray | float = 1.0, *,
+    shape: Array | None = None, pins: bool = False,
+) -> Array:  # fmt: skip
+    """The seconds [..., L] of `conversion_cost` alone."""
+    seconds, _ = _side_by_side(links, pins, False)(*_by_axis(source, target, shape, size_bytes, latency_share))
+    return jnp.stack(seconds, -1)
+
+
+AT_ONCE = 2048  # conversions of one turn: what they need stays in the nearest cache
+
+
+def _by_axis(source: Array, target: Array, shape: Array | None, size_bytes: Array, share: Array | float) -> tuple[Any, ...]:
+    """Arguments of `_cost_by_axis`: an array [...] per mesh axis or dim of each, and of all the same shape."""
+    lead = source.shape[:-1]
+    layouts = ([x[..., a] for a in range(x.shape[-1])] for x in (source, target))
+    dims = [] if shape is None else [jnp.broadcast_to(shape[..., d], lead) for d in range(shape.shape[-1])]
+    return *layouts, dims, *(jnp.broadcast_to(jnp.asarray(x, jnp.float32), lead) for x in (size_bytes, share))
+
+
+def _side_by_side(links: Links, pins: bool, wants_bytes: bool) -> Callable[..., tuple[list[Array], list[Array]]]:
+    """`_cost_by_axis` (seconds per level, bytes by collective) of flat arrays, in turns of a loop; a batch is more of the same.
+
+    XLA would merge a plain call into the code around it, that gathers layouts and interleaves results, and work on
+    one number per instruction: 310 ns per conversion on four axes. What is in a loop of its own is 20.
+    """
+
+    def cost(*of: Any) -> tuple[list[Array], list[Array]]:
+        seconds, sent = _cost_by_axis(*of, links=links, pins=pins)
+        return seconds, [sent[k] for k in COLLECTIVES] if wants_bytes else []
+
+    def flat(*of: Any) -> tuple[list[Array], list[Array]]:
+        of = jax.tree.map(jnp.ravel, of)
+        count = of[-1].size
+        width = min(AT_ONCE, -(-count // 2))  # XLA dissolves a loop of one turn
+
+        def turn(i: Array, found: Any) -> Any:
+            first = jnp.minimum(i * width, count - width)
+            some = cost(*jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, width), of))
+            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, first, 0), found, some)
+
+        none = jax.tree.map(lambda x: jnp.zeros(count, x.dtype), jax.eval_shape(cost, *of))
+        return jax.lax.fori_loop(0, -(-count // width), turn, none) if count else none
+
+    @jax.custom_batching.custom_vmap
+    def shaped(*of: Any) -> tuple[list[Array], list[Array]]:
+        return jax.tree.map(lambda x: x.reshape(of[-1].shape), flat(*of))
+
+    @shaped.def_vmap
+    def batched(size: int, is_batched: Any, *of: Any) -> tuple[Any, Any]:
+        whole = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), of, tuple(is_batched))
+        found = shaped(*whole)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return shaped
+
+
+def _cost_by_axis(
+    source: list[Array], target: list[Array], shape: list[Array], size_bytes: Array, latency_share: Array, *,
+    links: Links, pins: bool,
+) -> tuple[list[Array], dict[str, Array]]:  # fmt: skip
+    """Seconds [...] per level and bytes [...] by collective, of layouts as one int8 [...] per axis and shapes as one per dim."""
     sizes, levels = links.axis_sizes, range(links.num_levels)
+    source, target = ([x.astype(jnp.int32) for x in layout] for layout in (source, target))
     # What stays a partial sum takes no part.
-    is_kept = (source == PARTIAL) & (target == PARTIAL)
-    source, target = (jnp.where(is_kept, jnp.int8(REPLICATED), x) for x in (source, target))
-    first = None
-    given = source
-    if shape is not None:
-        first = first_gather(source, target, shape, sizes)
-        source = jnp.where(first.is_gathered, jnp.int8(REPLICATED), source)
+    is_kept = [(s == PARTIAL) & (t == PARTIAL) for s, t in zip(source, target, strict=True)]
+    source, target = ([jnp.where(k, REPLICATED, x) for k, x in zip(is_kept, layout, strict=True)] for layout in (source, target))
+    given = axes_where([s >= 0 for s in source])
+    first = first_gather(source, target, shape, sizes)
+    source = [jnp.where(holds(first.gathered, a), REPLICATED, s) for a, s in enumerate(source)]
     order = block_order(source, target, sizes)
     # Where blocks only change places there is nothing else to do.
-    stays = order.is_whole[..., None] & (source > PINNED) & (target > PINNED)
-    source = jnp.where(stays, target, source)
-    size_of = jnp.asarray(sizes, jnp.float32)
+    source = [
+        jnp.where(order.is_whole & (s > PINNED) & (t > PINNED) if pins else order.is_whole, t, s)
+        for s, t in zip(source, target, strict=True)
+    ]
+    split, wanted = axes_where([s >= 0 for s in source]), axes_where([t >= 0 for t in target])
+    replicated, everywhere = (axes_where([x == REPLICATED for x in layout]) for layout in (source, target))
+    partial = axes_where([s == PARTIAL for s in source])
+    exchanged = split & wanted & axes_where([s != t for s, t in zip(source, target, strict=True)])
 
-    def product(mask: Array, level: int | None = None) -> Array:
-        if level is not None:
-            mask = mask & np.array([lv == level for lv in links.axis_levels])
-        return jnp.where(mask, size_of, 1.0).prod(-1)
+    def product(axes: Array, level: int | None = None) -> Array:
+        n = jnp.float32(1)
+        for a, size in enumerate(sizes):
+            if level is None or links.axis_levels[a] == level:
+                n = jnp.where(holds(axes, a), n * size, n)
+        return n
 
-    local = size_bytes / product((source >= 0) | ((source == REPLICATED) & (target >= 0)))
-    exchanged = (source >= 0) & (target >= 0) & (source != target)
-    gathered = (source >= 0) & (target == REPLICATED)
+    local = size_bytes / product(split | (replicated & wanted))
     seconds = [jnp.zeros_like(local) for _ in levels]
     sent = {}
 
-    def run(kind: str, mask: Array, size: Array) -> Array:
-        """Adds one collective over the axes in `mask` to `seconds` and `sent`; gives the bytes per device after it."""
+    def run(kind: str, axes: Array, size: Array) -> Array:
+        """Adds one collective over `axes` to `seconds` and `sent`; gives the bytes per device after it."""
         spread = kind in ("all-gather", "all-to-all")  # to all others: over the slowest links first
         for lv in levels if spread else reversed(levels):
-            n = product(mask, lv)
+            n = product(axes, lv)
             if kind == "all-gather":
                 size = size * n
             moved, steps = size * (n - 1) / n, n - 1
@@ -127,31 +198,30 @@ def conversion_cost(
                 size = size / n
         return size
 
-    def permute(times: Array, is_moved: Array, size: Array) -> None:
-        """Adds so many permutes, over the slowest links that any of the axes in `is_moved` crosses."""
+    def permute(times: Array, moved: Array, size: Array) -> None:
+        """Adds so many permutes, over the slowest links that any of the axes in `moved` crosses."""
         sent["collective-permute"] = sent.get("collective-permute", 0.0) + times * size
         slower = jnp.zeros(jnp.shape(size), bool)
         for lv in levels:
-            crosses = (is_moved & np.array([x == lv for x in links.axis_levels])).any(-1)
+            crosses = (moved & sum(1 << a for a, x in enumerate(links.axis_levels) if x == lv)) != 0
             here = jnp.where(crosses & ~slower, times, 0.0)
             slower |= crosses
             seconds[lv] = seconds[lv] + here * (links.latency_s[lv] * latency_share + size / links.bytes_per_s[lv])
 
-    if first is not None:
-        part = size_bytes / product(given >= 0)
-        permute(first.permutes.astype(jnp.float32), first.is_moved, part)
-        run("all-gather", first.is_gathered, part)
-    local = run("reduce-scatter", (source == PARTIAL) & (target >= 0), local)
-    run("all-reduce", (source == PARTIAL) & (target == REPLICATED), local)
-    run("all-to-all", exchanged & ~order.is_late, local)
-    run("all-to-all", exchanged & order.is_late, local)
-    permute(order.num_permutes, order.is_moved, local)
+    if shape:
+        part = size_bytes / product(given)
+        permute(first.permutes.astype(jnp.float32), first.moved, part)
+        run("all-gather", first.gathered, part)
+    local = run("reduce-scatter", partial & wanted, local)
+    run("all-reduce", partial & everywhere, local)
+    run("all-to-all", exchanged & ~order.late, local)
+    run("all-to-all", exchanged & order.late, local)
+    permute(order.num_permutes, order.moved, local)
     sent["transfer"] = jnp.zeros_like(local)
     if pins:
-        pairs = [[x[..., a] for a in range(len(sizes))] for x in (source, target)]
-        local, sent["transfer"] = _send(*pairs, local, links, seconds, latency_share)
-    run("all-gather", gathered, local)
-    return ConversionCost(jnp.stack(seconds, -1), jnp.stack([sent[k] for k in COLLECTIVES], -1))
+        local, sent["transfer"] = _send(source, target, local, links, seconds, latency_share)
+    run("all-gather", split & everywhere, local)
+    return seconds, sent
 
 
 def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_share) -> tuple[Array, Array]:

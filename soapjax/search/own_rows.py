@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import Links, conversion_cost
+from soapjax.costs.conversion import Links, conversion_seconds
 from soapjax.costs.evaluate import evaluator
 from soapjax.costs.tables import FROM_FIXED, FROM_READER, CostTables
 from soapjax.search.candidates import Candidates
@@ -85,7 +85,7 @@ def _converter(links: Links) -> Callable[..., np.ndarray]:
     @jax.jit
     def run(source: Array, target: Array, size: Array, share: Array, shape: Array) -> Array:
         shapes = jnp.broadcast_to(shape, (len(source), len(shape)))
-        return conversion_cost(source, target, jnp.full(len(source), size), links, share, shape=shapes).seconds
+        return conversion_seconds(source, target, jnp.full(len(source), size), links, share, shape=shapes)
 
     def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
         out = np.zeros((len(source), links.num_levels), np.float32)
