@@ -328,9 +328,12 @@ def _sharing_after(
     since_keyed, heir, heir_since = (jnp.concatenate(x) for x in zip(*parts, strict=True))
     pad = len(arrays.edge_task) - 1
     rest = edge[num_keyed:]
-    is_heir = (rest[:, None] == heir) & (rest != pad)[:, None]  # [e - o, 2o]
-    since_rest = jnp.where(is_heir.any(1), jnp.where(is_heir, heir_since, 0).max(1), rows(base.since, rest))
-    heir = jnp.where(is_heir.any(0), pad, heir)
+    # Heirs among the operator's own other conversions: where they stand is the same for all candidates.
+    position = put(jnp.full(pad + 1, len(rest), jnp.int32), rest, jnp.arange(len(rest), dtype=jnp.int32)).at[pad].set(len(rest))
+    own = rows(position, heir)
+    inherited = jnp.full(len(rest) + 1, -1, jnp.int32).at[own].max(heir_since, mode="promise_in_bounds")[:-1]
+    since_rest = jnp.where(inherited >= 0, inherited, rows(base.since, rest))
+    heir = jnp.where(own < len(rest), pad, heir)
     return jnp.concatenate([since_keyed, since_rest]), heir, heir_since
 
 

@@ -24,6 +24,8 @@ from soapjax.simulate.delta import step_times, trace_of
 from soapjax.simulate.simulator import Scores
 from soapjax.simulate.trace import ItemArrays, Trace
 
+AT_ONCE = 64  # configs that are judged side by side
+
 
 class Position(NamedTuple):
     """A strategy taken apart, what is alive under it, and how its step goes."""
@@ -41,6 +43,13 @@ class Judged(NamedTuple):
     cost_s: Array  # [Q]: the objective; inf where a degree does not divide
 
 
+class Found(NamedTuple):
+    """What the candidates make of the operator's entries, by distinct config."""
+
+    change: Change  # [U, ...]
+    place: Array  # int32 [Q]: the row of each candidate
+
+
 class Tables(NamedTuple):
     """Everything on the device: arguments of the jitted loops, not constants of theirs."""
 
@@ -56,9 +65,9 @@ class Tables(NamedTuple):
 class Neighbourhoods:
     """The functions of one problem. The operators come in a few classes by the size of their neighbourhood."""
 
-    def __init__(self, problem: PlanningProblem):
+    def __init__(self, problem: PlanningProblem, *, at_once: int = AT_ONCE):
         cost_tables = problem.simulator.tables
-        self.problem, self.cost_tables = problem, cost_tables
+        self.problem, self.cost_tables, self.at_once = problem, cost_tables, at_once
         arrays, self.machine = arrays_of(cost_tables)
         classes = local_classes(cost_tables)
         self.sizes = [c.sizes for c in classes]
@@ -81,21 +90,45 @@ class Neighbourhoods:
         traced = trace_of(tables.items, base, overlap=self.overlap, pins=self.machine.pins)
         return Position(base, alive(tables.arrays, base), traced)
 
-    def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Change]:
-        lists = self._row(i, tables, n)
-        found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(axes, storage)
-        times = step_times(
-            tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins,
-            num_heirs=self.num_heirs[i],
-        )  # fmt: skip
-        memory = memory_after(tables.arrays, at.alive, at.base, lists, found, tables.usable_bytes)
+    def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Found]:
+        """Draws repeat (256 of them on one or two axes are few configs): each config is judged once, in as many turns as it takes."""
+        lists, q = self._row(i, tables, n), len(storage)
+        width = min(self.at_once, q)
+        config = jnp.concatenate([axes, storage[:, None]], 1)
+        first = jnp.argmax((config[:, None] == config).all(-1), 1)  # [Q]: the first candidate of the same config
+        is_first = first == jnp.arange(q)
+        rank = jnp.cumsum(is_first) - 1
+        (distinct,) = jnp.nonzero(is_first, size=-(-q // width) * width, fill_value=0)
+
+        def judge_some(k: Array) -> tuple[Array, Array, Change]:
+            some = jax.lax.dynamic_slice_in_dim(distinct, k * width, width)
+            found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(
+                axes[some], storage[some]
+            )
+            times = step_times(
+                tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins,
+                num_heirs=self.num_heirs[i],
+            )  # fmt: skip
+            return times, memory_after(tables.arrays, at.alive, at.base, lists, found, tables.usable_bytes), found
+
+        def turn(k: Array, done: tuple[Array, Array, Change]) -> tuple[Array, Array, Change]:
+            return jax.tree.map(
+                lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, k * width, 0), done, judge_some(k)
+            )  # fmt: skip
+
+        shapes = jax.eval_shape(judge_some, jnp.int32(0))
+        none = jax.tree.map(lambda x: jnp.zeros((len(distinct), *x.shape[1:]), x.dtype), shapes)
+        turns = rank[-1] // width + 1
+        times, memory, found = jax.lax.fori_loop(0, turns, turn, none)
+        place = rank[first]
+        times, memory = times[place], memory[place]
         sizes = np.array(self.machine.links.axis_sizes)
-        violations = jnp.zeros(len(axes), jnp.int32)
+        violations = jnp.zeros(q, jnp.int32)
         for d in range(tables.divisors.shape[1]):
             split = jnp.prod(jnp.where(axes == d, sizes, 1), axis=1)
             violations += tables.divisors[n, d] % split != 0
         cost = objective(Scores(times, memory, violations), tables.usable_bytes)
-        return Judged(times, memory, cost), found
+        return Judged(times, memory, cost), Found(found, place)
 
     def judge(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
         """Candidates (`axes` int8 [Q, A], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
@@ -111,7 +144,7 @@ class Neighbourhoods:
             result, q = choose(judged)
 
             def moved() -> Position:
-                one = jax.tree.map(lambda x: row(x, q), found)
+                one = jax.tree.map(lambda x: row(x, row(found.place, q)), found.change)
                 base = apply(self._row(i, tables, n), self.sizes[i][1], n, axes[q], storage[q], at.base, one)
                 return self._at(tables, base)
 

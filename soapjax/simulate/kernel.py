@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental.xla_metadata import set_xla_metadata
 
 # The mark that XLA's own SmallWhileLoopHoistingPass leaves on what it compiles so; a call that is inlined would lose it.
 ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
+LARGEST_CONSTANT = 4096  # bytes of an argument that is known when the program around the kernel is compiled
 
 
 def as_one_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,6 +32,9 @@ def as_one_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
+        # XLA (jaxlib 0.10) aborts the process on an argument of such a function that is a constant of more than 10 KiB.
+        if any(not isinstance(x, jax.core.Tracer) and np.asarray(x).nbytes > LARGEST_CONSTANT for x in leaves):
+            return jax.jit(fn)(*args)
         leaves = [jnp.asarray(x) for x in leaves]
         sized = [x for x in leaves if x.size]
 

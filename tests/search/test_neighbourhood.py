@@ -17,6 +17,7 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 Q = 32
+AT_ONCE = 12  # several turns, the last one not full
 FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
 CASES = [(*p, False) for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "resnet")] + [(*p, True) for p in PINNED]
@@ -30,7 +31,7 @@ class Judge:
         graph, place = graph_of(model), topology_of(topology)
         space = search_space(graph, factor_mesh(place), pins=pins)
         self.problem = PlanningProblem.make(graph, space, place)
-        self.near = Neighbourhoods(self.problem)
+        self.near = Neighbourhoods(self.problem, at_once=AT_ONCE)
         evaluate = self.problem.simulator.evaluate_one
         self.position = jax.jit(lambda t, axes, storage: self.near.position(t, evaluate(axes, storage), axes, storage))
 
