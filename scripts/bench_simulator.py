@@ -6,7 +6,8 @@
 Without --set a model's paper sizes are taken, where it has some. Proposals are the search's own, from a strategy that
 the search has walked to: blocks of candidates of one operator, and leaps of many operators in the search's proportion. Judged by
 
-* batched_delta   the exact delta for blocks; leaps fall back to the batched full simulation (both are in the time);
+* batched_delta   the exact delta for blocks, of which it simulates each distinct config once (`distinct_share`); leaps fall back
+                  to the batched full simulation (all is in the time);
 * batched_full    costs and simulation of every proposal as a whole, BATCH at a time;
 * event_full      Algorithm 1, event_delta  Algorithm 2 and its undo: the simulation alone, given the durations, on fewer proposals.
 
@@ -197,12 +198,18 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
         },
         "delta_over_full": statistics.median(full_s) / len(order) / statistics.median(delta_s)
         * (2 * half * steps + len(proposals.leaps.storage)),
-        "block_size": steps, "operators": problem.graph.num_operators, "items": problem.simulator.items.num_items,
+        "block_size": steps, "distinct_share": _distinct(proposals) / proposals.storage.size, "operators": problem.graph.num_operators, "items": problem.simulator.items.num_items,
     }  # fmt: skip
     if options.dump:
         dump(options.dump, problem, base_costs, jax.tree.map(lambda x: x[:BATCH], costs), full[:BATCH])
     pool.shutdown()
     return result
+
+
+def _distinct(proposals: Proposals) -> int:
+    """How many configs the blocks hold, each counted once per block."""
+    configs = np.concatenate([proposals.axes, proposals.storage[..., None]], -1)
+    return sum(len(np.unique(block, axis=0)) for block in configs)
 
 
 def _filled(state: State, first: int) -> State:

@@ -91,7 +91,7 @@ class Neighbourhoods:
         return Position(base, alive(tables.arrays, base), traced)
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Found]:
-        """Draws repeat (256 of them on one or two axes are few configs): each config is judged once, in as many turns as it takes."""
+        """Draws repeat (256 on two axes are few configs): each config is judged once, in as many turns as it takes."""
         lists, q = self._row(i, tables, n), len(storage)
         width = min(self.at_once, q)
         config = jnp.concatenate([axes, storage[:, None]], 1)
