@@ -1,9 +1,12 @@
 """The tables of pipelines on the emulated cluster, from rows that are made up."""
 
 import sys
+from pathlib import Path
 
-import cluster_measure
-import pipeline_cluster
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import cluster_measure  # noqa: E402
+import pipeline_cluster  # noqa: E402
 
 
 def test_what_was_measured_is_reported(tmp_path, monkeypatch):
