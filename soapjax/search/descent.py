@@ -8,23 +8,74 @@ chain that moves one of them at a time crosses a ridge for every one. So the des
 * alike: an axis takes what another axis has, in a group or in the whole graph;
 * stored: one storage, in a group or in the whole graph.
 
-A round draws a batch of them, simulates it in full and takes the best if it is better. These moves have no reverse, so they
-only make starts: no Markov chain is asked to balance them.
+A round draws a batch of them, none judged before, simulates it in full and takes the best if it is better; what else
+was better is tried on top of it in the next round. These moves have no reverse, so they only make starts: no Markov
+chain is asked to balance them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
 from soapjax.search.moves import choices_of, dim_flows
+from soapjax.search.problem import Evaluation, PlanningProblem
+from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 
 WEIGHTS = (0.4, 0.3, 0.15, 0.15)  # of together, carried, alike, stored
 MAX_AXES = 3  # that one move of a group changes
+PATIENCE = 24  # rounds without an improvement, after which a descent is over
+_MOST_MERGED = 6  # improvements that are tried together
+_TRIES = 40  # draws for a strategy that was not judged before
+
+
+class Descent:
+    """One descent from `start`; what it judges depends on `rng` alone."""
+
+    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator):
+        self.problem, self.best, self.rng = problem, start, rng
+        self.moves = Assignments(problem.space)
+        self.seen = {start.strategy.key()}
+        self.merged: list[Strategy] = []
+        self.quiet = 0
+        self.is_over = False
+
+    def round(self, limit: int = BATCH) -> int:
+        """Judges up to `limit` new strategies and gives their number."""
+        drawn = list(self._fresh(min(limit, BATCH)))
+        if not drawn:
+            self.is_over = True
+            return 0
+        found = sorted(self.problem.evaluate(drawn), key=lambda e: e.cost)
+        better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
+        self.merged = _overlaid(self.best.strategy, better)
+        self.quiet = 0 if better else self.quiet + 1
+        self.best = min(self.best, found[0], key=lambda e: e.cost)
+        self.is_over = self.quiet >= PATIENCE
+        return len(drawn)
+
+    def _fresh(self, count: int) -> Iterator[Strategy]:
+        waiting = self.merged
+        for _ in range(count):
+            for _ in range(_TRIES):
+                one = waiting.pop(0) if waiting else self.moves.draw(self.rng, self.best.strategy)
+                if one.key() not in self.seen:
+                    self.seen.add(one.key())
+                    yield one
+                    break
+
+
+def _overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:
+    """The first of `better` with what the second changed of `before`, that with what the third changed, and so on."""
+    out = better[:1]
+    for other in better[1:]:
+        last = out[-1]
+        axes = np.where(other.axes != before.axes, other.axes, last.axes)
+        out.append(Strategy(axes, np.where(other.storage != before.storage, other.storage, last.storage)))
+    return out[1:]
 
 
 def look_alikes(space: SearchSpace) -> np.ndarray:
@@ -76,9 +127,8 @@ class Assignments:
 
     def _may_take(self, members: np.ndarray, a: int, value: int | np.ndarray) -> np.ndarray:
         """bool [M]: which of `members` offer `value` on axis `a`."""
-        return (self.values[members, a] == np.reshape(value, (-1, 1))).any(axis=1) & (
-            (self.values[members, a] == np.reshape(value, (-1, 1))).argmax(axis=1) < self.counts[members, a]
-        )
+        is_offered = np.arange(self.values.shape[2]) < self.counts[members, a, None]
+        return ((self.values[members, a] == np.reshape(value, (-1, 1))) & is_offered).any(axis=1)
 
     def _together(self, rng: np.random.Generator, s: Strategy) -> None:
         members = self._group(rng, self.movable)
