@@ -113,7 +113,7 @@ def look_for_best_additive(case: Case, options, rows: Rows, known: BestKnown) ->
 def kept_programs(programs: str, case: Case):
     """A folder of programs: an empty one, or one that has the simulator's."""
     jax.clear_caches()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SOAPJAX_CACHE=folder):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SOAPJAX_CACHE=folder, SOAPJAX_PROGRAM_CACHE="on"):
         if programs == "warm":
             problem = case.problem()
             problem.evaluate([replicate_all(problem)])
@@ -151,9 +151,9 @@ def published(path: Path | None) -> dict[tuple[str, int], tuple[float, float]]:
     return found
 
 
-def summary(case: Case, rows: list[dict], paper: dict, options) -> dict:
+def summary(case: Case, programs: str, rows: list[dict], paper: dict, options) -> dict:
     reached = [r for r in rows if r["wall_s"]]
-    row: dict = dict(model=case.model, gpus=case.devices, programs=rows[0]["programs"], reached=f"{len(reached)}/{len(rows)}")
+    row: dict = dict(model=case.model, gpus=case.devices, programs=programs, reached=f"{len(reached)}/{len(rows)}")
     for name in CLOCKS:
         seconds = sorted([float(r[f"{name}_s"]) for r in reached] + [math.inf] * (len(rows) - len(reached)))
         if seconds:
@@ -186,7 +186,7 @@ def run(options) -> None:
                 lowest = goal.cost
                 for programs in options.programs:
                     mine: list[dict] = []
-                    made.append((case, mine))
+                    made.append((case, programs, mine))
                     for seed in range(options.seed, options.seed + options.starts):
                         target = lowest * (1 + options.within)
                         key = case.key() | dict(programs=programs, cap=options.cap, clock=options.clock)
@@ -197,10 +197,10 @@ def run(options) -> None:
                             found = rows.add(key | start(case, options, programs, seed, target, known))
                             lowest = min(lowest, float(found["best_cost_s"]))
                         mine.append(found)
-                    row = summary(case, mine, paper, options)
+                    row = summary(case, programs, mine, paper, options)
                     note("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
     finally:
-        table = [summary(case, mine, paper, options) for case, mine in made if mine]
+        table = [summary(case, programs, mine, paper, options) for case, programs, mine in made if mine]
         times = [f"{name}_{what}" for name in CLOCKS for what in ("median", "min", "max")]
         columns = ("model", "gpus", "programs", *times, "reached", *(("paper_full", "paper_delta", "target") if paper else ()))
         show(f"seconds until within {options.within:.0%} of the best known cost", columns, table)

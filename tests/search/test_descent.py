@@ -33,7 +33,10 @@ def layers():
     return planning_problem(soapjax.trace(forward, ws, jax.ShapeDtypeStruct((64, 512), "float32")), topology)
 
 
-@pytest.mark.parametrize("model, topology, pins", [("mlp_of_sixes", "2x6", False), ("lm_scan", "cpu8", False), ("mlp", "2x4", True)])
+CASES = (("mlp_of_sixes", "2x6", False), ("lm_scan", "cpu8", False), ("mlp", "2x4", True))
+
+
+@pytest.mark.parametrize("model, topology, pins", CASES)
 def test_every_draw_is_in_the_space(model, topology, pins):
     graph, place = graph_of(model), topology_of(topology)
     space = search_space(graph, factor_mesh(place), pins=pins)
