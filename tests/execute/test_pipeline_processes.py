@@ -45,8 +45,14 @@ def check(results):
 
 
 def test_two_processes(free_port, quick_compile):
-    """Both schedules, a parameter that both stages read, and operators pinned to either process or spread over both."""
-    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe", "mlp/pinned"], 2))
+    """A schedule of one order, and one of another with a parameter that both stages read."""
+    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe"], 2))
+
+
+@pytest.mark.slow
+def test_operators_pinned_to_two_processes(free_port, quick_compile):
+    """Layers on either process, and one over both."""
+    check(run_processes(free_port, ["mlp/pinned"], 2))
 
 
 @pytest.mark.slow
