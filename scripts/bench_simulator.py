@@ -199,7 +199,8 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
         },
         "delta_over_full": statistics.median(full_s) / len(order) / statistics.median(delta_s)
         * (2 * half * steps + len(proposals.leaps.storage)),
-        "block_size": steps, "distinct_share": _distinct(proposals) / proposals.storage.size, "operators": problem.graph.num_operators, "items": problem.simulator.items.num_items,
+        "block_size": steps, "distinct_share": _distinct(proposals) / proposals.storage.size,
+        "operators": problem.graph.num_operators, "items": problem.simulator.items.num_items,
     }  # fmt: skip
     if options.dump:
         dump(options.dump, problem, base_costs, jax.tree.map(lambda x: x[:BATCH], costs), full[:BATCH])
