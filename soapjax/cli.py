@@ -22,6 +22,7 @@ import rich.progress
 import tyro
 
 from soapjax.errors import InfeasibleError, SoapjaxError
+from soapjax.interrupts import Interrupts
 
 errors = rich.console.Console(stderr=True, soft_wrap=True)
 
@@ -212,12 +213,13 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
     warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
+    interrupts = Interrupts()
     from soapjax import commands  # after parsing: --help must not wait for jax
 
     try:
         # What the user's own modules print must not reach --json's standard output.
         with contextlib.redirect_stdout(sys.stderr):
-            result, text, status = commands.run(command, _progress(command))
+            result, text, status = commands.run(command, interrupts.checked(_progress(command)))
     except SoapjaxError as e:
         for problem in e.problems:
             errors.print(f"error: {problem}", markup=False, highlight=False)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
 HELPERS = {"errors", "files"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
-    "__init__", "__main__", "api", "cli", "commands", "distributed", "measuring_commands", "model_source", "pipelining",
+    "__init__", "__main__", "api", "cli", "commands", "distributed", "interrupts", "measuring_commands", "model_source", "pipelining",
     "plan_files", "planning", "profiling", "running_commands", "stage_plans", "timelines", "user_shardings", "verify_top",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from soapjax import Plan, SoapjaxError, api, load_topology, soap_shard
+from soapjax import Plan, SoapjaxError, load_topology, planning, soap_shard
 from soapjax.strategy.plan import parse_spec
 
 DATA_PARALLEL = dict(topology="cpu8", planner="data_parallel")
@@ -124,7 +124,7 @@ def test_losses_are_those_of_jit_and_the_function_is_traced_once(name):
 
 
 def test_bare_on_the_devices_at_hand(monkeypatch):
-    monkeypatch.setattr(api, "DEFAULT_PROPOSALS", 32)
+    monkeypatch.setattr(planning, "DEFAULT_PROPOSALS", 32)
 
     @soap_shard
     def predict(params, batch):

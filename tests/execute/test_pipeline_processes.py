@@ -44,13 +44,13 @@ def check(results):
         assert sum(r["held"] for r in found) >= found[0]["leaves"], found
 
 
-def test_two_processes(free_port, quick_compile):
+def test_two_processes(free_port):
     """A schedule of one order, and one of another with a parameter that both stages read."""
     check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe"], 2))
 
 
 @pytest.mark.slow
-def test_operators_pinned_to_two_processes(free_port, quick_compile):
+def test_operators_pinned_to_two_processes(free_port):
     """Layers on either process, and one over both."""
     check(run_processes(free_port, ["mlp/pinned"], 2))
 
