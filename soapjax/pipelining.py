@@ -171,13 +171,13 @@ def places_of(
         expected = f"the {needed} that the pipeline is for"
         remedy = f"use fewer or smaller stages, or start JAX with {needed} devices"
         raise SoapjaxError(Problem("devices", f"{len(devices)} devices", expected, remedy))
-    for stage in pipeline.stages:
-        mesh = stage_mesh(stage, topology)
-        # Only its own operators follow a stage's plan: axes that another stage's mesh has must not disturb it.
-        own = {n: a for n, a in (axes or {}).items() if n in stage.operators}
-        key = (mesh.axis_names, mesh.axis_sizes, tuple(sorted((n, tuple(sorted(a.items()))) for n, a in own.items())))
+    meshes = [stage_mesh(stage, topology) for stage in pipeline.stages]
+    for stage, mesh in zip(pipeline.stages, meshes, strict=True):
+        key = (mesh.axis_names, mesh.axis_sizes)
         if key not in plans:
-            plans[key] = inside_plan(graph, mesh, topology, own, storage)
+            # Stages on equal meshes follow one plan; the operators of others are laid out by data parallelism there.
+            alike = {n for s, m in zip(pipeline.stages, meshes, strict=True) if (m.axis_names, m.axis_sizes) == key for n in s.operators}
+            plans[key] = inside_plan(graph, mesh, topology, {n: a for n, a in (axes or {}).items() if n in alike}, storage)
         width = mesh.num_devices
         replicas = []
         for r in range(stage.replicas):

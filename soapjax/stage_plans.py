@@ -187,11 +187,12 @@ def _simulated(
     topology, num = loads.topology, pipeline.num_microbatches
     workers = Workers.of(topology)
     found: list[StageLoad] = []
-    inside = {}
+    inside, figures = {}, []
     shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
     for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
         strategy = strategies.get(i, loads.choices(first, count, num)[0].strategy)
-        load = loads.load_of((bounds[i], bounds[i + 1]), first, count, num, strategy)
+        figures.append(loads.figures(first, count, num, strategy))
+        load = loads.load_of((bounds[i], bounds[i + 1]), first, count, num, figures[i])
         if stage.replicas > 1:
             last = first + len(stage.devices) - 1
             level = level_between(topology, first, last)
@@ -200,7 +201,7 @@ def _simulated(
             load = load._replace(sync_s=sync, sync_level=level)
         found.append(load)
         inside |= _configs(loads, first, count, num, strategy, stage.operators)
-    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num)
+    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
     for k, t in enumerate(transfers):
@@ -267,6 +268,7 @@ def recost_pipeline(
         expected = f"0 to {topology.num_devices - 1}"
         raise SoapjaxError(Problem(f"{place}: pipeline.stages", "a device that is not there", expected, "plan anew"))
     strategies = {}
+    stages_of = {name: stage for stage in pipeline.stages for name in stage.operators}
     for i, stage in enumerate(pipeline.stages):
         first, count = min(stage.devices), len(stage.devices) // stage.replicas
         space = loads.space(first, count, pipeline.num_microbatches)
@@ -277,7 +279,8 @@ def recost_pipeline(
         whole = data_parallel_strategy(PlanningProblem(space.graph, space, None))[0]
         parts = dict(loaded.operators)
         for n, op in enumerate(space.graph.operators):
-            if op.name not in stage.operators:
+            # As the plan runs (pipelining.places_of): operators of stages on another mesh are laid out by data parallelism.
+            if op.name not in stages_of or stages_of[op.name].mesh != stage.mesh:
                 config = whole.config(n, op, space.mesh, space.storages)
                 parts[op.name] = OperatorPart(kind=op.kind, axes=dict(config.axes), storage=config.storage)
         mesh = MeshPart(axis_names=own, axis_sizes=space.mesh.axis_sizes, device_order=tuple(range(count)))

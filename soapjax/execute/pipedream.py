@@ -151,7 +151,8 @@ class PipeDreamStep:
             state = self.versions[forward]
             ins = [self._name(v, s, m, state) for v in part.inputs]
             outs = [("made", v, s, m) for v in part.outputs]
-            out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs)
+            runs = (self.places[s][m % r], part)
+            out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
             targets: dict[int, list[int]] = {}
             for v in part.outputs:
                 for t in dict.fromkeys(readers.get(v, ())):
@@ -273,7 +274,7 @@ class PipeDreamStep:
                     name = moved
                 ins.append(name)
         names = [("new", v, s, version + 1) for v in part.outputs]
-        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s, 0), fn, ins, names)
+        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s, 0), fn, ins, names, part=(place, part))
         new = {}
         for v in self.state_of(s):
             o = self.replaced.get(v)
@@ -299,6 +300,18 @@ class PipeDreamStep:
             out.call(f"metrics {s}", self._track(s, 0), jax.jit(fn), ins, [name])
         return name
 
+    def dispatched(self) -> tuple[Stream, list[jax.ShapeDtypeStruct]]:
+        """The dispatches of a call, and shapes and layouts of what they take."""
+        avals = dict(zip(self.program.inputs, self.step.in_avals, strict=True))
+        structs = [
+            jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype, sharding=s)
+            for v, s in zip(self.program.inputs, self.in_shardings, strict=True) if s is not None
+        ]  # fmt: skip
+        num = self.micro.num_microbatches
+        feeds = zip(self._feeds, self._feed_shardings(), strict=True)
+        structs += [jax.ShapeDtypeStruct((num, *avals[v].shape), avals[v].dtype, sharding=h) for (v, _, _), h in feeds]
+        return self._stream, structs
+
     # Running.
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -308,12 +321,13 @@ class PipeDreamStep:
     def _arguments(self, leaves: Sequence[Any]) -> list[Any]:
         placed = self.place(leaves)
         state = [placed[k] for k, v in enumerate(self.program.inputs) if v not in self.batch]
-        shardings = []
-        for v, s, q in self._feeds:
-            place = self.places[s][q]
-            shardings.append(place.bound.sharding(((), *place.spec(v))))
         whole = {v: stacked(leaves[k], self.micro.num_microbatches) for v, k in self.batch.items()}
-        return [*state, *put([whole[v] for v, _, _ in self._feeds], shardings)]
+        return [*state, *put([whole[v] for v, _, _ in self._feeds], self._feed_shardings())]
+
+    def _feed_shardings(self) -> list[Any]:
+        """Every minibatch is laid out as its replica reads it: taking one out of the stack moves nothing."""
+        places = [(v, self.places[s][q]) for v, s, q in self._feeds]
+        return [place.bound.sharding(((), *place.spec(v))) for v, place in places]
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs (flat): the state after all minibatches, and metrics averaged over them."""

@@ -98,6 +98,20 @@ class PipelineStep:
             self._streams[with_gradients] = _Emitter(self, with_gradients).emit()
         return self._streams[with_gradients]
 
+    def dispatched(self) -> tuple[Stream, list[jax.ShapeDtypeStruct]]:
+        """The dispatches of a step, and shapes and layouts of what they take."""
+        stream, avals = self._stream(False), self.step.in_avals
+        state = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            for a, s in zip(avals, self.in_shardings, strict=True) if s is not None
+        ]  # fmt: skip
+        num = self.micro.num_microbatches
+        feeds = [
+            jax.ShapeDtypeStruct((num, *avals[leaf].shape), avals[leaf].dtype, sharding=s)
+            for (leaf, _), s in zip(self._feeds, self._feed_shardings, strict=True)
+        ]  # fmt: skip
+        return stream, [*state, *feeds]
+
     # Running.
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -306,7 +320,8 @@ class _Emitter:
         for a in added:
             self.version[a.value, s] += 1
         outs = [self.name(v, s, m) for v in part.outputs] + [("sum", a.value, s, self.version[a.value, s]) for a in added]
-        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=ins[len(part.inputs) :])
+        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=ins[len(part.inputs) :],
+                      part=(self.places[s], part))  # fmt: skip
         targets: dict[int, list[int]] = {}
         for v in part.outputs:
             for t in dict.fromkeys(self.moved_to.get(v, ())):
@@ -367,7 +382,7 @@ class _Emitter:
         ins = [self.name(v, s, None) for v in values] + [n for c in crossings for n in self._total_names(c)]
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
         if outs:
-            self.out.call(f"update {s}", self.track(s), jitted, ins, outs, takes=[ins[k] for k in donated])
+            self.out.call(f"update {s}", self.track(s), jitted, ins, outs, takes=[ins[k] for k in donated], part=(place, part))
 
     def _replaced(self, s: int) -> dict[int, int]:
         """Parameters and optimizer state that live on a stage -> the value that replaces each."""
@@ -421,4 +436,5 @@ class _Emitter:
             ins = [("out", s, v) if v in made else self.name(v, s, None) for v in part.inputs]
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
             fn = jit_part(self.places[s], part, out_shardings=shardings)
-            self.out.call(f"update {s} mixed", self.track(s), fn, ins, [("out", s, v) for v in part.outputs])
+            self.out.call(f"update {s} mixed", self.track(s), fn, ins, [("out", s, v) for v in part.outputs],
+                          part=(self.places[s], part))  # fmt: skip

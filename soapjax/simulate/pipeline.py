@@ -40,8 +40,9 @@ class StageLoad(NamedTuple):
     parameter_bytes: float = 0.0  # of one version of the weights
     state_bytes: float = 0.0  # weights and optimizer state
     gradient_bytes: float = 0.0
-    input_bytes: float = 0.0  # what arrives for one micro-batch
-    kept_bytes: float = 0.0  # all that its backward pass needs, inputs too
+    batch_bytes: float = 0.0  # of the data that it reads, per micro-batch
+    input_bytes: float = 0.0  # what arrives from other stages for one micro-batch
+    kept_bytes: float = 0.0  # all that its backward pass needs, inputs too, `batch_bytes` not
     working_bytes: float = 0.0  # peak during one micro-batch's own passes, `kept_bytes` in it, gradients not
 
 
@@ -173,10 +174,14 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     replicas = pipeline.stages[stage].replicas
     per_replica = -(-held // replicas)
     keeps = load.input_bytes if pipeline.stages[stage].rematerialise else load.kept_bytes
-    stays = load.state_bytes + load.gradient_bytes + max(per_replica - 1, 0) * keeps
+    num = -(-pipeline.num_microbatches // replicas)
+    # The whole batch is laid out as one array, and taken apart before the first pass.
+    stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
     if pipeline.schedule == "pipedream":
         stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
+    if num > 1:
+        own += load.gradient_bytes  # of the micro-batch, beside the sums
     return stays, own
 
 
