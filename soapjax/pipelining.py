@@ -30,7 +30,8 @@ from soapjax.graph.phases import FORWARD, UPDATE
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.placement import balanced_runs
 from soapjax.search.problem import PlanningProblem
-from soapjax.strategy.pipeline import SCHEDULES, Pipeline, ScheduleName, Stage
+from soapjax.stage_plans import PIPELINES
+from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import Plan, Prediction, make_plan, strategy_of
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
@@ -176,8 +177,10 @@ def places_of(
         key = (mesh.axis_names, mesh.axis_sizes)
         if key not in plans:
             # Stages on equal meshes follow one plan; the operators of others are laid out by data parallelism there.
-            alike = {n for s, m in zip(pipeline.stages, meshes, strict=True) if (m.axis_names, m.axis_sizes) == key for n in s.operators}
-            plans[key] = inside_plan(graph, mesh, topology, {n: a for n, a in (axes or {}).items() if n in alike}, storage)
+            same = [s for s, m in zip(pipeline.stages, meshes, strict=True) if (m.axis_names, m.axis_sizes) == key]
+            alike = {n for s in same for n in s.operators}
+            own = ({n: x for n, x in (of or {}).items() if n in alike} for of in (axes, storage))
+            plans[key] = inside_plan(graph, mesh, topology, *own)
         width = mesh.num_devices
         replicas = []
         for r in range(stage.replicas):
@@ -191,33 +194,35 @@ def places_of(
 class PipelineOptions(NamedTuple):
     """What a user says of a pipeline."""
 
-    pipeline: Pipeline | ScheduleName
-    num_microbatches: int | None = None
+    pipeline: Pipeline | str  # or one of PIPELINES, to be planned
+    num_microbatches: int | None = None  # to be searched where it is None
     num_stages: int | None = None
     reduction: str = "mean"
 
     @classmethod
     def of(
-        cls, pipeline: Pipeline | str | None, microbatches: int | None, stages: int | None, reduction: str, **others: Any
+        cls, pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, reduction: str,
+        **others: Any,
     ) -> PipelineOptions | None:  # fmt: skip
         """Raises: SoapjaxError where the options do not go together."""
         problems = []
+        microbatches, stages = (None if n == "auto" else n for n in (microbatches, stages))
         given = [n for n, v in (("microbatches", microbatches), ("stages", stages)) if v is not None]
         if pipeline is None:
             problems += [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
-        elif isinstance(pipeline, str) and pipeline not in SCHEDULES:
+        elif isinstance(pipeline, str) and pipeline not in PIPELINES:
             remedy = "choose one of these, or pass a Pipeline"
-            problems.append(Problem("pipeline", repr(pipeline), " or ".join(SCHEDULES), remedy))
+            problems.append(Problem("pipeline", repr(pipeline), " or ".join(PIPELINES), remedy))
         elif isinstance(pipeline, Pipeline):
             problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
         for name, value in (("microbatches", microbatches), ("stages", stages)):
-            if value is not None and value < 1:
-                problems.append(Problem(name, str(value), "at least 1", "choose 1 or more"))
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                problems.append(Problem(name, repr(value), '"auto", or a number from 1 on', "correct the number"))
         if reduction not in REDUCTIONS:
             expected = " or ".join(map(repr, REDUCTIONS))
             problems.append(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
         for name, value in others.items():
-            if pipeline is not None and value is not None:
+            if pipeline is not None and value is not None and value is not False and value != 0:
                 problems.append(Problem(name, "given beside a pipeline", "one of them", "drop it"))
         if problems:
             raise SoapjaxError(problems)
@@ -225,44 +230,36 @@ class PipelineOptions(NamedTuple):
 
 
 def pipelined(
-    fn: Any, *args: Any, options: PipelineOptions, topology: str | DeviceTopology, devices: Sequence[Any] | None = None,
+    fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "mean", devices: Sequence[Any] | None = None,
     static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
-    axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None,
+    axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, is_float64: bool = False,
 ) -> StreamStep:  # fmt: skip
-    """The step that `soap_shard(..., pipeline=...)` runs: a given pipeline, or one balanced by FLOPs.
+    """The step of a given pipeline, of any schedule.
 
     Args:
+      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
       axes, storage: of operators, as for `pipeline_step`.
     Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
     devices = list(jax.devices()) if devices is None else list(devices)
-    given = options.pipeline if isinstance(options.pipeline, Pipeline) else None
-    if given is None:
-        num = min(topology.num_devices, len(devices))
-        stages = options.num_stages or max(d for d in range(1, min(4, num) + 1) if num % d == 0)
-        num_microbatches = options.num_microbatches or stages
-    else:
-        num_microbatches = given.num_microbatches
+    num_microbatches = pipeline.num_microbatches
     micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, unroll=unroll)
     graph, binding = build_graph(micro.step)
-    if given is None:
-        given = balanced_pipeline(
-            graph, num, schedule=options.pipeline, num_microbatches=num_microbatches, num_stages=stages,
-            chunks=2 if options.pipeline == "interleaved" else 1,
-        )  # fmt: skip
-    places = places_of(micro, graph, binding, given, topology, devices, axes=axes, storage=storage)
-    if given.schedule == "pipedream":
-        return StreamStep(PipeDreamStep(micro, given, places), micro.full)
-    step = PipelineStep(micro, given, [p[0] for p in places], reduction=options.reduction, donate=donate)
+    places = places_of(micro, graph, binding, pipeline, topology, devices, axes=axes, storage=storage, is_float64=is_float64)
+    if pipeline.schedule == "pipedream":
+        return StreamStep(PipeDreamStep(micro, pipeline, places), micro.full)
+    step = PipelineStep(micro, pipeline, [p[0] for p in places], reduction=reduction, donate=donate)
     return StreamStep(step, micro.full)
 
 
-def planned_pipeline(fn: Any, *args: Any, plan: Plan, topology: DeviceTopology, **options: Any) -> StreamStep:
+def planned_pipeline(
+    fn: Any, *args: Any, plan: Plan, topology: DeviceTopology, reduction: str = "mean", **options: Any
+) -> StreamStep:  # fmt: skip
     """The step of a pipeline plan: its stages, and inside them the axes and storages of its operators."""
     own = {name: part for name, part in plan.operators.items() if part.axes}
     return pipelined(
-        fn, *args, options=PipelineOptions(plan.pipeline), topology=topology, unroll=plan.unroll,
+        fn, *args, pipeline=plan.pipeline, reduction=reduction, topology=topology, unroll=plan.unroll,
         axes={name: part.axes for name, part in own.items()}, storage={name: part.storage for name, part in own.items()}, **options,
     )  # fmt: skip
 

@@ -17,9 +17,9 @@ import math
 import numpy as np
 
 from soapjax.costs.conversion import Links, combined_share, links_of
-from soapjax.graph.lifetimes import lifetimes
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
+from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED

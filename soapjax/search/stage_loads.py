@@ -205,10 +205,9 @@ class _Part:
         gradients = np.zeros(len(tables.tensor_bytes), bool)
         gradients[[p.gradient for p in self.graph.parameters]] = True
         self.gradients, self.maker, self.operator = gradients, maker, operator
-        self.is_sync = (schedule.kind == RESOLVE) & gradients[np.where(schedule.kind == RESOLVE, schedule.source, 0)]
 
-    def seconds(self, phase: int, *, syncs: bool = True) -> float:
-        """Makespan of one phase's tasks, each stream in program order; without the sums of gradients, if so."""
+    def seconds(self, phase: int) -> float:
+        """Makespan of one phase's tasks, each stream in program order."""
         schedule, durations = self.schedule, self.figures.seconds
         free = np.zeros(schedule.occupies.shape[1]).tolist()
         end: dict[int, float] = {}
@@ -216,7 +215,7 @@ class _Part:
         last = 0.0
         for t in chosen.tolist():
             ready = max((end.get(p, 0.0) for p in schedule.predecessors[t].tolist()), default=0.0)
-            took = float(durations[t]) if syncs or not self.is_sync[t] else 0.0
+            took = float(durations[t])
             if took > 0:
                 streams = np.flatnonzero(schedule.occupies[t]).tolist()
                 ready = max([ready, *(free[s] for s in streams)])
@@ -294,10 +293,8 @@ class _Part:
         working = float(np.cumsum(steps).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
         transient = float(figures.transient_bytes[own].max(initial=0.0))
-        plain = self.seconds(BACKWARD, syncs=False)
         return StageLoad(
-            forward_s=self.seconds(FORWARD), backward_s=plain, update_s=self.seconds(UPDATE),
-            last_backward_s=max(self.seconds(BACKWARD), plain),
+            forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
             gradient_bytes=float(figures.shard_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
             batch_bytes=batch, input_bytes=arrives, kept_bytes=kept, working_bytes=working + transient,

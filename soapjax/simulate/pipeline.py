@@ -32,9 +32,8 @@ class StageLoad(NamedTuple):
     """What one micro-batch costs on one replica of a stage; seconds of its devices together, bytes per device."""
 
     forward_s: float
-    backward_s: float  # without recomputation
+    backward_s: float  # with the sums of its gradients over the stage's devices, without recomputation
     update_s: float
-    last_backward_s: float | None = None  # with the sums of the step's gradients, where they run beside it; backward_s by default
     sync_s: float = 0.0  # among replicas, per update
     sync_level: int = 0
     parameter_bytes: float = 0.0  # of one version of the weights
@@ -262,8 +261,4 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
 def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad) -> float:
     if action.kind == "forward":
         return load.forward_s
-    # GPipe runs the backward passes from the last micro-batch to the first; PipeDream's replicas sum after every round.
-    last = {"gpipe": 0, "pipedream": -1}.get(pipeline.schedule, pipeline.num_microbatches - 1)
-    ends = action.microbatch == last and load.last_backward_s is not None
-    seconds = load.last_backward_s if ends else load.backward_s
-    return seconds + (load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0)
+    return load.backward_s + (load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0)
