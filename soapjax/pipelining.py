@@ -222,7 +222,7 @@ class PipelineOptions(NamedTuple):
             expected = " or ".join(map(repr, REDUCTIONS))
             problems.append(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
         for name, value in others.items():
-            if pipeline is not None and value is not None and value is not False and value != 0:
+            if pipeline is not None and value is not None:
                 problems.append(Problem(name, "given beside a pipeline", "one of them", "drop it"))
         if problems:
             raise SoapjaxError(problems)
@@ -230,7 +230,8 @@ class PipelineOptions(NamedTuple):
 
 
 def pipelined(
-    fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "mean", devices: Sequence[Any] | None = None,
+    fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "mean",
+    devices: Sequence[Any] | None = None,
     static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
     axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, is_float64: bool = False,
 ) -> StreamStep:  # fmt: skip

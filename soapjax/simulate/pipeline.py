@@ -181,6 +181,8 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
     if num > 1:
         own += load.gradient_bytes  # of the micro-batch, beside the sums
+    if per_replica < num:
+        own += load.input_bytes  # of the next micro-batch, which arrives meanwhile
     return stays, own
 
 

@@ -50,7 +50,7 @@ def test_one_stage_takes_the_time_of_one_program(model, name):
         assert load.forward_s + load.backward_s + load.update_s == pytest.approx(float(expected), rel=1e-5)
         # Memory is an upper bound, and no wild one.
         memory = float(simulator.costs(inside.strategy).memory_bytes[3])
-        assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes <= 1.6 * memory
+        assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes + load.batch_bytes <= 1.6 * memory
 
 
 def test_stages_share_out_the_work():
