@@ -55,7 +55,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import abstract_model, parse_settings
 from soapjax.planning import planning_problem
 from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, Engine, mcmc
-from soapjax.search.moves import State
+from soapjax.search.moves import State, leap
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.starts import starts
 from soapjax.simulate.event import simulate
@@ -91,7 +91,8 @@ def draw(engine: Engine, at: Any, num_blocks: int) -> Proposals:
     n, axes, storage, _ = (np.asarray(x) for x in drawn)
     # The search leaps up to BATCH steps in every round of BLOCKS_PER_ROUND blocks.
     num_leaps = max(1, round(BATCH * num_blocks / BLOCKS_PER_ROUND))
-    leaps = engine.propose(jax.random.split(jax.random.key(2), num_leaps), State(at.base.axes, at.base.storage))
+    propose = jax.jit(jax.vmap(leap(engine.problem.space), (0, None)))
+    leaps = propose(jax.random.split(jax.random.key(2), num_leaps), State(at.base.axes, at.base.storage))
     return Proposals(n, axes, storage, jax.tree.map(np.asarray, leaps))
 
 

@@ -91,8 +91,8 @@ def heavy_rate(step: TracedStep, name: str) -> float | None:
 
 
 def memory_rate() -> float:
-    """Bytes per second of an update `p - 0.1 g`, which reads two arrays and writes one."""
-    p, g = jnp.ones(2**22), jnp.ones(2**22)
+    """Bytes per second of an update `p - 0.1 g`, which reads two arrays and writes one; they are larger than caches are."""
+    p, g = jnp.ones(2**24), jnp.ones(2**24)
     run = jax.jit(lambda p, g: p - 0.1 * g, donate_argnums=0)
     held = [p]
 

@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,9 +87,9 @@ def read_rows(path: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(read_text(path)))) if Path(path).exists() else []
 
 
-def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: str, rows: list[dict[str, Any]], fields: Sequence[str] = FIELDS) -> None:
     out = io.StringIO()
-    writer = csv.DictWriter(out, FIELDS, lineterminator="\n")
+    writer = csv.DictWriter(out, fields, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_text_atomic(path, out.getvalue())
@@ -98,8 +98,8 @@ def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
 class Recorder:
     """The CSV, on rank 0."""
 
-    def __init__(self, options: argparse.Namespace):
-        self.options = options
+    def __init__(self, options: argparse.Namespace, fields: Sequence[str] = FIELDS):
+        self.options, self.fields = options, fields
 
     def done(self) -> set[str]:
         wanted = key_of(self.options)
@@ -108,7 +108,7 @@ class Recorder:
     def add(self, **row: Any) -> None:
         row = key_of(self.options) | row
         rows = [r for r in read_rows(self.options.output) if any(r[k] != row[k] for k in ("model", "hosts", "rate", "strategy"))]
-        write_rows(self.options.output, [*rows, row])
+        write_rows(self.options.output, [*rows, row], self.fields)
         predicted = f"predicted {float(row['predicted_s']):8.4f} s, " if row["predicted_s"] != "" else ""
         print(f"{row['strategy']:24s} {predicted}measured {row['measured_s']:8.4f} s (spread {row['spread']:.1%})", flush=True)
 

@@ -44,6 +44,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan", default=None, help="a plan file that every process reads, instead of a search by process 0")
     parser.add_argument("--topology", default="local")
     parser.add_argument("--planner", default="mcmc")
+    parser.add_argument("--pipeline", default=None, help="gpipe, 1f1b, ...: stages on the processes' devices instead of a plan")
+    parser.add_argument("--microbatches", type=int, default=None)
+    parser.add_argument("--stages", type=int, default=None)
     parser.add_argument("--proposals", type=int, default=2048, help="of the search")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the other processes at the start")
@@ -91,6 +94,8 @@ def train(options: argparse.Namespace) -> None:
     source = ModelSource(path=options.model, settings=parse_settings(options.set))
     model = concrete_model(source)
     chosen = dict(plan=options.plan) if options.plan else dict(planner=options.planner, proposals=options.proposals)
+    if options.pipeline:
+        chosen = dict(pipeline=options.pipeline, microbatches=options.microbatches, stages=options.stages, devices=jax.devices())
     step = soapjax.soap_shard(model.step, topology=options.topology, **chosen)
     state, *rest = model.arguments
     for i in range(options.steps):
@@ -101,8 +106,8 @@ def train(options: argparse.Namespace) -> None:
             what = "plan, compile and run" if i == 0 else "run"
             print(f"step {i + 1}: loss {loss:.6g}, {time.perf_counter() - start:.3g} s ({what})", flush=True)
     if jax.process_index() == 0:
-        plan = step.plan
-        print(f"{jax.process_count()} processes, {plan.num_devices} devices, plan {plan.plan_sha256[:12]}", flush=True)
+        made = f"{len(step.pipeline.stages)} stages" if step.pipeline else f"plan {step.plan.plan_sha256[:12]}"
+        print(f"{jax.process_count()} processes, {jax.device_count()} devices, {made}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,8 @@ simulation took 0.04 s (AlexNet, 4 GPUs) to 2,190 s (NMT, 64 GPUs). 4, 8 and 16 
 First the best cost of every case is looked for: default searches from all starts, `--best-seeds` of them; together with all that
 other scripts found it stands in results/best_known.json. Then, for each random start (Budget.random_start), a fresh problem is
 built, compiled and searched until it comes within --within of that cost, or --cap seconds are over. Reading the model (tracing)
-is not counted; cost tables, compilation and search are.
+is not counted; cost tables, compilation and search are. With `--programs cold` every program is compiled anew, as in the first
+search of a problem on a machine; with `warm` the simulator's comes from the disk, as in every later one.
 
 Columns: seconds on the clock, and of the processor (on a busy machine the fairer figure); starts that did not reach it count as
 longer than all others. The target is a twentieth of the paper's delta search, or 3 s where that is less.
@@ -16,15 +17,19 @@ longer than all others. The target is a twentieth of the paper's delta search, o
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
+import os
 import sys
+import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
-from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, get_planner, search, traced
+from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, get_planner, replicate_all, search, traced
 from paper_tables import CASE_COLUMNS, Rows, guarded, note, parser_of, positive_float, positive_int, show
 
 from soapjax.errors import Problem, SoapjaxError
@@ -33,6 +38,7 @@ from soapjax.search.problem import Budget, SearchResult
 
 GPUS = {4: "p100", 8: "p100", 16: "p100", 32: "k80", 64: "k80"}
 CLOCKS = {"wall": time.monotonic, "cpu": time.process_time}
+PROGRAMS = ("cold", "warm")
 NEVER = 1e9  # seconds: the budget of a search that `Until` ends
 
 
@@ -43,6 +49,7 @@ def arguments(argv=None):
     parser.add_argument("--starts", type=positive_int, default=10, help="random starts")
     parser.add_argument("--cap", type=positive_float, default=120.0, help="seconds for one start")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="of --cap and --best-seconds: cpu on a busy machine")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="compiled anew, or kept")
     parser.add_argument("--within", type=positive_float, default=0.01, help="relative distance to the best known cost")
     parser.add_argument("--best-seconds", type=positive_float, default=30.0, help="of each search for the best cost")
     parser.add_argument("--best-seeds", type=positive_int, default=3)
@@ -102,11 +109,23 @@ def look_for_best_additive(case: Case, options, rows: Rows, known: BestKnown) ->
     rows.get(case.key() | dict(seconds=options.best_seconds, clock="optcnn", seed=options.seed), compute)
 
 
-def start(case: Case, options, seed: int, target: float, known: BestKnown) -> dict:
-    """One random start."""
+@contextlib.contextmanager
+def kept_programs(programs: str, case: Case):
+    """A folder of programs: an empty one, or one that has the simulator's."""
     jax.clear_caches()
-    until = Until(options.cap, options.clock, target)
-    result, problem = until.run(case, seed, random_start=True)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SOAPJAX_CACHE=folder, SOAPJAX_PROGRAM_CACHE="on"):
+        if programs == "warm":
+            problem = case.problem()
+            problem.evaluate([replicate_all(problem)])
+            jax.clear_caches()
+        yield
+
+
+def start(case: Case, options, programs: str, seed: int, target: float, known: BestKnown) -> dict:
+    """One random start."""
+    with kept_programs(programs, case):
+        until = Until(options.cap, options.clock, target)
+        result, problem = until.run(case, seed, random_start=True)
     best = known.offer(case, problem, result.best, f"table4 random start {seed}")
     row = dict(target_cost_s=target, cost_s=result.best.cost, best_cost_s=best.cost, proposals=result.num_proposals)
     row |= {f"{name}_s": None if until.reached is None else until.reached[name] for name in CLOCKS}
@@ -132,9 +151,9 @@ def published(path: Path | None) -> dict[tuple[str, int], tuple[float, float]]:
     return found
 
 
-def summary(case: Case, rows: list[dict], paper: dict, options) -> dict:
+def summary(case: Case, programs: str, rows: list[dict], paper: dict, options) -> dict:
     reached = [r for r in rows if r["wall_s"]]
-    row: dict = dict(model=case.model, gpus=case.devices, reached=f"{len(reached)}/{len(rows)}")
+    row: dict = dict(model=case.model, gpus=case.devices, programs=programs, reached=f"{len(reached)}/{len(rows)}")
     for name in CLOCKS:
         seconds = sorted([float(r[f"{name}_s"]) for r in reached] + [math.inf] * (len(rows) - len(reached)))
         if seconds:
@@ -149,7 +168,7 @@ def summary(case: Case, rows: list[dict], paper: dict, options) -> dict:
 def run(options) -> None:
     paper = published(options.published)
     best = Rows(options.results / "table4_best.csv", (*CASE_COLUMNS, "seconds", "clock", "seed"), again=options.again)
-    columns = (*CASE_COLUMNS, "cap", "clock", "within", "seed")
+    columns = (*CASE_COLUMNS, "programs", "cap", "clock", "within", "seed")
     rows = Rows(options.results / "table4.csv", columns, again=options.again)
     known = BestKnown(options.results / "best_known.json")
     made = []
@@ -160,28 +179,30 @@ def run(options) -> None:
                 traced(model, tiny=options.tiny)
                 look_for_best(case, options, best, known)
                 look_for_best_additive(case, options, best, known)
-                mine: list[dict] = []
-                made.append((case, mine))
                 goal = known.get(case, case.problem())
                 if goal is None:
                     note(f"{case}: no strategy is known that fits into memory")
                     continue
                 lowest = goal.cost
-                for seed in range(options.seed, options.seed + options.starts):
-                    target = lowest * (1 + options.within)
-                    key = case.key() | dict(cap=options.cap, clock=options.clock, within=options.within, seed=seed)
-                    found = rows.find(key)
-                    if found is None or is_outdated(found, target):
-                        note(f"{case}, random start {seed}: until {target:.6g} s")
-                        found = rows.add(key | start(case, options, seed, target, known))
-                        lowest = min(lowest, float(found["best_cost_s"]))
-                    mine.append(found)
-                row = summary(case, mine, paper, options)
-                note("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
+                for programs in options.programs:
+                    mine: list[dict] = []
+                    made.append((case, programs, mine))
+                    for seed in range(options.seed, options.seed + options.starts):
+                        target = lowest * (1 + options.within)
+                        key = case.key() | dict(programs=programs, cap=options.cap, clock=options.clock)
+                        key |= dict(within=options.within, seed=seed)
+                        found = rows.find(key)
+                        if found is None or is_outdated(found, target):
+                            note(f"{case}, {programs}, random start {seed}: until {target:.6g} s")
+                            found = rows.add(key | start(case, options, programs, seed, target, known))
+                            lowest = min(lowest, float(found["best_cost_s"]))
+                        mine.append(found)
+                    row = summary(case, programs, mine, paper, options)
+                    note("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()))
     finally:
-        table = [summary(case, mine, paper, options) for case, mine in made if mine]
+        table = [summary(case, programs, mine, paper, options) for case, programs, mine in made if mine]
         times = [f"{name}_{what}" for name in CLOCKS for what in ("median", "min", "max")]
-        columns = ("model", "gpus", *times, "reached", *(("paper_full", "paper_delta", "target") if paper else ()))
+        columns = ("model", "gpus", "programs", *times, "reached", *(("paper_full", "paper_delta", "target") if paper else ()))
         show(f"seconds until within {options.within:.0%} of the best known cost", columns, table)
 
 

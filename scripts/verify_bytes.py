@@ -1,19 +1,23 @@
 """Predicted against compiled: collective bytes and peak memory of every model under every kind of plan.
 
-    python scripts/verify_bytes.py --target cpu --topology cpu8
-    pip install --no-deps --target cuda_aot jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
-    PYTHONPATH=cuda_aot python scripts/verify_bytes.py --target cuda --topology a100x64
+    python scripts/verify_bytes.py --target cpu --topology cpu8 --models mlp lenet --random 2
+    pip install "soapjax[cuda-aot]"
+    python scripts/verify_bytes.py --target cuda --topology a100x64 --minutes 30
 
-One row per plan in results/verify_bytes.csv, written as it goes; rows that are there are kept, so that it can be stopped
-and started again. Nothing is run: for cuda no GPU is needed (soapjax/execute/aot.py). Ends with medians, 90th percentiles, and
-the largest errors.
+One row per plan in results/verify_bytes.csv, written as it goes; rows that are there are kept, so that the table grows over
+several runs (`--random 5` after `--random 2` adds three plans per model; `--minutes` stops before the next plan). Nothing is
+run: for cuda no GPU is needed (soapjax/execute/aot.py). A plan that the compiler itself fails on is listed with its message and
+counted apart. Ends with medians, 90th percentiles and the largest errors; `--summary` writes them beside the
+causes that were found by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -53,7 +57,8 @@ LARGE: dict[str, tuple[str, dict]] = {
     "large rnnlm": ("models.rnnlm", {"batch": 256, "seq": 8, "width": 1024}),
 }  # fmt: skip
 FIELDS = ["target", "topology", "model", "strategy", "predicted_bytes", "compiled_bytes", "predicted_memory", "compiled_memory",
-          "usable_memory", "ops", "ops_as_planned", "rematerialised", "replicated", "compile_s"]  # fmt: skip
+          "usable_memory", "ops", "ops_as_planned", "rematerialised", "replicated", "compile_s",
+          "failed"]  # fmt: skip
 NAMED = ("data_parallel", "fsdp", "tensor_parallel", "mcmc")
 
 
@@ -67,10 +72,13 @@ def main() -> int:
     parser.add_argument("--output", default="results/verify_bytes.csv")
     parser.add_argument("--predict", action="store_true", help="predict the rows that are there anew, and compile nothing")
     parser.add_argument("--report", action="store_true", help="print the summary of the rows that are there, and compile nothing")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no further plan after so long")
+    parser.add_argument("--summary", default="", help="where to write the summary (Markdown); its section '## Causes' is kept")
     parser.add_argument("--differences", type=int, default=0, help="print so many differences of each plan")
     options = parser.parse_args()
     path = Path(options.output)
     rows = list(csv.DictReader(path.open())) if path.exists() else []
+    until = time.monotonic() + 60 * options.minutes
     if options.predict:
         predict_again(rows, options)
         write_rows(path, rows)
@@ -78,12 +86,16 @@ def main() -> int:
         topology = soapjax.load_topology(options.topology)
         devices = devices_of_target(topology, options.target)
         for name in options.models:
-            compile_model(name, topology, devices, options, rows, path)
-    report(rows)
+            if time.monotonic() < until:
+                compile_model(name, topology, devices, options, rows, path, until)
+    lines = report(rows)
+    print("\n".join(lines))
+    if options.summary:
+        write_summary(Path(options.summary), lines)
     return 0
 
 
-def compile_model(name: str, topology, devices, options, rows: list[dict], path: Path) -> None:
+def compile_model(name: str, topology, devices, options, rows: list[dict], path: Path, until: float) -> None:
     done = {r["strategy"] for r in rows if (r["target"], r["topology"], r["model"]) == (options.target, topology.name, name)}
     wanted = [*NAMED, *(f"random {i}" for i in range(options.random))]
     if not set(wanted) - done:
@@ -93,18 +105,27 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
     for label in wanted:
         if label.startswith("random"):
             strategy = problem.space.random(rng)  # drawn also where it is done: the sequence counts
-        if label in done:
+        if label in done or time.monotonic() > until:
             continue
         if not label.startswith("random"):
             strategy = get_planner(label)(jax.random.key(0), problem, Budget(options.proposals)).best.strategy
         plan = plan_of_strategy(problem, strategy)
         start = time.monotonic()
-        found = inspect(bind_plan(step, plan, devices=devices))
+        try:
+            found = inspect(bind_plan(step, plan, devices=devices))
+        except jax.errors.JaxRuntimeError as e:
+            rows.append(dict.fromkeys(FIELDS, "") | dict(
+                target=options.target, topology=topology.name, model=name, strategy=label,
+                failed=re.sub(r'[\s,"]+', " ", str(e))[:120],
+            ))  # fmt: skip
+            write_rows(path, rows)
+            print(f"{name:34s} {label:16s} {rows[-1]['failed']}", flush=True)
+            continue
         by_kind = compare_by_kind(plan, found.collectives).values()
         rows.append(dict(zip(FIELDS, (
             options.target, topology.name, name, label, sum(k["predicted"] for k in by_kind), sum(k["compiled"] for k in by_kind),
             plan.prediction.memory_bytes_per_device, found.memory_bytes, plan.prediction.usable_memory_bytes, found.ops.planned_ops,
-            found.ops.ops_as_planned, len(found.rematerialised), len(found.replicated), round(time.monotonic() - start, 1),
+            found.ops.ops_as_planned, len(found.rematerialised), len(found.replicated), round(time.monotonic() - start, 1), "",
         ), strict=True)))  # fmt: skip
         write_rows(path, rows)
         r = rows[-1]
@@ -118,7 +139,8 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
 def predict_again(rows: list[dict], options) -> None:
     """After a change of the cost model: the compiled figures stay what they are, unless a search now finds another plan."""
     for topology_name, name in dict.fromkeys((r["topology"], r["model"]) for r in rows):
-        of = {r["strategy"]: r for r in rows if (r["topology"], r["model"]) == (topology_name, name) and r["strategy"] != "mcmc"}
+        of = {r["strategy"]: r for r in rows if (r["topology"], r["model"]) == (topology_name, name) and r["strategy"] != "mcmc"
+              and not r.get("failed")}  # fmt: skip
         problem, _ = problem_of(name, soapjax.load_topology(topology_name))
         rng = np.random.default_rng(0)
         drawn = {f"random {i}": problem.space.random(rng) for i in range(options.random)}
@@ -138,7 +160,7 @@ def problem_of(name: str, topology):
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    lines = [",".join(FIELDS), *(",".join(str(r[f]) for f in FIELDS) for r in rows)]
+    lines = [",".join(FIELDS), *(",".join(str(r.get(f, "")) for f in FIELDS) for r in rows)]
     write_text_atomic(str(path), "\n".join(lines) + "\n")
 
 
@@ -148,18 +170,35 @@ def error(row: dict, what: str) -> float:
     return (predicted - compiled) / max(compiled, 1.0) if compiled or predicted else 0.0
 
 
-def report(rows: list[dict]) -> None:
-    for key in sorted({(r["target"], r["topology"], r["model"].startswith("large")) for r in rows}):
-        of = [r for r in rows if (r["target"], r["topology"], r["model"].startswith("large")) == key]
-        print(f"\n{key[0]} {key[1]}, {'large' if key[2] else 'small'} models: {len(of)} plans")
+def report(rows: list[dict]) -> list[str]:
+    """The summary as lines of Markdown."""
+    lines = ["| target | models | plans | bytes: median | 90 % | worst | memory: median | 90 % | worst | fits only as predicted |",
+             "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    largest: list[str] = []
+    compiled = [r for r in rows if not r.get("failed")]
+    for key in sorted({(r["target"], r["topology"], r["model"].startswith("large")) for r in compiled}):
+        of = [r for r in compiled if (r["target"], r["topology"], r["model"].startswith("large")) == key]
+        name, size = f"{key[0]} {key[1]}", "large" if key[2] else "small"
+        figures = []
         for what in ("bytes", "memory"):
             errors = np.array([abs(error(r, what)) for r in of])
-            figures = f"median {np.median(errors):.1%}, 90th percentile {np.percentile(errors, 90):.1%}, worst {errors.max():.1%}"
-            print(f"  {what}: {figures}")
-            for i in np.argsort(-errors)[:5]:
-                print(f"    {error(of[i], what):+.1%}  {of[i]['model']}, {of[i]['strategy']}")
-        wrong = [r for r in of if float(r["predicted_memory"]) <= float(r["usable_memory"]) < float(r["compiled_memory"])]
-        print(f"  said to fit and does not: {len(wrong)}")
+            figures += [f"{x:.1%}" for x in (np.median(errors), np.percentile(errors, 90), errors.max())]
+            worst = [f"{of[i]['model']}, {of[i]['strategy']} {error(of[i], what):+.1%}" for i in np.argsort(-errors)[:5]]
+            largest.append(f"- {name}, {size} models, {what}: {'; '.join(worst)}")
+        wrong = sum(float(r["predicted_memory"]) <= float(r["usable_memory"]) < float(r["compiled_memory"]) for r in of)
+        lines.append(f"| {name} | {size} | {len(of)} | {' | '.join(figures)} | {wrong} |")
+    failed = [f"- {r['target']} {r['topology']}, {r['model']}, {r['strategy']}: {r['failed']}" for r in rows if r.get("failed")]
+    lines += ["", "Largest errors (predicted against compiled):", "", *largest]
+    return lines + (["", "Not compiled, by an error of the compiler:", "", *failed] if failed else [])
+
+
+def write_summary(path: Path, lines: list[str]) -> None:
+    """Keeps what stands in the file from the heading "## Causes" on."""
+    before = path.read_text() if path.exists() else ""
+    causes = before[before.index("## Causes") :] if "## Causes" in before else "## Causes\n"
+    title = "# Predicted against compiled: bytes that each device sends in a step, and its peak memory"
+    how = "`python scripts/verify_bytes.py --report --summary results/verify_bytes.md`; every plan: `verify_bytes.csv`."
+    write_text_atomic(str(path), "\n".join([title, "", how, "", *lines, "", causes]))
 
 
 if __name__ == "__main__":

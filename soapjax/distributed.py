@@ -18,17 +18,18 @@ from typing import NoReturn
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute import agreement
+from soapjax.execute import agreement, watch
 from soapjax.execute.coordination import Job, is_joined, job_of_environment, store
 from soapjax.execute.roll_call import roll_call
 
 log = logging.getLogger("soapjax")
 DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_SILENCE_S = 60.0
 
 
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
-    local_device_ids: Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S,
+    local_device_ids: Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, silence_s: float = DEFAULT_SILENCE_S,
 ) -> None:  # fmt: skip
     """Joins this process to its job, before JAX is used for anything else.
 
@@ -38,26 +39,32 @@ def initialize(
       num_processes, process_id: how many there are, and which one this is.
       local_device_ids: accelerators of the host that this process uses; all by default, or as the job's launcher says.
       timeout_s: to wait for the other processes here.
+      silence_s: a process that gives no sign of life for so long counts as dead: the others end, and name it (execute/watch.py).
     Raises: SoapjaxError where it cannot be told who takes part, and on every process where some did not come: it names them.
     """
-    if not timeout_s > 0:
-        raise SoapjaxError(Problem("timeout_s", str(timeout_s), "a positive number of seconds", "leave it out"))
+    times = {"timeout_s": timeout_s, "silence_s": silence_s}
+    if wrong := [(name, value) for name, value in times.items() if not value > 0]:
+        raise SoapjaxError([Problem(n, str(v), "a positive number of seconds", "leave it out") for n, v in wrong])
     if is_joined():
         raise SoapjaxError(Problem("soapjax.distributed.initialize", "a second call", "one call", "remove one of them"))
     local = None if local_device_ids is None else tuple(local_device_ids)
     job = job_of_environment(Job(coordinator_address, num_processes, process_id, local), timeout_s=timeout_s)
     _check(job)
     roll_call(job.coordinator_address, job.num_processes, job.process_id, timeout_s=timeout_s)
+    _open_transfers(job, timeout_s)
     try:
         jax.distributed.initialize(
             job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
             initialization_timeout=max(1, int(timeout_s)), cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=int(3 * silence_s) + 100,  # later than ours: JAX ends a process without a name
         )  # fmt: skip
     except RuntimeError as e:
         place, value = "jax.distributed.initialize", str(e).split("\n")[0]
         remedy = "call soapjax.distributed.initialize() before anything else of JAX"
         raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
     _warn_of_loopback(job)
+    if job.num_processes > 1:
+        watch.start(store(), silence_s)
     jax.devices()  # tells the others: at its first use JAX would wait minutes for a process that has ended meanwhile
 
 
@@ -74,6 +81,31 @@ def _check(job: Job) -> None:
         problems.append(Problem("process_id", str(job.process_id), expected, "number the processes from 0"))
     if problems:
         raise SoapjaxError(problems)
+
+
+def _open_transfers(job: Job, timeout_s: float) -> None:
+    """Lets pipelines and pinned plans send arrays to other processes: JAX wants an address of this host, and a port.
+
+    Where the user has set `jax_cross_host_transfer_socket_address` it stays. Backends that send by themselves do not use it.
+    """
+    if jax.config.values["jax_cross_host_transfer_socket_address"] or job.num_processes == 1:
+        return
+    host, _, port = job.coordinator_address.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as towards:
+            towards.connect(address)  # sends nothing; tells which of this host's addresses the others see
+            own = towards.getsockname()[0]
+        with socket.socket(family) as probe:
+            probe.bind((own, 0))
+            free = probe.getsockname()[1]
+    except OSError as e:
+        log.warning("soapjax: %s: pipelines over processes cannot send (%s)", job.coordinator_address, e.strerror or e)
+        return
+    own = f"[{own}]" if ":" in own else own
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{own}:{free}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{own}:0")
+    jax.config.update("jax_cross_host_transfer_timeout_seconds", max(1, int(timeout_s)))
 
 
 def _warn_of_loopback(job: Job) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def plan(
     Args:
       topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
       planner: a name in `soapjax.PLANNERS`.
-      seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan.
+      seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan. Compiling is part of the seconds.
       fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
       unroll: plan every step of a scan on its own.
       space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
@@ -83,10 +84,14 @@ def plan(
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
+    begin = time.monotonic()
     with on_cpu():
         baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
+        if seconds is not None:  # what compiling the simulator took belongs to the search
+            seconds = max(seconds - (time.monotonic() - begin), 1e-3)
         try:
-            result = search(key, problem, Budget(proposals, seconds, progress))
+            found = tuple(b.best.strategy for b in baselines.values())
+            result = search(key, problem, Budget(proposals, seconds, progress, baselines=found))
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
             result = SearchResult(best, 0, 0.0, "interrupted")

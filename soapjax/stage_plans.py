@@ -227,7 +227,7 @@ def _simulated(
             ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
             forward, backward = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in (t.forward_s, t.backward_s))
             transfers[k] = t._replace(level=level, forward_s=forward, backward_s=backward)
-    timeline = simulate_pipeline(pipeline, found, transfers, overlap=topology.device.overlap)
+    timeline = simulate_pipeline(pipeline, found, transfers)
     return StageTimes(pipeline, timeline, inside, topology.device.usable_memory_bytes, tuple(sends))
 
 

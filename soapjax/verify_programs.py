@@ -77,7 +77,7 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
     if plan.pipeline is None:
         program = bind_plan(step, plan, devices=list(devices))
         placed = PlacedStep(program)
-        inspected = inspect_stream(*placed.dispatched())
+        inspected = inspect_stream(placed.dispatches(), placed.argument_structs())
         rows = [_placed_row(plan, placed, part) for part in inspected.parts]
         sent = sum(p.bytes.get(TRANSFER, 0) for p in plan.prediction.sends)
         moved = sum(inspected.transfers.values())
@@ -94,7 +94,7 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
         ).streamed  # fmt: skip
 
     streamed = made(False, donate=True)
-    inspected = inspect_stream(*streamed.dispatched())
+    inspected = inspect_stream(streamed.dispatches(), streamed.argument_structs())
     rows = [_stage_row(plan, part) for part in _together(inspected.parts)]
     names = dict.fromkeys([p.program for p in plan.prediction.sends if p.program.startswith("send")] + list(inspected.transfers))
     for name in names:

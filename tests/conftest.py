@@ -1,9 +1,19 @@
-"""Eight fake CPU devices, strict dtype promotion, warnings as errors: set before jax is imported."""
+"""Eight fake CPU devices, quick compiles, strict dtype promotion, warnings as errors: set before jax is imported."""
 
+import atexit
 import os
+import shutil
 import socket
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Most programs here run once or twice: compiling is all that takes time. Processes that a test starts do likewise.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # many tests make the same programs: all workers share what one has compiled
+    cache = tempfile.mkdtemp(prefix="soapjax-tests-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+os.environ["SOAPJAX_PROGRAM_CACHE"] = "off"  # nothing of a test stays in the user's folders
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
 os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 
@@ -11,16 +21,6 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
-
-
-@pytest.fixture
-def quick_compile(monkeypatch):
-    """For programs that run once or twice: compiling is all that takes time. Processes that a test starts do likewise."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ class PlainCosts:
     sum_s: dict[int, np.ndarray]  # task -> [L]
     bytes_by_collective: dict[str, float]
     home: list[Layout]
-    memory_bytes: tuple[float, float, float]  # parameters and state, peak of the others, largest transient
+    memory_bytes: tuple[float, float, float]  # parameters and state, at the peak, the others and what is passing
 
 
 def plain_costs(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, strategy: Strategy) -> PlainCosts:
@@ -151,11 +151,11 @@ class _Oracle:
     # Costs.
 
     def conversion(
-        self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False
+        self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False, shape: tuple[int, ...] = ()
     ) -> tuple[np.ndarray, dict[str, float]]:
         """`is_merged`: small collectives of parameters and gradients share their latency where the compiler merges them."""
         share = min(1.0, size / self.links.combine_bytes) if is_merged and self.links.combine_bytes else 1.0
-        seconds, sent = conversion_cost_plainly(source, target, size, self.links, share)
+        seconds, sent = conversion_cost_plainly(source, target, size, self.links, share, shape)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
 
     def trip_bytes(self, i: int, task: Task) -> tuple[float, bool]:
@@ -222,6 +222,65 @@ class _Oracle:
             return not (phases[0] == FORWARD and phases[1] != FORWARD)
         return True
 
+    # Memory that GPU compilers need besides (costs/working_memory.py).
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.topology.device.platform in ("cuda", "rocm")
+
+    def images(self) -> set[int]:
+        """Arguments of float32 convolutions, which exist in two orders of their dims."""
+        parameters = {p.tensor for p in self.graph.parameters}
+        return {
+            a.tensor for t in self.graph.tasks if t.kind == "conv" and t.dtype == "float32" and self.is_gpu for a in t.reads
+            if a.operand >= 0 and self.graph.tensors[a.tensor].input_leaf >= 0 and a.tensor not in parameters
+            and min(self.graph.tensors[a.tensor].shape) > 1
+        }  # fmt: skip
+
+    @property
+    def waiting(self) -> set[int]:
+        """Gradients that nothing but their own parameter's update reads."""
+        found = set()
+        for p, parameter in enumerate(self.graph.parameters):
+            i = parameter.gradient
+            readers = {t.parameter for t in self.graph.tasks for a in t.reads if a.tensor == i}
+            in_loop = i in self.writer and self.graph.tasks[self.writer[i]].trip_count > 1
+            if self.is_gpu and readers <= {p} and not in_loop and not self.graph.tensors[i].output_leaves:
+                found.add(i)
+        return found
+
+    def resolution(self, i: int) -> tuple[str, float, int]:
+        """How partial sums of a tensor are summed up ("", "reduce", "scatter"), bytes before, parts of the first scatter."""
+        raw = self.raw[i]
+        summed = [a for a, (r, h) in enumerate(zip(raw, self.homes[i], strict=True)) if r == PARTIAL != h]
+        scattered = [a for a in summed if self.homes[i][a] >= 0]
+        kind = "scatter" if scattered else "reduce" if summed else ""
+        return kind, self.graph.tensors[i].size_bytes / self.shards(raw), self.sizes[scattered[0]] if scattered else 1
+
+    def waiting_bytes(self) -> np.ndarray:
+        """By task: of each kind of collective, operands and results of what is merged into one."""
+        limit = self.links.combine_bytes
+        pools = {"reduce": np.zeros(len(self.graph.tasks)), "scatter": np.zeros(len(self.graph.tasks))}
+        for i in self.waiting & self.raw.keys():
+            kind, local, parts = self.resolution(i)
+            if kind and local / parts <= limit:
+                after = [k for k, _ in self.readers[i]]
+                pools[kind][self.writer[i] + 1 : max(after, default=-1) + 1] += local * (1 + 1 / parts)
+        return np.minimum(pools["reduce"], 2 * limit) + np.minimum(pools["scatter"], (1 + self.sizes[0]) * limit)
+
+    def passing_bytes(self) -> np.ndarray:
+        """By task: its partial results before they are summed up, and work space."""
+        found = np.zeros(len(self.graph.tasks))
+        for i, k in self.writer.items():
+            kind, local, _ = self.resolution(i)
+            if kind == "scatter" or (kind and not self.is_gpu):
+                found[k] += local
+        for k, task in enumerate(self.graph.tasks):
+            if task.scratch and self.is_gpu:
+                largest = max((a.tensor for a in task.writes), key=lambda i: self.graph.tensors[i].size_bytes)
+                found[k] += task.scratch * self.graph.tensors[largest].size_bytes / self.shards(self.raw[largest])
+        return found
+
     def costs(self) -> PlainCosts:
         tasks, tensors = self.graph.tasks, self.graph.tensors
         sent = dict.fromkeys(COLLECTIVES, 0.0)
@@ -233,18 +292,17 @@ class _Oracle:
 
         gradients = {p.gradient for p in self.graph.parameters} | {chain.total for chain in self.graph.accumulations}
         after_loop = {chain.total for chain in self.graph.accumulations if chain.is_carried}
-        resolve_s, transients = {}, [0.0]
+        resolve_s: dict[int, np.ndarray] = {}
         for i, raw in self.raw.items():
             home = self.homes[i]
             if i in self.common:  # from a use's own layout to the common one, where a whole value may count as a sum of zeros
                 home = tuple(REPLICATED if h == PARTIAL != r else h for h, r in zip(home, raw, strict=True))
-                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].size_bytes, tasks[self.writer[i]].trip_count))
-                summed = PARTIAL in raw and any(r == PARTIAL != h for r, h in zip(raw, home, strict=True))
-                transients.append(tensors[i].size_bytes / self.shards(raw) if summed else 0.0)
+                trips = tasks[self.writer[i]].trip_count
+                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].size_bytes, trips, shape=tensors[i].shape))
             elif PARTIAL in raw:
-                transients.append(tensors[i].size_bytes / self.shards(raw))
                 trips = 1 if i in after_loop else tasks[self.writer[i]].trip_count
-                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, i in gradients))
+                is_gradient, shape = i in gradients, tensors[i].shape
+                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, is_gradient, shape))
         sum_s = {}
         for k, task in enumerate(tasks):
             for s in task.sums:
@@ -267,7 +325,8 @@ class _Oracle:
             here = min(c.task, len(tasks) - 1)
             seconds = np.zeros(self.links.num_levels)
             if not before:
-                seconds = add(*self.conversion(home, c.target, c.size, c.trips, c.tensor in self.parameter_of))
+                is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape
+                seconds = add(*self.conversion(home, c.target, c.size, c.trips, is_parameter, shape))
             convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
             if c.target != home:
                 since = max(e.task for e in before) + 1 if before else here
@@ -276,6 +335,7 @@ class _Oracle:
 
         last = len(tasks) - 1
         lives = lifetimes(self.graph)
+        images = self.images()
         for i, tensor in enumerate(tensors):
             if i in self.parameter_of:
                 continue
@@ -287,12 +347,15 @@ class _Oracle:
             ends.append(int(lives.last_use[i]))
             if lives.is_reused[i] and max(ends) == lives.last_use[i] > born:
                 ends = [max(ends) - 1]
-            for k in range(born, (last if tensor.output_leaves else max(ends)) + 1):
-                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] / self.shards(self.homes[i])
+            dead = born if i in self.waiting else last if tensor.output_leaves else max(ends)
+            for k in range(born, dead + 1):
+                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] * (1 + (i in images)) / self.shards(self.homes[i])
+        live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
+        peak = int(np.argmax(live + passing))
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )
         return PlainCosts(
             [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
-            (persistent, max(live), max(transients)),
+            (persistent, live[peak], passing[peak]),
         )  # fmt: skip

@@ -51,7 +51,7 @@ def launch_here(*arguments):
     return subprocess.run(command, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_two_processes_train_as_one_device(quick_compile):
+def test_two_processes_train_as_one_device():
     done = launch_here("--processes", "2", "--planner", "fsdp", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "2 processes, 2 devices" in done.stdout
@@ -85,7 +85,7 @@ def two_device_plans(folder):
     return name, *map(str, paths)
 
 
-def test_two_plans_end_both_with_the_difference(free_port, quick_compile, tmp_path):
+def test_two_plans_end_both_with_the_difference(free_port, tmp_path):
     name, one, other = two_device_plans(tmp_path)
     for status, out, err in launched(free_port, ["--plan", one], ["--plan", other]):
         assert status == 2 and "Traceback" not in err and not losses(out)
@@ -98,13 +98,13 @@ def test_a_rank_that_does_not_come_is_named(free_port):
     assert status == 2 and "rank 1 missing after 2 s" in err and "Traceback" not in err
 
 
-def test_a_rank_that_fails_alone_does_not_keep_the_other_waiting(free_port, quick_compile):
+def test_a_rank_that_fails_alone_does_not_keep_the_other_waiting(free_port):
     first, second = launched(free_port, ["--planner", "fsdp"], ["--planner", "fsdp", "--set", "nonsense=1"])
     assert second[0] == 2 and "nonsense" in second[2]
     assert first[0] == 2 and "rank 1 has ended" in first[2]
 
 
 @pytest.mark.slow
-def test_a_failed_search_ends_all_with_its_reason(free_port, quick_compile):
+def test_a_failed_search_ends_all_with_its_reason(free_port):
     for status, _, err in launched(free_port, *[["--planner", "no_such_planner"]] * 2):
         assert status == 2 and "no_such_planner" in err and "Traceback" not in err

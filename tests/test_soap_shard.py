@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from soapjax import Plan, SoapjaxError, api, load_topology, soap_shard
 from soapjax.strategy.plan import parse_spec
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 DATA_PARALLEL = dict(topology="cpu8", planner="data_parallel")
 RATE = 0.1
 

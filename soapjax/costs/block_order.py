@@ -14,6 +14,37 @@ from jax import Array
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 
 
+class FirstGather(NamedTuple):
+    """Of conversions between layouts [..., A] whose tensors have dims too small for the axes that leave and those that enter."""
+
+    is_gathered: Array  # bool [..., A]: before all other steps
+    permutes: Array  # bool [...]: blocks are put in order for it
+    is_moved: Array  # bool [..., A]: axes over which that permute sends
+
+
+def first_gather(source: Array, target: Array, shape: Array, axis_sizes: tuple[int, ...]) -> FirstGather:
+    """`strategy/resharding.py`'s `gathered_first` for tensors of shapes [..., R]."""
+    is_pinned = (source <= PINNED) | (target <= PINNED)
+    source, target = (jnp.where(is_pinned, jnp.int8(REPLICATED), x) for x in (source, target))
+    is_gathered = jnp.zeros(source.shape, bool)
+    is_whole = (source != PARTIAL).all(-1)
+
+    def parts(mask: Array) -> Array:
+        return jnp.where(mask, jnp.asarray(axis_sizes, jnp.int32), 1).prod(-1)
+
+    for d in range(shape.shape[-1]):
+        before, after = source == d, target == d
+        is_small = shape[..., d] % parts(before | after) != 0
+        is_gathered |= is_small[..., None] & before & ~after
+        is_whole &= parts(before) == parts(after)
+    is_gathered &= ~is_whole[..., None]
+    behind = jnp.asarray(np.triu(np.ones((len(axis_sizes),) * 2, bool), 1))  # [a, b]: b stands behind a in the mesh
+    stays_behind = (
+        is_gathered[..., :, None] & behind & (source[..., :, None] == source[..., None, :]) & ~is_gathered[..., None, :]
+    ).any(-2)
+    return FirstGather(is_gathered, stays_behind.any(-1), is_gathered | stays_behind)
+
+
 class BlockOrder(NamedTuple):
     """Of conversions between layouts [..., A]."""
 

@@ -22,11 +22,13 @@ from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
     home_layouts,
+    passing_bytes,
     split_of,
     storage_layouts,
     sum_layouts,
     summed_layouts,
     value_index,
+    waiting_bytes,
     with_pins,
 )
 from soapjax.costs.local import SHORT, LocalTables, Sharing, sharing
@@ -63,6 +65,9 @@ class Arrays(NamedTuple):
     resolve_share: Array  # [T + 1]
     birth: Array  # int32 [T + 1]
     death: Array  # int32 [T + 1]: -1 where it is counted elsewhere
+    waits: Array  # bool [T + 1]: from its birth on it only waits for its parameter's update
+    scratch: Array  # [T + 1]
+    most_waiting: Array  # [2]: of what waits, as much is alive at once
     edge_bytes: Array  # [E + 1]
     edge_trips: Array  # [E + 1]
     edge_share: Array  # [E + 1]
@@ -88,6 +93,8 @@ class Machine(NamedTuple):
     memory_bytes_per_s: float
     launch_s: float
     pins: bool
+    sums_in_place: bool
+    combine_bytes: float
 
 
 class Base(NamedTuple):
@@ -104,7 +111,8 @@ class Base(NamedTuple):
     sum_s: Array  # [S + 1, L]
     held: Array  # [T + 1]
     copy: Array  # [E + 1]
-    transient: Array  # [T + 1]
+    passing: Array  # [T + 1]
+    waiting: Array  # [T + 1, 2]
     stored: Array  # [P + 1]
     on_compute: Array  # bool [K + 1, G]
     on_resolve: Array  # bool [T + 1, G]
@@ -127,7 +135,8 @@ class Change(NamedTuple):
     sum_s: Array  # [s, L]
     held: Array  # [t]
     copy: Array  # [e]
-    transient: Array  # [t]
+    passing: Array  # [t]
+    waiting: Array  # [t, 2]
     stored: Array  # [p]
     heir: Array  # int32 [2o]: conversions of others that inherit a payment, or lose it; E where there is none
     heir_since: Array  # int32 [2o]
@@ -159,6 +168,8 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
         resolve_share=padded(tables.resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
+        waits=padded(tables.working.waits), scratch=padded(tables.working.scratch),
+        most_waiting=jnp.asarray(tables.working.most_waiting),
         edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
         edge_task=padded(tables.edge_task), storage_dim=padded(tables.storage_dim),
         storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
@@ -167,7 +178,10 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         row=jnp.asarray(shares.row), column=jnp.asarray(shares.column), group=jnp.asarray(shares.group),
         is_backward=jnp.asarray(shares.is_backward), coordinates=jnp.asarray(tables.space.groups),
     )  # fmt: skip
-    return arrays, Machine(tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins)
+    return arrays, Machine(
+        tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins,
+        tables.working.sums_in_place, tables.working.combine_bytes,
+    )  # fmt: skip
 
 
 def keys_of(layout: Array, regathered: Array) -> Array:
@@ -204,7 +218,7 @@ def base_of(tables: CostTables, arrays: Arrays, costs: Costs, axes: Array, stora
     return Base(
         axes, storage, found.slots, padded(keys_of(found.slots[tables.edge_slot], again)), padded(found.shared_since),
         padded(d.compute_s), padded(d.resolve_s), padded(parts.convert_s), padded(d.sum_s), padded(parts.held_bytes),
-        padded(parts.copy_bytes), padded(parts.transient_bytes), padded(parts.stored_bytes),
+        padded(parts.copy_bytes), padded(parts.passing_bytes), padded(parts.waiting_bytes), padded(parts.stored_bytes),
         on("compute", tables.num_tasks), on("resolve", len(tables.tensor_bytes)), on("convert", num_e),
         on("sum", len(tables.sum_task)), on("home", len(tables.tensor_bytes)), on("copy", num_e),
         on("stored", len(tables.parameter_op)),
@@ -233,9 +247,10 @@ def change(
     slots = jnp.concatenate([own, stored, gradient_layouts(stored, rows(arrays.gradient_shift, p))])
     every = jnp.concatenate([slots, rows(base.slots, row.other_slot)])
     t = row.tensor
+    shape = rows(arrays.tensor_shape, t)
     raw, home = home_layouts(
         rows(every, row.tensor_slot), rows(every, row.tensor_reader), rows(arrays.tensor_source, t), rows(arrays.tensor_fixed, t),
-        rows(arrays.tensor_shape, t), sizes,
+        shape, sizes,
     )  # fmt: skip
     home, resolved = summed_layouts(raw, home, rows(every, jnp.maximum(row.tensor_sum, 0)), row.tensor_sum >= 0)
 
@@ -271,6 +286,7 @@ def change(
         jnp.concatenate([resolved, target, sum_target]),
         jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
         jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
+        shape=jnp.concatenate([shape, rows(shape, row.edge_tensor), jnp.zeros((len(s), shape.shape[1]), jnp.int32)]),
         pins=machine.pins,
     )  # fmt: skip
     trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])
@@ -282,15 +298,15 @@ def change(
     key = keys_of(wanted, again | other_again)[: num[1]]
     since, heir, heir_since = _sharing_after(arrays, num, e, base, key)
 
+    local = rows(arrays.tensor_bytes, t) / split_of(raw >= 0, sizes)
     on_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), arrays.coordinates)
     on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
     return Change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
         held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(home >= 0, sizes),
         copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
-        transient=jnp.where(
-            ((raw == PARTIAL) & (resolved != PARTIAL)).any(-1), rows(arrays.tensor_bytes, t) / split_of(raw >= 0, sizes), 0.0
-        ),
+        passing=passing_bytes(raw, resolved, local, rows(arrays.scratch, t), in_place=machine.sums_in_place),
+        waiting=waiting_bytes(raw, resolved, local, rows(arrays.waits, t), machine.combine_bytes, sizes),
         stored=rows(arrays.state_bytes, p) / shards,
         heir=heir, heir_since=heir_since,
         on_compute=jnp.where(is_update[:, None], rows(on_stored, updated), on_op), on_resolve=holders(raw, arrays.coordinates),
@@ -387,7 +403,8 @@ def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Arra
         compute_s=put(base.compute_s, k, found.compute_s), resolve_s=put(base.resolve_s, t, found.resolve_s),
         convert_s=put(base.convert_s, e, found.convert_s), sum_s=put(base.sum_s, s, found.sum_s),
         held=put(base.held, t, found.held), copy=put(base.copy, e, found.copy),
-        transient=put(base.transient, t, found.transient), stored=put(base.stored, p, found.stored),
+        passing=put(base.passing, t, found.passing), waiting=put(base.waiting, t, found.waiting),
+        stored=put(base.stored, p, found.stored),
         on_compute=put(base.on_compute, k, found.on_compute), on_resolve=put(base.on_resolve, t, found.on_resolve),
         on_convert=put(base.on_convert, e, found.on_convert), on_sum=put(base.on_sum, s, found.on_sum),
         on_home=put(base.on_home, t, found.on_home), on_copy=put(base.on_copy, e, found.on_copy),

@@ -6,7 +6,8 @@ partial -> replicated an all-reduce; split -> another dim an all-to-all; split -
 replicated an all-gather. Pinned to one coordinate, a tensor is sent: to another coordinate (one message over the
 slowest link between), to all (a broadcast), in shards, or gathered from shards.
 Slice first, then reduce, then exchange, then send, then gather:
-the fewest bytes. Groups that span link levels run level by level, fastest first where
+the fewest bytes; what a small dim cannot hold beside the axes that enter it is gathered before
+(strategy/resharding.py). Groups that span link levels run level by level, fastest first where
 the data shrinks, slowest first where it grows.
 
 With n devices per group, S bytes of the group's full tensor, latency a per step, bandwidth b per device:
@@ -16,15 +17,16 @@ a message a + S/b, a broadcast one message per step of a tree, shards to or from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.block_order import block_order
+from soapjax.costs.block_order import block_order, first_gather
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
-from soapjax.strategy.resharding import Exchange, Permute, Step, steps_of
+from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
 from soapjax.topology import DeviceTopology, FactorMesh
 
 COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute", "transfer")
@@ -73,16 +75,25 @@ def combined_share(size_bytes, combines, links: Links):
 
 
 def conversion_cost(
-    source: Array, target: Array, size_bytes: Array, links: Links, latency_share: np.ndarray | float = 1.0, *, pins: bool = False
-) -> ConversionCost:
+    source: Array, target: Array, size_bytes: Array, links: Links, latency_share: np.ndarray | float = 1.0, *,
+    shape: Array | None = None, pins: bool = False,
+) -> ConversionCost:  # fmt: skip
     """The cost of bringing tensors of `size_bytes` [...] from layouts `source` to `target`, both [..., A].
 
-    `latency_share` [...] scales the latencies (`combined_share`). Pinned layouts are looked at where `pins` says so.
+    Args:
+      latency_share: [...], scales the latencies (`combined_share`).
+      shape: int32 [..., R] of the tensors; None, and a dim of 0, are large enough to be split in any way.
+      pins: whether pinned layouts are looked at.
     """
     sizes, levels = links.axis_sizes, range(links.num_levels)
     # What stays a partial sum takes no part.
     is_kept = (source == PARTIAL) & (target == PARTIAL)
     source, target = (jnp.where(is_kept, jnp.int8(REPLICATED), x) for x in (source, target))
+    first = None
+    given = source
+    if shape is not None:
+        first = first_gather(source, target, shape, sizes)
+        source = jnp.where(first.is_gathered, jnp.int8(REPLICATED), source)
     order = block_order(source, target, sizes)
     # Where blocks only change places there is nothing else to do.
     stays = order.is_whole[..., None] & (source > PINNED) & (target > PINNED)
@@ -116,17 +127,25 @@ def conversion_cost(
                 size = size / n
         return size
 
+    def permute(times: Array, is_moved: Array, size: Array) -> None:
+        """Adds so many permutes, over the slowest links that any of the axes in `is_moved` crosses."""
+        sent["collective-permute"] = sent.get("collective-permute", 0.0) + times * size
+        slower = jnp.zeros(jnp.shape(size), bool)
+        for lv in levels:
+            crosses = (is_moved & np.array([x == lv for x in links.axis_levels])).any(-1)
+            here = jnp.where(crosses & ~slower, times, 0.0)
+            slower |= crosses
+            seconds[lv] = seconds[lv] + here * (links.latency_s[lv] * latency_share + size / links.bytes_per_s[lv])
+
+    if first is not None:
+        part = size_bytes / product(given >= 0)
+        permute(first.permutes.astype(jnp.float32), first.is_moved, part)
+        run("all-gather", first.is_gathered, part)
     local = run("reduce-scatter", (source == PARTIAL) & (target >= 0), local)
     run("all-reduce", (source == PARTIAL) & (target == REPLICATED), local)
     run("all-to-all", exchanged & ~order.is_late, local)
     run("all-to-all", exchanged & order.is_late, local)
-    sent["collective-permute"] = order.num_permutes * local
-    slower = jnp.zeros(jnp.shape(local), bool)
-    for lv in levels:  # over the slowest links that any of its axes crosses
-        crosses = (order.is_moved & np.array([x == lv for x in links.axis_levels])).any(-1)
-        times = jnp.where(crosses & ~slower, order.num_permutes, 0.0)
-        slower |= crosses
-        seconds[lv] = seconds[lv] + times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
+    permute(order.num_permutes, order.is_moved, local)
     sent["transfer"] = jnp.zeros_like(local)
     if pins:
         pairs = [[x[..., a] for a in range(len(sizes))] for x in (source, target)]
@@ -180,13 +199,19 @@ def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_sh
 
 
 def conversion_cost_plainly(
-    source, target, size_bytes: float, links: Links, latency_share: float = 1.0
+    source, target, size_bytes: float, links: Links, latency_share: float = 1.0, shape: Sequence[int] = ()
 ) -> tuple[list[float], dict[str, float]]:
     """The same, one tensor at a time in plain Python: the oracle of the tests, and of hand calculations."""
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
     pairs = list(zip(source, target, strict=True))
     is_pinned = [min(p) <= PINNED for p in pairs]
-    unpinned = ([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target))
+    unpinned = [[REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target)]
+    first = gathered_first(*unpinned, shape, sizes)
+    if list(first) != unpinned[0]:
+        half = [s if on else f for s, f, on in zip(source, first, is_pinned, strict=True)]
+        gathers_s, gathered = conversion_cost_plainly(unpinned[0], first, size_bytes, links, latency_share)
+        rest_s, rest = conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape)
+        return [a + b for a, b in zip(gathers_s, rest_s, strict=True)], {k: gathered[k] + rest[k] for k in COLLECTIVES}
     steps = steps_of(*unpinned, sizes, is_counted=True)
     local = size_bytes
     for a, (s, t) in enumerate(pairs):

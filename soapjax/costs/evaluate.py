@@ -20,11 +20,13 @@ from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
     home_layouts,
+    passing_bytes,
     split_of,
     storage_layouts,
     sum_layouts,
     summed_layouts,
     value_index,
+    waiting_bytes,
     with_pins,
 )
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
@@ -58,7 +60,8 @@ class Parts(NamedTuple):
     convert_s: Array  # [E, L]: as if no copy were shared
     held_bytes: Array  # [T]: of a tensor as it is kept, on a device that holds it
     copy_bytes: Array  # [E]: of a converted copy, 0 where nothing is converted
-    transient_bytes: Array  # [T]: of partial sums before they are resolved
+    passing_bytes: Array  # [T]: while it is made: of partial sums before they are resolved, and work space
+    waiting_bytes: Array  # [T, 2]: of gradients that wait to be summed in one collective
     stored_bytes: Array  # [P]: of a parameter with its optimizer state
 
 
@@ -78,7 +81,7 @@ class Costs(NamedTuple):
     durations: Durations
     layouts: Layouts
     bytes_by_collective: Array  # [6] that each device sends in a step, by COLLECTIVES
-    memory_bytes: Array  # [4]: parameters and optimizer state, peak of gradients and activations, largest transient, total
+    memory_bytes: Array  # [4]: parameters and optimizer state; at the peak gradients and activations, and what is passing; total
     penalty: Array  # degree violations of the strategy (0 for a valid one)
     parts: Parts
     holders: Holders | None
@@ -128,6 +131,8 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
     shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
+    no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
+    shapes = jnp.concatenate([tables.tensor_shape, tables.tensor_shape[tables.edge_tensor], no_shape])
     resolve_times = tables.tensor_trips * tables.may_be_partial
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
@@ -170,7 +175,8 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         sum_source, sum_target = _sum_layouts(tables, task_index)
         every = conversion_cost(
             jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([found.resolved, target, sum_target]),
-            jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, pins=pins,
+            jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, shape=shapes,
+            pins=pins,
         )  # fmt: skip
         times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
         seconds = every.seconds * times
@@ -184,8 +190,12 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         stored_bytes = tables.parameter_bytes * tables.state_copies / shards
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
-        transient = jnp.where(_is_summed(found).any(-1), tables.tensor_bytes / product(found.raw >= 0), 0.0)
-        parts = Parts(full_s, held, copy, transient, stored_bytes)
+        local = tables.tensor_bytes / product(found.raw >= 0)
+        passing = passing_bytes(
+            found.raw, found.resolved, local, tables.working.scratch, in_place=tables.working.sums_in_place
+        )
+        waiting = waiting_bytes(found.raw, found.resolved, local, tables.working.waits, tables.working.combine_bytes, sizes)
+        parts = Parts(full_s, held, copy, passing, waiting, stored_bytes)
         holding = None
         if pins:
             of_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), coordinates)  # [N, G]
@@ -198,16 +208,21 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
                 of_op[tables.task_op[tables.sum_task]], of_home, of_copy, of_stored,
             )  # fmt: skip
             live = jnp.stack(
-                [_liveness(tables, held * of_home[:, g], copy * of_copy[:, g], found) for g in range(len(coordinates))]
-            )  # fmt: skip
+                [
+                    _liveness(tables, held * of_home[:, g], waiting * of_home[:, g, None], copy * of_copy[:, g], found)
+                    for g in range(len(coordinates))
+                ]
+            )
+            made = jnp.stack([_made(tables, passing * holding.resolve[:, g]) for g in range(len(coordinates))])
             persistent = (stored_bytes[:, None] * of_stored).sum(0)
         else:
-            live = _liveness(tables, held, copy, found)[None]
+            live, made = _liveness(tables, held, waiting, copy, found)[None], _made(tables, passing)[None]
             persistent = stored_bytes.sum(keepdims=True)
-        peak = live.max(axis=1) if num_k else jnp.zeros(len(live))
-        largest = transient.max() if num_t else jnp.float32(0)
-        fullest = jnp.argmax(persistent + peak)
-        memory = jnp.stack([persistent[fullest], peak[fullest], largest, persistent[fullest] + peak[fullest] + largest])
+        if not num_k:
+            live = made = jnp.zeros((len(persistent), 1))
+        total = persistent[:, None] + live + made  # [G, K]
+        g, k = jnp.unravel_index(jnp.argmax(total), total.shape)
+        memory = jnp.stack([persistent[g], live[g, k], made[g, k], total[g, k]])
         return Costs(durations, found, sent, memory, _violations(tables, axes), parts, holding)
 
     return evaluate
@@ -222,24 +237,28 @@ def _sum_layouts(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
     return sum_layouts(*(jnp.take_along_axis(jnp.asarray(x), index, axis=1) for x in (tables.sum_split, tables.sum_reduced)))
 
 
-def _is_summed(found: Layouts) -> Array:
-    """bool [T, A]: over which axes a tensor's partial sums are summed up right after it is made."""
-    return (found.raw == PARTIAL) & (found.resolved != PARTIAL)
-
-
-def _liveness(tables: CostTables, held: Array, copy: Array, found: Layouts) -> Array:
+def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts) -> Array:
     """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
-    num_k = tables.num_tasks
-    steps = jnp.zeros(num_k + 2)
-    alive = tables.tensor_death >= 0
-    steps = steps.at[np.where(alive, tables.tensor_birth, num_k + 1)].add(held)
-    steps = steps.at[np.where(alive, tables.tensor_death + 1, num_k + 1)].add(-held)
+    num_k, waits = tables.num_tasks, tables.working.waits
+    birth, death = tables.tensor_birth, tables.tensor_death
+    steps, held_back = jnp.zeros(num_k + 2), jnp.zeros((num_k + 2, 2))
+    alive = death >= 0
+    leaves = np.where(alive, np.where(waits, birth, death) + 1, num_k + 1)
+    steps = steps.at[np.where(alive, birth, num_k + 1)].add(held)
+    steps = steps.at[leaves].add(-held)
+    held_back = held_back.at[leaves].add(waiting)
+    held_back = held_back.at[np.where(alive, death + 1, num_k + 1)].add(-waiting)
     if len(tables.edge_task):
         task = np.minimum(tables.edge_task, num_k - 1)
         start = jnp.where(found.is_shared, found.shared_since, task)
         steps = steps.at[start].add(copy)
         steps = steps.at[task + 1].add(-copy)
-    return jnp.cumsum(steps)[:num_k]
+    return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], tables.working.most_waiting).sum(1)
+
+
+def _made(tables: CostTables, passing: Array) -> Array:
+    """Bytes beside the results of each task [K] while they are made."""
+    return jnp.zeros(tables.num_tasks).at[tables.tensor_birth].add(passing)
 
 
 def _violations(tables: CostTables, axes: Array) -> Array:

@@ -35,7 +35,8 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
     links, items = tables.links, []
 
     def add(task: int, tensor: int, reason: str, source, target, size: float, trips: float) -> None:
-        _, sent = conversion_cost_plainly(source, target, float(size), links)
+        shape = tables.tensor_shape[tensor].tolist() if tensor >= 0 else ()
+        _, sent = conversion_cost_plainly(source, target, float(size), links, shape=shape)
         if any(sent.values()):
             moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))

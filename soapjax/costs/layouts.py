@@ -79,6 +79,32 @@ def summed_layouts(raw: Array, home: Array, common: Array, is_summand: Array) ->
     return jnp.where(summand, common, home).astype(jnp.int8), jnp.where(summand, masked, target).astype(jnp.int8)
 
 
+def passing_bytes(
+    raw: Array, resolved: Array, local_bytes: Array, scratch: Array, *, in_place: bool
+) -> Array:
+    """Bytes [T] beside a tensor of `local_bytes` while it is made and its partial sums are summed up.
+
+    `scratch`: work space per byte. An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
+    what it makes a part of.
+    """
+    summed = (raw == PARTIAL) & (resolved != PARTIAL)
+    needed = (summed & (resolved >= 0)) if in_place else summed
+    return jnp.where(needed.any(-1), local_bytes, 0.0) + scratch * local_bytes
+
+
+def waiting_bytes(raw: Array, resolved: Array, local_bytes: Array, waits: Array, combine_bytes: float, sizes: np.ndarray) -> Array:
+    """Bytes [T, 2] of gradients that wait to be summed together, by all-reduces and by reduce-scatters: operands and results.
+
+    Only what the compiler merges waits: results of up to `combine_bytes`. Scatters go one axis after the other.
+    """
+    summed = (raw == PARTIAL) & (resolved != PARTIAL)
+    scattered = summed & (resolved >= 0)
+    parts = jnp.asarray(sizes, jnp.float32)[jnp.argmax(scattered, -1)]
+    result = local_bytes / jnp.where(scattered.any(-1), parts, 1)
+    both = jnp.where(waits & summed.any(-1) & (result <= combine_bytes), local_bytes + result, 0.0)
+    return jnp.stack([jnp.where(scattered.any(-1), 0.0, both), jnp.where(scattered.any(-1), both, 0.0)], -1)
+
+
 def sum_layouts(is_split: Array, is_reduced: Array) -> tuple[Array, Array]:
     """(source, target) [S, A] of the all-reduces in the middle of tasks, as tensors of one dim."""
     source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED)).astype(jnp.int8)

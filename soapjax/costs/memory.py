@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from soapjax.costs.change import Arrays, Base, Change
-from soapjax.costs.indexing import add, put, rows
+from soapjax.costs.indexing import add, rows
 from soapjax.costs.local import LocalTables
 
 
 class Alive(NamedTuple):
-    """Of the strategy as it is, per group of devices."""
+    """Of the strategy as it is, per group of devices; bytes during each task."""
 
-    live: Array  # [G, K]: gradients and activations during each task, bytes
+    used: Array  # [G, K]: gradients and activations, converted copies, work space
+    waiting: Array  # [G, K, 2]: gradients that wait for an all-reduce, and for a reduce-scatter
     persistent: Array  # [G]: parameters and optimizer state
 
 
@@ -31,18 +32,35 @@ def _spans(arrays: Arrays, edge: Array, since: Array, num_tasks: int) -> tuple[A
     return jnp.where(since > 0, since, task), task + 1
 
 
+def _tensor_steps(
+    arrays: Arrays, t: Array, held: Array, passing: Array, waiting: Array, num_tasks: int
+) -> tuple[Array, Array]:
+    """By how much tensors `t` change what is used [K + 2, G] and what waits [K + 2, G, 2], task by task.
+
+    held, passing [t, G] and waiting [t, G, 2]: bytes while it is read, while it is made, and until its parameter's update.
+    """
+    birth, death = rows(arrays.birth, t), rows(arrays.death, t)
+    leaves = jnp.where(rows(arrays.waits, t), birth, death)
+    held = jnp.where((death >= 0)[:, None], held, 0.0)
+    used = jnp.zeros((num_tasks + 2, held.shape[1]))
+    used = add(add(used, birth, held + passing), leaves + 1, -held)
+    used = add(used, birth + 1, -passing)
+    waits = jnp.zeros((num_tasks + 2, *waiting.shape[1:]))
+    return used, add(add(waits, leaves + 1, waiting), death + 1, -waiting)
+
+
 def alive(arrays: Arrays, base: Base) -> Alive:
     """Sums up the whole strategy."""
     num_tasks = len(base.compute_s) - 1
-    counted = arrays.death >= 0
     every = jnp.arange(len(base.copy))
     start, stop = _spans(arrays, every, base.since, num_tasks)
-    held = jnp.where(counted, base.held, 0.0)[:, None] * base.on_home
     copies = base.copy[:, None] * base.on_copy
-    steps = jnp.zeros((num_tasks + 2, base.on_home.shape[1]))
-    steps = add(add(steps, arrays.birth, held), arrays.death + 1, -held)
-    steps = add(add(steps, start, copies), stop, -copies)
-    return Alive(jnp.cumsum(steps, 0)[:num_tasks].T, (base.stored[:, None] * base.on_stored).sum(0))
+    held, passing = base.held[:, None] * base.on_home, base.passing[:, None] * base.on_resolve
+    waiting = base.waiting[:, None] * base.on_home[..., None]
+    used, waits = _tensor_steps(arrays, jnp.arange(len(base.held)), held, passing, waiting, num_tasks)
+    used = add(add(used, start, copies), stop, -copies)
+    used, waits = (jnp.swapaxes(jnp.cumsum(x, 0)[:num_tasks], 0, 1) for x in (used, waits))
+    return Alive(used, waits, (base.stored[:, None] * base.on_stored).sum(0))
 
 
 def memory_after(
@@ -50,30 +68,40 @@ def memory_after(
 ) -> Array:
     """Bytes per device [Q] of the strategy of `base` under each change of `found`; an upper bound where all candidates fit."""
     t, e, p = row.tensor, row.edge, row.parameter
-    transient = jnp.maximum(put(base.transient, t, 0.0).max(), found.transient.max(1))
-    counted = (rows(arrays.death, t) >= 0)[:, None]
-    before = jnp.where(counted, rows(base.held, t)[:, None] * rows(base.on_home, t), 0.0)
-    after = jnp.where(counted, found.held[..., None] * found.on_home, 0.0)  # [Q, t, G]
+    on_home, on_made = rows(base.on_home, t), rows(base.on_resolve, t)
+    held, passing, waiting = (rows(x, t)[:, None] for x in (base.held, base.passing, base.waiting))
+    before = held * on_home, passing * on_made, waiting * on_home[..., None]
+    # [Q, t, G], the last [Q, t, G, 2]
+    after = (
+        found.held[..., None] * found.on_home, found.passing[..., None] * found.on_resolve,
+        found.waiting[:, :, None] * found.on_home[..., None],
+    )  # fmt: skip
     stored = found.stored[..., None] * found.on_stored - rows(base.stored, p)[:, None] * rows(base.on_stored, p)
     persistent = now.persistent + stored.sum(1)  # [Q, G]
-    added = jnp.maximum(after - before, 0).sum(1) + (found.copy[..., None] * found.on_copy).sum(1)
+    counted = (rows(arrays.death, t) >= 0)[:, None]
+    more = [jnp.maximum(a - b, 0) for a, b in zip(after, before, strict=True)]
+    added = (jnp.where(counted, more[0], 0.0) + more[1] + more[2].sum(-1)).sum(1)
+    added = added + (found.copy[..., None] * found.on_copy).sum(1)
     added = added + jnp.where(found.heir < len(base.copy) - 1, rows(base.copy, found.heir), 0.0).sum(1)[:, None]
-    bound = (persistent + now.live.max(1) + added).max(1) + transient
+
+    def peak_of(used: Array, waits: Array) -> Array:
+        """[G]"""
+        return (used + jnp.minimum(waits, arrays.most_waiting).sum(-1)).max(1)
+
+    bound = (persistent + peak_of(now.used, now.waiting) + added).max(1)
 
     def exactly() -> Array:
-        num_tasks = now.live.shape[1]
-        birth, after_death = rows(arrays.birth, t), rows(arrays.death, t) + 1
+        num_tasks = now.used.shape[1]
         old_start, stop = _spans(arrays, e, rows(base.since, e), num_tasks)
         old_copy = rows(base.copy, e)[:, None] * rows(base.on_copy, e)
-        own_steps = jnp.zeros((num_tasks + 2, before.shape[1]))
-        own_steps = add(add(own_steps, birth, -before), after_death, before)
-        own_steps = add(add(own_steps, old_start, -old_copy), stop, old_copy)
+        own_used, own_waits = (-x for x in _tensor_steps(arrays, t, *before, num_tasks))
+        own_used = add(add(own_used, old_start, -old_copy), stop, old_copy)
 
-        def peak(after: Array, found: Change, persistent: Array) -> Array:
+        def peak(after: tuple[Array, Array, Array], found: Change, persistent: Array) -> Array:
+            used, waits = _tensor_steps(arrays, t, *after, num_tasks)
             start, _ = _spans(arrays, e, found.since, num_tasks)
             copy = found.copy[:, None] * found.on_copy
-            steps = add(add(own_steps, birth, after), after_death, -after)
-            steps = add(add(steps, start, copy), stop, -copy)
+            steps = add(add(own_used + used, start, copy), stop, -copy)
             # Of conversions that several of the operator's readers name as their heir, one.
             again = (found.heir[:, None] == found.heir) & (jnp.arange(len(found.heir)) < jnp.arange(len(found.heir))[:, None])
             h = jnp.where(again.any(1), len(base.copy) - 1, found.heir)
@@ -81,9 +109,9 @@ def memory_after(
             now_from, _ = _spans(arrays, h, found.heir_since, num_tasks)
             moved = rows(base.copy, h)[:, None] * rows(base.on_copy, h)
             steps = add(add(steps, was, -moved), now_from, moved)
-            live = now.live + jnp.cumsum(steps, 0)[:num_tasks].T
-            return (persistent + live.max(1)).max()
+            used, waits = (jnp.swapaxes(jnp.cumsum(x, 0)[:num_tasks], 0, 1) for x in (steps, own_waits + waits))
+            return (persistent + peak_of(now.used + used, now.waiting + waits)).max()
 
-        return jax.vmap(peak)(after, found, persistent) + transient
+        return jax.vmap(peak)(after, found, persistent)
 
     return jax.lax.cond((bound > usable_bytes).any(), exactly, lambda: bound)

@@ -19,6 +19,7 @@ import numpy as np
 from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
+from soapjax.costs.working_memory import WorkingMemory, working_memory
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
@@ -38,6 +39,7 @@ class CostTables:
     topology: DeviceTopology
     links: Links
     usable_memory_bytes: int
+    working: WorkingMemory
 
     # Layout slots: U accesses, then P storages (of parameters), then P storages (of gradients), then "replicated".
     access_op: np.ndarray  # int32 [U]
@@ -131,11 +133,14 @@ def cost_tables(
     is_gradient = np.zeros(len(graph.tensors), bool)
     is_gradient[[p.gradient for p in graph.parameters]] = True
     is_gradient[[chain.total for chain in graph.accumulations]] = True
+    working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
+    t["tensor_copies"] *= 1 + working.relaid
     t["resolve_share"] = combined_share(t["tensor_bytes"], is_gradient, links)
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
     return CostTables(
         graph=graph, space=space, topology=topology, links=links,
-        usable_memory_bytes=topology.device.usable_memory_bytes, profile=profile, rates=rates, measured=measured, **t,
+        usable_memory_bytes=topology.device.usable_memory_bytes, working=working, profile=profile, rates=rates,
+        measured=measured, **t,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from soapjax.execute.coordination import Store
 from soapjax.execute.roll_call import missing_ranks
 
 ROOT = "soapjax"
+LEFT = f"{ROOT}/left"  # ranks that have ended, with their status
 MAX_DIFFERENCES = 10
 LEAVE_S = 5.0  # that rank 0, where the store lives, waits for the others
 REMEDIES = {
@@ -121,7 +122,7 @@ def _gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
 
 def _raise_for_left(store: Store, name: str, there: set[int]) -> None:
     """Ranks that left before they came here never will."""
-    left = sorted(int(r) for r in store.items(f"{ROOT}/left") if int(r) not in there)
+    left = sorted(int(r) for r in store.items(LEFT) if int(r) not in there)
     if left:
         remedy = f"see what rank {_listed(left)} printed"
         raise SoapjaxError(Problem(name, f"rank {_listed(left)} has ended", f"all {store.num_ranks} ranks", remedy))
@@ -185,9 +186,9 @@ def leave(store: Store | None, status: int) -> NoReturn:
     sys.stderr.flush()
     if store is not None:
         try:
-            store.put(f"{ROOT}/left/{store.rank}", str(status).encode())
+            store.put(f"{LEFT}/{store.rank}", str(status).encode())
             if store.rank == 0:
-                _wait(lambda: len(store.items(f"{ROOT}/left")) >= store.num_ranks or None, LEAVE_S)
+                _wait(lambda: len(store.items(LEFT)) >= store.num_ranks or None, LEAVE_S)
         except Exception:  # noqa: BLE001 - the service may have gone, and this process goes anyway
             pass
     os._exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax.errors import SoapjaxError
+from soapjax.execute.pieces import piecewise
 from soapjax.execute.spmd import Program
 
 
@@ -19,13 +21,16 @@ class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for t
 def place(x: Any, sharding: NamedSharding) -> Any:
     """`x` under `sharding`: itself where it is laid out so, else a copy (donation must not take the caller's buffer).
 
-    Where `sharding` spans processes, each gives `x` in full, and keeps its own part; nothing is sent.
+    Where `sharding` is of other processes too, each gives `x` in full, and keeps its own part; nothing is sent. What already is
+    spread over processes in another way goes piece by piece.
     """
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         if x.committed and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         if x.is_fully_addressable and not sharding.is_fully_addressable:
             return _own_part(x, sharding)
+        if not x.is_fully_addressable:
+            return piecewise([x.sharding], [sharding])(x)[0]
         x = x.copy()
     elif not isinstance(x, jax.core.Tracer) and not sharding.is_fully_addressable:
         return _own_part(jax.numpy.asarray(x), sharding)
@@ -38,7 +43,7 @@ def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     whole = np.asarray(x)
     # A copy, which the step may use up: on CPUs an array may share its memory with what it was made from.
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]), dtype=whole.dtype)
 
 
 def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -152,3 +157,8 @@ class CompiledStep:
 
     def lower(self, *args: Any) -> Any:
         return self.jitted.lower(*args)
+
+    def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
+        """What all processes must have alike before any of them runs, and what compiles it here."""
+        lowered = self.lower(*self.place(*args))
+        return {"program": lowered.as_text()}, lowered.compile  # jax.jit finds it again at the first call

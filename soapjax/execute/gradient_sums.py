@@ -46,6 +46,7 @@ class GradientSums:
         self.values = binding.values
         writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
         self._of_summand: dict[int, _Sum] = {}  # root of a summand
+        self._made_as: dict[int, tuple[Spec, bool]] = {}  # root of a summand -> its layout as it is made, whether it is a sum
         self._of_start: dict[int, _Sum] = {}  # argument of a loop's body
         self._of_addition: dict[str, _Sum] = {}
         self._of_product: dict[str, _Sum] = {}  # the equation that a summand comes from, perhaps laid out anew
@@ -60,6 +61,10 @@ class GradientSums:
                 home[found.total], found.is_carried, writer[found.total][0],
             )  # fmt: skip
             self._of_summand.update(dict.fromkeys(chain.summands, one))
+            for root in chain.summands:
+                maker, made = writer[binding.tensor_of[root]]
+                operator = graph.tasks[maker].operator
+                self._made_as[root] = evaluator.spec_from(operator, made.dims), bool(evaluator.axes_on(operator, made.reduced))
             self._of_start.update(dict.fromkeys(chain.starts, one))
             self._of_addition.update(dict.fromkeys(chain.additions, one))
             self._of_product.update(dict.fromkeys(chain.relayouts.values(), one))
@@ -100,7 +105,11 @@ class GradientSums:
     def summand(self, out: int, x: Any) -> Any:
         """A value that may be a summand, in the layout of all summands."""
         one = self._of_summand.get(out)
-        return x if one is None else split_off(x, one.axes, one.spec, self.mesh)
+        if one is None:
+            return x
+        source, is_sum = self._made_as[out]
+        is_resolved = is_sum and not isinstance(x, Partial)  # towards the common layout already
+        return split_off(x, one.axes, one.spec, self.mesh, None if is_resolved else source)
 
     def start(self, argument: int, x: Any) -> Any:
         """The first value of a loop's running sum."""

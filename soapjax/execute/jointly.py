@@ -3,7 +3,7 @@
 Rank 0 plans and publishes; then two checks (agreement.py), each a barrier with a time-out that names who is missing:
 
     train_step#2/plan       the plan, the graph of each rank's own step, topology, devices, versions
-    train_step#3/program    the lowered program
+    train_step#3/program    the lowered program, or the list of programs and transfers with the plans inside
     train_step#3/compiled   nothing to compare; gloo gives the ranks 30 s to meet in the first collective, compiling may take longer
 """
 
@@ -13,12 +13,11 @@ import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from soapjax.execute.agreement import agree, made_by_first, sha256
-from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.coordination import store
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import TracedStep
@@ -29,6 +28,12 @@ TIMEOUT_S = 300.0  # for a rank to come; compiling may take as long on another
 PLANNING_S = 3600.0  # beyond the seconds that the search was given
 VERSIONS = ("jax", "jaxlib", "numpy", "soapjax")
 _sequence = itertools.count(1)  # every process makes the same calls in the same order
+
+
+class Agreeable(Protocol):
+    """`CompiledStep` and `StreamStep`."""
+
+    def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]: ...
 
 
 def spans_processes(devices: Sequence[Any] | None) -> bool:
@@ -77,13 +82,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def agree_on_program(name: str, compiled: CompiledStep, args: Sequence[Any]) -> None:
-    """Lowers and compiles the step for `args`; returns when all ranks have, with the same program.
+def agree_on_program(name: str, step: Agreeable, args: Sequence[Any]) -> None:
+    """Lowers and compiles the step for `args`; returns when all ranks have, with the same programs.
 
-    Raises: SoapjaxError on all ranks where the lowered programs differ, or one does not come.
+    Raises: SoapjaxError on all ranks where the programs differ, or one does not come.
     """
     key = f"{name}#{next(_sequence)}"
-    lowered = compiled.lower(*compiled.place(*args))
-    agree(store(), f"{key}/program", {"program": sha256(lowered.as_text())}, timeout_s=TIMEOUT_S)
-    lowered.compile()  # jax.jit finds it again at the first call
+    fields, compile_here = step.to_agree(*args)
+    agree(store(), f"{key}/program", {k: sha256(text) for k, text in fields.items()}, timeout_s=TIMEOUT_S)
+    compile_here()
     agree(store(), f"{key}/compiled", {}, timeout_s=TIMEOUT_S)

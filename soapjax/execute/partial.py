@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.heavy import combined, partition_spec
+from soapjax.execute.reshard import reshard
 from soapjax.strategy.layout import Spec
 
 
@@ -36,15 +37,19 @@ def constrained(partial: Partial, spec: Spec, mesh: Mesh) -> Partial:
     return Partial(jax.lax.with_sharding_constraint(partial.blocks, NamedSharding(mesh, partition_spec(full))), partial.axes)
 
 
-def split_off(x: Any, axes: tuple[str, ...], spec: Spec, mesh: Mesh) -> Partial:
+def split_off(x: Any, axes: tuple[str, ...], spec: Spec, mesh: Mesh, source: Spec | None = None) -> Partial:
     """A whole or partial value as a sum over `axes`: itself in the first place of an axis that it has no sum over, else zeros.
 
     Args:
       x: an array, or a Partial over some of `axes`.
       spec: layout of the value without the sums; none of `axes` is in it.
+      source: the layout that it comes in, where that is known: it then takes the way between the two that costs count.
     """
     partial = x if isinstance(x, Partial) else Partial(x, ())
-    if set(axes) - set(partial.axes):
+    if source is not None and source != spec:
+        sums = tuple((n,) for n in partial.axes)
+        partial = Partial(reshard(partial.blocks, (*sums, *source), (*sums, *spec), mesh), partial.axes)
+    elif set(axes) - set(partial.axes):
         partial = constrained(partial, spec, mesh)  # out of the way of the axes that come
     for k, name in enumerate(axes):
         if name not in partial.axes:

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.batches import put_batch
+from soapjax.execute.compiled import place as placed
 from soapjax.execute.cut import Part, make_part, phase_of
 from soapjax.execute.microbatches import MicroStep, joining
 from soapjax.execute.part_program import Place, evaluate_part, finished, jit_part
-from soapjax.execute.pipeline import placed_array, put, stacked
 from soapjax.execute.stage_cut import cut_stages
 from soapjax.execute.stream import Event, Stream, StreamBuilder
 from soapjax.graph.phases import UPDATE
@@ -300,29 +301,34 @@ class PipeDreamStep:
             out.call(f"metrics {s}", self._track(s, 0), jax.jit(fn), ins, [name])
         return name
 
-    def dispatched(self) -> tuple[Stream, list[jax.ShapeDtypeStruct]]:
-        """The dispatches of a call, and shapes and layouts of what they take."""
-        avals = dict(zip(self.program.inputs, self.step.in_avals, strict=True))
-        structs = [
-            jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype, sharding=s)
-            for v, s in zip(self.program.inputs, self.in_shardings, strict=True) if s is not None
-        ]  # fmt: skip
-        num = self.micro.num_microbatches
-        feeds = zip(self._feeds, self._feed_shardings(), strict=True)
-        structs += [jax.ShapeDtypeStruct((num, *avals[v].shape), avals[v].dtype, sharding=h) for (v, _, _), h in feeds]
-        return self._stream, structs
-
     # Running.
+
+    @property
+    def all_places(self) -> list[Place]:
+        return [place for replicas in self.places for place in replicas]
+
+    def dispatches(self) -> Stream:
+        return self._stream
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """State as the stages hold it; the batch stays as it is."""
-        return [a if s is None else placed_array(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+        return [a if s is None else placed(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
 
-    def _arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        placed = self.place(leaves)
-        state = [placed[k] for k, v in enumerate(self.program.inputs) if v not in self.batch]
-        whole = {v: stacked(leaves[k], self.micro.num_microbatches) for v, k in self.batch.items()}
-        return [*state, *put([whole[v] for v, _, _ in self._feeds], self._feed_shardings())]
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        leaves_in_place = self.place(leaves)
+        state = [leaves_in_place[k] for k, v in enumerate(self.program.inputs) if v not in self.batch]
+        fed = [leaves[self.batch[v]] for v, _, _ in self._feeds]
+        return [*state, *put_batch(fed, self._feed_shardings(), self.micro.num_microbatches)]
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        avals, num = self.program.avals, self.micro.num_microbatches
+        given = zip(self.step.in_avals, self.in_shardings, strict=True)
+        feeds = zip(self._feeds, self._feed_shardings(), strict=True)
+        return [
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
+            *(jax.ShapeDtypeStruct((num, *avals[v].shape), avals[v].dtype, sharding=s) for (v, _, _), s in feeds),
+        ]
 
     def _feed_shardings(self) -> list[Any]:
         """Every minibatch is laid out as its replica reads it: taking one out of the stack moves nothing."""
@@ -331,10 +337,10 @@ class PipeDreamStep:
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs (flat): the state after all minibatches, and metrics averaged over them."""
-        return self._outputs(self._stream.run(self._arguments(leaves)), leaves), []
+        return self._outputs(self._stream.run(self.arguments(leaves)), leaves), []
 
     def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
-        results, events = self._stream.run_traced(self._arguments(leaves))
+        results, events = self._stream.run_traced(self.arguments(leaves))
         return self._outputs(results, leaves), events
 
     def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> list[Any]:

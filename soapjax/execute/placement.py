@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled import place as placed
 from soapjax.execute.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.part_program import Place, jit_part
-from soapjax.execute.pipeline import placed_array
 from soapjax.execute.spmd import Program
 from soapjax.execute.stage_cut import Cutter, cut_updates
 from soapjax.execute.stream import Event, Stream, StreamBuilder
@@ -118,16 +118,22 @@ class PlacedStep:
 
     # Running.
 
+    @property
+    def all_places(self) -> list[Place]:
+        return self.places
+
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Arguments on the devices that hold them."""
-        return [placed_array(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+        return [placed(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+
+    arguments = place
 
     def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
         """Outputs (flat), and gradients by the graph's parameters where they are wanted."""
-        return self._outputs(self._stream(with_gradients).run(self.place(leaves)))
+        return self._outputs(self.dispatches(with_gradients).run(self.place(leaves)))
 
     def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
-        results, events = self._stream(False).run_traced(self.place(leaves))
+        results, events = self.dispatches().run_traced(self.place(leaves))
         return self._outputs(results)[0], events
 
     def _outputs(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -138,10 +144,12 @@ class PlacedStep:
         ]
         return outputs, list(found)
 
-    def dispatched(self) -> tuple[Stream, list[jax.ShapeDtypeStruct]]:
-        """The dispatches of a step, and shapes and layouts of what they take."""
-        pairs = zip(self.step.in_avals, self.in_shardings, strict=True)
-        return self._stream(False), [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in pairs]
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
+        ]
 
     @functools.cached_property
     def _replaced(self) -> dict[int, int]:
@@ -151,7 +159,7 @@ class PlacedStep:
         return {inputs[k]: outputs[o] for k, o in self.step.state_pairs.items() if k in leaves and isinstance(outputs[o], int)}
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - with and without gradients; lives as long as the step
-    def _stream(self, with_gradients: bool) -> Stream:
+    def dispatches(self, with_gradients: bool = False) -> Stream:
         program, updates, out = self.step.program, self.updates, StreamBuilder()
         rounds = [[p for p in updates.update if p.outputs], [p for p in updates.mixed if p is not None]]
         readers: dict[int, list[int]] = {}
@@ -189,7 +197,8 @@ class PlacedStep:
             place = self.places[part.place]
             shardings = {v: shardings_of(part.place, v) for v in part.outputs if v in results}
             last = part in rounds[0] and not rounds[1] and self.donate
-            donated = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
+            taken = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
+            donated = [v for v in taken if (v, part.place) not in out.lent]
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)
             ins, outs = ([(v, part.place) for v in values] for values in (part.inputs, part.outputs))
             taken = [(v, part.place) for v in donated]

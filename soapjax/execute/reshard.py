@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.heavy import partition_spec
-from soapjax.strategy.layout import Spec, layout_of
-from soapjax.strategy.resharding import Exchange, Gather, Order, Permute, Slice, Step, steps_of
+from soapjax.strategy.layout import Spec, layout_of, spec_of
+from soapjax.strategy.resharding import Exchange, Gather, Order, Permute, Slice, Step, gathered_first, steps_of
 
 
 def reshard(x: Any, source: Spec, target: Spec, mesh: Mesh) -> Any:
     """`x`, laid out as `source`, laid out as `target`; axes in each dim in mesh order."""
     names, sizes = mesh.axis_names, tuple(mesh.shape.values())
-    steps = steps_of(layout_of(source, names), layout_of(target, names), sizes)
-    uneven = _uneven_dims(x.shape, steps, sizes)
-    # Small dims that cannot hold the axes that enter beside those that leave: the latter are gathered first.
-    half = tuple(tuple(n for n in names if d not in uneven or n in target[d]) for d, names in enumerate(source))
-    if uneven and half != source:
+    layouts = layout_of(source, names), layout_of(target, names)
+    first = gathered_first(*layouts, x.shape, sizes)
+    if list(first) != layouts[0]:
+        half = spec_of(first, rank=x.ndim, axis_names=names)
         return reshard(reshard(x, source, half, mesh), half, target, mesh)
-    if not steps or uneven:
+    steps = steps_of(*layouts, sizes)
+    if not steps:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(target)))
 
     def body(block: Any) -> Any:
@@ -39,22 +39,6 @@ def reshard(x: Any, source: Spec, target: Spec, mesh: Mesh) -> Any:
     return jax.shard_map(
         body, mesh=mesh, in_specs=partition_spec(source), out_specs=partition_spec(target), axis_names=set(names), check_vma=False
     )(x)
-
-
-def _uneven_dims(shape: tuple[int, ...], steps: tuple[Step, ...], sizes: tuple[int, ...]) -> set[int]:
-    """Dims whose blocks have no whole size in between, split by axes that leave and by those that enter at once."""
-    if len(steps) == 1:
-        return set()
-    split = [{a for s in steps for a in _on_dim(s, d)} for d in range(len(shape))]
-    return {d for d, (n, axes) in enumerate(zip(shape, split, strict=True)) if n % math.prod(sizes[a] for a in axes)}
-
-
-def _on_dim(step: Step, d: int) -> set[int]:
-    if isinstance(step, Slice):
-        return {step.axis} if step.dim == d else set()
-    orders = (step.before, step.after) if isinstance(step, Permute) else (step.before,)
-    entering = {a for a, _, j in step.moves if j == d} if isinstance(step, Exchange) else set()
-    return entering | {a for order in orders if d < len(order) for a in order[d]}
 
 
 def _apply(step: Step, x: Any, names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:

@@ -15,7 +15,7 @@ import jax
 
 from soapjax.execute.cut import Part
 from soapjax.execute.part_program import Place
-from soapjax.execute.transfer import mover
+from soapjax.execute.transfer import mover, processes_of
 
 Name = Hashable
 
@@ -48,6 +48,7 @@ class StreamBuilder:
         self.slots: dict[Name, int] = {}
         self._entries: list[Dispatch] = []
         self._taken: set[int] = set()
+        self.lent: set[Name] = set()  # what goes to other processes: JAX does not keep its memory from a program that takes it
 
     def slot(self, name: Name) -> int:
         return self.slots.setdefault(name, len(self.slots))
@@ -59,7 +60,7 @@ class StreamBuilder:
         self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
         takes: Sequence[Name] = (), part: tuple[Place, Part] | None = None, targets: Sequence[Any] | None = None,
     ) -> None:  # fmt: skip
-        """`takes`: those of `ins` whose memory `fn` reuses (donated). `part`, `targets`: as in `Dispatch`."""
+        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated). `part`, `targets`: as in `Dispatch`."""
         missing = [n for n in ins if n not in self.slots]
         if missing:
             raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
@@ -73,6 +74,7 @@ class StreamBuilder:
     ) -> None:  # fmt: skip
         """One transfer of several arrays, from the shardings `sources` to `targets`."""
         self.call(label, track, mover(sources, targets), ins, outs, targets=targets)
+        self.lent.update(n for n, s, t in zip(ins, sources, targets, strict=True) if processes_of(s) != processes_of(t))
 
     def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
         """The stream that takes `given` and returns `wanted`."""
@@ -107,6 +109,27 @@ class Stream:
             for s in free:
                 slots[s] = None
         return [slots[s] for s in self.wanted]
+
+    def text(self) -> str:
+        """The list, for comparison between processes."""
+        return "\n".join(f"{d.label} [{d.track}] {d.ins} -> {d.outs}: {d.targets or ''}" for d in self.dispatches)
+
+    def compile(self, arguments: Sequence[Any]) -> None:
+        """Compiles the programs of this process' devices for arguments such as these, so that `run` only runs."""
+        slots = self._filled([_struct(a, a.sharding) for a in arguments])
+        made: dict[int, Sequence[Any]] = {}  # id of a program -> types and layouts of its results
+        for d in self.dispatches:
+            given = [slots[i] for i in d.ins]
+            if d.targets is not None:
+                results = [_struct(x, s) for x, s in zip(given, d.targets, strict=True)]
+            elif id(d.fn) in made:
+                results = made[id(d.fn)]
+            else:
+                results = made[id(d.fn)] = jax.eval_shape(d.fn, *given)
+                if any(x.sharding.has_addressable_devices for x in results):
+                    d.fn.lower(*given).compile()  # jax.jit finds it again at the first call
+            for s, result in zip(d.outs, results, strict=True):
+                slots[s] = result
 
     def _filled(self, arguments: Sequence[Any]) -> list[Any]:
         slots: list[Any] = [None] * self._num_slots
@@ -153,6 +176,10 @@ class Stream:
         for pool in pools.values():
             pool.shutdown()
         return [slots[s] for s in self.wanted], events
+
+
+def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _witness(entry: Dispatch, results: Sequence[Any]) -> Any:

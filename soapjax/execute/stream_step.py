@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep, ShapesChanged, signature
+from soapjax.execute.part_program import Place
+from soapjax.execute.pieces import on_every_process, piecewise
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import Program
-from soapjax.execute.stream import Event
+from soapjax.execute.stream import Event, Stream
 from soapjax.graph.trace import TracedStep
 
 
@@ -19,24 +21,31 @@ class Streamed(Protocol):
     """`PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
 
     in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
+    all_places: list[Place]  # of stages and their replicas
 
+    def dispatches(self) -> Stream: ...
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]: ...  # those of the dispatches
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]: ...
     def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]: ...
     def place(self, leaves: Sequence[Any]) -> list[Any]: ...
 
 
 class StreamStep:
-    """Pytrees in, pytrees out.
+    """Pytrees in, pytrees out. Over several processes state stays where it is used; other results come to every process, whole.
 
     Args:
       streamed: what runs.
       step: the whole step, as the user calls it: its trees and shapes.
     """
 
-    spans_processes = False  # that must agree before they run: its programs are on devices of one process each
-
     def __init__(self, streamed: Streamed, step: TracedStep):
         self.streamed, self._step = streamed, step
+        self._devices = list(dict.fromkeys(d for p in streamed.all_places for d in p.mesh.devices.flat))
+        self.spans_processes = any(d.process_index != jax.process_index() for d in self._devices)
+        state, program = set(step.state_pairs.values()), step.program
+        made = [k for k, v in enumerate(program.outputs) if isinstance(v, int) and v not in program.inputs]
+        self._told = [k for k in made if k not in state] if self.spans_processes else []
+        self._tell: Callable[..., Sequence[jax.Array]] | None = None
         self._shapes = tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
         (self.in_shardings, _) = step.in_tree.unflatten(streamed.in_shardings)
 
@@ -46,12 +55,29 @@ class StreamStep:
         return jax.tree_util.tree_leaves(args)
 
     def __call__(self, *args: Any) -> Any:
-        return self._step.out_tree.unflatten(self.streamed.run(self._leaves(args))[0])
+        return self._step.out_tree.unflatten(self._everywhere(self.streamed.run(self._leaves(args))[0]))
 
     def traced(self, *args: Any) -> tuple[Any, list[Event]]:
         """As a call, and what ran when: one event per program and transfer."""
         outputs, events = self.streamed.run_traced(self._leaves(args))
-        return self._step.out_tree.unflatten(outputs), events
+        return self._step.out_tree.unflatten(self._everywhere(outputs)), events
+
+    def _everywhere(self, outputs: list[Any]) -> list[Any]:
+        """Outputs, those that are no state on every process."""
+        if self._told and self._tell is None:
+            sources = [outputs[k].sharding for k in self._told]
+            self._tell = piecewise(sources, [on_every_process(self._devices, s) for s in sources])
+        if self._told:
+            for k, x in zip(self._told, self._tell(*(outputs[k] for k in self._told)), strict=True):
+                outputs[k] = x
+        return outputs
+
+    def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
+        """What all processes must have alike before any of them runs, and what compiles the programs of this one."""
+        places, stream = self.streamed.all_places, self.streamed.dispatches()
+        stages = [f"{p.bound.plan.plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
+        fields = {"graph": places[0].bound.graph.fingerprint(), "stages": "\n".join(stages), "program": stream.text()}
+        return fields, lambda: stream.compile(self.streamed.arguments(self._leaves(args)))
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""

@@ -71,7 +71,7 @@ def verify(program: Program, arguments: list[Any], single: Reference | None = No
         placed = PlacedStep(program, donate=False)
         planned = run_stream(placed, arguments, is_float64=False)
         planned64 = run_stream(PlacedStep(program, donate=False, is_float64=True), arguments, is_float64=True)
-        check = inspect_stream(*placed.dispatched()).ops
+        check = inspect_stream(placed.dispatches(), placed.argument_structs()).ops
     else:
         planned, text = _run(program.evaluator(), program, arguments, gradients)
         planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)

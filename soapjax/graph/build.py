@@ -8,37 +8,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.graph import accumulation as traced
 from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
-from soapjax.graph.flops import flops_of
 from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
-    HEAVY_RESULT,
     NOT_SPLIT,
     Access,
     Accumulation,
     Dim,
-    InnerSum,
     LoopEntry,
     Operator,
     OperatorGraph,
     Parameter,
     Task,
-    Tensor,
     Work,
     check_graph,
 )
 from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
-from soapjax.graph.rules import BLOCKED, LIGHT, user_spec
-from soapjax.graph.structure import structure_of
+from soapjax.graph.rules import user_spec
+from soapjax.graph.tasks import EqnDims, TaskBuilder, readers_of
 from soapjax.graph.trace import TracedStep
-from soapjax.graph.units import Unit, find_units, generated_values, is_relayout
+from soapjax.graph.units import Unit, find_units, generated_values
 from soapjax.graph.updates import update_work
 from soapjax.graph.values import Values
 
@@ -59,21 +54,16 @@ class Binding:
     local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
 
 
-class EqnDims(NamedTuple):
-    """Per operand and result of an equation: which op dim splits each of its dims, or NOT_SPLIT."""
-
-    operands: tuple[tuple[int, ...], ...]
-    results: tuple[tuple[int, ...], ...]
-
-
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     """The operator graph of a traced step, checked."""
     builder = _Builder(step)
     graph = builder.build()
     check_graph(graph)
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
-    b = builder
-    return graph, Binding(b.values, task_of, b.tensor_of, b.phases, b.sums, b.dims_of, b.partial_of, b.local_dims)
+    b, made = builder, builder.tasks
+    return graph, Binding(
+        b.values, task_of, b.tensors.of_root, b.phases, b.sums, made.dims_of, made.partial_of, made.local_dims,
+    )  # fmt: skip
 
 
 class _Builder:
@@ -86,17 +76,13 @@ class _Builder:
         additions = frozenset(key for found in self.sums.values() for key in found.additions)
         self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
         self.labels = LabelCache(self.program)
-        self.tensor_of: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
-        self.leaves = {v: i for i, v in enumerate(self.program.inputs)}
         data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
         self.samples = sample_nodes(self.program, self.values, self.labels, data)
         self.parameter_values = {p.value for p in self.phases.parameters}
-        self.readers = self._readers()
-        self.dims_of: dict[str, EqnDims] = {}
-        self.partial_of: dict[str, int] = {}
+        readers = readers_of(self.units, self.updates, self.program, self.values)
+        self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
+        self.tensors = self.tasks.tensors
         self.by_key = {e.key: e for e in self.updates}
-        self.places: dict[str, tuple[DimClasses, dict[Hashable, int]]] = {}  # a task's first equation -> its operator's dims
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
@@ -109,7 +95,7 @@ class _Builder:
         rank = {k: n for n, k in enumerate(order)}
         dims = [self._dims(*operators[k]) for k in order]
         tasks = [
-            self._task(i, rank[op_of_unit[i]], operators[op_of_unit[i]][1], dims[rank[op_of_unit[i]]][1])
+            self.tasks.task(i, rank[op_of_unit[i]], operators[op_of_unit[i]][1], dims[rank[op_of_unit[i]]][1])
             for i in range(len(self.units))
         ]
         names = operator_names([self.units[operators[k][0][0]] for k in order], self.values, self.phases)
@@ -135,9 +121,9 @@ class _Builder:
                 )
             )
         return OperatorGraph(
-            tuple(grouped(built, tasks, self.tensors)),
+            tuple(grouped(built, tasks, self.tensors.all)),
             tuple(tasks),
-            tuple(self.tensors),
+            tuple(self.tensors.all),
             tuple(parameters),
             tuple(entries),
             self.step.in_paths,
@@ -196,198 +182,6 @@ class _Builder:
             dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))
         return tuple(dims), {c: k for k, c in enumerate(ordered)}
 
-    def _readers(self) -> dict[int, set[int]]:
-        """Root -> units that read it (-1: the update, -2: the step's outputs, -3: the next trip of a loop)."""
-        readers: dict[int, set[int]] = {}
-        for i, u in enumerate(self.units):
-            for e in u.eqns:
-                for a in e.inputs:
-                    if isinstance(a, int):
-                        readers.setdefault(self.values.of(a).root, set()).add(i)
-        for e in self.updates:
-            for a in e.inputs:
-                if isinstance(a, int):
-                    readers.setdefault(self.values.of(a).root, set()).add(-1)
-        for o in self.program.outputs:
-            if isinstance(o, int):
-                readers.setdefault(self.values.of(o).root, set()).add(-2)
-        for c in self.values.carries.values():
-            for a in (c.init, c.result):
-                if isinstance(a, int):
-                    readers.setdefault(self.values.of(a).root, set()).add(-3)
-        return readers
-
-    def _tensor(self, root: int) -> int:
-        if root not in self.tensor_of:
-            aval = self.program.avals[root]
-            self.tensor_of[root] = len(self.tensors)
-            itemsize = getattr(aval.dtype, "itemsize", 4)
-            leaf = self.leaves.get(root, -1)
-            producer = self.values.producer.get(root)
-            copies = 1
-            if producer is not None and root in self.values.stacked:
-                loops = {e.key: e.params["length"] for e, _ in self.program.walk() if e.body is not None}
-                copies = math.prod(loops[k] for k in self.values.scope[producer.key])
-            self.tensors.append(Tensor(root, tuple(aval.shape), str(aval.dtype), itemsize, copies, leaf))
-        return self.tensor_of[root]
-
-    def _access(self, atom: int, classes: DimClasses, index: dict, reduced=(), operand: int = -1) -> Access:
-        alias = self.values.tensor(atom)
-        rank = len(self.program.avals[alias.root].shape)
-        nodes = [self.values.node(atom, d + alias.shift) if d + alias.shift >= 0 else None for d in range(rank)]
-        dims = tuple(index.get(classes.of(node), NOT_SPLIT) for node in nodes)
-        return Access(self._tensor(alias.root), dims, tuple(reduced), operand)
-
-    def _heavy_access(self, eqn: FlatEqn, k: int, classes: DimClasses, index: dict, *, is_result: bool, reduced=()) -> Access:
-        atom = eqn.outputs[k] if is_result else eqn.inputs[k]
-        labs = (self.labels[eqn].outputs if is_result else self.labels[eqn].inputs)[k]
-        alias = self.values.tensor(atom)
-        dims = [NOT_SPLIT] * len(self.program.avals[alias.root].shape)
-        for d, lab in enumerate(labs):
-            c = classes.of_label(eqn, lab)
-            if c is not None and d >= alias.shift:
-                dims[d - alias.shift] = index[c]
-        return Access(self._tensor(alias.root), tuple(dims), tuple(reduced), k)
-
-    def _task(self, i: int, op: int, classes: DimClasses, index: dict[Hashable, int]) -> Task:
-        unit = self.units[i]
-        inside = {o for e in unit.eqns for o in e.outputs}
-        results = [
-            o for e in unit.eqns for o in e.outputs
-            if self.readers.get(o, set()) - {i} and o not in self.generated
-        ]  # fmt: skip
-        reads: dict[tuple, Access] = {}
-        for e in unit.eqns:
-            for k, a in enumerate(e.inputs):
-                if not isinstance(a, int) or (root := self.values.of(a).root) in inside or root in self.generated:
-                    continue
-                root = self.values.tensor(a).root
-                if math.prod(self.program.avals[root].shape) <= 1:
-                    continue
-                if e is unit.heavy:
-                    access = self._heavy_access(e, k, classes, index, is_result=False)
-                else:
-                    access = self._access(a, classes, index)
-                reads.setdefault((access.tensor, access.dims), access)
-        for e in unit.eqns:
-            found = self.labels[e]
-            one, other = (
-                tuple(tuple(index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in labs) for labs in side)
-                for side in (found.inputs, found.outputs)
-            )
-            self.dims_of[e.key] = EqnDims(one, other)
-        sums: list[InnerSum] = []
-        partial = self._partial_results(unit, classes, index, results, sums)
-        writes = []
-        for o in results:
-            reduced = partial.get(o, ())
-            if unit.heavy is not None and o in unit.heavy.outputs:
-                k = unit.heavy.outputs.index(o)
-                writes.append(self._heavy_access(unit.heavy, k, classes, index, is_result=True, reduced=reduced))
-            else:
-                writes.append(self._access(o, classes, index, reduced))
-        main = unit.heavy or unit.eqns[0]
-        floats = [str(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
-        dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
-        kind = unit.kind if unit.kind in ("dot", "conv") else "other"
-        self.places[unit.eqns[0].key] = classes, index
-        heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
-        return Task(
-            op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
-            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, heavy.operands, heavy.results[0], tuple(self._recomputed_from(unit, o, results) for o in results),
-            self._structure(unit.eqns),
-        )  # fmt: skip
-
-    def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
-        """The tensors that a result is made of by light equations alone; sums on the way are small, and taken as stored."""
-        maker = {o: e for e in unit.eqns for o in e.outputs}
-        found: dict[int, None] = {}
-        queue, seen = [result], {result}
-        while queue:
-            atom = queue.pop()
-            e = maker.get(atom)
-            if e is not None and (e is unit.heavy or e.name not in LIGHT):
-                if atom != result and atom in results:
-                    found[self._tensor(atom)] = None
-                elif e is unit.heavy and atom != result:
-                    found[HEAVY_RESULT] = None
-                elif atom == result or not e.name.startswith("reduce"):
-                    return None
-                continue
-            if e is None:
-                root = self.values.tensor(atom).root
-                if root not in self.generated and math.prod(self.program.avals[root].shape) > 1:
-                    found[self._tensor(root)] = None
-                continue
-            for a in e.inputs:
-                root = self.values.of(a).root if isinstance(a, int) else None
-                if root is not None and root not in seen:
-                    seen.add(root)
-                    queue.append(root)
-        return tuple(found)
-
-    def _structure(self, eqns: list[FlatEqn]) -> str:
-        return structure_of(eqns, self.program.aval, lambda a: self.values.of(a).root)
-
-    def local_dims(self, task: Task, eqn: FlatEqn) -> EqnDims:
-        """Op dims, or NOT_SPLIT, of the operands and results of one of a task's equations, in their own shapes."""
-        labelled = self.dims_of[eqn.key]
-        if eqn.key == task.heavy:
-            return labelled
-        classes, index = self.places[task.equations[0]]
-
-        def dims(atom: object, as_labelled: tuple[int, ...]) -> tuple[int, ...]:
-            if not isinstance(atom, int):
-                return (NOT_SPLIT,) * len(as_labelled)
-            if self.values.of(atom).root in self.generated:  # made on each device, as the equation wants it
-                return as_labelled
-            return tuple(index.get(classes.of(self.values.node(atom, d)), NOT_SPLIT) for d in range(len(as_labelled)))
-
-        return EqnDims(tuple(map(dims, eqn.inputs, labelled.operands)), tuple(map(dims, eqn.outputs, labelled.results)))
-
-    def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
-        """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""
-        readers: dict[int, list[FlatEqn]] = {}
-        for e in unit.eqns:
-            for a in e.inputs:
-                if isinstance(a, int):
-                    readers.setdefault(self.values.of(a).root, []).append(e)
-        partial: dict[int, tuple[int, ...]] = {}
-        for e in unit.eqns:
-            found = self.labels[e]
-            kept = {lab for labs in found.outputs for lab in labs}
-            gone = sorted({lab for labs in found.inputs for lab in labs} - kept - {BLOCKED})
-            reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in gone) if c is not None)
-            if not reduced:
-                continue
-            out = e.outputs[0]
-            # Follow transposes and casts of the sum: it stays partial up to the unit's result.
-            while out not in results and len(readers.get(out, [])) == 1 and is_relayout(readers[out][0], self.program):
-                out = readers[out][0].outputs[0]
-            if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
-                partial[out] = reduced
-                self.partial_of[e.key] = out
-            else:
-                root = e.outputs[0]
-                aval = self.program.avals[root]
-                dims = {index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in found.outputs[0]}
-                size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-                sums.append(InnerSum(float(size), tuple(sorted(dims - {NOT_SPLIT})), reduced))
-        return partial
-
-    def _work(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[Work, ...]:
-        total: dict[tuple[int, ...], float] = {}
-        for e in unit.eqns:
-            found = self.labels[e]
-            labs = {lab for one in (*found.inputs, *found.outputs) for lab in one}
-            dims = {index[c] for lab in labs if (c := classes.of_label(e, lab)) is not None}
-            flops = flops_of(e, self.program)
-            if flops or e is unit.heavy:
-                key = tuple(sorted(dims))
-                total[key] = total.get(key, 0.0) + flops
-        return tuple(Work(f, d) for d, f in sorted(total.items()))
-
     def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
         first_reader: dict[int, int] = {}
         for t in tasks:
@@ -396,10 +190,10 @@ class _Builder:
         work, equations = update_work(self.updates, self.program, self.values, self.phases)
         parameters, updates = [], []
         for p, parameter in enumerate(self.phases.parameters):
-            tensor = self._tensor(parameter.value)
-            gradient = self._tensor(parameter.gradient)
-            shape = self.tensors[tensor].shape
-            stacked = len(shape) - len(self.tensors[gradient].shape)
+            tensor = self.tensors.index(parameter.value)
+            gradient = self.tensors.index(parameter.gradient)
+            shape = self.tensors.all[tensor].shape
+            stacked = len(shape) - len(self.tensors.all[gradient].shape)
             dims = sorted(range(max(0, stacked), len(shape)), key=lambda d: (-shape[d], d))
             owner = first_reader.get(tensor, 0)
             parameters.append(
@@ -408,9 +202,9 @@ class _Builder:
                     tuple(d for d in dims if shape[d] > 1),
                 )
             )  # fmt: skip
-            read = Access(gradient, (NOT_SPLIT,) * len(self.tensors[gradient].shape))
-            dtype = self.tensors[tensor].dtype
-            structure = self._structure([self.by_key[key] for key in equations[p]])
+            read = Access(gradient, (NOT_SPLIT,) * len(self.tensors.all[gradient].shape))
+            dtype = self.tensors.all[tensor].dtype
+            structure = self.tasks.structure([self.by_key[key] for key in equations[p]])
             updates.append(
                 Task(
                     owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p,
@@ -429,10 +223,10 @@ class _Builder:
         found = []
         for p, chain in self.sums.items():
             if math.prod(self.program.avals[chain.total].shape) > 1:  # scalars are no tensors
-                summands, running = (tuple(self.tensor_of[r] for r in roots) for roots in (chain.summands, chain.running))
+                summands, running = (tuple(self.tensors.of_root[r] for r in roots) for roots in (chain.summands, chain.running))
                 own = [t for t in summands if writer[t] == parameters[p].owner]
                 carried = any(self.values.tensor(a).root == chain.total for a in chain.starts)
-                found.append(Accumulation(p, summands, running, self.tensor_of[chain.total], carried, (own or summands)[-1]))
+                found.append(Accumulation(p, summands, running, self.tensors.of_root[chain.total], carried, (own or summands)[-1]))
         return found
 
     def _entries(self) -> list[LoopEntry]:
@@ -446,8 +240,8 @@ class _Builder:
             if init is None or init.root in self.generated or init.root in self.values.carries:
                 continue
             source = self.values.tensor(carry.init)
-            if target.root in self.tensor_of and source.root in self.tensor_of and target.root != source.root:
-                entries.append(LoopEntry(self.tensor_of[source.root], self.tensor_of[target.root]))
+            if target.root in self.tensors.of_root and source.root in self.tensors.of_root and target.root != source.root:
+                entries.append(LoopEntry(self.tensors.of_root[source.root], self.tensors.of_root[target.root]))
         return entries
 
     def _mark_outputs(self) -> None:
@@ -456,9 +250,9 @@ class _Builder:
             if isinstance(o, int):
                 leaves.setdefault(self.values.tensor(o).root, []).append(leaf)
         for root, found in leaves.items():
-            if root in self.tensor_of:
-                k = self.tensor_of[root]
-                self.tensors[k] = self.tensors[k]._replace(output_leaves=tuple(found))
+            if root in self.tensors.of_root:
+                k = self.tensors.of_root[root]
+                self.tensors.all[k] = self.tensors.all[k]._replace(output_leaves=tuple(found))
 
 
 def _fixed_axes(unit: Unit) -> tuple[tuple[str, ...], ...] | None:

@@ -82,6 +82,7 @@ class Task(NamedTuple):
     # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
     recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
     structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
+    scratch: float = 0.0  # bytes of work space per byte of the largest result, on GPUs (scratch.py); not part of it either
 
 
 class Tensor(NamedTuple):

@@ -9,8 +9,12 @@ other, none thrown away. The proposal density is that of uniform draws: symmetri
 Between blocks stand *leaps*: moves of many operators at once (moves.py), simulated in full, the first accepted
 taken and those behind it thrown away. Draws are keyed by the step. Several chains at different temperatures start from the best
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
-better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model. Time is
-looked at between rounds only, so a run that time ended is replayed by its number of proposals.
+better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
+
+First the best start and a random one *descend* in moves of whole groups (descent.py): that needs only the full
+simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains' programs
+are compiled after that, where the budget leaves time for it. Time is looked at between rounds only, so a run
+that time ended is replayed by its number of proposals.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
@@ -20,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +32,12 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.evaluate import Costs
+from soapjax.search.descent import Descent
 from soapjax.search.moves import State, choices_of, leap, pick
 from soapjax.search.neighbourhood import Judged, Neighbourhoods, Position, Tables
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import starts
+from soapjax.simulate.programs import Program
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
@@ -42,6 +48,7 @@ BLOCKS_PER_ROUND = 16  # per chain
 DEFAULT_PROPOSALS = 100_000
 MAX_AXES = 4  # that one block moves
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
+MAX_DESCENT_ROUNDS = 150
 
 
 def block_size(problem: PlanningProblem) -> int:
@@ -91,7 +98,7 @@ def block_draws(space: SearchSpace, steps: int) -> Draws:
     return draws
 
 
-def block_kernel(near: Neighbourhoods, reference_s: float, draws: Draws) -> Callable[[Tables, Array, Array, Walker], Walker]:
+def block_kernel(near: Neighbourhoods, reference_s: Array, draws: Draws) -> Callable[[Tables, Array, Array, Walker], Walker]:
     """A pure function (tables, key, beta, walker) -> walker: one block."""
 
     def block(tables: Tables, key: Array, beta: Array, walker: Walker) -> Walker:
@@ -127,46 +134,65 @@ def block_kernel(near: Neighbourhoods, reference_s: float, draws: Draws) -> Call
 
 
 class Engine:
-    """The compiled functions of one search."""
+    """The compiled functions of one search, and the cost that others are relative to. Programs do not depend on that cost."""
 
     def __init__(self, problem: PlanningProblem, reference_s: float):
         self.problem, self.reference_s = problem, reference_s
         self.near = Neighbourhoods(problem)
         self.steps = block_size(problem)
         self.draws = block_draws(problem.space, self.steps)
-        block = block_kernel(self.near, reference_s, self.draws)
 
-        def walk(tables: Tables, key: Array, beta: Array, walker: Walker, first: Array, count: Array) -> Walker:
+        def walk(tables: Tables, reference_s: Array, key: Array, beta: Array, walker: Walker, first: Array, count: Array):
+            block = block_kernel(self.near, reference_s, self.draws)
             return jax.lax.fori_loop(
                 first, first + count, lambda i, w: block(tables, jax.random.fold_in(key, i), beta, w), walker
             )  # fmt: skip
-
-        self._walk = jax.jit(walk)
-        self.propose = jax.jit(jax.vmap(leap(problem.space), (0, None)))
 
         def position(tables: Tables, costs: Costs, strategies: State, i: Array) -> Position:
             costs, strategy = jax.tree.map(lambda x: x[i], (costs, strategies))
             return self.near.position(tables, costs, strategy.axes, strategy.storage)
 
-        self._position = jax.jit(position)
+        self._walk, self._position = Program(walk), Program(position)
+        self._propose = Program(jax.vmap(leap(problem.space), (0, None)))
+
+    def compile_s(self) -> float:
+        """About how long `prepare` will take, by what the simulator took: so much more is there to compile per class."""
+        return self.problem.simulator.compile_s * (1 + 3 * len(self.near.tables.classes))
+
+    def prepare(self, walker: Walker) -> None:
+        """Compiles all, on as many cores as there are."""
+        key, number = jax.random.key(0), jnp.int32(0)
+        state = State(walker.at.base.axes, walker.at.base.storage)
+        device = jax.config.jax_default_device
+
+        def compile_one(program: Program, *args: Any) -> None:
+            with jax.default_device(device):
+                program.prepare(*args)
+
+        with ThreadPoolExecutor(2) as pool:
+            beta = jnp.float32(1.0)
+            walks = pool.submit(compile_one, self._walk, self.near.tables, beta, key, beta, walker, number, number)
+            pool.submit(compile_one, self._propose, jax.random.split(key, BATCH), state).result()
+            walks.result()
 
     def walker(self, strategy: Strategy, cost: float) -> Walker:
         """A chain that begins at `strategy`."""
         state = State(*(jnp.asarray(np.stack([x] * BATCH)) for x in (strategy.axes, strategy.storage)))
         _, costs = self.problem.simulator.batch(*state)
-        at = self._position(self.near.tables, costs, state, 0)
+        at = self._position(self.near.tables, costs, state, jnp.int32(0))
         return Walker(at, jnp.float32(cost), jnp.int32(0), jnp.float32(cost), State(at.base.axes, at.base.storage))
 
     def walk(self, key: Array, beta: float, walker: Walker, first: int, count: int) -> Walker:
         """Blocks `first` to `first + count` of a chain."""
-        moved = self._walk(self.near.tables, key, jnp.float32(beta), walker, jnp.int32(first), jnp.int32(count))
-        return jax.block_until_ready(moved)
+        numbers = jnp.int32(first), jnp.int32(count)
+        reference_s = jnp.float32(self.reference_s)
+        return jax.block_until_ready(self._walk(self.near.tables, reference_s, key, jnp.float32(beta), walker, *numbers))
 
     def leap(self, key: Array, beta: float, walker: Walker, limit: int = BATCH) -> Walker:
         """Up to `limit` steps of many operators at once, simulated in full: as many as it takes to accept one."""
         move, uniform = jax.random.split(key)
         state = State(walker.at.base.axes, walker.at.base.storage)
-        proposed = self.propose(jax.random.split(move, BATCH), state)
+        proposed = self._propose(jax.random.split(move, BATCH), state)
         scores, costs = self.problem.simulator.batch(proposed.axes, proposed.storage)
         cost = np.asarray(objective(scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
         uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
@@ -179,7 +205,7 @@ class Engine:
             best = State(*(jnp.asarray(np.asarray(x)[lowest]) for x in proposed))
             walker = walker._replace(best=best, best_cost=jnp.float32(cost[lowest]))
         if accepts.any():
-            at = self._position(self.near.tables, costs, proposed, first)
+            at = self._position(self.near.tables, costs, proposed, jnp.int32(first))
             walker = walker._replace(at=at, cost=jnp.float32(cost[first]), accepted=walker.accepted + 1)
         return walker
 
@@ -194,80 +220,143 @@ def exchange(key: Array, walkers: list[Walker], betas: np.ndarray, parity: int) 
     return walkers
 
 
+class Record:
+    """What a search has found so far, and whether its budget is spent."""
+
+    def __init__(self, budget: Budget, begin: float, first: Evaluation):
+        self.budget, self.begin = budget, begin
+        self.limit = budget.num_proposals
+        if self.limit is None and budget.seconds is None:
+            self.limit = DEFAULT_PROPOSALS
+        self.done, self.best_at, self.best_elapsed = 0, 0, 0.0
+        self.lowest_s = first.cost
+        self.candidates = [first.strategy]
+        self.history = [(0, self.elapsed, first.step_time_s)]
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.begin
+
+    def left(self) -> int:
+        """Proposals."""
+        return DEFAULT_PROPOSALS if self.limit is None else self.limit - self.done
+
+    def offer(self, strategy: Strategy, cost_s: float) -> None:
+        if cost_s < self.lowest_s:
+            self.lowest_s, self.best_at, self.best_elapsed = cost_s, self.done, self.elapsed
+            self.candidates.append(strategy)
+            self.history.append((self.done, self.elapsed, cost_s))
+
+    def tell(self) -> None:
+        if self.budget.progress is not None:
+            self.budget.progress(self.done, self.lowest_s, self.elapsed)
+
+    def stopped_by(self, *, has_walked: bool) -> str | None:
+        """Why the search ends now, if it does: half of the budget without an improvement is enough, once chains have walked."""
+        if self.limit is not None and self.done >= self.limit:
+            return "proposals"
+        seconds = self.budget.seconds
+        if seconds is not None and self.elapsed >= seconds:
+            return "seconds"
+        if not has_walked:
+            return None
+        if self.limit is not None:
+            is_idle = self.done - self.best_at > self.limit / 2
+        else:
+            is_idle = self.elapsed - self.best_elapsed > seconds / 2
+        return "converged" if is_idle else None
+
+
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
-    start_key, chain_key, leap_key, swap_key = jax.random.split(rng_key, 4)
+    start_key, descent_key, *chain_keys = jax.random.split(rng_key, 5)
     begun = starts(start_key, problem, budget)
-    reference_s = begun[0].cost
-    engine = Engine(problem, reference_s)
-    waiting = _in_turn(begun)
-    walkers = [engine.walker(e.strategy, e.cost / reference_s) for e in (waiting.pop(0) for _ in range(NUM_CHAINS))]
-    betas, chain_keys = np.array(BETAS), jax.random.split(chain_key, NUM_CHAINS)
-    limit = budget.num_proposals
-    if limit is None and budget.seconds is None:
-        limit = DEFAULT_PROPOSALS
-    best_at, best_elapsed = 0, 0.0
-    candidates = [begun[0].strategy]
-    history = [(0, time.monotonic() - begin, begun[0].step_time_s)]
-    lowest, done, rounds, blocks = 1.0, 0, 0, 0
-    quiet = [0] * NUM_CHAINS
-    own_best = [float(w.best_cost) for w in walkers]
-    stopped_by = "proposals"
-    pool = ThreadPoolExecutor(2)
+    record = Record(budget, begin, begun[0])
+    device, notes = jax.config.jax_default_device, ()
+    # A thread has a default device of its own.
+    pool = ThreadPoolExecutor(2, initializer=lambda: jax.default_device(device).__enter__())
     try:
-        while limit is None or done < limit:
-            elapsed = time.monotonic() - begin
-            if budget.seconds is not None and elapsed >= budget.seconds:
+        begun, stopped_by = _descended(descent_key, problem, begun, record, pool)
+        if stopped_by is None:
+            engine = Engine(problem, begun[0].cost)
+            needed_s = engine.compile_s()
+            if budget.seconds is not None and record.elapsed + needed_s > budget.seconds:
                 stopped_by = "seconds"
-                break
-            # What is judged counts, taken or not; the last rounds share what is left.
-            shares = [BATCH + BLOCKS_PER_ROUND * engine.steps] * NUM_CHAINS
-            if limit is not None:
-                shares = [min(shares[c], (limit - done + c) // NUM_CHAINS) for c in range(NUM_CHAINS)]
-            leaps = [min(BATCH, share) for share in shares]
-            count = min((share - lanes) // engine.steps for share, lanes in zip(shares, leaps, strict=True))
-            keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
-
-            def one_round(c: int, count: int = count, keys: Array = keys, leaps: list[int] = leaps) -> Walker:
-                moved = engine.leap(keys[c], betas[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
-                return engine.walk(chain_keys[c], betas[c], moved, blocks, count) if count else moved
-
-            walkers = list(pool.map(one_round, range(NUM_CHAINS)))
-            done += sum(leaps) + NUM_CHAINS * count * engine.steps
-            blocks, rounds = blocks + count, rounds + 1
-            for c, w in enumerate(walkers):
-                quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
-                own_best[c] = float(w.best_cost)
-            elapsed = time.monotonic() - begin
-            if rounds == 1:
-                best_elapsed = elapsed  # compilation is no lack of improvement
-            leader = int(np.argmin(own_best))
-            if own_best[leader] < lowest:
-                lowest, best_at, best_elapsed = own_best[leader], done, elapsed
-                state = walkers[leader].best
-                candidates.append(Strategy(np.asarray(state.axes), np.asarray(state.storage)))
-                history.append((done, elapsed, lowest * reference_s))
-            walkers = exchange(jax.random.fold_in(swap_key, rounds), walkers, betas, rounds % 2)
-            own_best = [float(w.best_cost) for w in walkers]
-            if budget.progress is not None:
-                budget.progress(done, lowest * reference_s, elapsed)
-            if (limit is not None and done - best_at > limit / 2) or (
-                limit is None and budget.seconds is not None and elapsed - best_elapsed > budget.seconds / 2
-            ):
-                stopped_by = "converged"
-                break
-            for c in range(NUM_CHAINS - 1):
-                if quiet[c] > PATIENCE and waiting:
-                    fresh = waiting.pop(0)
-                    walkers[c], quiet[c] = engine.walker(fresh.strategy, fresh.cost / reference_s), 0
-                    own_best[c] = float(walkers[c].best_cost)
+                notes = (f"no chain walked: compiling takes about {needed_s:.0f} s, more than was left",)
+            else:
+                stopped_by = _walked(chain_keys, engine, begun, record, pool)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
         pool.shutdown(wait=True)
-    good = sorted(problem.evaluate(candidates[-BATCH:] + candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
-    return SearchResult(good[0], done, time.monotonic() - begin, stopped_by, tuple(history), candidates=tuple(good))
+    good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
+    history = tuple(record.history)
+    return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
+
+
+def _descended(
+    key: Array, problem: PlanningProblem, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor
+) -> tuple[list[Evaluation], str | None]:
+    """The starts after the best and the worst (a random one) descended side by side, best first; and why to stop there."""
+    seed = jax.random.randint(key, (), 0, np.iinfo(np.int32).max).item()
+    descents = [Descent(problem, e, np.random.default_rng((seed, i))) for i, e in enumerate((begun[0], begun[-1]))]
+    for _ in range(MAX_DESCENT_ROUNDS):
+        active = [d for d in descents if not d.is_over]
+        stopped_by = record.stopped_by(has_walked=False)
+        if stopped_by or not active:
+            break
+        limits = [min(BATCH, (record.left() + i) // len(active)) for i in range(len(active))]
+        record.done += sum(pool.map(Descent.round, active, limits))
+        for d in active:
+            record.offer(d.best.strategy, d.best.cost)
+        record.tell()
+    found = {e.strategy.key(): e for e in [d.best for d in descents] + begun}
+    return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), record.stopped_by(has_walked=False)
+
+
+def _walked(keys: list[Array], engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
+    """Chains from the starts `begun`, until the budget is spent; why they stopped."""
+    chain_key, leap_key, swap_key = keys
+    reference_s, waiting = engine.reference_s, _in_turn(begun)
+    walkers = [engine.walker(e.strategy, e.cost / reference_s) for e in (waiting.pop(0) for _ in range(NUM_CHAINS))]
+    engine.prepare(walkers[0])
+    betas, chain_keys = np.array(BETAS), jax.random.split(chain_key, NUM_CHAINS)
+    rounds, blocks, quiet = 0, 0, [0] * NUM_CHAINS
+    own_best = [float(w.best_cost) for w in walkers]
+    record.best_elapsed = record.elapsed  # compilation is no lack of improvement
+    while True:
+        if stopped_by := record.stopped_by(has_walked=True):
+            return stopped_by
+        # What is judged counts, taken or not; the last rounds share what is left.
+        shares = [BATCH + BLOCKS_PER_ROUND * engine.steps] * NUM_CHAINS
+        if record.limit is not None:
+            shares = [min(shares[c], (record.left() + c) // NUM_CHAINS) for c in range(NUM_CHAINS)]
+        leaps = [min(BATCH, share) for share in shares]
+        count = min((share - lanes) // engine.steps for share, lanes in zip(shares, leaps, strict=True))
+        keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
+
+        def one_round(c: int, count: int = count, keys: Array = keys, leaps: list[int] = leaps) -> Walker:
+            moved = engine.leap(keys[c], betas[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
+            return engine.walk(chain_keys[c], betas[c], moved, blocks, count) if count else moved
+
+        walkers = list(pool.map(one_round, range(NUM_CHAINS)))
+        record.done += sum(leaps) + NUM_CHAINS * count * engine.steps
+        blocks, rounds = blocks + count, rounds + 1
+        for c, w in enumerate(walkers):
+            quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
+            own_best[c] = float(w.best_cost)
+        leader = int(np.argmin(own_best))
+        state = walkers[leader].best
+        record.offer(Strategy(np.asarray(state.axes), np.asarray(state.storage)), own_best[leader] * reference_s)
+        walkers = exchange(jax.random.fold_in(swap_key, rounds), walkers, betas, rounds % 2)
+        own_best = [float(w.best_cost) for w in walkers]
+        record.tell()
+        for c in range(NUM_CHAINS - 1):
+            if quiet[c] > PATIENCE and waiting:
+                fresh = waiting.pop(0)
+                walkers[c], quiet[c] = engine.walker(fresh.strategy, fresh.cost / reference_s), 0
+                own_best[c] = float(walkers[c].best_cost)
 
 
 def _in_turn(begun: list[Evaluation]) -> list[Evaluation]:

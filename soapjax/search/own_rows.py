@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_cost
 from soapjax.costs.evaluate import evaluator
@@ -79,17 +80,21 @@ class OwnRows:
 
 
 def _converter(links: Links) -> Callable[..., np.ndarray]:
-    """(source [n, A], target [n, A], bytes, latency share) -> seconds [n, L]."""
-    run = jax.jit(lambda s, t, size, share: conversion_cost(s, t, jnp.full(len(s), size), links, share).seconds)
+    """(source [n, A], target [n, A], bytes, latency share, shape [R]) -> seconds [n, L]."""
 
-    def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float) -> np.ndarray:
+    @jax.jit
+    def run(source: Array, target: Array, size: Array, share: Array, shape: Array) -> Array:
+        shapes = jnp.broadcast_to(shape, (len(source), len(shape)))
+        return conversion_cost(source, target, jnp.full(len(source), size), links, share, shape=shapes).seconds
+
+    def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
         out = np.zeros((len(source), links.num_levels), np.float32)
         moves = np.flatnonzero((source != target).any(axis=1))
         chunk = _CHUNKS[len(moves) > _CHUNKS[0]]
         for k in range(0, len(moves), chunk):
             at = moves[k : k + chunk]
             padded = np.concatenate([at, np.zeros(chunk - len(at), at.dtype)])
-            found = run(source[padded], target[padded], np.float32(size_bytes), np.float32(share))
+            found = run(source[padded], target[padded], np.float32(size_bytes), np.float32(share), shape)
             out[at] = np.asarray(found)[: len(at)]
         return out
 

@@ -26,13 +26,15 @@ from soapjax.topology import DeviceTopology
 class Budget(NamedTuple):
     """What a planner may spend; whichever ends first. `progress(done, best_s, elapsed_s)` may raise KeyboardInterrupt.
 
-    `random_start` leaves out every start but random ones: to measure a search, not to plan.
+    `random_start` leaves out every start but random ones: to measure a search, not to plan. `baselines` are the baselines'
+    strategies where the caller has them, so that they are not planned twice.
     """
 
     num_proposals: int | None = None
     seconds: float | None = None
     progress: Callable[[int, float, float], None] | None = None
     random_start: bool = False
+    baselines: tuple[Strategy, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

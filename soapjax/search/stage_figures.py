@@ -63,7 +63,7 @@ class Figures(NamedTuple):
     shard_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device, whether it is stored or fused into its readers
     copy_bytes: np.ndarray  # [E]: of converted copies
     copy_since: np.ndarray  # [E]: the task from which a copy is held for its reader: an earlier reader's, where they share it
-    transient_bytes: np.ndarray  # [tensors]: of partial sums
+    passing_bytes: np.ndarray  # [tensors]: of partial sums
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
     layouts: Layouts
@@ -144,7 +144,7 @@ def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compile
         np.array([t.size_bytes * t.copies for t in tables.graph.tensors], np.float32) / split,
         parts.copy_bytes,
         np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
-        parts.transient_bytes,
+        parts.passing_bytes,
         parts.stored_bytes,
         parts.stored_bytes / tables.state_copies,
         found,

@@ -88,12 +88,20 @@ class StageLoads:
         fabric = self._fabric(first, count, num)
         key = (bounds, id(fabric), inner)
         if key not in self._loads:
-            self._loads[key] = self._part(fabric, fabric.choices[inner].figures, bounds)
+            self._loads[key] = self._summing(self._part(fabric, fabric.choices[inner].figures, bounds), num)
         return self._loads[key]
 
     def load_of(self, bounds: tuple[int, int], first: int, count: int, num: int, figures: Figures) -> StageLoad:
         """As `load`, for any strategy of the graph on the stage's mesh, by its figures."""
-        return self._part(self._fabric(first, count, num), figures, bounds)
+        return self._summing(self._part(self._fabric(first, count, num), figures, bounds), num)
+
+    def _summing(self, load: StageLoad, num: int) -> StageLoad:
+        """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written."""
+        if num == 1:
+            return load
+        device = self.topology.device
+        once_s = load.gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+        return load._replace(backward_s=load.backward_s + 3 * once_s, update_s=load.update_s + once_s)
 
     def space(self, first: int, count: int, num: int) -> SearchSpace:
         return self._fabric(first, count, num).space
@@ -292,10 +300,10 @@ class _Part:
                 steps[k + 1] -= figures.copy_bytes[e]
         working = float(np.cumsum(steps).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
-        transient = float(figures.transient_bytes[own].max(initial=0.0))
+        passing = float(figures.passing_bytes[own].max(initial=0.0))
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
             gradient_bytes=float(figures.shard_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
-            batch_bytes=batch, input_bytes=arrives, kept_bytes=kept, working_bytes=working + transient,
+            batch_bytes=batch, input_bytes=arrives, kept_bytes=kept, working_bytes=working + passing,
         )  # fmt: skip

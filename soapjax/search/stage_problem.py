@@ -136,7 +136,7 @@ class StageProblem:
         return self._priced[choice]
 
     def _simulated(self, choice: Choice, loads: list[StageLoad], transfers: list[Transfer]) -> Priced:
-        timeline = simulate_pipeline(outline(choice), loads, transfers, overlap=self.topology.device.overlap)
+        timeline = simulate_pipeline(outline(choice), loads, transfers)
         memory = max(timeline.memory_bytes)
         excess = max(memory / self.usable_bytes - 1, 0.0)
         cost = timeline.step_time_s * (2 + 8 * excess if excess else 1.0)  # as search/problem.py

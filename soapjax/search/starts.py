@@ -31,7 +31,7 @@ def starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Eva
     random = [problem.space.random(rng) for _ in range(NUM_RANDOM)]
     found = random
     if not budget.random_start:
-        found = [planner(rng_key, problem, Budget()).best.strategy for planner in BASELINES.values()]
+        found = list(budget.baselines) or [planner(rng_key, problem, Budget()).best.strategy for planner in BASELINES.values()]
         found += [replicate_all(problem), *random]
         if problem.space.offers_pins:
             found += [planner(rng_key, problem, Budget()).best.strategy for planner in (model_parallel, expert_rnn)]

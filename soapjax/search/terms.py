@@ -122,14 +122,14 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
                 reader = np.broadcast_to(other, values["raw"].shape) if third else values.get("first", values["wanted"])
                 home = home_layout(values["raw"], reader, shape, sizes) if is_partial else values["raw"]
                 if target is None:
-                    found = rows.convert(values["raw"], np.where(values["raw"] == PARTIAL, home, values["raw"]), size, share)
+                    found = rows.convert(values["raw"], np.where(values["raw"] == PARTIAL, home, values["raw"]), size, share, shape)
                 else:
                     wanted = values["wanted"]
                     if is_summand:
                         goal = np.where((wanted == PARTIAL) & (home != PARTIAL), np.int8(REPLICATED), wanted)
                     else:
                         goal = np.where(wanted == PARTIAL, home, wanted)
-                    found = rows.convert(home, goal, size, share)
+                    found = rows.convert(home, goal, size, share, shape)
                 best = found if best is None else np.minimum(best, found)
             if sharing:
                 best = best * twins.charged(values["again"][:, 0], values["equal"].astype(bool), values["sharers"])[:, None]

@@ -2,12 +2,13 @@
 
 A schedule (strategy/schedules.py) fixes the order of passes on each group of devices. Beside passes there are
 
-    transfer    an output that a later stage reads, and its gradient on the way back, on the link stream of both sides
+    transfer    an output that a later stage reads, and its gradient on the way back: one at a time leaves a device, one arrives
     sync        of the gradients of replicas that worked on different minibatches (PipeDream), on all replicas' link streams
     update      of the weights
 
 and the event-driven simulator (event.py) runs them: passes of a group in their order, transfers first come, first served on
-each link. Where the backend does not overlap, transfers and syncs occupy the compute streams too. A bubble is what is left:
+each link and direction. They run beside the passes on every backend (what cannot overlap on CPUs are the collectives inside a
+program, and those are in a pass' time). A bubble is what is left:
 
 >>> found = simulate_pipeline(gpipe_of_4_equal_stages, loads, ())
 >>> found.step_time_s / (8 * pass_s)       # M = 8: (M + S - 1)/M
@@ -110,17 +111,16 @@ class _Tasks:
 
 
 def simulate_pipeline(
-    pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer], *, overlap: bool = True
+    pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer]
 ) -> PipelineTimeline:
     """The timeline and the memory of one step.
 
     Args:
       loads: per stage. `transfers`: between stages, forwards.
-      overlap: whether communication runs beside compute.
     Raises: SoapjaxError where the schedule does not fit the stages (see `schedules.actions`).
     """
     simulated = _long_enough(pipeline)
-    tasks, updates = _expand(simulated, loads, transfers, overlap)
+    tasks, updates = _expand(simulated, loads, transfers)
     graph = tasks.graph()
     times = run(graph, [r.seconds for r in tasks.rows], [r.streams if r.seconds > 0 else () for r in tasks.rows])
     makespan = max(times.end_s)
@@ -186,7 +186,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     return stays, own
 
 
-def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks, list[int]]:
+def _expand(pipeline: Pipeline, loads, transfers) -> tuple[_Tasks, list[int]]:
     """All tasks of a step; and which are the updates of the first stage."""
     stages = pipeline.stages
     group_of = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
@@ -194,11 +194,13 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
     most = max(s.replicas for s in stages)
 
     def compute(i: int, replica: int) -> int:
-        return (group_of[i] * most + replica) * (1 + levels)
+        return (group_of[i] * most + replica) * (1 + 2 * levels)
 
-    def link(i: int, replica: int, level: int) -> tuple[int, ...]:
-        stream = compute(i, replica) + 1 + level
-        return (stream,) if overlap else (compute(i, replica), stream)
+    def leaving(i: int, replica: int, level: int) -> int:
+        return compute(i, replica) + 1 + 2 * level
+
+    def arriving(i: int, replica: int, level: int) -> int:
+        return leaving(i, replica, level) + 1
 
     def replica_of(i: int, microbatch: int) -> int:
         return microbatch % stages[i].replicas
@@ -217,7 +219,7 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
         seconds, kind = (t.backward_s, "backward") if backward else (t.forward_s, "forward")
         row = _Row(
             f"{'gradient' if backward else 'activation'} {m}: stage {a} to {b}", a, devices(a, ra) + devices(b, rb), t.level,
-            seconds if group_of[a] != group_of[b] else 0.0, (*link(a, ra, t.level), *link(b, rb, t.level)),
+            seconds if group_of[a] != group_of[b] else 0.0, (leaving(a, ra, t.level), arriving(b, rb, t.level)),
         )  # fmt: skip
         tasks.add(("send", t.source, t.target, m, backward), row, [(kind, a, m)])
 
@@ -230,7 +232,7 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
             if action.kind == "update":
                 key = (action, "sync")
                 every = range(stages[i].replicas)
-                streams = tuple(s for r in every for s in link(i, r, load.sync_level))
+                streams = tuple(way(i, r, load.sync_level) for r in every for way in (leaving, arriving))
                 row = _Row(f"sum of gradients {m}: stage {i}", i, stages[i].devices, load.sync_level, load.sync_s, streams)
                 tasks.add(key, row, waiting or list(before.values()))
                 row = _Row(f"update {m}: stage {i}", i, stages[i].devices, -1, load.update_s, tuple(compute(i, r) for r in every))

@@ -19,6 +19,7 @@ from soapjax.costs.tables import CostTables
 from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import Timeline, simulate
 from soapjax.simulate.items import items_of
+from soapjax.simulate.programs import Program
 from soapjax.simulate.schedule import schedule_of
 from soapjax.simulate.trace import ItemArrays, item_arrays
 from soapjax.strategy.plan import Prediction
@@ -45,11 +46,16 @@ class Simulator:
         self.evaluate_one = evaluator(tables)
         self.items = items_of(tables, self.schedule)
         self.item_arrays = item_arrays(self.items)
-        self._batch = jax.jit(self._scores_and_costs)
+        self._batch = Program(self._scores_and_costs)
 
     def batch(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         """Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N]; one trace."""
         return self._batch(self.item_arrays, axes, storage)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that the program took to compile or to load; 0 before its first call."""
+        return self._batch.compile_s
 
     def _scores_and_costs(self, items: ItemArrays, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         costs = jax.vmap(self.evaluate_one)(axes, storage)

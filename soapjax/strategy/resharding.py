@@ -8,6 +8,9 @@ Left to itself, XLA's partitioner gathers the whole tensor for many pairs of lay
    in rounds, the lower axis first;
 3. gather what is no longer split, in one all-gather.
 
+Between 1 and 3 a dim is split by the axes that leave it and by those that enter it at once. From a dim that is too small for
+both, the axes that leave are gathered before anything else (`gathered_first`).
+
 A dim that is split by several axes has an order of them, the first being major. Local work can remove or add minor axes
 only, so that a permute (of local blocks between devices) comes in between where an axis that leaves is not minor, and
 at the end, where the order is not the mesh's.
@@ -90,6 +93,21 @@ def is_permute(source: Sequence[int], target: Sequence[int], sizes: Sequence[int
         return math.prod(n for n, d in zip(sizes, layout, strict=True) if d == dim)
 
     return tuple(source) != tuple(target) and all(parts(source, d) == parts(target, d) for d in dims)
+
+
+def gathered_first(
+    source: Sequence[int], target: Sequence[int], shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """`source` after the gathers that a tensor of `shape` needs before its steps to `target`: mostly `source` itself.
+
+    >>> gathered_first((0, 0), (1, 0), (4, 4), (2, 2)), gathered_first((0, -1), (1, 0), (2, 2), (2, 2))
+    ((0, 0), (-1, -1))
+    """
+    if is_permute(source, target, sizes):
+        return tuple(source)
+    pairs = list(zip(source, target, strict=True))
+    small = {d for d, n in enumerate(shape) if n % math.prod(size for size, pair in zip(sizes, pairs, strict=True) if d in pair)}
+    return tuple(REPLICATED if s in small and s != t else s for s, t in pairs)
 
 
 def steps_of(

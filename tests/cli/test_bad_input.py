@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from command_line import TINY, call, plan_text
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):

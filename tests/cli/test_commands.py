@@ -17,7 +17,6 @@ from command_line import ROOT, TINY, call, done, plan_text
 from soapjax import Plan
 from soapjax.cli import COMMANDS
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 PLAN_FIELDS = {
     "step_time_s", "baselines", "feasible", "memory_bytes_per_device", "bytes_by_collective", "num_operators",
     "num_proposals", "search_s", "plan_sha256",

@@ -19,8 +19,6 @@ from soapjax.search.problem import Evaluation
 from soapjax.strategy.strategy import Strategy
 from soapjax.verify_top import measured_best, shortlist
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):

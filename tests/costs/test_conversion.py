@@ -47,6 +47,19 @@ def one(source, target, size: float, links: Links):
     return seconds, sent
 
 
+def random_shapes(rng: np.random.Generator, source: np.ndarray, target: np.ndarray, links: Links) -> np.ndarray:
+    """Shapes [n, 4] that hold every source and every target, and both at once in about half of the dims."""
+    shape = np.ones((len(source), 4), np.int32)
+    for i, (s, t) in enumerate(zip(source, target, strict=True)):
+        for d in range(4):
+            before, after, either = (
+                math.prod(n for n, on in zip(links.axis_sizes, mask, strict=True) if on)
+                for mask in (s == d, t == d, (s == d) | (t == d))
+            )
+            shape[i, d] = either if rng.random() < 0.5 else math.lcm(before, after)
+    return shape
+
+
 def random_layouts(rng: np.random.Generator, links: Links, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sources (with partial sums), targets (without) and sizes; half of the axes stay as they are."""
     shape = (count, len(links.axis_sizes))
@@ -66,6 +79,32 @@ def test_jitted_equals_plain(links, seed):
     plain = [conversion_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
     np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize("links", MESHES, ids=lambda x: "x".join(map(str, x.axis_sizes)))
+def test_small_dims_jitted_equal_plain(links):
+    rng = np.random.default_rng(len(links.axis_sizes))
+    source, target, size = random_layouts(rng, links, BATCH)
+    shape = random_shapes(rng, source, target, links)
+    found = conversion_cost(source, target, size, links, shape=shape)
+    plain = [
+        conversion_cost_plainly(s, t, float(n), links, shape=x.tolist())
+        for s, t, n, x in zip(source, target, size, shape, strict=True)
+    ]
+    np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
+    np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
+
+
+def test_a_small_dim_gathers_before_others_enter_by_hand():
+    # 4 rows in quarters of 200 bytes, 2 of the 4 parts to be split by another axis: the axes that leave come first,
+    # 200 to 800 bytes per device, then all is slices.
+    links = Links((2, 2, 2), (0, 0, 0), (1.0,), (100.0,))
+    source, target = (0, 0, R), (1, R, 0)
+    seconds, sent = conversion_cost_plainly(source, target, 800.0, links, shape=(4, 2))
+    assert sent == dict.fromkeys(COLLECTIVES, 0) | {"all-gather": 600} and seconds == [3 + 600 / 100]
+    # Of 8 rows it is 100 bytes after the slice, half of it exchanged, then gathered from two parts.
+    _, sent = conversion_cost_plainly(source, target, 800.0, links, shape=(8, 2))
+    assert sent["all-to-all"] == 50 and sent["all-gather"] == 100
 
 
 def test_gather_over_two_levels_by_hand():

@@ -98,7 +98,7 @@ def simulated(pipedream, state, batch):
     "replicas, devices_each, vertical_sync",
     [([1, 1], 2, False), ([1, 1, 1, 1], 1, False), ([1, 1, 1], 1, True), ([3, 1], 1, False), ([1, 2, 1], 2, False)],
 )
-def test_the_staleness_of_the_paper(replicas, devices_each, vertical_sync, quick_compile):
+def test_the_staleness_of_the_paper(replicas, devices_each, vertical_sync):
     with jax.enable_x64(True):
         the_simulation_agrees(*pipedream_step(replicas, devices_each, vertical_sync=vertical_sync))
 

@@ -60,7 +60,7 @@ def distance(found, wanted):
 
 
 @pytest.mark.parametrize("name, schedule, stages, microbatches, chunks", CASES)
-def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatches, chunks, quick_compile):
+def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatches, chunks):
     """Two devices per stage. With batch norm the reference averages micro-batches: its statistics are those of each."""
     step, state, batch = made(name)
     leaves = jax.tree_util.tree_leaves((state, batch))
@@ -97,7 +97,7 @@ def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatc
 def held(run):
     """The most micro-batches whose residuals a stage holds, counted on the list of dispatches by what it frees."""
     counts, most = [0] * len(run.places), [0] * len(run.places)
-    stream = run._stream(True)
+    stream = run.dispatches(with_gradients=True)
     residuals = {}  # slot -> stage, of what a forward pass makes and its own backward pass reads
     backward = {}
     for d in stream.dispatches:
@@ -164,7 +164,7 @@ def test_any_number_of_devices_per_stage():
     assert distance(gradients, wanted) <= 1e-5
 
 
-def test_results_of_every_kind(quick_compile):
+def test_results_of_every_kind():
     """A mean, a count, what has a batch dim, and a state that the data does not touch."""
 
     def step(state, batch):

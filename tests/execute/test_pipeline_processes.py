@@ -1,67 +1,61 @@
-"""A pipeline over two processes gives the single-device step's numbers; each process has one stage."""
+"""Pipelines and pinned plans over processes give the single-device step's numbers; each process holds what it uses."""
 
+import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-WORKER = r"""
-import sys
-import jax
-rank, coordinator, transfer = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.config.update("jax_cross_host_transfer_socket_address", transfer)
-jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0")
-jax.distributed.initialize(coordinator, 2, rank)
-import numpy as np
-from models import mlp
-from soapjax import soap_shard
-step, state, batch = mlp.make(batch=8, width=16, layers=3, features=8)
-state, batch = jax.tree.map(np.asarray, (state, batch))
-sharded = soap_shard(step, topology="cpu8", devices=jax.devices(), pipeline=sys.argv[4], stages=2, microbatches=4)
-plain = jax.jit(step)
-single = state
-for _ in range(3):
-    state, metrics = sharded(state, batch)
-    single, wanted = plain(single, batch)
-worst = 0.0
-for mine, theirs in zip(jax.tree.leaves(state["opt_state"][0].mu), jax.tree.leaves(single["opt_state"][0].mu)):
-    for shard in mine.addressable_shards:
-        found, value = np.asarray(shard.data), np.asarray(theirs)[shard.index]
-        worst = max(worst, float(np.linalg.norm(found - value) / max(np.linalg.norm(theirs), 1e-12)))
-loss = [float(s.data) for s in metrics["loss"].addressable_shards]
-own = sum(bool(x.addressable_shards) for x in jax.tree.leaves(state["params"]))
-print("RESULT", rank, worst, abs(loss[0] - float(wanted["loss"])) if loss else 0.0, own, flush=True)
-"""
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = ROOT / "tests" / "execute" / "process_worker.py"
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def test_two_processes():
-    root = Path(__file__).resolve().parents[2]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    coordinator = f"127.0.0.1:{free_port()}"
+def run_processes(port, cases, count, devices_each=1, timeout=240):
+    """The line of results of every process and case: [case][rank]."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()} | {
+        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices_each), "PYTHONPATH": str(ROOT),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
+    }  # fmt: skip
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), coordinator, f"127.0.0.1:{free_port()}", "1f1b"],
-            env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, WORKER, *cases], env=environment | {"JAX_PROCESS_ID": str(rank)}, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]  # fmt: skip
     try:
-        ended = [w.communicate(timeout=120) for w in workers]
+        ended = [w.communicate(timeout=timeout) for w in workers]
     finally:
         for w in workers:
             w.kill()
-    results = [line.split() for out, _ in ended for line in out.splitlines() if line.startswith("RESULT")]
-    assert len(results) == 2, "\n".join(err[-2000:] for _, err in ended)
-    for _, _, worst, loss, own in results:
-        assert float(worst) <= 1e-5 and float(loss) <= 1e-5
-        assert 0 < int(own) < 8  # each holds its stage's parameters alone
-    assert sum(int(r[4]) for r in results) == 8
+    found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in ended]
+    assert all(len(lines) == len(cases) for lines in found), "\n".join(err[-2000:] for _, err in ended)
+    return list(zip(*found, strict=True))
+
+
+def check(results):
+    """Every process has the loss; what it holds is right; together they hold everything, and none holds all of it."""
+    for found in results:
+        for r in found:
+            assert r["worst"] <= 1e-5 and r["loss"] <= 1e-5, found
+            assert 0 < r["held"] < r["leaves"], found
+        assert sum(r["held"] for r in found) >= found[0]["leaves"], found
+
+
+def test_two_processes(free_port, quick_compile):
+    """A schedule of one order, and one of another with a parameter that both stages read."""
+    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe"], 2))
+
+
+@pytest.mark.slow
+def test_operators_pinned_to_two_processes(free_port, quick_compile):
+    """Layers on either process, and one over both."""
+    check(run_processes(free_port, ["mlp/pinned"], 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices_each", [1, 2])
+def test_four_processes(free_port, devices_each):
+    check(run_processes(free_port, ["mlp/1f1b", "tied/1f1b", "tied/gpipe", "mlp/pinned"], 4, devices_each))

@@ -32,7 +32,7 @@ def made(name, *, topology="cpu8"):
 
 
 @pytest.mark.parametrize("name", ["mlp", "nmt"])
-def test_random_pinned_plans_are_proven(name, quick_compile):
+def test_random_pinned_plans_are_proven(name):
     _, state, batch, traced, problem = made(name)
     plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(0)))
     assert plan.executable and len(plan.pinned) > len(plan.operators) / 2
@@ -44,7 +44,7 @@ def test_random_pinned_plans_are_proven(name, quick_compile):
     )  # tiny products lose their names
 
 
-def test_layers_on_devices_train(quick_compile):
+def test_layers_on_devices_train():
     """Model parallelism: every layer on one device; parameters and optimizer state live there."""
     step, state, batch, traced, problem = made("mlp")
     plan = plan_of_strategy(problem, model_parallel_strategy(problem)[0])

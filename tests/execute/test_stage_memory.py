@@ -43,7 +43,7 @@ def memory(problem, schedule, again):
     choice = Choice(schedule, NUM, (0, end // 2, end), (1, 1), (0, 0), (again, again))
     timeline = problem.price(choice).timeline
     run = pipeline_step(step, *arguments(), pipeline=problem.pipeline(choice), topology=problem.topology)
-    compiled = inspect_stream(*run.dispatched()).memory_bytes
+    compiled = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
     return timeline.memory_bytes, [compiled[p.mesh.devices.flat[0].id] for p in run.places]
 
 

@@ -27,6 +27,7 @@ from models import (
     text,
     transformer_lm,
     transformer_nnx,
+    two_towers,
     unet,
     vgg,
 )
@@ -40,6 +41,7 @@ TINY_MOE = dict(batch=2, seq=8, width=12, heads=2, vocab=32)
 CASES = {
     "mlp": (mlp, dict(batch=8, width=16, layers=2, classes=4, features=8, learning_rate=1e-2)),
     "mlp_bfloat16": (mlp, dict(batch=8, width=16, classes=4, features=8, learning_rate=1e-2, dtype="bfloat16")),
+    "two_towers": (two_towers, dict(batch=8, width=16, layers=2, out=4, classes=4, features=8, learning_rate=0.1)),
     "lm": (transformer_lm, TINY_LM),
     "lm_full": (transformer_lm, TINY_LM | dict(scan=True, remat=True, dropout=0.1, tie=True, dtype="bfloat16")),
     "lm_sgd": (transformer_lm, TINY_LM | dict(optimizer="sgd", vocab=50, remat=True, mlp_ratio=2, learning_rate=0.1)),

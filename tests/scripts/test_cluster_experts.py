@@ -38,7 +38,7 @@ def losses(step, state, batch):
 
 
 @pytest.mark.parametrize("name, label", CASES)
-def test_a_hand_written_step_trains_as_the_model(quick_compile, name, label):
+def test_a_hand_written_step_trains_as_the_model(name, label):
     module, settings = SMALL[name]
     step, state, batch = module.make(**settings)
     expected = losses(jax.jit(step), state, batch)
@@ -49,7 +49,7 @@ def test_a_hand_written_step_trains_as_the_model(quick_compile, name, label):
 
 
 @pytest.mark.slow
-def test_a_hand_written_resnet_runs(quick_compile):
+def test_a_hand_written_resnet_runs():
     """Its batch statistics are each device's own, as usual, so that only the first losses are alike."""
     settings = {"depth": "tiny", "batch": 8, "image": 32, "width": 8, "classes": 8}
     found = []

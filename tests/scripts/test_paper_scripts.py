@@ -26,7 +26,6 @@ from soapjax.search.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table")
 QUICK = ("--tiny", "--proposals", "500")
 SHORT = ("--cap", "20", "--best-seconds", "2", "--best-seeds", "1")
@@ -171,7 +170,7 @@ def test_table4_reads_the_published_figures(tmp_path, capsys):
     good = tmp_path / "good.csv"
     good.write_text("gpus,model,full_s,delta_s\n4,lenet,2.5,100\n")
     paper = table4.published(good)
-    row = table4.summary(Case("lenet", "p100", 4), [dict(wall_s="4", cpu_s="2"), dict(wall_s="", cpu_s="")], paper, None)
+    row = table4.summary(Case("lenet", "p100", 4), "cold", [dict(wall_s="4", cpu_s="2"), dict(wall_s="", cpu_s="")], paper, None)
     assert (row["reached"], row["target"], row["wall_min"], row["wall_median"]) == ("1/2", 5.0, 4.0, float("inf"))
     bad = tmp_path / "bad.csv"
     bad.write_text("gpus,model,full_s\nfour,lenet,2.5\n")
@@ -194,7 +193,8 @@ def test_planner_table_compares_with_mcmc(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_table4_ends_a_start_when_it_is_good_enough(tmp_path, quick_search):
-    command = ["--models", "lenet", "--gpus", "4", "--starts", "2", "--tiny", "--results", str(tmp_path), *SHORT]
+    command = ["--models", "lenet", "--gpus", "4", "--starts", "2", "--programs", "cold", "--tiny", *SHORT]
+    command += ["--results", str(tmp_path)]
     assert table4.main([*command, "--within", "1000"]) == 0
     assert all(float(r["wall_s"]) < 20 for r in rows_of(tmp_path / "table4.csv"))
     assert table4.main([*command, "--within", "1e-9", "--cap", "0.1"]) == 0

@@ -26,7 +26,6 @@ from soapjax.search.recurrent import depths_of
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 KEY = jax.random.key(0)
 RNNLM = dict(batch=8, seq=4, hidden=16, vocab=32)
 

@@ -82,19 +82,14 @@ def test_transfers_delay_and_queue(schedule, figures, num, seconds):
     assert found.step_time_s >= least * (1 - 1e-12)
     if num == 1:
         assert found.step_time_s == pytest.approx(least)
-    # Devices that cannot overlap are as busy as passes and transfers together.
-    alone = simulate_pipeline(p, loads, sends, overlap=False)
-    for i, load in enumerate(loads):
-        neighbours = sum(i in (t.source, t.target) for t in sends)
-        busy = num * (load.forward_s + load.backward_s + 2 * neighbours * seconds) + load.update_s
-        assert alone.step_time_s >= busy * (1 - 1e-12)
     for task in found.tasks:
         assert task.duration_s > 0
-    # A device does one pass at a time, a link one transfer.
+    # A device does one pass at a time, a link one transfer each way.
     streams = {}
     for task in found.tasks:
         for d in task.devices:
-            streams.setdefault((d, task.level), []).append((task.start_s, task.start_s + task.duration_s))
+            leaves = d in p.stages[task.stage].devices
+            streams.setdefault((d, task.level, leaves), []).append((task.start_s, task.start_s + task.duration_s))
     for spans in streams.values():
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sorted(spans)))
 
@@ -102,12 +97,13 @@ def test_transfers_delay_and_queue(schedule, figures, num, seconds):
 def test_a_slow_link_is_the_bottleneck():
     p = pipeline("1f1b", 2, 50)
     found = simulate_pipeline(p, [StageLoad(1.0, 1.0, 0.0)] * 2, [Transfer(0, 1, 0, 3.0, 3.0)])
-    assert 50 * 6 <= found.step_time_s <= 50 * 6 + 6
-    # Two levels of links are two streams.
+    # Two micro-batches are in flight; there and back one takes 1 + 3 + 2 + 3 + 1 s. What goes does not wait for what comes.
+    assert 25 * 10 <= found.step_time_s <= 25 * 10 + 6
+    # What leaves a stage for two others queues, where it is not on two levels of links.
     p3 = pipeline("gpipe", 3, 20)
     loads = [StageLoad(0.1, 0.1, 0.0)] * 3
-    one = simulate_pipeline(p3, loads, [Transfer(0, 1, 0, 1.0, 1.0), Transfer(1, 2, 0, 1.0, 1.0)])
-    two = simulate_pipeline(p3, loads, [Transfer(0, 1, 0, 1.0, 1.0), Transfer(1, 2, 1, 1.0, 1.0)])
+    one = simulate_pipeline(p3, loads, [Transfer(0, 1, 0, 1.0, 1.0), Transfer(0, 2, 0, 1.0, 1.0)])
+    two = simulate_pipeline(p3, loads, [Transfer(0, 1, 0, 1.0, 1.0), Transfer(0, 2, 1, 1.0, 1.0)])
     assert two.step_time_s < 0.7 * one.step_time_s
 
 
@@ -135,12 +131,14 @@ def test_memory_counts_what_is_in_flight(num_stages, num):
     loads = [load] * num_stages
     every = range(num_stages)
     own = 25 + (10 if num > 1 else 0)  # the working set, and a micro-batch's gradients beside their sums
-    assert simulate_pipeline(pipeline("gpipe", num_stages, num), loads, ()).memory_bytes == (40 + (num - 1) * 20 + own,) * num_stages
+    found = simulate_pipeline(pipeline("gpipe", num_stages, num), loads, ())
+    assert found.memory_bytes == (40 + (num - 1) * 20 + own,) * num_stages
     again = simulate_pipeline(pipeline("gpipe", num_stages, num, remat=every), loads, ())
     assert again.memory_bytes == (40 + (num - 1) * 1 + own + 1,) * num_stages
     held = [min(num, num_stages - i) for i in every]
     plain = simulate_pipeline(pipeline("1f1b", num_stages, num), loads, ())
-    assert plain.memory_bytes == tuple(40 + (h - 1) * 20 + own + (h < num) for h in held)  # where not all are held, the next one arrives
+    # Where not all are held, the next one arrives.
+    assert plain.memory_bytes == tuple(40 + (h - 1) * 20 + own + (h < num) for h in held)
     stashed = simulate_pipeline(pipeline("pipedream", num_stages, num), loads, ())
     assert stashed.memory_bytes == tuple(40 + (h - 1) * (20 + 10) + own + (h < num) for h in held)
 

@@ -1,0 +1,174 @@
+"""Pipelines and pinned plans on an emulated cluster: simulated against measured step times, and against one program.
+
+    sudo python scripts/pipeline_cluster.py                       # all, about eight minutes on two idle cores
+    python scripts/pipeline_cluster.py --report                   # the tables again, into results/pipeline_cluster.md
+
+Per model and rate scripts/pipeline_measure.py runs on hosts that scripts/emulated_cluster.py starts: GPipe and 1F1B with
+several numbers of micro-batches beside plans of one program (data parallelism among them); of the model with two branches, pinned
+plans beside every plan without pins. Rows go to results/pipeline_cluster.csv as they are measured; a second run goes on with what
+is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from cluster_table import APART
+
+from soapjax.files import write_text_atomic
+from soapjax.strategy.plan import ModelSource
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER.parent / "results"
+FIELDS = ("model", "hosts", "rate", "strategy", "kind", "predicted_s", "measured_s", "spread", "steps", "loss")
+ONE_PROGRAM = ("replicated", "data_parallel", "tensor_parallel", "mcmc")
+FITTED = ONE_PROGRAM[:3]
+
+
+class Model(NamedTuple):
+    source: ModelSource
+    is_branched: bool = False  # pinned plans instead of pipelines
+
+
+# Small enough for two cores. AlexNet and VGG-16 have most parameters in their dense layers and most arithmetic before.
+MODELS: dict[str, Model] = {
+    "alexnet": Model(
+        ModelSource(
+            path="models.alexnet", settings={"batch": 32, "image": 67, "width": 0.5, "classes": 1000, "dropout": 0.0}
+        )
+    ),
+    "vgg16": Model(
+        ModelSource(path="models.vgg", settings={"batch": 16, "image": 32, "width": 0.5, "classes": 1000, "dropout": 0.0})
+    ),
+    "two_towers": Model(
+        ModelSource(path="models.two_towers", settings={"batch": 64, "width": 1024, "layers": 6, "features": 256}), True
+    ),
+}  # fmt: skip
+CASES = (("alexnet", "200mbit"), ("alexnet", "1gbit"), ("vgg16", "200mbit"), ("two_towers", "200mbit"))
+
+
+class Row(NamedTuple):
+    strategy: str
+    kind: str
+    predicted_s: float
+    measured_s: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+Cases = dict[tuple[str, str, str], list[Row]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=[f"{m}:{r}" for m, r in CASES], metavar="MODEL:RATE")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per case, at most")
+    parser.add_argument("--output", default=str(RESULTS / "pipeline_cluster.csv"))
+    parser.add_argument("--table", default=str(RESULTS / "pipeline_cluster.md"))
+    parser.add_argument("--work", default=str(RESULTS / "pipeline_cluster"), help="where calibrations and plans are kept")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the tables of what was measured")
+    options, rest = parser.parse_known_args()
+    for case in [] if options.report else options.cases:
+        if status := measure(options, rest, *case.partition(":")[::2]):
+            return status
+    cases = read(options.output)
+    if not cases:
+        expected, remedy = "rows of an earlier run", "measure first: leave out --report"
+        print(f"error: {options.output}: got nothing; expected {expected}. Remedy: {remedy}.", file=sys.stderr)
+        return 2
+    text = document(cases)
+    write_text_atomic(Path(options.table), text)
+    print(text)
+    return 0
+
+
+def measure(options: argparse.Namespace, rest: list[str], model: str, rate: str) -> int:
+    """Runs pipeline_measure.py on the hosts; its exit status."""
+    work = Path(options.work) / f"{model}-{options.hosts}x{rate}"
+    if model in MODELS and rate.replace(".", "").isalnum():  # else it is refused there
+        work.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(FOLDER / "pipeline_measure.py"), "--model", model, "--rate", rate]
+    command += ["--hosts", str(options.hosts), "--output", options.output, "--work", str(work), *rest]
+    launcher = [sys.executable, str(FOLDER / "emulated_cluster.py"), "--hosts", str(options.hosts), "--rate", rate]
+    process = subprocess.Popen([*launcher, "--timeout", str(options.timeout), "--", *command])
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # the launcher got it too, and cleans up
+        return process.wait()
+
+
+def read(path: str) -> Cases:
+    """Rows by (model, hosts, rate)."""
+    cases: Cases = {}
+    if Path(path).is_file():
+        for r in csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8"))):
+            row = Row(r["strategy"], r["kind"], *(float(r[k]) for k in ("predicted_s", "measured_s", "spread")))
+            cases.setdefault((r["model"], r["hosts"], r["rate"]), []).append(row)
+    return cases
+
+
+def misordered(rows: list[Row]) -> list[tuple[str, str]]:
+    """Pairs whose measured times are more than 5 % apart, and whose predicted times say the opposite."""
+    wrong = []
+    for a, b in itertools.combinations(rows, 2):
+        slow, fast = (a, b) if a.measured_s > b.measured_s else (b, a)
+        if slow.measured_s > (1 + APART) * fast.measured_s and slow.predicted_s < fast.predicted_s:
+            wrong.append((fast.strategy, slow.strategy))
+    return wrong
+
+
+def document(cases: Cases) -> str:
+    parts = [
+        "# Pipelines and pinned plans on an emulated cluster\n\n"
+        "Hosts of one core each and shaped links (`scripts/emulated_cluster.py`); all models are small (`MODELS` in\n"
+        "`scripts/pipeline_cluster.py`). Made by `python scripts/pipeline_cluster.py`. Spread is (slowest - fastest) / median\n"
+        "of the timed steps. The calibration's two factors were fitted on the plans marked `*`, all of one program.\n"
+    ]
+    for (model, hosts, rate), rows in cases.items():
+        parts.append(f"\n## {model}, {hosts} hosts, {rate}\n\n{table(rows)}\n{summary(rows)}\n")
+    return "".join(parts)
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| plan | kind | simulated ms | measured ms | spread | error |", "|---|---|--:|--:|--:|--:|"]
+    for r in sorted(rows, key=lambda r: r.measured_s):
+        mark = "*" if r.strategy in FITTED else ""
+        times = f"{r.predicted_s * 1e3:.1f} | {r.measured_s * 1e3:.1f} | {r.spread:.1%} | {r.error:+.1%}"
+        lines.append(f"| {r.strategy}{mark} | {r.kind} | {times} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[Row]) -> str:
+    """What the table says: errors and order of plans of several programs, and their gain over one program."""
+    several = [r for r in rows if r.kind != "one program"]
+    single = {r.strategy: r for r in rows if r.kind == "one program"}
+    if not several:
+        return ""
+    best = min(several, key=lambda r: r.measured_s)
+    errors = sorted(abs(r.error) for r in several)
+    wrong = misordered(several)
+    order = "order kept" if not wrong else "wrong order: " + ", ".join(f"{a} before {b}" for a, b in wrong)
+    lines = [f"- {several[0].kind}s: error at most {errors[-1]:.1%}, median {errors[len(errors) // 2]:.1%}; {order}"]
+    if "data_parallel" in single:
+        gain = single["data_parallel"].measured_s / best.measured_s
+        lines.append(f"- {best.strategy}: {gain:.2f} x data parallelism, measured")
+    if single:
+        other = min(single.values(), key=lambda r: r.measured_s)
+        gain = other.measured_s / best.measured_s
+        lines.append(f"- {best.strategy}: {gain:.2f} x the best plan of one program ({other.strategy}), measured")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Measures pipelines and pinned plans of one model on the cluster that this process belongs to; pipeline_cluster.py starts it.
+
+The calibration is that of cluster_calibration.py: rates of the model's own operators and of the links, and one factor each for
+compute and network, fitted on three plans of one program. No pipeline and no pinned plan is fitted on. Rank 0 plans; every row is
+written as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
+
+import jax
+import numpy as np
+from cluster_measure import Recorder, calibrated, kept, shared, strategy_of, timed
+from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
+
+import soapjax
+import soapjax.distributed
+from soapjax.errors import SoapjaxError
+from soapjax.model_source import concrete_model
+from soapjax.planning import plan_of_strategy, plan_pipeline, planning_problem
+from soapjax.search.placement import model_parallel_strategy, placed
+from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.plan import Plan
+from soapjax.topology import DeviceTopology
+
+
+class Candidate(NamedTuple):
+    """A plan to measure, as rank 0 publishes it."""
+
+    name: str
+    kind: str  # "pipeline", "pinned" or "one program"
+    plan: str
+
+
+def one_program(step: Any, topology: DeviceTopology, options: argparse.Namespace) -> Iterator[Candidate]:
+    """Plans without pins and stages: the baselines, and what the search finds."""
+    problem = planning_problem(step, topology)
+    for name in ONE_PROGRAM:
+        yield Candidate(name, "one program", plan_of_strategy(problem, strategy_of(problem, name, options)).dumps())
+
+
+def pipelines(model: Any, topology: DeviceTopology, options: argparse.Namespace) -> Iterator[Candidate]:
+    for schedule in options.schedules:
+        for num in options.microbatches:
+            plan, _ = plan_pipeline(
+                model.step, *model.arguments, pipeline=schedule, topology=topology, microbatches=num, stages=options.hosts,
+                proposals=options.proposals,
+            )  # fmt: skip
+            yield Candidate(f"{schedule}, {num} micro-batches", "pipeline", plan.dumps())
+
+
+def pinned(step: Any, topology: DeviceTopology, options: argparse.Namespace) -> Iterator[Candidate]:
+    """Branches on hosts of their own, runs of layers on hosts, and what the search finds in the space with pins."""
+    problem = planning_problem(step, topology, space="paper")
+    found = {
+        "a branch per host": placed(problem, branch_devices(problem, options.hosts)),
+        "layers on hosts": model_parallel_strategy(problem)[0],
+        "mcmc with pins": strategy_of(problem, "mcmc", options),
+    }
+    for name, strategy in found.items():
+        yield Candidate(name, "pinned", plan_of_strategy(problem, strategy).dumps())
+
+
+def branch_devices(problem: PlanningProblem, hosts: int) -> np.ndarray:
+    """A device for every operator [N]: the model's branches (modules that hold others) in turn; the first for all else."""
+    tops = [op.name.partition("/")[0] if "/" in op.name else None for op in problem.graph.operators]
+    branches = [t for t in dict.fromkeys(tops) if t is not None]
+    return np.array([branches.index(t) % hosts if t is not None else 0 for t in tops])
+
+
+def candidates(model: Any, step: Any, topology: DeviceTopology, options: argparse.Namespace) -> list[Candidate]:
+    found = list(one_program(step, topology, options))
+    found += pinned(step, topology, options) if MODELS[options.model].is_branched else pipelines(model, topology, options)
+    return found
+
+
+def measure(model: Any, one: Candidate, options: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan.loads(one.plan)
+    step = soapjax.soap_shard(model.step, plan=plan, devices=list(jax.devices()))
+    timing = timed(one.name, step, *split(model.arguments), options.steps)
+    return dict(
+        strategy=one.name, kind=one.kind, predicted_s=plan.prediction.step_time_s, measured_s=timing.median_s,
+        spread=timing.spread, steps=timing.steps, loss=timing.loss,
+    )  # fmt: skip
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """State and the rest, in host memory, as a data loader gives them."""
+    state, *rest = jax.tree.map(np.asarray, arguments)
+    return state, tuple(rest)
+
+
+def run(options: argparse.Namespace) -> None:
+    soapjax.distributed.initialize(timeout_s=120)
+    work = Path(options.work)
+    model = concrete_model(MODELS[options.model].source)
+    step = soapjax.trace(model.step, *model.arguments)
+    if not shared("calibrated before", (work / "topology.json").exists):
+        topology = calibrated(model, step, options)
+        kept(work / "topology.json", "new topology", topology.to_dict)
+    topology = DeviceTopology.from_dict(kept(work / "topology.json", "topology", dict))
+    plans = kept(work / "plans.json", "plans", lambda: [list(c) for c in candidates(model, step, topology, options)])
+    recorder = Recorder(options, FIELDS)
+    done = set(shared("done", lambda: sorted(recorder.done())))
+    for one in (Candidate(*entry) for entry in plans):
+        if one.name not in done:
+            row = measure(model, one, options)
+            if jax.process_index() == 0:
+                recorder.add(**row)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), required=True)
+    parser.add_argument("--rate", required=True)
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--work", required=True, help="the folder for calibration and plans")
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--proposals", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per plan, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        run(options)
+    except SoapjaxError as e:
+        soapjax.distributed.fail(e)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What a backend's compiler keeps in memory besides what the plan names, or does not keep.
+
+Read off the memory plans of compiled programs (scripts/verify_bytes.py). GPUs: a parameter is updated as soon as its gradient is
+summed, so that only those gradients wait that XLA merges into one collective; an all-reduce writes over its operand; float32
+convolutions want channels before pixels, so that images that come as arguments exist twice; some equations
+need work space (graph/scratch.py). CPUs: all gradients are summed in one instruction.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.graph.operators import OperatorGraph
+
+GPUS = ("cuda", "rocm")
+
+
+class WorkingMemory(NamedTuple):
+    """Of one graph on one kind of device."""
+
+    waits: np.ndarray  # bool [T]: gradients that wait for nothing but their parameters' updates
+    combine_bytes: float  # collectives of gradients are merged up to so many bytes of results
+    most_waiting: np.ndarray  # float32 [2]: how much waits for an all-reduce, and for a reduce-scatter, at the most
+    sums_in_place: bool
+    scratch: np.ndarray  # float32 [T]: bytes of work space per byte of a tensor while it is made
+    relaid: np.ndarray  # float32 [T]: further copies of a tensor, in the order of dims that its readers want
+
+
+def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, first_parts: int) -> WorkingMemory:
+    """`combine_bytes`: up to which size the compiler merges collectives; `first_parts`: of the first of the mesh's axes."""
+    num = len(graph.tensors)
+    waits, scratch, relaid = np.zeros(num, bool), np.zeros(num, np.float32), np.zeros(num, np.float32)
+    if platform not in GPUS:
+        return WorkingMemory(waits, 0.0, np.zeros(2, np.float32), False, scratch, relaid)
+    readers: dict[int, set[int]] = {}
+    for k, task in enumerate(graph.tasks):
+        for access in task.reads:
+            readers.setdefault(access.tensor, set()).add(k)
+            tensor = graph.tensors[access.tensor]
+            is_image = task.kind == "conv" and task.dtype == "float32" and access.operand >= 0 and tensor.input_leaf >= 0
+            if is_image and 1 not in tensor.shape:  # with one channel both orders are the same
+                relaid[access.tensor] = 1
+    relaid[[p.tensor for p in graph.parameters]] = 0  # small, and gathered for every use
+    made_by = {a.tensor: task for task in graph.tasks for a in task.writes}
+    for p, parameter in enumerate(graph.parameters):
+        gradient = parameter.gradient
+        others = [k for k in readers.get(gradient, ()) if graph.tasks[k].parameter != p]
+        in_loop = gradient in made_by and made_by[gradient].trip_count > 1
+        waits[gradient] = not (others or in_loop or graph.tensors[gradient].output_leaves)
+    for task in graph.tasks:
+        if task.scratch and task.writes:
+            largest = max((a.tensor for a in task.writes), key=lambda i: graph.tensors[i].size_bytes)
+            scratch[largest] = task.scratch
+    # Operands and results of one merged collective.
+    most = np.array([2, 1 + first_parts], np.float32) * np.float32(combine_bytes)
+    return WorkingMemory(waits, combine_bytes, most, True, scratch, relaid)

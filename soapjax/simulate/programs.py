@@ -1,0 +1,114 @@
+"""Programs of the planner's own: traced once, compiled once, and kept on disk for the next run.
+
+A search judges millions of strategies with a few jitted functions that take longer to compile than to find a good strategy. So
+their executables are kept in a folder of the user (`$SOAPJAX_CACHE/programs`, or `~/.cache/soapjax/programs`), under a
+hash of the program's text and of all that a compiler looks at beside it. JAX's own compilation cache, and its
+configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing.
+
+Safe with several writers: a file appears whole or not at all, and carries its own checksum. What cannot be
+read, written or loaded is compiled as if there were no cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+from soapjax.costs.profile import cache_folder
+
+MAX_BYTES = 512 << 20  # of all kept programs; the oldest go first
+_CHECKSUM = 32  # bytes
+
+
+class Program:
+    """A pure function of arrays of one set of shapes, on the CPU; compiled at its first call, or before by `prepare`."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._jitted = jax.jit(fn)
+        self._compiled: Callable[..., Any] | None = None
+        self._lock = threading.Lock()
+        self.compile_s = 0.0  # what tracing, and compiling or loading took
+
+    def prepare(self, *args: Any) -> None:
+        """Compiles for arguments like these: arrays or `jax.ShapeDtypeStruct`s."""
+        with self._lock:
+            if self._compiled is None:
+                begin = time.monotonic()
+                self._compiled = _compiled(self._jitted.lower(*args))
+                self.compile_s = time.monotonic() - begin
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None:
+            self.prepare(*args)
+        return self._compiled(*args)
+
+
+def program_folder() -> Path | None:
+    """Where programs are kept; None where the user wants none kept."""
+    if os.environ.get("SOAPJAX_PROGRAM_CACHE", "").lower() in ("off", "0", "no", "false"):
+        return None
+    return cache_folder().parent / "programs"
+
+
+def _compiled(lowered: jax.stages.Lowered) -> Callable[..., Any]:
+    folder = program_folder()
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if folder is None or getattr(device, "platform", None) != "cpu":
+        return lowered.compile()
+    path = folder / hashlib.sha256(f"{_surroundings()}\n{lowered.as_text()}".encode()).hexdigest()
+    if (kept := _read(path)) is not None:
+        with contextlib.suppress(Exception):  # whatever a foreign executable may raise: it is compiled anew
+            return serialize_executable.deserialize_and_load(
+                kept, lowered.in_tree, lowered.out_tree, backend="cpu", execution_devices=[device]
+            )
+    compiled = lowered.compile()
+    with contextlib.suppress(Exception):  # an executable that cannot be written down
+        _write(path, serialize_executable.serialize(compiled)[0])
+    return compiled
+
+
+@functools.cache
+def _surroundings() -> str:
+    """What decides on machine code beside the program: versions, the processor, and flags."""
+    processor = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((x for x in lines if x.startswith(("flags", "Features"))), processor)
+    flags = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
+    return "\n".join(map(str, (jax.__version__, jaxlib.__version__, platform.machine(), processor, *flags)))
+
+
+def _read(path: Path) -> bytes | None:
+    """What was kept under `path`; None where there is nothing, or half a file."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    kept = data[_CHECKSUM:]
+    return kept if hashlib.sha256(kept).digest() == data[:_CHECKSUM] else None
+
+
+def _write(path: Path, kept: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        file.write(hashlib.sha256(kept).digest() + kept)
+    os.replace(file.name, path)
+    found = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in path.parent.iterdir()), reverse=True, key=lambda x: x[0])
+    total = 0
+    for _, size, f in found:
+        total += size
+        if total > MAX_BYTES:
+            f.unlink(missing_ok=True)

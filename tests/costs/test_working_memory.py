@@ -1,0 +1,71 @@
+"""What GPU compilers keep besides what the plan names: which tensors, and how much, against counts by hand."""
+
+import functools
+import math
+
+import pytest
+
+import soapjax
+from soapjax.costs.working_memory import working_memory
+from soapjax.graph.build import build_graph
+from soapjax.model_source import abstract_model
+from soapjax.strategy.plan import ModelSource
+
+LIMIT = 1000.0
+
+
+@functools.cache
+def graph_of(model: str, **sizes):
+    found = abstract_model(ModelSource(path=f"models.{model}", settings=sizes))
+    return build_graph(soapjax.trace(found.step, *found.arguments))[0]
+
+
+def lenet(pool="max"):
+    return graph_of("lenet", batch=4, pool=pool)
+
+
+def alexnet():
+    return graph_of("alexnet", batch=4, image=67, width=0.0625, classes=8)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "cpu", "tpu"])
+def test_only_gpus_need_it(platform):
+    found = working_memory(alexnet(), platform, LIMIT, 2)
+    is_gpu = platform in ("cuda", "rocm")
+    assert found.sums_in_place == found.waits.any() == found.scratch.any() == found.relaid.any() == is_gpu
+    assert found.most_waiting.tolist() == ([2 * LIMIT, 3 * LIMIT] if is_gpu else [0, 0])
+
+
+def test_every_gradient_waits_for_its_update_alone():
+    graph = lenet()
+    found = working_memory(graph, "cuda", LIMIT, 2)
+    assert {i for i, on in enumerate(found.waits) if on} == {p.gradient for p in graph.parameters}
+
+
+def test_gradients_that_a_loop_makes_are_read_after_it():
+    graph = graph_of("transformer_lm", batch=4, seq=8, width=16, layers=2, heads=2, vocab=32, scan=True)
+    found = working_memory(graph, "cuda", LIMIT, 2)
+    in_loop = {a.tensor for t in graph.tasks if t.trip_count > 1 for a in t.writes}
+    gradients = {p.gradient for p in graph.parameters}
+    assert gradients & in_loop and gradients - in_loop
+    assert {i for i, on in enumerate(found.waits) if on} == gradients - in_loop
+
+
+def test_images_exist_in_two_orders_of_their_dims():
+    graph = alexnet()
+    found = working_memory(graph, "cuda", LIMIT, 2)
+    twice = [i for i, n in enumerate(found.relaid) if n]
+    assert [graph.in_paths[graph.tensors[i].input_leaf].rsplit(".")[-1] for i in twice] == ["image"]
+    assert not working_memory(lenet(), "cuda", LIMIT, 2).relaid.any()  # one channel
+
+
+def test_max_pooling_needs_indices_and_zeros_in_its_gradient():
+    graph = lenet()
+    pools = [t for t in graph.tasks if t.scratch]
+    windows = [t for t in graph.tasks if "pool" in graph.operators[t.operator].name and t.phase == 0]
+    assert len(pools) == len(windows) > 0
+    for task in pools:
+        (image,) = {math.prod(graph.tensors[a.tensor].shape) for a in task.writes}
+        # Windows of two by two: a quarter as many, four indices each, as large as a float each.
+        assert task.scratch * image == pytest.approx(2 * image + 4 * image / 4)
+    assert not any(t.scratch for t in lenet("average").tasks)

@@ -1,0 +1,69 @@
+"""One process of a job that runs steps on several of them, and compares with the single-device step: a JSON line per case.
+
+    JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python process_worker.py mlp/1f1b tied/gpipe mlp/pinned
+"""
+
+import json
+import math
+import sys
+
+import jax
+import numpy as np
+
+import soapjax
+import soapjax.distributed
+from models import mlp, transformer_lm
+from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.search.placement import model_parallel_strategy
+from soapjax.topology import DeviceTopology, load_topology
+
+NUM_STEPS = 3
+BOUND = 1e-5  # of a gradient's error relative to its norm
+FLOOR = 4 * float(np.finfo(np.float32).eps) / BOUND  # of the norm of all gradients: below it is rounding (a key's bias has none)
+MODELS = {
+    "mlp": (mlp, dict(batch=16, width=16, layers=4, features=8)),
+    "tied": (transformer_lm, dict(batch=8, seq=4, width=8, layers=1, heads=1, vocab=16, tie=True)),
+}
+
+
+def sharded_step(step, arguments, kind):
+    devices = jax.devices()
+    if kind != "pinned":
+        stages = jax.process_count()
+        return soapjax.soap_shard(step, devices=devices, pipeline=kind, stages=stages, microbatches=4)
+    topology = load_topology("cpu8").to_dict()
+    topology["levels"][-1]["size"] = len(devices)
+    problem = planning_problem(soapjax.trace(step, *arguments), DeviceTopology.from_dict(topology), space="paper")
+    strategy = model_parallel_strategy(problem)[0]  # layers on devices; one over all of them, split by its first dim
+    strategy.axes[next(n for n, op in enumerate(problem.graph.operators) if op.name == "dense1")] = 0
+    plan = plan_of_strategy(problem, strategy)
+    assert 0 < len(plan.pinned) < len(plan.operators) and len({str(o.axes) for o in plan.operators.values()}) > 2
+    return soapjax.soap_shard(step, plan=plan, devices=devices)
+
+
+def compared(step, state, batch, kind):
+    """Errors of loss and gradients (Adam's first moment) in what this process holds, and how much it holds."""
+    state, batch = jax.tree.map(np.asarray, (state, batch))
+    sharded, plain, single = sharded_step(step, (state, batch), kind), jax.jit(step), state
+    state, metrics = sharded(state, batch)
+    single, wanted = plain(single, batch)
+    worst, held = 0.0, 0
+    pairs = list(zip(*(jax.tree.leaves(s["opt_state"][0].mu) for s in (state, single)), strict=True))
+    total = math.sqrt(sum(float(np.linalg.norm(x)) ** 2 for _, x in pairs))
+    for mine, theirs in pairs:
+        held += bool(mine.addressable_shards)
+        for shard in mine.addressable_shards:
+            difference = np.asarray(shard.data) - np.asarray(theirs)[shard.index]
+            worst = max(worst, float(np.linalg.norm(difference) / max(np.linalg.norm(theirs), FLOOR * total)))
+    for _ in range(NUM_STEPS - 1):  # only the loss: where a gradient is zero, Adam makes steps of its rounding
+        state, metrics = sharded(state, batch)
+        single, wanted = plain(single, batch)
+    loss = abs(float(metrics["loss"]) / float(wanted["loss"]) - 1)
+    return {"worst": worst, "loss": loss, "held": held, "leaves": len(pairs)}
+
+
+soapjax.distributed.initialize(timeout_s=120)
+for case in sys.argv[1:]:
+    model, kind = case.split("/")
+    module, sizes = MODELS[model]
+    print(json.dumps(compared(*module.make(**sizes), kind)), flush=True)

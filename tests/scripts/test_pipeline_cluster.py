@@ -1,0 +1,29 @@
+"""The tables of pipelines on the emulated cluster, from rows that are made up."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import cluster_measure  # noqa: E402
+import pipeline_cluster  # noqa: E402
+
+
+def test_what_was_measured_is_reported(tmp_path, monkeypatch):
+    path, table = tmp_path / "rows.csv", tmp_path / "table.md"
+    key = {"model": "alexnet", "hosts": "2", "rate": "200mbit", "spread": 0.01, "steps": 5, "loss": 1.0}
+    made = [("data_parallel", "one program", 1.0, 1.0), ("gpipe, 4 micro-batches", "pipeline", 0.25, 0.24)]
+    made += [("1f1b, 4 micro-batches", "pipeline", 0.22, 0.20), ("1f1b, 8 micro-batches", "pipeline", 0.19, 0.30)]
+    rows = [key | dict(strategy=s, kind=k, predicted_s=p, measured_s=m) for s, k, p, m in made]
+    cluster_measure.write_rows(str(path), rows, pipeline_cluster.FIELDS)
+    monkeypatch.setattr(sys, "argv", ["pipeline_cluster.py", "--report", "--output", str(path), "--table", str(table)])
+    assert pipeline_cluster.main() == 0
+    text = table.read_text()
+    assert "1f1b, 4 micro-batches: 5.00 x data parallelism, measured" in text
+    assert "error at most 36.7%, median 10.0%" in text
+    assert "wrong order: gpipe, 4 micro-batches before 1f1b, 8 micro-batches, 1f1b, 4 micro-batches before 1f1b, 8" in text
+
+
+def test_nothing_measured_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline_cluster.py", "--report", "--output", str(tmp_path / "none.csv")])
+    assert pipeline_cluster.main() == 2 and "measure first" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""Descents against enumeration, and what their moves may touch."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import graph_of, topology_of
+
+import soapjax
+from soapjax.planning import planning_problem
+from soapjax.search.descent import Assignments, Descent, look_alikes
+from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.space import search_space
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import factor_mesh, load_topology
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """Five equal layers on four devices: 4^10 strategies, and few in which all layers are alike."""
+
+    def forward(ws, x):
+        for i in range(5):
+            x = jnp.tanh(x @ ws[f"w{i}"])
+        return x
+
+    ws = {f"w{i}": jax.ShapeDtypeStruct((512, 512), "float32") for i in range(5)}
+    topology = load_topology("cpu8")
+    topology = dataclasses.replace(topology, levels=(*topology.levels[:-1], dataclasses.replace(topology.levels[-1], size=4)))
+    return planning_problem(soapjax.trace(forward, ws, jax.ShapeDtypeStruct((64, 512), "float32")), topology)
+
+
+CASES = (("mlp_of_sixes", "2x6", False), ("lm_scan", "cpu8", False), ("mlp", "2x4", True))
+
+
+@pytest.mark.parametrize("model, topology, pins", CASES)
+def test_every_draw_is_in_the_space(model, topology, pins):
+    graph, place = graph_of(model), topology_of(topology)
+    space = search_space(graph, factor_mesh(place), pins=pins)
+    rng = np.random.default_rng(1)
+    moves, now = Assignments(space), space.random(rng)
+    changed = 0
+    for _ in range(200):
+        drawn = moves.draw(rng, now)
+        assert space.is_valid(drawn), space.violations(drawn)[:1]
+        changed += drawn.key() != now.key()
+        now = drawn
+    assert changed > 50
+
+
+def test_look_alikes_offer_the_same(layers):
+    space, alike = layers.space, look_alikes(layers.space)
+    assert len(set(alike)) < len(alike)
+    for n, m in itertools.combinations(range(len(alike)), 2):
+        if alike[n] == alike[m]:
+            assert (space.allowed[n] == space.allowed[m]).all()
+            assert (space.divisors[n] == space.divisors[m]).all()
+
+
+def test_descends_to_the_best_of_all_that_are_alike(layers):
+    """From a random strategy to the optimum, by enumeration, of those in which operators that look alike have one config."""
+    space = layers.space
+    alike = look_alikes(space)
+    kinds = [np.flatnonzero(alike == k) for k in range(alike.max() + 1)]
+    options = [list(space.configs(int(members[0]))) for members in kinds]
+    every = []
+    for chosen in itertools.product(*options):
+        axes = np.zeros((len(alike), space.num_axes), np.int8)
+        for members, config in zip(kinds, chosen, strict=True):
+            axes[members] = config
+        every.append(Strategy(axes, np.zeros(len(alike), np.int8)))
+    assert len(every) < 3000
+    tied_best = min(e.cost for e in layers.evaluate(every))
+    rng = np.random.default_rng(3)
+    start = layers.evaluate([space.random(rng)])[0]
+    descent = Descent(layers, start, np.random.default_rng(0))
+    costs, judged = [start.cost], 0
+    while not descent.is_over:
+        judged += descent.round()
+        costs.append(descent.best.cost)
+    assert (np.diff(costs) <= 0).all() and costs[-1] < costs[0]
+    assert descent.best.cost <= tied_best * (1 + 1e-6)
+    assert judged == len(descent.seen) - 1, "nothing is judged twice"
+    assert layers.evaluate([descent.best.strategy])[0].cost == pytest.approx(descent.best.cost, rel=1e-6)
+
+
+def test_the_same_seed_is_the_same_descent():
+    graph = graph_of("mlp_of_sixes")
+    place = topology_of("2x6")
+    space = search_space(graph, factor_mesh(place))
+    problem = PlanningProblem.make(graph, space, place)
+    rng = np.random.default_rng(0)
+    begun = problem.evaluate([space.random(rng)])[0]
+    first, second = (Descent(problem, begun, np.random.default_rng(5)) for _ in range(2))
+    counts = [(first.round(8), second.round(8)) for _ in range(3)]
+    assert all(a == b <= 8 for a, b in counts)
+    assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"

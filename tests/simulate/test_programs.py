@@ -1,0 +1,71 @@
+"""Programs that are kept on disk: the same numbers, whatever happened to the files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from soapjax.simulate.programs import Program, program_folder
+
+
+def double_of_sines(x):
+    return {"y": 2 * jnp.sin(x) + jnp.arange(4.0)}
+
+
+X = np.linspace(0, 1, 4, dtype=np.float32)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOAPJAX_CACHE", str(tmp_path))
+    monkeypatch.delenv("SOAPJAX_PROGRAM_CACHE", raising=False)
+    return tmp_path / "programs"
+
+
+def right(program: Program) -> bool:
+    return np.allclose(program(jnp.asarray(X))["y"], 2 * np.sin(X) + np.arange(4), rtol=1e-6)
+
+
+def test_the_second_is_loaded_and_equal(folder):
+    before = jax.config.jax_compilation_cache_dir
+    assert right(Program(double_of_sines))
+    (kept,) = folder.iterdir()
+    written = kept.stat().st_mtime_ns
+    assert right(Program(double_of_sines))
+    assert [f.stat().st_mtime_ns for f in folder.iterdir()] == [written], "it was compiled again"
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]])
+def test_a_damaged_file_is_compiled_anew(folder, damage):
+    assert right(Program(double_of_sines))
+    (kept,) = folder.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage(whole))
+    assert right(Program(double_of_sines))
+    assert len(kept.read_bytes()) > len(whole) // 2, "and kept again"
+    assert right(Program(double_of_sines))
+
+
+def test_another_program_is_another_file(folder):
+    assert right(Program(double_of_sines))
+    assert np.allclose(Program(lambda x: 3 * x)(jnp.asarray(X)), 3 * X)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_nothing_is_kept_where_the_user_wants_none(folder, monkeypatch):
+    monkeypatch.setenv("SOAPJAX_PROGRAM_CACHE", "off")
+    assert program_folder() is None
+    assert right(Program(double_of_sines))
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_no_harm(folder):
+    folder.parent.joinpath("programs").write_text("a file in its place")
+    assert right(Program(double_of_sines))
+
+
+def test_prepared_by_shape(folder):
+    program = Program(double_of_sines)
+    program.prepare(jax.ShapeDtypeStruct((4,), "float32"))
+    assert program.compile_s > 0 and right(program)
