@@ -63,7 +63,8 @@ class Figures(NamedTuple):
     shard_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device, whether it is stored or fused into its readers
     copy_bytes: np.ndarray  # [E]: of converted copies
     copy_since: np.ndarray  # [E]: the task from which a copy is held for its reader: an earlier reader's, where they share it
-    passing_bytes: np.ndarray  # [tensors]: of partial sums
+    passing_bytes: np.ndarray  # [tensors]: of partial sums, and work space
+    merging_bytes: np.ndarray  # [tensors, 2]: of gradients that wait to be summed in one collective, their sums left out
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
     layouts: Layouts
@@ -138,6 +139,7 @@ class Compiled:
 
 def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compiled: Compiled) -> Figures:
     durations, parts, found = compiled.costs(tables, strategy)
+    waiting = np.asarray(parts.waiting_bytes)
     split = np.where(found.home >= 0, np.array(tables.links.axis_sizes, np.float32), 1.0).prod(axis=1)
     return Figures(
         schedule.durations(durations),
@@ -145,6 +147,7 @@ def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compile
         parts.copy_bytes,
         np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
         parts.passing_bytes,
+        np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
         parts.stored_bytes,
         parts.stored_bytes / tables.state_copies,
         found,

@@ -272,17 +272,22 @@ class _Part:
         state = {leaf for leaf, _ in graph.state_pairs}
         is_kept = self._kept()
         kept = arrives = batch = 0.0
-        steps = np.zeros(tables.num_tasks + 2)
+        steps, merging = np.zeros(tables.num_tasks + 2), np.zeros((tables.num_tasks + 2, 2))
         for tensor, size in enumerate(figures.shard_bytes):
             k = int(self.maker[tensor])
             made_here = k >= 0 and self.mine[self.operator[k]]
             mine = reads.get(tensor, [])
+            if self.gradients[tensor] and made_here:
+                merging[k + 1] += figures.merging_bytes[tensor]
+                merging[int(tables.tensor_death[tensor]) + 1] -= figures.merging_bytes[tensor]
             if tensor in parameters or self.gradients[tensor] or not (mine or made_here) or (k >= 0 and phases[k] == UPDATE):
                 continue
             if not made_here and tables.tensor_death[tensor] < 0:
                 continue
             if k < 0:
                 batch += size if graph.tensors[tensor].input_leaf not in state else 0.0
+                steps[0] += tables.working.relaid[tensor] * size
+                steps[max(mine) + 1] -= tables.working.relaid[tensor] * size
                 continue
             if made_here and not self.lives.is_stored[tensor]:
                 continue
@@ -298,7 +303,8 @@ class _Part:
             if k < tables.num_tasks and self.mine[self.operator[k]] and phases[k] != UPDATE:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[k + 1] -= figures.copy_bytes[e]
-        working = float(np.cumsum(steps).max(initial=0.0))
+        waiting = np.minimum(np.cumsum(merging, 0), tables.working.most_waiting).sum(1)
+        working = float((np.cumsum(steps) + waiting).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
         passing = float(figures.passing_bytes[own].max(initial=0.0))
         return StageLoad(

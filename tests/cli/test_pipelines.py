@@ -47,7 +47,7 @@ def test_predicting_anew_gives_the_same_plan_and_a_trace(plan, tmp_path):
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(again["step_time_s"] * 1e6, rel=1e-4)
     # Every pass of every micro-batch, on every device of its stage.
     passes = [e for e in spans if e["name"].startswith(("forward", "backward"))]
-    assert len(passes) == 2 * 4 * len(devices)
+    assert len(passes) == 2 * 4 * len(devices), sorted(e["name"] for e in passes)
 
 
 def test_a_plan_of_one_program_has_a_trace_too(tmp_path):

@@ -7,7 +7,7 @@ SIZES = [f"--set={k}={v}" for k, v in dict(batch=16, width=16, layers=2, feature
 
 
 @pytest.mark.parametrize("schedule, microbatches", [("1f1b", 4), ("pipedream", 4)])
-def test_every_program_of_a_pipeline_sends_what_was_predicted(schedule, microbatches, tmp_path, quick_compile):
+def test_every_program_of_a_pipeline_sends_what_was_predicted(schedule, microbatches, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--pipeline", schedule, "--stages", 2, "--microbatches", microbatches, "--proposals", 5, "-o", path)
     assert call("plan", "models.mlp", "--topology", "cpu8", *SIZES, *options).status == 0
@@ -27,7 +27,7 @@ def test_every_program_of_a_pipeline_sends_what_was_predicted(schedule, microbat
         assert found["num_gradients"] == 6
 
 
-def test_pinned_programs_are_verified_one_by_one(tmp_path, quick_compile):
+def test_pinned_programs_are_verified_one_by_one(tmp_path):
     path = tmp_path / "plan.json"
     options = ("--space", "paper", "--planner", "model_parallel", "-o", path)
     assert call("plan", "models.mlp", "--topology", "cpu8", *SIZES, *options).status == 0

@@ -105,7 +105,7 @@ def test_a_store_that_is_gone_is_rank_0():
         pytest.param("raises", "rank 1 has ended with status 1", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_in_a_step_ends_the_others(free_port, quick_compile, way, why):
+def test_a_rank_that_dies_in_a_step_ends_the_others(free_port, way, why):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()} | {
         "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2",
