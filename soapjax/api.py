@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax import planning
+from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
@@ -110,10 +111,11 @@ class SoapShard:
     def _prepared(self, args: tuple[Any, ...], constants: Constants) -> CompiledStep | StreamStep:
         """Plans (or loads) for these shapes and constants, once."""
         key = (constants, signature(constants.others(args)))
-        if key not in self._by_shapes and self._pipeline is not None:
+        asked = self._pipeline
+        if key not in self._by_shapes and asked is not None and isinstance(asked.pipeline, Pipeline):
             self._by_shapes[key] = None, pipelined(
-                self._fn, *args, options=self._pipeline, topology=self._options["topology"], devices=self._devices,
-                static_argnums=constants.positions, unroll=self._options["unroll"], donate=self._donate,
+                self._fn, *args, pipeline=asked.pipeline, reduction=asked.reduction, topology=self._options["topology"],
+                devices=self._devices, static_argnums=constants.positions, unroll=self._options["unroll"], donate=self._donate,
             )  # fmt: skip
         if key not in self._by_shapes:
             start = time.monotonic()
@@ -125,7 +127,7 @@ class SoapShard:
             if made.pipeline is not None:
                 compiled = planned_pipeline(
                     self._fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=self._donate,
-                    static_argnums=constants.positions,
+                    static_argnums=constants.positions, reduction="mean" if asked is None else asked.reduction,
                 )  # fmt: skip
             else:
                 compiled = compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
@@ -140,12 +142,23 @@ class SoapShard:
 
     def _make_plan(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
         options = self._options
+        if self._source is None and self._pipeline is not None:
+            return self._planned_pipeline(args, static), trace(self._fn, *args, static_argnums=static, unroll=options["unroll"])
         if self._source is None:
             found = planning.plan(self._fn, *args, static_argnums=static, devices=self._devices, **options)
             return found.plan, found.step
         source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
         step = trace(self._fn, *args, static_argnums=static, unroll=source.unroll or options["unroll"])
         return recost(source, step, place="plan" if source is self._source else str(self._source)), step
+
+    def _planned_pipeline(self, args: tuple[Any, ...], static: tuple[int, ...]) -> Plan:
+        """The plan of the schedule that was asked for; of "auto" perhaps one of a single program."""
+        asked, options = self._pipeline, self._options
+        numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static)
+        if asked.pipeline == "auto":
+            return plan_one_or_pipeline(self._fn, *args, devices=self._devices, **numbers, **options)[0]
+        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll")}
+        return planning.plan_pipeline(self._fn, *args, pipeline=asked.pipeline, **numbers, **shared)[0]
 
     def _plan_jointly(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
         """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
@@ -223,7 +236,7 @@ def soap_shard(
     planner: str = "mcmc", seconds: float | None = None, proposals: int | None = None, seed: int = 0,
     fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (), donate: bool = True,
     devices: Sequence[Any] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
-    pipeline: str | Pipeline | None = None, microbatches: int | None = None, stages: int | None = None,
+    pipeline: str | Pipeline | None = None, microbatches: int | str = "auto", stages: int | str = "auto",
     microbatch_reduction: str = "mean",
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
@@ -237,9 +250,9 @@ def soap_shard(
       static_argnums: positions of compile-time constants, as for `jax.jit`.
       donate: give the memory of state arguments to the results, as `donate_argnums` does.
       devices: the devices to run on; the first of `jax.devices()` by default.
-      pipeline: a `Pipeline` to run, or the name of a schedule ("gpipe", "1f1b", "interleaved", "pipedream").
-      microbatches, stages: of a schedule that is named; as many stages as divide the devices, up to four, and as many
-        micro-batches as stages, by default.
+      pipeline: a `Pipeline` to run, or what to plan: a schedule ("gpipe", "1f1b", "interleaved", "pipedream"), or "auto": the
+        best synchronous one, where it is faster than one program.
+      microbatches, stages: of a pipeline that is planned, a number or "auto".
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
     """
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)

@@ -12,13 +12,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from soapjax import cli, plan_files, planning
+from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import plan_report
 from soapjax.search.planners import get_planner
-from soapjax.search.stages import DEFAULT_PROPOSALS
 from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
@@ -63,21 +63,18 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
     if command.pipeline is not None and command.pipeline != "auto":
         return _pipeline_command(command, model, topology, numbers, progress)
+    options = dict(
+        topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
+        unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
+        verify_top=command.verify_top,
+    )  # fmt: skip
     with closing(progress):
-        found = planning.plan(
-            model.step, *model.arguments, topology=topology, planner=command.planner, seed=command.seed,
-            proposals=command.proposals, seconds=_share_of_seconds(command), unroll=command.unroll, space=command.space,
-            model=model.source, progress=progress, profile=command.profile, verify_top=command.verify_top,
-        )  # fmt: skip
-    plan, stopped_by = found.plan, found.result.stopped_by
-    if command.pipeline is not None and stopped_by != "interrupted":
-        plan, stopped_by = _or_pipeline(command, model, topology, numbers, found, progress)
+        if command.pipeline is not None:
+            plan, stopped_by = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
+        else:
+            found = planning.plan(model.step, *model.arguments, **options)
+            plan, stopped_by = found.plan, found.result.stopped_by
     return _planned(command, plan, stopped_by)
-
-
-def _share_of_seconds(command: cli.PlanCommand) -> float | None:
-    """`--pipeline auto` searches twice."""
-    return command.seconds / 2 if command.seconds is not None and command.pipeline is not None else command.seconds
 
 
 def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:
@@ -121,37 +118,6 @@ def _pipeline_command(
             **numbers,
         )  # fmt: skip
     return _planned(command, plan, found.stopped_by)
-
-
-def _or_pipeline(
-    command: cli.PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], found: planning.Planned,
-    progress: Progress,
-) -> tuple[Plan, str]:  # fmt: skip
-    """The best synchronous pipeline where it beats the plan of one program, else that plan; either names the other's time."""
-    proposals = None if command.proposals is None else min(command.proposals, DEFAULT_PROPOSALS)
-    try:
-        with closing(progress):
-            plan, best = planning.plan_pipeline(
-                model.step, *model.arguments, pipeline="auto", topology=topology, seed=command.seed, proposals=proposals,
-                seconds=_share_of_seconds(command), unroll=command.unroll, model=model.source, progress=progress, **numbers,
-            )  # fmt: skip
-    except SoapjaxError as e:
-        if any(v is not None for v in numbers.values()) or not found.plan.prediction.feasible:
-            raise
-        return _with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by
-    one = found.plan.prediction
-    if one.feasible and one.step_time_s <= plan.prediction.step_time_s:
-        times = {f"pipeline {plan.pipeline.schedule}": plan.prediction.step_time_s}
-        return _with_note(found.plan, "no pipeline is faster", times), found.result.stopped_by
-    times = {f"one program ({found.plan.provenance.planner})": one.step_time_s} | found.plan.provenance.baselines
-    note = "" if one.feasible else f"one program ({found.plan.provenance.planner}): does not fit"
-    return _with_note(plan, note, times), best.stopped_by
-
-
-def _with_note(plan: Plan, note: str, baselines: dict[str, float | None]) -> Plan:
-    old = plan.provenance
-    more = {"notes": (*old.notes, note) if note else old.notes, "baselines": {**old.baselines, **baselines}}
-    return plan.model_copy(update={"provenance": old.model_copy(update=more)})
 
 
 def output_problems(output: str, option: str = "--output", example: str = "plan.json") -> list[Problem]:

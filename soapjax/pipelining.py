@@ -1,4 +1,4 @@
-"""Where pipelines meet plans: the plan inside every stage, a default pipeline, and the step that runs them.
+"""Where pipelines meet plans: the plan inside every stage, and the step that runs them.
 
 Inside a stage operators follow a plan of the micro-batched step on the stage's own mesh. Stages with equal meshes share one.
 """
@@ -26,11 +26,10 @@ from soapjax.execute.spmd import Program
 from soapjax.execute.stream_step import StreamStep
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import FORWARD, UPDATE
 from soapjax.search.baselines import data_parallel_strategy
-from soapjax.search.placement import balanced_runs
 from soapjax.search.problem import PlanningProblem
-from soapjax.strategy.pipeline import SCHEDULES, Pipeline, ScheduleName, Stage
+from soapjax.stage_plans import PIPELINES
+from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import Plan, Prediction, make_plan, strategy_of
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
@@ -96,68 +95,6 @@ def _plan(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, st
     return make_plan(space, topology, strategy, slots[:num_u], np.asarray(found.home), slots[num_u : num_u + num_p], nothing)
 
 
-def balanced_pipeline(
-    graph: OperatorGraph, num_devices: int, *, schedule: ScheduleName = "1f1b", num_microbatches: int, num_stages: int,
-    chunks: int = 1, rematerialise: bool | None = None,
-) -> Pipeline:  # fmt: skip
-    """Runs of operators in program order, balanced by FLOPs, each on an equal share of the devices.
-
-    Args:
-      chunks: stages per share of the devices (interleaved).
-      rematerialise: keep only the stages' inputs; by default for gpipe alone.
-    Raises: SoapjaxError where there are more stages than operators or devices.
-    """
-    flops = np.zeros(graph.num_operators)
-    for task in graph.tasks:
-        flops[task.operator] += sum(w.flops for w in task.work) * task.trip_count
-    stages = forward_runs(graph, flops + 1e-9 * max(flops.sum(), 1.0), num_stages * chunks)
-    if num_stages > num_devices or num_devices % num_stages:
-        expected = f"a divisor of the {num_devices} devices"
-        raise SoapjaxError(Problem("stages", str(num_stages), expected, "choose another number of stages"))
-    width = num_devices // num_stages
-    again = schedule == "gpipe" if rematerialise is None else rematerialise
-    return Pipeline(
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        stages=tuple(
-            Stage(operators=names, devices=tuple(range(g * width, (g + 1) * width)), rematerialise=again)
-            for g, names in ((i % num_stages, names) for i, names in enumerate(stages))
-        ),
-    )
-
-
-def forward_runs(graph: OperatorGraph, seconds: Sequence[float], num_stages: int) -> list[tuple[str, ...]]:
-    """Operator names of each stage: balanced runs of forward operators; those without a forward task go where they read.
-
-    Raises: SoapjaxError where there are fewer forward operators than stages.
-    """
-    phases = [{graph.tasks[t].phase for t in op.tasks} for op in graph.operators]
-    forward = [n for n, p in enumerate(phases) if FORWARD in p]
-    if num_stages > len(forward):
-        value, expected = f"{num_stages} stages", f"at most {len(forward)}, the operators of the forward pass"
-        raise SoapjaxError(Problem("stages", value, expected, "use fewer stages"))
-    runs = balanced_runs([float(seconds[n]) for n in forward], num_stages)
-    stage = dict(zip(forward, _all_used(runs, num_stages), strict=True))
-    made = {a.tensor: t.operator for t in graph.tasks for a in t.writes}
-    for task in graph.tasks:  # of the backward pass alone: the earliest stage that it reads from
-        if task.operator not in stage and task.phase != UPDATE:
-            stage[task.operator] = min((stage[made[a.tensor]] for a in task.reads if made.get(a.tensor) in stage), default=0)
-    names: list[list[str]] = [[] for _ in range(num_stages)]
-    for n in sorted(stage):
-        names[stage[n]].append(graph.operators[n].name)
-    return [tuple(x) for x in names]
-
-
-def _all_used(runs: Sequence[int], parts: int) -> list[int]:
-    """Runs as numbers 0 ... parts - 1, the longest ones halved until there are that many."""
-    starts = [k for k in range(len(runs)) if k == 0 or runs[k] != runs[k - 1]]
-    while len(starts) < parts:
-        ends = [*starts[1:], len(runs)]
-        k = max(range(len(starts)), key=lambda i: ends[i] - starts[i])
-        starts.insert(k + 1, (starts[k] + ends[k]) // 2)
-    return [int(np.searchsorted(starts, k, side="right")) - 1 for k in range(len(runs))]
-
-
 def places_of(
     micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, topology: DeviceTopology,
     devices: Sequence[Any], *, axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None,
@@ -171,13 +108,15 @@ def places_of(
         expected = f"the {needed} that the pipeline is for"
         remedy = f"use fewer or smaller stages, or start JAX with {needed} devices"
         raise SoapjaxError(Problem("devices", f"{len(devices)} devices", expected, remedy))
-    for stage in pipeline.stages:
-        mesh = stage_mesh(stage, topology)
-        # Only its own operators follow a stage's plan: axes that another stage's mesh has must not disturb it.
-        own = {n: a for n, a in (axes or {}).items() if n in stage.operators}
-        key = (mesh.axis_names, mesh.axis_sizes, tuple(sorted((n, tuple(sorted(a.items()))) for n, a in own.items())))
+    meshes = [stage_mesh(stage, topology) for stage in pipeline.stages]
+    for stage, mesh in zip(pipeline.stages, meshes, strict=True):
+        key = (mesh.axis_names, mesh.axis_sizes)
         if key not in plans:
-            plans[key] = inside_plan(graph, mesh, topology, own, storage)
+            # Stages on equal meshes follow one plan; the operators of others are laid out by data parallelism there.
+            same = [s for s, m in zip(pipeline.stages, meshes, strict=True) if (m.axis_names, m.axis_sizes) == key]
+            alike = {n for s in same for n in s.operators}
+            own = ({n: x for n, x in (of or {}).items() if n in alike} for of in (axes, storage))
+            plans[key] = inside_plan(graph, mesh, topology, *own)
         width = mesh.num_devices
         replicas = []
         for r in range(stage.replicas):
@@ -191,28 +130,30 @@ def places_of(
 class PipelineOptions(NamedTuple):
     """What a user says of a pipeline."""
 
-    pipeline: Pipeline | ScheduleName
-    num_microbatches: int | None = None
+    pipeline: Pipeline | str  # or one of PIPELINES, to be planned
+    num_microbatches: int | None = None  # to be searched where it is None
     num_stages: int | None = None
     reduction: str = "mean"
 
     @classmethod
     def of(
-        cls, pipeline: Pipeline | str | None, microbatches: int | None, stages: int | None, reduction: str, **others: Any
+        cls, pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, reduction: str,
+        **others: Any,
     ) -> PipelineOptions | None:  # fmt: skip
         """Raises: SoapjaxError where the options do not go together."""
         problems = []
+        microbatches, stages = (None if n == "auto" else n for n in (microbatches, stages))
         given = [n for n, v in (("microbatches", microbatches), ("stages", stages)) if v is not None]
         if pipeline is None:
             problems += [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
-        elif isinstance(pipeline, str) and pipeline not in SCHEDULES:
+        elif isinstance(pipeline, str) and pipeline not in PIPELINES:
             remedy = "choose one of these, or pass a Pipeline"
-            problems.append(Problem("pipeline", repr(pipeline), " or ".join(SCHEDULES), remedy))
+            problems.append(Problem("pipeline", repr(pipeline), " or ".join(PIPELINES), remedy))
         elif isinstance(pipeline, Pipeline):
             problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
         for name, value in (("microbatches", microbatches), ("stages", stages)):
-            if value is not None and value < 1:
-                problems.append(Problem(name, str(value), "at least 1", "choose 1 or more"))
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                problems.append(Problem(name, repr(value), '"auto", or a number from 1 on', "correct the number"))
         if reduction not in REDUCTIONS:
             expected = " or ".join(map(repr, REDUCTIONS))
             problems.append(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
@@ -225,44 +166,37 @@ class PipelineOptions(NamedTuple):
 
 
 def pipelined(
-    fn: Any, *args: Any, options: PipelineOptions, topology: str | DeviceTopology, devices: Sequence[Any] | None = None,
+    fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "mean",
+    devices: Sequence[Any] | None = None,
     static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
-    axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None,
+    axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, is_float64: bool = False,
 ) -> StreamStep:  # fmt: skip
-    """The step that `soap_shard(..., pipeline=...)` runs: a given pipeline, or one balanced by FLOPs.
+    """The step of a given pipeline, of any schedule.
 
     Args:
+      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
       axes, storage: of operators, as for `pipeline_step`.
     Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
     devices = list(jax.devices()) if devices is None else list(devices)
-    given = options.pipeline if isinstance(options.pipeline, Pipeline) else None
-    if given is None:
-        num = min(topology.num_devices, len(devices))
-        stages = options.num_stages or max(d for d in range(1, min(4, num) + 1) if num % d == 0)
-        num_microbatches = options.num_microbatches or stages
-    else:
-        num_microbatches = given.num_microbatches
+    num_microbatches = pipeline.num_microbatches
     micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, unroll=unroll)
     graph, binding = build_graph(micro.step)
-    if given is None:
-        given = balanced_pipeline(
-            graph, num, schedule=options.pipeline, num_microbatches=num_microbatches, num_stages=stages,
-            chunks=2 if options.pipeline == "interleaved" else 1,
-        )  # fmt: skip
-    places = places_of(micro, graph, binding, given, topology, devices, axes=axes, storage=storage)
-    if given.schedule == "pipedream":
-        return StreamStep(PipeDreamStep(micro, given, places), micro.full)
-    step = PipelineStep(micro, given, [p[0] for p in places], reduction=options.reduction, donate=donate)
+    places = places_of(micro, graph, binding, pipeline, topology, devices, axes=axes, storage=storage, is_float64=is_float64)
+    if pipeline.schedule == "pipedream":
+        return StreamStep(PipeDreamStep(micro, pipeline, places), micro.full)
+    step = PipelineStep(micro, pipeline, [p[0] for p in places], reduction=reduction, donate=donate)
     return StreamStep(step, micro.full)
 
 
-def planned_pipeline(fn: Any, *args: Any, plan: Plan, topology: DeviceTopology, **options: Any) -> StreamStep:
+def planned_pipeline(
+    fn: Any, *args: Any, plan: Plan, topology: DeviceTopology, reduction: str = "mean", **options: Any
+) -> StreamStep:  # fmt: skip
     """The step of a pipeline plan: its stages, and inside them the axes and storages of its operators."""
     own = {name: part for name, part in plan.operators.items() if part.axes}
     return pipelined(
-        fn, *args, options=PipelineOptions(plan.pipeline), topology=topology, unroll=plan.unroll,
+        fn, *args, pipeline=plan.pipeline, reduction=reduction, topology=topology, unroll=plan.unroll,
         axes={name: part.axes for name, part in own.items()}, storage={name: part.storage for name, part in own.items()}, **options,
     )  # fmt: skip
 

@@ -30,9 +30,10 @@ from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, concrete_model
 from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import plan_report, seconds
-from soapjax.report.verification import compiled_report, numeric_lines
+from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.strategy.plan import ModelSource, Plan, topology_of
 from soapjax.topology import DeviceTopology, load_topology
+from soapjax.verify_programs import ProgramsVerified, verify_programs
 
 MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine
 
@@ -183,6 +184,8 @@ def verify_command(command: cli.VerifyCommand) -> Result:
         loaded(command.plan, topology=command.topology)  # raises, and says what differs
     devices = devices_of_target(topology, command.target)
     plan, model, step = loaded(command.plan, topology=command.topology, concrete=runs)
+    if plan.pipeline is not None or plan.pinned:
+        return _verified_programs(command, plan, verify_programs(plan, model, step, devices, runs=runs), runs=runs)
     program = bind_plan(step, plan, devices=devices)
     inspected = inspect_program(program)
     result, lines, is_proven = {}, [], True
@@ -214,6 +217,34 @@ def verify_command(command: cli.VerifyCommand) -> Result:
         "proven": is_proven and fits,
     }
     tables = compiled_report(plan, inspected, by_kind, apart, runs=runs, is_proven=is_proven, fits=fits)
+    return result, Group(Text("\n".join(lines)), *tables), 0 if is_proven and fits else 1
+
+
+def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVerified, *, runs: bool) -> Result:
+    """The result and report of a plan that is several programs."""
+    inspected, numbers, ops = found.inspected, found.numbers, found.inspected.ops
+    is_proven = ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked and (numbers is None or numbers.is_proven)
+    compiled_bytes = max(compiled for _, compiled in found.memory.values())
+    fits = compiled_bytes <= plan.prediction.usable_memory_bytes or not plan.prediction.feasible
+    result = {} if numbers is None else numbers._asdict() | {"reference": found.reference}
+    result |= {
+        "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,
+        "differences": list(ops.differences),
+        "target": command.target,
+        "collective_bytes": found.by_kind,
+        "collective_differences": [
+            {"program": r.name, "predicted": r.predicted, "compiled": r.compiled, "bytes": r.difference_bytes} for r in found.apart
+        ],
+        "programs": [r._asdict() for r in found.rows],
+        "memory_bytes": {"predicted": plan.prediction.memory_bytes_per_device, "compiled": compiled_bytes},
+        "stage_memory_bytes": {name: {"predicted": p, "compiled": c} for name, (p, c) in found.memory.items()},
+        "rematerialised": [r for p in inspected.parts for r in p.rematerialised],
+        "replicated": [r for p in inspected.parts for r in p.replicated],
+        "compile_s": round(inspected.compile_s, 3),
+        "proven": is_proven and fits,
+    }  # fmt: skip
+    lines = [] if numbers is None else [f"compared with one device, given {found.reference}", *numeric_lines(numbers)]
+    tables = programs_report(plan, found, runs=runs, is_proven=is_proven, fits=fits)
     return result, Group(Text("\n".join(lines)), *tables), 0 if is_proven and fits else 1
 
 

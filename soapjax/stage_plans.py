@@ -13,19 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.conversion import COLLECTIVES, TRANSFER
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.pipedream import Memory, Workers, pipedream
 from soapjax.search.problem import PlanningProblem
-from soapjax.search.stage_figures import Inside, level_between
+from soapjax.search.stage_figures import level_between
 from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, strategy_of
+from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, SentPart, strategy_of
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
@@ -40,6 +42,7 @@ class StageTimes(NamedTuple):
     timeline: PipelineTimeline
     inside: dict[str, tuple[dict[str, str], str]]  # operator -> axes and storage on its stage's mesh
     usable_bytes: int
+    sends: tuple[SentPart, ...] = ()  # per step: of a program what each device of its stage sends, of a transfer all together
 
     @property
     def is_feasible(self) -> bool:
@@ -82,7 +85,9 @@ def find_pipeline(
             f"{name}: does not fit ({p.memory_bytes / 1e9:.3g} GB per device)"
             for name, p in result.baselines.items() if not p.is_feasible
         )  # fmt: skip
-        times = _times_of(problem, result.best)
+        # Search prices a stage as if its plan held on all stages; here each has its own, as when it runs.
+        best = [_times_of(problem, p) for p in dict.fromkeys((result.best, *result.baselines.values()))]
+        times = min(best, key=lambda t: (not t.is_feasible, t.timeline.step_time_s))
         found = FoundPipeline(times, baselines, notes, result.num_proposals, result.search_s, result.stopped_by)
     if not found.times.is_feasible:
         raise SoapjaxError(_does_not_fit(found.times))
@@ -109,7 +114,7 @@ def _whole_baselines(loads: StageLoads) -> dict[str, float]:
     for k, inside in enumerate(loads.choices(0, loads.topology.num_devices, 1)):
         load = loads.load(everything, 0, loads.topology.num_devices, 1, k)
         name = "tensor_parallel" if inside.name.startswith("tensor") else "fsdp" if "sharded" in inside.name else "data_parallel"
-        step_s = load.forward_s + load.last_backward_s + load.update_s
+        step_s = load.forward_s + load.backward_s + load.update_s
         fits = load.state_bytes + load.gradient_bytes + load.working_bytes <= usable
         if name == "data_parallel" or fits:
             best[name] = min(step_s, best.get(name, math.inf))
@@ -118,13 +123,19 @@ def _whole_baselines(loads: StageLoads) -> dict[str, float]:
 
 def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
     choice: Choice = priced.choice
-    pipeline = problem.pipeline(choice)
-    inside = {}
+    pipeline, loads = problem.pipeline(choice), problem.loads
+    row_of = {op.name: n for n, op in enumerate(problem.graph.operators)}
+    options = [(loads.choices(f, n, choice.num_microbatches), k) for f, n, k in map(choice.group, range(choice.num_stages))]
+    strategies = {}
     for i, stage in enumerate(pipeline.stages):
-        first, count, inner = choice.group(i)
-        option: Inside = problem.loads.choices(first, count, choice.num_microbatches)[inner]
-        inside |= _configs(problem.loads, first, count, choice.num_microbatches, option.strategy, stage.operators)
-    return StageTimes(pipeline, priced.timeline, inside, problem.usable_bytes)
+        whole: Strategy = options[i][0][0].strategy
+        axes, storage = np.array(whole.axes), np.array(whole.storage)
+        for other, (inside, inner) in zip(pipeline.stages, options, strict=True):
+            if other.mesh == stage.mesh:
+                rows = [row_of[name] for name in other.operators]
+                axes[rows], storage[rows] = inside[inner].strategy.axes[rows], inside[inner].strategy.storage[rows]
+        strategies[i] = Strategy(axes, storage)
+    return _simulated(loads, pipeline, choice.bounds, strategies)
 
 
 def _configs(
@@ -187,11 +198,12 @@ def _simulated(
     topology, num = loads.topology, pipeline.num_microbatches
     workers = Workers.of(topology)
     found: list[StageLoad] = []
-    inside = {}
+    inside, figures, sends = {}, [], []
     shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
     for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
         strategy = strategies.get(i, loads.choices(first, count, num)[0].strategy)
-        load = loads.load_of((bounds[i], bounds[i + 1]), first, count, num, strategy)
+        figures.append(loads.figures(first, count, num, strategy))
+        load = loads.load_of((bounds[i], bounds[i + 1]), first, count, num, figures[i])
         if stage.replicas > 1:
             last = first + len(stage.devices) - 1
             level = level_between(topology, first, last)
@@ -200,7 +212,12 @@ def _simulated(
             load = load._replace(sync_s=sync, sync_level=level)
         found.append(load)
         inside |= _configs(loads, first, count, num, strategy, stage.operators)
-    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num)
+        once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
+        sends += _sends_of_stage(loads, pipeline, i, once)
+        sends += _sends_among_replicas(loads, pipeline, i, load, count)
+    flows = loads.crossing(bounds, [c for _, c in shares], num, figures)
+    sends += _sends_between(loads.graph(num), flows, num)
+    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
     for k, t in enumerate(transfers):
@@ -212,7 +229,51 @@ def _simulated(
             forward, backward = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in (t.forward_s, t.backward_s))
             transfers[k] = t._replace(level=level, forward_s=forward, backward_s=backward)
     timeline = simulate_pipeline(pipeline, found, transfers)
-    return StageTimes(pipeline, timeline, inside, topology.device.usable_memory_bytes)
+    return StageTimes(pipeline, timeline, inside, topology.device.usable_memory_bytes, tuple(sends))
+
+
+def _sends_of_stage(loads: StageLoads, pipeline: Pipeline, i: int, once: Sequence[SentPart]) -> list[SentPart]:
+    """What each device of a stage sends in one step, program by program, from what one pass and one update send."""
+    stage, tasks = pipeline.stages[i], loads.whole.tasks
+    passes = pipeline.num_microbatches // stage.replicas
+    found = []
+    for part in once:
+        phase = tasks[part.task].phase if part.task < len(tasks) else UPDATE
+        name = PHASE_NAMES[phase]
+        rows = [(f"{name} {i}", 1 if phase == UPDATE and pipeline.schedule != "pipedream" else passes)]
+        if stage.rematerialise and phase == FORWARD:
+            rows.append((f"backward {i}", passes))
+        for program, times in rows:
+            found.append(part.model_copy(update={"program": program, "bytes": {k: times * b for k, b in part.bytes.items()}}))
+    return found
+
+
+def _sends_among_replicas(loads: StageLoads, pipeline: Pipeline, i: int, load: StageLoad, count: int) -> list[SentPart]:
+    """Replicas send their gradients to the first, which updates the weights and sends them to the others."""
+    others = pipeline.stages[i].replicas - 1
+    updates = pipeline.num_microbatches // pipeline.stages[i].replicas
+    rows = (("gradients of", load.gradient_bytes), ("weights to", load.parameter_bytes))
+    return [
+        SentPart(
+            task=len(loads.whole.tasks), operator=f"stage {i}", reason="what replicas exchange at an update",
+            bytes={TRANSFER: int(updates * others * count * size)}, program=f"{what} {i}",
+        )
+        for what, size in rows if others
+    ]  # fmt: skip
+
+
+def _sends_between(graph: OperatorGraph, flows: Mapping[tuple[int, int], tuple[float, float]], num: int) -> list[SentPart]:
+    found = []
+    for (a, b), (there, back) in sorted(flows.items()):
+        for source, target, size, what in ((a, b, there, "what it reads"), (b, a, back, "gradients")):
+            if size:
+                found.append(
+                    SentPart(
+                        task=len(graph.tasks), operator=f"stage {source}", reason=f"{what}, to stage {target}",
+                        bytes={TRANSFER: int(num * size)}, program=f"send {source} to {target}",
+                    )
+                )  # fmt: skip
+    return found
 
 
 def pipeline_plan(
@@ -234,13 +295,13 @@ def pipeline_plan(
         operators=operators,
         arguments=dict.fromkeys(graph.in_paths, ""),
         results=dict.fromkeys(graph.out_paths, ""),
-        prediction=_prediction(times),
+        prediction=_prediction(times, topology.num_devices),
         provenance=provenance,
         pipeline=times.pipeline,
     )
 
 
-def _prediction(times: StageTimes) -> Prediction:
+def _prediction(times: StageTimes, num_devices: int) -> Prediction:
     timeline = times.timeline
     return Prediction(
         step_time_s=float(f"{timeline.step_time_s:.6g}"),
@@ -248,8 +309,19 @@ def _prediction(times: StageTimes) -> Prediction:
         usable_memory_bytes=times.usable_bytes,
         memory_parts_bytes={f"stage {i}": int(size) for i, size in enumerate(timeline.memory_bytes)},
         feasible=times.is_feasible,
-        bytes_by_collective={},
+        bytes_by_collective=mean_sent_bytes(times.pipeline, times.sends, num_devices),
+        sends=times.sends,
     )
+
+
+def mean_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart], num_devices: int) -> dict[str, int]:
+    """What a device of a pipeline sends in one step, on average over all devices."""
+    total: dict[str, float] = {}
+    for part in sends:
+        many = 1 if TRANSFER in part.bytes else len(pipeline.stages[int(part.program.split()[1])].devices)
+        for kind, size in part.bytes.items():
+            total[kind] = total.get(kind, 0.0) + many * size
+    return {kind: int(total[kind] / num_devices) for kind in COLLECTIVES if kind in total}
 
 
 def recost_pipeline(
@@ -267,6 +339,7 @@ def recost_pipeline(
         expected = f"0 to {topology.num_devices - 1}"
         raise SoapjaxError(Problem(f"{place}: pipeline.stages", "a device that is not there", expected, "plan anew"))
     strategies = {}
+    stages_of = {name: stage for stage in pipeline.stages for name in stage.operators}
     for i, stage in enumerate(pipeline.stages):
         first, count = min(stage.devices), len(stage.devices) // stage.replicas
         space = loads.space(first, count, pipeline.num_microbatches)
@@ -277,7 +350,8 @@ def recost_pipeline(
         whole = data_parallel_strategy(PlanningProblem(space.graph, space, None))[0]
         parts = dict(loaded.operators)
         for n, op in enumerate(space.graph.operators):
-            if op.name not in stage.operators:
+            # As the plan runs (pipelining.places_of): operators of stages on another mesh are laid out by data parallelism.
+            if op.name not in stages_of or stages_of[op.name].mesh != stage.mesh:
                 config = whole.config(n, op, space.mesh, space.storages)
                 parts[op.name] = OperatorPart(kind=op.kind, axes=dict(config.axes), storage=config.storage)
         mesh = MeshPart(axis_names=own, axis_sizes=space.mesh.axis_sizes, device_order=tuple(range(count)))

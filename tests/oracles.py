@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 
 from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly, links_of
-from soapjax.costs.lifetimes import lifetimes
+from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides

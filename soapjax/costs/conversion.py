@@ -30,7 +30,8 @@ from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
 from soapjax.topology import DeviceTopology, FactorMesh
 
-COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute", "transfer")
+TRANSFER = "transfer"  # from one group of devices to another
+COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute", TRANSFER)
 
 
 # XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
@@ -217,9 +218,9 @@ def _cost_by_axis(
     run("all-to-all", exchanged & ~order.late, local)
     run("all-to-all", exchanged & order.late, local)
     permute(order.num_permutes, order.moved, local)
-    sent["transfer"] = jnp.zeros_like(local)
+    sent[TRANSFER] = jnp.zeros_like(local)
     if pins:
-        local, sent["transfer"] = _send(source, target, local, links, seconds, latency_share)
+        local, sent[TRANSFER] = _send(source, target, local, links, seconds, latency_share)
     run("all-gather", split & everywhere, local)
     return seconds, sent
 
@@ -324,17 +325,17 @@ def conversion_cost_plainly(
         sent["collective-permute"] += times * local
     for lv in slow_first:
         n = group(lv, lambda a: source[a] <= PINNED and target[a] >= 0)
-        run("transfer", lv, n, local)
+        run(TRANSFER, lv, n, local)
         local /= n
     crossed = [links.axis_levels[a] for a in axes if source[a] <= PINNED and target[a] <= PINNED and source[a] != target[a]]
     spread = [(links.axis_levels[a], sizes[a] - 1) for a in axes if source[a] <= PINNED and target[a] == REPLICATED]
     for lv, times in ([(min(crossed), 1)] if crossed else []) + spread:
         seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
-        sent["transfer"] += times * local
+        sent[TRANSFER] += times * local
     for lv in reversed(slow_first):
         n = group(lv, lambda a: source[a] >= 0 and target[a] <= PINNED)
         local *= n
-        run("transfer", lv, n, local)
+        run(TRANSFER, lv, n, local)
     for lv in slow_first:
         n = group(lv, lambda a: source[a] >= 0 and target[a] == REPLICATED and not _is_whole(steps))
         local *= n

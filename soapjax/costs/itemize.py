@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly
-from soapjax.costs.evaluate import Costs
+from soapjax.costs.evaluate import Layouts
 from soapjax.costs.layouts import sum_layouts, value_index
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, spec_of
@@ -30,9 +30,9 @@ class Sent(NamedTuple):
     bytes: dict[str, float]  # by collective
 
 
-def sent_items(tables: CostTables, costs: Costs, strategy: Strategy) -> list[Sent]:
-    """Everything that is sent under a strategy whose `costs` (NumPy) are given."""
-    found, links, items = costs.layouts, tables.links, []
+def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[Sent]:
+    """Everything that is sent under a strategy whose layouts (NumPy) are given."""
+    links, items = tables.links, []
 
     def add(task: int, tensor: int, reason: str, source, target, size: float, trips: float) -> None:
         shape = tables.tensor_shape[tensor].tolist() if tensor >= 0 else ()
@@ -58,7 +58,7 @@ def sent_items(tables: CostTables, costs: Costs, strategy: Strategy) -> list[Sen
     return items
 
 
-def sent_parts(tables: CostTables, costs: Costs, strategy: Strategy) -> tuple[SentPart, ...]:
+def sent_parts(tables: CostTables, found: Layouts, strategy: Strategy) -> tuple[SentPart, ...]:
     """The same in words, as the plan file keeps them."""
     graph, names = tables.graph, tables.space.mesh.axis_names
     parameter_of = {p.tensor: p.path for p in graph.parameters}
@@ -84,7 +84,7 @@ def sent_parts(tables: CostTables, costs: Costs, strategy: Strategy) -> tuple[Se
         return f"{name}: {layout(item.source, rank)} to {layout(item.target, rank)}"
 
     parts = []
-    for item in sent_items(tables, costs, strategy):
+    for item in sent_items(tables, found, strategy):
         operator = graph.operators[graph.tasks[item.task].operator].name if item.task < len(graph.tasks) else "the step's end"
         parts.append(
             SentPart(task=item.task, operator=operator, reason=words(item), bytes={k: int(b) for k, b in item.bytes.items()})

@@ -17,10 +17,10 @@ import math
 import numpy as np
 
 from soapjax.costs.conversion import Links, combined_share, links_of
-from soapjax.costs.lifetimes import lifetimes
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
 from soapjax.costs.working_memory import WorkingMemory, working_memory
+from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED

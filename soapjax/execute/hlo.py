@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from soapjax.execute.spmd import Program
@@ -122,8 +123,12 @@ def planned_flops(program: Program, task: int) -> Flops:
     return Flops(by_shape / ways, flops_of(eqn, program.step.program) / ways)
 
 
-def check_ops(program: Program, text: str) -> OpsCheck:
-    """Finds every planned dot and convolution in the compiled program and compares its local FLOPs."""
+def check_ops(program: Program, text: str, tasks: Iterable[int] | None = None) -> OpsCheck:
+    """Finds every planned dot and convolution in the compiled program and compares its local FLOPs.
+
+    Args:
+      tasks: those that the program has; all of the graph by default.
+    """
     graph = program.graph
     by_task: dict[int, Flops] = {}
     nameless: dict[str, list[Flops]] = {"dot": [], "conv": []}
@@ -135,7 +140,8 @@ def check_ops(program: Program, text: str) -> OpsCheck:
     planned = as_planned = unchecked = 0
     differences: dict[int, str] = {}
     missing: list[Flops] = []
-    for k, task in enumerate(graph.tasks):
+    for k in range(len(graph.tasks)) if tasks is None else tasks:
+        task = graph.tasks[k]
         if not task.heavy or task.kind not in ("dot", "conv"):
             continue
         planned += 1

@@ -52,20 +52,25 @@ def inspect(program: Program) -> Inspection:
         lambda *leaves: program.evaluator().run(list(leaves))[0], in_shardings=tuple(shardings),
         out_shardings=program.out_shardings(), donate_argnums=tuple(step.state_pairs), keep_unused=True,
     )  # fmt: skip
-    with _compiler_messages() as messages:
-        compiled = _compiled(jitted.lower(*structs), program.mesh.devices.flat[0].platform)
+    with compiler_messages() as messages:
+        compiled = compiled_for(jitted.lower(*structs), program.mesh.devices.flat[0].platform)
     text = compiled.as_text()
     return Inspection(
         check_ops(program, text),
         tuple(collectives_of(text, program.mesh.size)),
         peak_memory_bytes(compiled, program.mesh.devices.flat[0].platform),
-        tuple(sorted({name or op for op, name in _REMATERIALISED.findall("".join(messages))})),
+        rematerialised_in(messages),
         tuple(replicated_tasks(program, text)),
         time.perf_counter() - start,
     )
 
 
-def _compiled(lowered: Any, platform: str) -> Any:
+def rematerialised_in(messages: list[str]) -> tuple[str, ...]:
+    """Where the compiler says that it builds a whole tensor to get from one layout to another."""
+    return tuple(sorted({name or op for op, name in _REMATERIALISED.findall("".join(messages))}))
+
+
+def compiled_for(lowered: Any, platform: str) -> Any:
     """Without a GPU XLA cannot try its Triton kernels, and picks one at times that it then fails to tile: without them, then."""
     try:
         return lowered.compile()
@@ -83,7 +88,7 @@ def peak_memory_bytes(compiled: Any, platform: str) -> int:
 
 
 @contextlib.contextmanager
-def _compiler_messages() -> Iterator[list[str]]:
+def compiler_messages() -> Iterator[list[str]]:
     """Collects what the compiler writes to standard error, which is C++ and knows no Python stream; the rest goes on its way."""
     found: list[str] = []
     sys.stderr.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from soapjax.execute.cut import Part
 from soapjax.execute.spmd import PlannedEvaluator, Program
+from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
 
@@ -33,6 +35,7 @@ class Place:
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
         self._arrivals: dict[int, Spec] = {}
         self._home: dict[int, Spec] = {}
+        self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
         for task, part in bound.task_parts():
             self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
 
@@ -53,17 +56,33 @@ class Place:
         alias = self.values.tensor(value)
         spec = self._home.get(self.bound.binding.tensor_of.get(alias.root, -1))
         if spec is None:
-            return ()
+            return self._as_made(value)
         return self._here(((),) * alias.shift + spec if alias.shift > 0 else spec[-alias.shift :])
+
+    def _as_made(self, value: int) -> Spec:
+        """The layout of a value inside a task, as its equation makes it; () where that is not known."""
+        eqn = self._makers.get(value)
+        task = None if eqn is None else self.bound.binding.task_of.get(eqn.key)
+        dims = None if task is None else self.bound.binding.dims_of.get(eqn.key)
+        if dims is None:
+            return ()
+        found = dims.results[min(eqn.outputs.index(value), len(dims.results) - 1)]
+        op = self.bound.graph.operators[self.bound.graph.tasks[task].operator]
+        axes = self.bound.plan.operators[op.name].axes
+        names = [() if d == NOT_SPLIT else tuple(a for a in self.mesh.axis_names if axes.get(a) == op.dims[d].name) for d in found]
+        shape = self.bound.step.program.avals[value].shape
+        is_even = len(names) == len(shape) and all(
+            n % math.prod(self.mesh.shape[a] for a in own) == 0 for n, own in zip(shape, names, strict=True)
+        )
+        return tuple(names) if is_even else ()
 
     def receive(self, value: int, source: Place) -> None:
         """`value` comes from `source`: laid out as there where the meshes are alike, so that every device sends to one other.
 
         A split tensor thus travels in its parts, and is gathered (if at all) by the program that reads it.
         """
-        if source.mesh.devices.shape == self.mesh.devices.shape:
-            names = dict(zip(source.mesh.axis_names, self.mesh.axis_names, strict=True))
-            self._arrivals[value] = tuple(tuple(names[n] for n in dims) for dims in source.spec(value))
+        if source.mesh.shape == self.mesh.shape:
+            self._arrivals[value] = source.spec(value)
 
     def _here(self, spec: Spec) -> Spec:
         """Without the axes that are pinned here: made elsewhere, a value may be split over them there."""

@@ -152,7 +152,8 @@ class PipeDreamStep:
             state = self.versions[forward]
             ins = [self._name(v, s, m, state) for v in part.inputs]
             outs = [("made", v, s, m) for v in part.outputs]
-            out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs)
+            runs = (self.places[s][m % r], part)
+            out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
             targets: dict[int, list[int]] = {}
             for v in part.outputs:
                 for t in dict.fromkeys(readers.get(v, ())):
@@ -220,10 +221,11 @@ class PipeDreamStep:
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
 
     def _spread(self, out: StreamBuilder, s: int, names: dict[int, tuple], version: int, source: Place | None) -> None:
-        """A version of a stage's state on all its replicas."""
+        """A version of a stage's state: all of it on the first replica, which updates it; on the others what their passes read."""
+        read = {v for p in (self.cut.forward[s], self.cut.backward[s]) for v in p.inputs}
         for q, place in enumerate(self.places[s]):
             for v, name in names.items():
-                if out.slots.get(("state", v, s, q, version)) is not None:
+                if (q and v not in read) or out.slots.get(("state", v, s, q, version)) is not None:
                     continue
                 start = source or self.places[self.cut.home[v]][0]
                 label, track = f"weights to {s}", f"link to stage {s}"
@@ -274,7 +276,7 @@ class PipeDreamStep:
                     name = moved
                 ins.append(name)
         names = [("new", v, s, version + 1) for v in part.outputs]
-        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s, 0), fn, ins, names)
+        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s, 0), fn, ins, names, part=(place, part))
         new = {}
         for v in self.state_of(s):
             o = self.replaced.get(v)
@@ -316,11 +318,23 @@ class PipeDreamStep:
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         leaves_in_place = self.place(leaves)
         state = [leaves_in_place[k] for k, v in enumerate(self.program.inputs) if v not in self.batch]
-        shardings = []
-        for v, s, q in self._feeds:
-            at = self.places[s][q]
-            shardings.append(at.bound.sharding(((), *at.spec(v))))
-        return [*state, *put_batch([leaves[self.batch[v]] for v, _, _ in self._feeds], shardings, self.micro.num_microbatches)]
+        fed = [leaves[self.batch[v]] for v, _, _ in self._feeds]
+        return [*state, *put_batch(fed, self._feed_shardings(), self.micro.num_microbatches)]
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        avals, num = self.program.avals, self.micro.num_microbatches
+        given = zip(self.step.in_avals, self.in_shardings, strict=True)
+        feeds = zip(self._feeds, self._feed_shardings(), strict=True)
+        return [
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
+            *(jax.ShapeDtypeStruct((num, *avals[v].shape), avals[v].dtype, sharding=s) for (v, _, _), s in feeds),
+        ]
+
+    def _feed_shardings(self) -> list[Any]:
+        """Every minibatch is laid out as its replica reads it: taking one out of the stack moves nothing."""
+        places = [(v, self.places[s][q]) for v, s, q in self._feeds]
+        return [place.bound.sharding(((), *place.spec(v))) for v, place in places]
 
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Outputs (flat): the state after all minibatches, and metrics averaged over them."""

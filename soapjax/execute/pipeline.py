@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
@@ -114,6 +115,16 @@ class PipelineStep:
         state = [x for k, x in enumerate(leaves_in_place) if k not in self.micro.batch_leaves]
         feeds = self._built(False).feeds
         return [*state, *put_batch([leaves[leaf] for leaf, _ in feeds], self._feed_shardings, self.micro.num_microbatches)]
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        avals, num = self.step.in_avals, self.micro.num_microbatches
+        given = zip(avals, self.in_shardings, strict=True)
+        feeds = zip(self._built(False).feeds, self._feed_shardings, strict=True)
+        return [
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
+            *(jax.ShapeDtypeStruct((num, *avals[k].shape), avals[k].dtype, sharding=s) for (k, _), s in feeds),
+        ]
 
     @functools.cached_property
     def _feed_shardings(self) -> list[Any]:

@@ -178,7 +178,7 @@ class PipelineStream:
             self.version[a.value, s] += 1
         outs = [self.name(v, s, m) for v in part.outputs] + [self.sum_name(a.value, s) for a in added]
         ins = [*(self.name(v, s, m) for v in part.inputs), *sums]
-        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums)
+        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         targets: dict[int, list[int]] = {}
         for v in part.outputs:
             for t in dict.fromkeys(self.moved_to.get(v, ())):

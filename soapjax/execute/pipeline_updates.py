@@ -108,7 +108,8 @@ class _Updates:
         jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
         ins = [self.stream.name(v, s, None) for v in values] + [n for c in crossings for n in self._summands(c)]
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
-        self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=[ins[k] for k in donated])
+        taken = [ins[k] for k in donated]
+        self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=taken, part=(place, part))
 
     def _dtype(self, v: int, is_float64: bool) -> Any:
         dtype = self.program.avals[v].dtype
@@ -154,4 +155,5 @@ class _Updates:
             ins = [("out", s, v) if v in made else self.stream.name(v, s, None) for v in part.inputs]
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
             fn = jit_part(self.places[s], part, out_shardings=shardings)
-            self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, [("out", s, v) for v in part.outputs])
+            outs = [("out", s, v) for v in part.outputs]
+            self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, outs, part=(self.places[s], part))

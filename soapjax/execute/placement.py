@@ -62,7 +62,6 @@ class PlacedStep:
         ]
         self.parts, self.updates = self._cut()
         self.in_shardings = [self.places[self.updates.home[v]].sharding(v) for v in self.step.program.inputs]
-        self._fns: list[tuple[Part, Any]] = []
 
     # Cutting.
 
@@ -145,17 +144,12 @@ class PlacedStep:
         ]
         return outputs, list(found)
 
-    def compiled_text(self) -> str:
-        """The compiled programs, one after the other."""
-        avals, texts = self.step.program.avals, []
-        self.dispatches()
-        for part, fn in self._fns:
-            place = self.places[part.place]
-            structs = []
-            for v in part.inputs:
-                structs.append(jax.ShapeDtypeStruct(avals[v].shape, avals[v].dtype, sharding=place.sharding(v)))
-            texts.append(fn.lower(*structs).compile().as_text())
-        return "\n".join(texts)
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
+        ]
 
     @functools.cached_property
     def _replaced(self) -> dict[int, int]:
@@ -199,7 +193,6 @@ class PlacedStep:
 
         for s in range(len(self.places)):
             send([v for v, at in given if at == s], s)
-        self._fns = []
         for part in (*self.parts, *rounds[0], *rounds[1]):
             place = self.places[part.place]
             shardings = {v: shardings_of(part.place, v) for v in part.outputs if v in results}
@@ -207,10 +200,9 @@ class PlacedStep:
             taken = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
             donated = [v for v in taken if (v, part.place) not in out.lent]
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)
-            self._fns.append((part, fn))
             ins, outs = ([(v, part.place) for v in values] for values in (part.inputs, part.outputs))
             taken = [(v, part.place) for v in donated]
-            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes=taken)
+            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes=taken, part=(place, part))
             send(part.outputs, part.place)
         return out.build(given, wanted)
 

@@ -10,14 +10,19 @@ every stage that needs it, from what the first round made of each stage's own.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.cut import Part, depends_on, make_part, phase_of, tasks_of, with_outputs
 from soapjax.graph.build import Binding
-from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.rules import LIGHT
 from soapjax.graph.trace import TracedStep
 from soapjax.strategy.pipeline import Pipeline
 
@@ -223,6 +228,38 @@ def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
     return frozenset() if stage is None else frozenset({stage})
 
 
+def _stored_tensors(c: Cutter) -> set[int]:
+    """Tensors that stay in memory; where some stand for a heavy equation's own result, these or that result: what is smaller."""
+    graph, lives = c.graph, lifetimes(c.graph)
+    stored = set(np.flatnonzero(lives.is_stored & ~lives.is_stand_in).tolist())
+    outputs = {e.key: e.outputs for e in c.program.eqns}
+    for task in graph.tasks:
+        made = [
+            a.tensor for a, sources in zip(task.writes, task.recomputed_from, strict=False)
+            if sources is not None and HEAVY_RESULT in sources and (lives.is_stand_in[a.tensor] or a.tensor not in stored)
+        ]  # fmt: skip
+        if any(lives.is_stand_in[t] for t in made) and task.heavy in outputs:
+            whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (c.program.avals[o] for o in outputs[task.heavy]))
+            if sum(graph.tensors[t].size_bytes for t in made) < whole:
+                stored.update(made)
+    return stored
+
+
+def _computed_again(c: Cutter) -> tuple[set[str], set[int]]:
+    """The light forward equations that a backward pass evaluates itself, and the values that it reads although they make them.
+
+    A stage keeps what one program would keep (graph/lifetimes.py): the compiler fuses the derivative of an activation into
+    its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
+    """
+    light = {e.key for e in c.program.eqns if c.phase[e.key] == FORWARD and (e.name in LIGHT or e.key not in c.of_batch)}
+    stored = _stored_tensors(c)
+    kept = set()
+    for v, eqn in c.made_by.items():
+        if eqn.key in c.of_batch and c.phase[eqn.key] == FORWARD and c.binding.tensor_of.get(v) in stored:
+            kept.add(v)
+    return light, kept
+
+
 def cut_stages(
     step: TracedStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, batch_leaves: Sequence[int]
 ) -> StageCut:
@@ -244,12 +281,13 @@ def cut_stages(
     c = Cutter(step, graph, binding, len(pipeline.stages), batch_leaves)
     _assign(c, stage_of_operators(graph, pipeline))
     free = c.keys(None)
+    light, kept = _computed_again(c)
     forward, backward = [], []
     for s, stage in enumerate(pipeline.stages):
         own = c.keys(FORWARD, s)
         forward.append(make_part(f"forward {s}", s, step.program, own, free))
-        again = own if stage.rematerialise else own - c.of_batch
-        backward.append(make_part(f"backward {s}", s, step.program, c.keys(BACKWARD, s), free | again))
+        again, stop = (own, ()) if stage.rematerialise else (own & light, kept)
+        backward.append(make_part(f"backward {s}", s, step.program, c.keys(BACKWARD, s), free | again, stop=stop))
     updates = cut_updates(c, [*forward, *backward])
     both = with_outputs([*forward, *backward])
     return StageCut(tuple(both[: c.num]), tuple(both[c.num :]), *updates)

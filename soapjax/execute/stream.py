@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.execute.cut import Part
+from soapjax.execute.part_program import Place
 from soapjax.execute.transfer import mover, processes_of
 
 Name = Hashable
@@ -26,7 +28,8 @@ class Dispatch(NamedTuple):
     outs: list[int]
     free: list[int]  # slots that nothing reads afterwards
     lasting: list[int]  # positions of results whose memory no later program takes
-    targets: Sequence[Any] | None  # of a transfer: where its results go
+    part: tuple[Place, Part] | None = None  # what a program evaluates of the step; None of a transfer, and of small helpers
+    targets: tuple[Any, ...] | None = None  # of a transfer the shardings that it ends in
 
 
 class Event(NamedTuple):
@@ -43,7 +46,7 @@ class StreamBuilder:
 
     def __init__(self) -> None:
         self.slots: dict[Name, int] = {}
-        self._entries: list[tuple[str, str, Callable[..., Any], list[int], list[int], Sequence[Any] | None]] = []
+        self._entries: list[Dispatch] = []
         self._taken: set[int] = set()
         self.lent: set[Name] = set()  # what goes to other processes: JAX does not keep its memory from a program that takes it
 
@@ -55,26 +58,22 @@ class StreamBuilder:
 
     def call(
         self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
-        takes: Sequence[Name] = (),
+        takes: Sequence[Name] = (), part: tuple[Place, Part] | None = None, targets: Sequence[Any] | None = None,
     ) -> None:  # fmt: skip
-        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated)."""
-        self._add(label, track, fn, ins, outs, takes, None)
-
-    def _add(
-        self, label: str, track: str, fn: Callable[..., Any], ins: Sequence[Name], outs: Sequence[Name], takes: Sequence[Name],
-        targets: Sequence[Any] | None,
-    ) -> None:  # fmt: skip
+        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated). `part`, `targets`: as in `Dispatch`."""
         missing = [n for n in ins if n not in self.slots]
         if missing:
             raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
         self._taken.update(self.slots[n] for n in takes)
-        self._entries.append((label, track, fn, [self.slots[n] for n in ins], [self.slot(n) for n in outs], targets))
+        slots = [self.slots[n] for n in ins], [self.slot(n) for n in outs]
+        ends = None if targets is None else tuple(targets)
+        self._entries.append(Dispatch(label, track, fn, *slots, free=[], lasting=[], part=part, targets=ends))
 
     def move(
         self, label: str, track: str, ins: Sequence[Name], sources: Sequence[Any], targets: Sequence[Any], outs: Sequence[Name]
     ) -> None:  # fmt: skip
         """One transfer of several arrays, from the shardings `sources` to `targets`."""
-        self._add(label, track, mover(sources, targets), ins, outs, (), targets)
+        self.call(label, track, mover(sources, targets), ins, outs, targets=targets)
         self.lent.update(n for n, s, t in zip(ins, sources, targets, strict=True) if processes_of(s) != processes_of(t))
 
     def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
@@ -82,26 +81,36 @@ class StreamBuilder:
         keep = {self.slots[n] for n in wanted}
         seen: set[int] = set(keep)
         dispatches = []
-        for label, track, fn, ins, outs, targets in reversed(self._entries):
-            free = [s for s in dict.fromkeys([*ins, *outs]) if s not in seen]
-            seen.update(ins, outs)
-            lasting = [k for k, s in enumerate(outs) if s not in self._taken]
-            dispatches.append(Dispatch(label, track, fn, ins, outs, free, lasting, targets))
-        return Stream(dispatches[::-1], len(self.slots), [self.slot(n) for n in given], [self.slots[n] for n in wanted])
+        for entry in reversed(self._entries):
+            if entry.targets is not None and not any(s in seen for s in entry.outs):
+                continue  # a transfer of what nobody reads
+            free = [s for s in dict.fromkeys([*entry.ins, *entry.outs]) if s not in seen]
+            seen.update(entry.ins, entry.outs)
+            lasting = [k for k, s in enumerate(entry.outs) if s not in self._taken]
+            dispatches.append(entry._replace(free=free, lasting=lasting))
+        slots = [self.slot(n) for n in given], [self.slots[n] for n in wanted]
+        return Stream(dispatches[::-1], len(self.slots), *slots, frozenset(self._taken))
 
 
 class Stream:
-    def __init__(self, dispatches: list[Dispatch], num_slots: int, given: list[int], wanted: list[int]):
-        self.dispatches, self._num_slots, self._given, self._wanted = dispatches, num_slots, given, wanted
+    """Args:
+    given, wanted: slots of arguments and of results.
+    taken: slots whose memory a program reuses.
+    """
+
+    def __init__(
+        self, dispatches: list[Dispatch], num_slots: int, given: list[int], wanted: list[int], taken: frozenset[int] = frozenset()
+    ):
+        self.dispatches, self._num_slots, self.given, self.wanted, self.taken = dispatches, num_slots, given, wanted, taken
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         slots = self._filled(arguments)
-        for _, _, fn, ins, outs, free, _, _ in self.dispatches:
+        for _, _, fn, ins, outs, free, *_ in self.dispatches:
             for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
                 slots[s] = result
             for s in free:
                 slots[s] = None
-        return [slots[s] for s in self._wanted]
+        return [slots[s] for s in self.wanted]
 
     def text(self) -> str:
         """The list, for comparison between processes."""
@@ -126,7 +135,7 @@ class Stream:
 
     def _filled(self, arguments: Sequence[Any]) -> list[Any]:
         slots: list[Any] = [None] * self._num_slots
-        for s, a in zip(self._given, arguments, strict=True):
+        for s, a in zip(self.given, arguments, strict=True):
             slots[s] = a
         return slots
 
@@ -168,7 +177,7 @@ class Stream:
         events = [f.result()[0] for f in pending]
         for pool in pools.values():
             pool.shutdown()
-        return [slots[s] for s in self._wanted], events
+        return [slots[s] for s in self.wanted], events
 
 
 def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -13,9 +13,12 @@ import jax
 import numpy as np
 
 from soapjax.execute.evaluate import Evaluator
-from soapjax.execute.hlo import check_ops
+from soapjax.execute.hlo import OpsCheck, check_ops
+from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import Program
+from soapjax.graph.build import Binding
+from soapjax.graph.trace import TracedStep
 
 FLOAT64_BOUND = 1e-9
 
@@ -56,32 +59,40 @@ class Reference(NamedTuple):
 
 def reference(program: Program, arguments: list[Any]) -> Reference:
     """Runs the step on one device; one reference serves every plan of the same step and arguments."""
-    gradients = _gradient_ids(program)
-    traced = program.step.program
-    return Reference(
-        _run(Evaluator(traced), None, arguments, gradients)[0],
-        _run(Evaluator(traced, is_float64=True), None, arguments, gradients)[0],
-    )
+    return reference_of(program.step, arguments, gradient_ids(program.step, program.binding))
 
 
 def verify(program: Program, arguments: list[Any], single: Reference | None = None) -> Verification:
     """Runs the step under the plan, in its own precision and in float64, on flat `arguments`, and compares."""
     step = program.step
-    gradients = _gradient_ids(program)
+    gradients = gradient_ids(program.step, program.binding)
     single = reference(program, arguments) if single is None else single
     if program.plan.pinned:
-        planned, text = _run_placed(program, arguments, is_float64=False)
-        planned64, _ = _run_placed(program, arguments, is_float64=True)
+        placed = PlacedStep(program, donate=False)
+        planned = run_stream(placed, arguments, is_float64=False)
+        planned64 = run_stream(PlacedStep(program, donate=False, is_float64=True), arguments, is_float64=True)
+        check = inspect_stream(placed.dispatches(), placed.argument_structs()).ops
     else:
         planned, text = _run(program.evaluator(), program, arguments, gradients)
         planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)
+        check = check_ops(program, text)
     names = [p.path for p in program.graph.parameters] or list(step.out_paths)
+    losses = outputs_compared(step)
+    return compared(planned, planned64, single, names, losses, check)
+
+
+def compared(
+    planned: tuple[list, list], planned64: tuple[list, list], single: Reference, names: list[str], losses: list[int],
+    check: OpsCheck,
+) -> Verification:  # fmt: skip
+    """(outputs, gradients) under a plan, in the step's precision and in float64, beside those of one device.
+
+    Args:
+      names: of the gradients. `losses`: which outputs are compared.
+    """
     own, worst = _gradient_error(planned[1], single.own[1], names)
     rounding, _ = _gradient_error(single.own[1], single.float64[1], names)
     error64, worst64 = _gradient_error(planned64[1], single.float64[1], names)
-    state = set(step.state_pairs.values())
-    losses = [i for i in range(len(step.out_paths)) if i not in state] or list(range(len(step.out_paths)))
-    check = check_ops(program, text)
     return Verification(
         _output_error(planned[0], single.own[0], losses),
         own,
@@ -91,18 +102,22 @@ def verify(program: Program, arguments: list[Any], single: Reference | None = No
         check.planned_ops,
         check.ops_as_planned,
         check.ops_unchecked,
-        len(gradients),
+        len(planned[1]),
         worst64 or worst,
         check.differences,
     )
 
 
-def _gradient_ids(program: Program) -> tuple[int, ...]:
+def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
     """Value ids of the gradients at the outermost level, in the order of the graph's parameters."""
-    values = program.binding.values
-    level = [o for eqn in program.step.program.eqns for o in eqn.outputs]
-    at = {values.of(o).root: o for o in reversed(level)}
-    return tuple(at[p.gradient] for p in program.binding.phases.parameters)
+    level = [o for eqn in step.program.eqns for o in eqn.outputs]
+    at = {binding.values.of(o).root: o for o in reversed(level)}
+    return tuple(at[p.gradient] for p in binding.phases.parameters)
+
+
+def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, ...]) -> Reference:
+    """Outputs and values `gradients` of a step on one device."""
+    return Reference(*(_run(Evaluator(step.program, is_float64=x), None, arguments, gradients)[0] for x in (False, True)))
 
 
 def _run(evaluator: Evaluator, program: Program | None, arguments: list[Any], also: tuple[int, ...]) -> tuple[tuple, str]:
@@ -121,12 +136,17 @@ def _run(evaluator: Evaluator, program: Program | None, arguments: list[Any], al
         return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text() if program is not None else ""
 
 
-def _run_placed(program: Program, arguments: list[Any], *, is_float64: bool) -> tuple[tuple, str]:
-    """As `_run`, of a plan that is several programs."""
+def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> tuple[list, list]:
+    """As `_run`, of a `PlacedStep` or `PipelineStep`."""
     with jax.enable_x64(is_float64):
-        placed = PlacedStep(program, donate=False, is_float64=is_float64)
-        outputs, gradients = placed.run(arguments, with_gradients=True)
-        return (list(map(_numpy, outputs)), list(map(_numpy, gradients))), "" if is_float64 else placed.compiled_text()
+        outputs, gradients = step.run(arguments, with_gradients=True)
+        return list(map(_numpy, outputs)), list(map(_numpy, gradients))
+
+
+def outputs_compared(step: TracedStep) -> list[int]:
+    """The outputs that are no state: loss and metrics."""
+    state = set(step.state_pairs.values())
+    return [i for i in range(len(step.out_paths)) if i not in state] or list(range(len(step.out_paths)))
 
 
 def _numpy(x: Any) -> np.ndarray | None:

@@ -63,3 +63,35 @@ def compiled_report(
 
 def _relative(predicted: int, compiled: int) -> str:
     return f"{(predicted - compiled) / compiled:+.1%}" if compiled else "" if not predicted else "only predicted"
+
+
+def programs_report(plan: Plan, found: Any, *, runs: bool, is_proven: bool, fits: bool) -> list[RenderableType]:
+    """The compiled programs (`verify_programs.ProgramsVerified`) beside the plan's prediction."""
+    table = Table(title="each device of a program sends per step; transfers: all devices together", title_justify="left")
+    for column in ("program", "devices", "runs", "predicted", "compiled", "difference"):
+        table.add_column(column, justify="left" if column == "program" else "right", overflow="fold")
+    for row in found.rows:
+        totals = {side: sum(getattr(row, side).values()) for side in ("predicted", "compiled")}
+        devices = "" if "transfer" in row.compiled else str(row.num_devices)
+        shown = (", ".join(f"{k} {size(b)}" for k, b in getattr(row, side).items() if b) for side in totals)
+        table.add_row(row.name, devices, str(row.runs), *shown, _relative(**totals))
+    memory = Table(title="memory per device", title_justify="left")
+    for column in ("", "predicted", "compiled", "difference"):
+        memory.add_column(column, justify="left" if not column else "right")
+    for name, (predicted, compiled) in found.memory.items():
+        memory.add_row(name, size(predicted), size(compiled), _relative(predicted, compiled))
+    ops, parts = found.inspected.ops, found.inspected.parts
+    lines = [
+        f"{ops.ops_as_planned} of {ops.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
+        f"{ops.ops_unchecked} not found by name",
+        *(f"differs: {d}" for d in ops.differences),
+        *(f"{p.name}: rematerialised: {r}" for p in parts for r in p.rematerialised),
+        *(f"{p.name}: replicated: {r}" for p in parts for r in p.replicated),
+    ]
+    if not fits:
+        lines.append(f"does NOT fit: usable {size(plan.prediction.usable_memory_bytes)} per device")
+    if runs and found.numbers is None:
+        lines.append("numbers not compared: an asynchronous schedule trains with older weights than the single-device step")
+    verdict = "proven" if runs and found.numbers is not None else "compiled as planned; the numbers were not compared"
+    lines.append(verdict if is_proven and fits else "NOT proven")
+    return [table, memory, Text("\n".join(lines))]

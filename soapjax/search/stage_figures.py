@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from soapjax.costs.evaluate import Durations, Parts, evaluator
+from soapjax.costs.evaluate import Durations, Layouts, Parts, evaluator
 from soapjax.costs.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
@@ -60,12 +60,14 @@ class Figures(NamedTuple):
     """Of one inner strategy at one micro-batch size, as NumPy arrays."""
 
     seconds: np.ndarray  # [T] of every scheduled task
-    held_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device
+    shard_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device, whether it is stored or fused into its readers
     copy_bytes: np.ndarray  # [E]: of converted copies
     copy_since: np.ndarray  # [E]: the task from which a copy is held for its reader: an earlier reader's, where they share it
-    passing_bytes: np.ndarray  # [tensors]: of partial sums
+    passing_bytes: np.ndarray  # [tensors]: of partial sums, and work space
+    merging_bytes: np.ndarray  # [tensors, 2]: of gradients that wait to be summed in one collective, their sums left out
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
+    layouts: Layouts
 
 
 class Inside(NamedTuple):
@@ -121,14 +123,14 @@ class Compiled:
     """The cost model (costs/evaluate.py) on one mesh, with sizes as arguments of what is compiled."""
 
     def __init__(self, tables: CostTables):
-        def costs(sized: dict[str, Array], axes: Array, storage: Array) -> tuple[Durations, Parts, Array, Array]:
+        def costs(sized: dict[str, Array], axes: Array, storage: Array) -> tuple[Durations, Parts, Layouts]:
             found = evaluator(dataclasses.replace(tables, **sized))(axes, storage)
-            return found.durations, found.parts, found.layouts.is_shared, found.layouts.shared_since
+            return found.durations, found.parts, found.layouts
 
         self._costs = jax.jit(costs)
 
-    def costs(self, tables: CostTables, strategy: Strategy) -> tuple[Durations, Parts, np.ndarray, np.ndarray]:
-        """Durations, summands of memory, and which conversions share an earlier copy since when, as NumPy arrays."""
+    def costs(self, tables: CostTables, strategy: Strategy) -> tuple[Durations, Parts, Layouts]:
+        """Durations, summands of memory, and layouts, as NumPy arrays."""
         arrays = {f.name: getattr(tables, f.name) for f in dataclasses.fields(tables)}
         # What a size decides; the rest is the graph's and the mesh's.
         sized = {k: x for k, x in arrays.items() if k == "tensor_shape" or getattr(x, "dtype", None) == np.float32}
@@ -136,13 +138,17 @@ class Compiled:
 
 
 def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compiled: Compiled) -> Figures:
-    durations, parts, is_shared, shared_since = compiled.costs(tables, strategy)
+    durations, parts, found = compiled.costs(tables, strategy)
+    waiting = np.asarray(parts.waiting_bytes)
+    split = np.where(found.home >= 0, np.array(tables.links.axis_sizes, np.float32), 1.0).prod(axis=1)
     return Figures(
         schedule.durations(durations),
-        parts.held_bytes,
+        np.array([t.size_bytes * t.copies for t in tables.graph.tensors], np.float32) / split,
         parts.copy_bytes,
-        np.where(is_shared, shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
+        np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
         parts.passing_bytes,
+        np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
         parts.stored_bytes,
         parts.stored_bytes / tables.state_copies,
+        found,
     )

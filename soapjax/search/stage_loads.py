@@ -8,16 +8,19 @@ gives for the same strategy (tested). Memory is an upper bound: a part's gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from soapjax.costs.itemize import sent_parts
+from soapjax.graph.lifetimes import Lifetimes, lifetimes
 from soapjax.graph.microbatch import micro_batch
-from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stage_figures import Compiled, Fabric, Figures, Inside, level_between, part_of
 from soapjax.simulate.pipeline import StageLoad, Transfer
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.strategy.plan import SentPart
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, FactorMesh
@@ -59,6 +62,7 @@ class StageLoads:
         self._fabrics: dict[tuple, Fabric] = {}
         self._compiled: dict[tuple, Compiled] = {}
         self._loads: dict[tuple, StageLoad] = {}
+        self.lives = lifetimes(graph)  # as those of its micro-batches
 
     def graph(self, num_microbatches: int) -> OperatorGraph:
         if num_microbatches not in self._graphs:
@@ -87,10 +91,9 @@ class StageLoads:
             self._loads[key] = self._summing(self._part(fabric, fabric.choices[inner].figures, bounds), num)
         return self._loads[key]
 
-    def load_of(self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy) -> StageLoad:
-        """As `load`, for any strategy of the graph on the stage's mesh."""
-        fabric = self._fabric(first, count, num)
-        return self._summing(self._part(fabric, fabric.figures(strategy), bounds), num)
+    def load_of(self, bounds: tuple[int, int], first: int, count: int, num: int, figures: Figures) -> StageLoad:
+        """As `load`, for any strategy of the graph on the stage's mesh, by its figures."""
+        return self._summing(self._part(self._fabric(first, count, num), figures, bounds), num)
 
     def _summing(self, load: StageLoad, num: int) -> StageLoad:
         """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written."""
@@ -98,26 +101,42 @@ class StageLoads:
             return load
         device = self.topology.device
         once_s = load.gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-        return load._replace(
-            backward_s=load.backward_s + 3 * once_s, update_s=load.update_s + once_s,
-            last_backward_s=None if load.last_backward_s is None else load.last_backward_s + 3 * once_s,
-        )  # fmt: skip
+        return load._replace(backward_s=load.backward_s + 3 * once_s, update_s=load.update_s + once_s)
 
     def space(self, first: int, count: int, num: int) -> SearchSpace:
         return self._fabric(first, count, num).space
 
-    def _part(self, fabric: Fabric, figures: Figures, bounds: tuple[int, int]) -> StageLoad:
+    def _mine(self, fabric: Fabric, bounds: tuple[int, int]) -> np.ndarray:
+        """bool [N]: the operators of a stage; the last one has those of the update alone."""
         stage = stage_of_operators(fabric.tables.graph, (0, bounds[0], bounds[1], len(self.forward)), self.forward)
-        mine = stage == 1
-        if bounds[1] == len(self.forward):
-            mine |= stage == -1
-        return _Part(fabric, figures, mine).load()
+        return (stage == 1) | ((stage == -1) & (bounds[1] == len(self.forward)))
 
-    def transfers(self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int) -> list[Transfer]:
-        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i]."""
-        graph = self.graph(num)
-        stage = stage_of_operators(graph, bounds, self.forward)
-        flows = crossing_bytes(graph, stage)
+    def figures(self, first: int, count: int, num: int, strategy: Strategy) -> Figures:
+        return self._fabric(first, count, num).figures(strategy)
+
+    def _part(self, fabric: Fabric, figures: Figures, bounds: tuple[int, int]) -> StageLoad:
+        mine = self._mine(fabric, bounds)
+        return _Part(fabric, figures, mine, self.lives).load()
+
+    def sends(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
+    ) -> list[SentPart]:  # fmt: skip
+        """What each device of such a stage sends in one pass over one micro-batch, and in an update."""
+        fabric = self._fabric(first, count, num)
+        part = _Part(fabric, figures, self._mine(fabric, bounds), self.lives)
+        end = len(part.graph.tasks)
+        every = sent_parts(fabric.tables, part.figures.layouts, strategy)
+        return [s for s in every if (part.mine[part.operator[s.task]] if s.task < end else bounds[1] == len(self.forward))]
+
+    def transfers(
+        self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> list[Transfer]:  # fmt: skip
+        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i].
+
+        Args:
+          inside: of every stage the figures of its strategy; a tensor is sent as the stage that gets it keeps it.
+        """
+        flows = self.crossing(bounds, count, num, inside)
         found = []
         for (a, b), (there, back) in sorted(flows.items()):
             ends = (min(first[a], first[b]), max(first[a] + count[a], first[b] + count[b]) - 1)
@@ -128,9 +147,23 @@ class StageLoads:
             found.append(Transfer(a, b, level, *seconds))
         return found
 
+    def crossing(
+        self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> dict[tuple[int, int], tuple[float, float]]:  # fmt: skip
+        """(earlier stage, later stage) -> bytes that cross forwards and backwards per micro-batch, all devices together."""
+        graph = self.graph(num)
+        stage = stage_of_operators(graph, bounds, self.forward)
+        return crossing_bytes(graph, stage, lambda tensor, reader: inside[reader].shard_bytes[tensor] * count[reader])
 
-def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], tuple[float, float]]:
-    """(earlier stage, later stage) -> bytes that cross forwards and backwards per micro-batch, each tensor once per reader."""
+
+def crossing_bytes(
+    graph: OperatorGraph, stage: np.ndarray, size: Callable[[int, int], float] | None = None
+) -> dict[tuple[int, int], tuple[float, float]]:  # fmt: skip
+    """(earlier stage, later stage) -> bytes that cross forwards and backwards per micro-batch, each tensor once per reader.
+
+    Args:
+      size: (tensor, reading stage) -> bytes; the tensor's own by default.
+    """
     made = {a.tensor: task for task in graph.tasks for a in task.writes}
     seen: set[tuple[int, int]] = set()
     flows: dict[tuple[int, int], list[float]] = {}
@@ -146,15 +179,15 @@ def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, i
             tensor = graph.tensors[access.tensor]
             pair = flows.setdefault((int(min(source, reader)), int(max(source, reader))), [0.0, 0.0])
             is_back = source > reader or made[access.tensor].phase == BACKWARD
-            pair[int(is_back)] += tensor.size_bytes * tensor.copies
+            pair[int(is_back)] += tensor.size_bytes * tensor.copies if size is None else float(size(access.tensor, int(reader)))
     return {pair: (there, back) for pair, (there, back) in flows.items()}
 
 
 class _Part:
     """The scheduled tasks of some operators under one strategy, run by the simulators' rules."""
 
-    def __init__(self, fabric: Fabric, figures: Figures, mine: np.ndarray):
-        self.tables, self.schedule, self.figures, self.mine = fabric.tables, fabric.schedule, figures, mine
+    def __init__(self, fabric: Fabric, figures: Figures, mine: np.ndarray, lives: Lifetimes):
+        self.tables, self.schedule, self.figures, self.mine, self.lives = fabric.tables, fabric.schedule, figures, mine, lives
         self.graph = fabric.tables.graph
         tables, schedule = self.tables, self.schedule
         num_k = tables.num_tasks
@@ -180,10 +213,9 @@ class _Part:
         gradients = np.zeros(len(tables.tensor_bytes), bool)
         gradients[[p.gradient for p in self.graph.parameters]] = True
         self.gradients, self.maker, self.operator = gradients, maker, operator
-        self.is_sync = (schedule.kind == RESOLVE) & gradients[np.where(schedule.kind == RESOLVE, schedule.source, 0)]
 
-    def seconds(self, phase: int, *, syncs: bool = True) -> float:
-        """Makespan of one phase's tasks, each stream in program order; without the sums of gradients, if so."""
+    def seconds(self, phase: int) -> float:
+        """Makespan of one phase's tasks, each stream in program order."""
         schedule, durations = self.schedule, self.figures.seconds
         free = np.zeros(schedule.occupies.shape[1]).tolist()
         end: dict[int, float] = {}
@@ -191,7 +223,7 @@ class _Part:
         last = 0.0
         for t in chosen.tolist():
             ready = max((end.get(p, 0.0) for p in schedule.predecessors[t].tolist()), default=0.0)
-            took = float(durations[t]) if syncs or not self.is_sync[t] else 0.0
+            took = float(durations[t])
             if took > 0:
                 streams = np.flatnonzero(schedule.occupies[t]).tolist()
                 ready = max([ready, *(free[s] for s in streams)])
@@ -200,6 +232,32 @@ class _Part:
             end[t] = ready + took
             last = max(last, end[t])
         return last
+
+    def _kept(self) -> set[int]:
+        """Forward tensors that the backward pass reads, or from which it computes what is not stored (graph/lifetimes.py)."""
+        graph, lives = self.graph, self.lives
+        maker = self.maker
+        queue = [
+            a.tensor for k, task in enumerate(graph.tasks) for a in task.reads
+            if task.phase == BACKWARD and self.mine[self.operator[k]] and maker[a.tensor] >= 0
+        ]  # fmt: skip
+        seen, kept = set(queue), set()
+        while queue:
+            tensor = queue.pop()
+            task = graph.tasks[maker[tensor]]
+            if task.phase != FORWARD:
+                continue
+            if lives.is_stored[tensor] or not self.mine[self.operator[maker[tensor]]]:
+                kept.add(tensor)
+                continue
+            position = [a.tensor for a in task.writes].index(tensor)
+            for s in task.recomputed_from[position] or ():
+                if s == HEAVY_RESULT:
+                    s = next(a.tensor for a in task.writes if lives.is_stand_in[a.tensor])
+                if s not in seen and maker[s] >= 0:
+                    seen.add(s)
+                    queue.append(s)
+        return kept
 
     def load(self) -> StageLoad:
         tables, figures, graph = self.tables, self.figures, self.graph
@@ -211,20 +269,31 @@ class _Part:
                     reads.setdefault(access.tensor, []).append(k)
         parameters = {p.tensor for p in graph.parameters}
         phases = [t.phase for t in graph.tasks]
-        kept = arrives = 0.0
-        steps = np.zeros(tables.num_tasks + 2)
-        for tensor, size in enumerate(figures.held_bytes):
+        state = {leaf for leaf, _ in graph.state_pairs}
+        is_kept = self._kept()
+        kept = arrives = batch = 0.0
+        steps, merging = np.zeros(tables.num_tasks + 2), np.zeros((tables.num_tasks + 2, 2))
+        for tensor, size in enumerate(figures.shard_bytes):
             k = int(self.maker[tensor])
             made_here = k >= 0 and self.mine[self.operator[k]]
             mine = reads.get(tensor, [])
+            if self.gradients[tensor] and made_here:
+                merging[k + 1] += figures.merging_bytes[tensor]
+                merging[int(tables.tensor_death[tensor]) + 1] -= figures.merging_bytes[tensor]
             if tensor in parameters or self.gradients[tensor] or not (mine or made_here) or (k >= 0 and phases[k] == UPDATE):
                 continue
             if not made_here and tables.tensor_death[tensor] < 0:
                 continue
-            is_forward = k < 0 or phases[k] == FORWARD
-            if is_forward and not made_here and any(phases[r] != UPDATE for r in mine):
+            if k < 0:
+                batch += size if graph.tensors[tensor].input_leaf not in state else 0.0
+                steps[0] += tables.working.relaid[tensor] * size
+                steps[max(mine) + 1] -= tables.working.relaid[tensor] * size
+                continue
+            if made_here and not self.lives.is_stored[tensor]:
+                continue
+            if phases[k] == FORWARD and not made_here and any(phases[r] != UPDATE for r in mine):
                 arrives += size
-            if is_forward and any(phases[r] == BACKWARD for r in mine):
+            if tensor in is_kept:
                 kept += size
             birth = k if made_here else min(mine)
             steps[birth] += size
@@ -234,14 +303,13 @@ class _Part:
             if k < tables.num_tasks and self.mine[self.operator[k]] and phases[k] != UPDATE:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[k + 1] -= figures.copy_bytes[e]
-        working = float(np.cumsum(steps).max(initial=0.0))
+        waiting = np.minimum(np.cumsum(merging, 0), tables.working.most_waiting).sum(1)
+        working = float((np.cumsum(steps) + waiting).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
         passing = float(figures.passing_bytes[own].max(initial=0.0))
-        plain = self.seconds(BACKWARD, syncs=False)
         return StageLoad(
-            forward_s=self.seconds(FORWARD), backward_s=plain, update_s=self.seconds(UPDATE),
-            last_backward_s=max(self.seconds(BACKWARD), plain),
+            forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
-            gradient_bytes=float(figures.held_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
-            input_bytes=arrives, kept_bytes=kept, working_bytes=working + passing,
+            gradient_bytes=float(figures.shard_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
+            batch_bytes=batch, input_bytes=arrives, kept_bytes=kept, working_bytes=working + passing,
         )  # fmt: skip

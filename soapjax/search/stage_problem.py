@@ -127,10 +127,11 @@ class StageProblem:
                 self.loads.load((choice.bounds[i], choice.bounds[i + 1]), *groups[i][:2], num, groups[i][2])
                 for i in range(choice.num_stages)
             ]
-            key = (num, choice.bounds, choice.counts)
+            key = (num, choice.bounds, choice.counts, choice.inner)
             if key not in self._transfers:
                 first, counts = [g[0] for g in groups], [g[1] for g in groups]
-                self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num)
+                inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+                self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num, inside)
             self._priced[choice] = self._simulated(choice, loads, self._transfers[key])
         return self._priced[choice]
 

@@ -33,16 +33,16 @@ class StageLoad(NamedTuple):
     """What one micro-batch costs on one replica of a stage; seconds of its devices together, bytes per device."""
 
     forward_s: float
-    backward_s: float  # without recomputation
+    backward_s: float  # with the sums of its gradients over the stage's devices, without recomputation
     update_s: float
-    last_backward_s: float | None = None  # with the sums of the step's gradients, where they run beside it; backward_s by default
     sync_s: float = 0.0  # among replicas, per update
     sync_level: int = 0
     parameter_bytes: float = 0.0  # of one version of the weights
     state_bytes: float = 0.0  # weights and optimizer state
     gradient_bytes: float = 0.0
-    input_bytes: float = 0.0  # what arrives for one micro-batch
-    kept_bytes: float = 0.0  # all that its backward pass needs, inputs too
+    batch_bytes: float = 0.0  # of the data that it reads, per micro-batch
+    input_bytes: float = 0.0  # what arrives from other stages for one micro-batch
+    kept_bytes: float = 0.0  # all that its backward pass needs, inputs too, `batch_bytes` not
     working_bytes: float = 0.0  # peak during one micro-batch's own passes, `kept_bytes` in it, gradients not
 
 
@@ -173,10 +173,16 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     replicas = pipeline.stages[stage].replicas
     per_replica = -(-held // replicas)
     keeps = load.input_bytes if pipeline.stages[stage].rematerialise else load.kept_bytes
-    stays = load.state_bytes + load.gradient_bytes + max(per_replica - 1, 0) * keeps
+    num = -(-pipeline.num_microbatches // replicas)
+    # The whole batch is laid out as one array, and taken apart before the first pass.
+    stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
     if pipeline.schedule == "pipedream":
         stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
+    if num > 1:
+        own += load.gradient_bytes  # of the micro-batch, beside the sums
+    if per_replica < num:
+        own += load.input_bytes  # of the next micro-batch, which arrives meanwhile
     return stays, own
 
 
@@ -259,8 +265,4 @@ def _expand(pipeline: Pipeline, loads, transfers) -> tuple[_Tasks, list[int]]:
 def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad) -> float:
     if action.kind == "forward":
         return load.forward_s
-    # GPipe runs the backward passes from the last micro-batch to the first; PipeDream's replicas sum after every round.
-    last = {"gpipe": 0, "pipedream": -1}.get(pipeline.schedule, pipeline.num_microbatches - 1)
-    ends = action.microbatch == last and load.last_backward_s is not None
-    seconds = load.last_backward_s if ends else load.backward_s
-    return seconds + (load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0)
+    return load.backward_s + (load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0)

@@ -100,7 +100,7 @@ class Simulator:
             usable_memory_bytes=usable,
             memory_parts_bytes={k: int(v) for k, v in parts.items()},
             feasible=bool(costs.memory_bytes[3] <= usable) and not int(costs.penalty),
-            sends=sent_parts(self.tables, costs, strategy),
+            sends=sent_parts(self.tables, costs.layouts, strategy),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
             compute_figures=compute_figures or {},
         )

@@ -80,6 +80,7 @@ class SentPart(_Part):
     operator: str
     reason: str
     bytes: dict[str, int]  # by collective
+    program: str = ""  # of a pipeline: "forward 0", "backward 0", "update 0" of stage 0; a transfer is "send 0 to 1"
 
 
 class Prediction(_Part):

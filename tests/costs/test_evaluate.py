@@ -168,7 +168,7 @@ def test_the_listed_sends_add_up_to_the_bytes_by_collective(model, topology):
     costs, _ = c.figures(strategies)
     for b, strategy in enumerate(strategies):
         total = dict.fromkeys(COLLECTIVES, 0.0)
-        for item in sent_items(c.tables, jax.tree.map(lambda x, b=b: np.asarray(x[b]), costs), strategy):
+        for item in sent_items(c.tables, jax.tree.map(lambda x, b=b: np.asarray(x[b]), costs.layouts), strategy):
             for kind, size in item.bytes.items():
                 total[kind] += size
         np.testing.assert_allclose(list(total.values()), costs.bytes_by_collective[b], rtol=1e-5)

@@ -9,10 +9,12 @@ import sys
 
 import jax
 import numpy as np
+from balanced import balanced_pipeline
 
 import soapjax
 import soapjax.distributed
 from models import mlp, transformer_lm
+from soapjax.graph.build import build_graph
 from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.placement import model_parallel_strategy
 from soapjax.topology import DeviceTopology, load_topology
@@ -29,8 +31,9 @@ MODELS = {
 def sharded_step(step, arguments, kind):
     devices = jax.devices()
     if kind != "pinned":
-        stages = jax.process_count()
-        return soapjax.soap_shard(step, devices=devices, pipeline=kind, stages=stages, microbatches=4)
+        graph, _ = build_graph(soapjax.trace(step, *arguments))
+        stages = balanced_pipeline(graph, len(devices), schedule=kind, num_microbatches=4, num_stages=jax.process_count())
+        return soapjax.soap_shard(step, devices=devices, pipeline=stages)
     topology = load_topology("cpu8").to_dict()
     topology["levels"][-1]["size"] = len(devices)
     problem = planning_problem(soapjax.trace(step, *arguments), DeviceTopology.from_dict(topology), space="paper")

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from balanced import forward_runs
 
 from soapjax.errors import SoapjaxError
 from soapjax.execute.microbatches import micro_step
 from soapjax.execute.pipedream import PipeDreamStep
 from soapjax.graph.build import build_graph
-from soapjax.pipelining import forward_runs, places_of
+from soapjax.pipelining import places_of
 from soapjax.strategy.pipeline import Action, Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
 from soapjax.topology import load_topology

@@ -15,7 +15,7 @@ WORKER = ROOT / "tests" / "execute" / "process_worker.py"
 def run_processes(port, cases, count, devices_each=1, timeout=240):
     """The line of results of every process and case: [case][rank]."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()} | {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices_each), "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices_each), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
     }  # fmt: skip
     workers = [

@@ -47,11 +47,10 @@ def test_one_stage_takes_the_time_of_one_program(model, name):
     times = simulator.step_times([c.strategy for c in choices]).step_time_s
     for k, (inside, expected) in enumerate(zip(choices, times, strict=True)):
         load = loads.load((0, len(loads.forward)), 0, 8, 1, k)
-        assert load.forward_s + load.last_backward_s + load.update_s == pytest.approx(float(expected), rel=1e-5)
-        assert load.backward_s <= load.last_backward_s * (1 + 1e-6)
+        assert load.forward_s + load.backward_s + load.update_s == pytest.approx(float(expected), rel=1e-5)
         # Memory is an upper bound, and no wild one.
         memory = float(simulator.costs(inside.strategy).memory_bytes[3])
-        assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes <= 1.6 * memory
+        assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes + load.batch_bytes <= 1.6 * memory
 
 
 def test_stages_share_out_the_work():

@@ -21,12 +21,14 @@ class Lifetimes(NamedTuple):
     is_stored: np.ndarray  # bool [T]
     last_use: np.ndarray  # int32 [T]: the last task that reads it, or computes from it what is not stored; -1 where none does
     is_reused: np.ndarray  # bool [T]: the task of its last use writes a result in its place
+    is_stand_in: np.ndarray  # bool [T]: counted for a heavy equation's own result, which is no tensor: that one is kept
 
 
 def lifetimes(graph: OperatorGraph) -> Lifetimes:
     """Goes backward through the tasks: what is not stored lengthens the lives of what it is made from."""
     num = len(graph.tensors)
     is_stored, last_use = np.ones(num, bool), np.full(num, -1, np.int32)
+    is_stand_in = np.zeros(num, bool)
     kept = {i for e in graph.entries for i in e} | {p.gradient for p in graph.parameters} | {p.tensor for p in graph.parameters}
     kept |= {i for i, t in enumerate(graph.tensors) if t.output_leaves or t.copies > 1}
     is_fused = np.ones(num, bool)  # by every reader
@@ -39,6 +41,8 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
     for task in reversed(graph.tasks):
         free = [i not in kept and is_fused[i] and last_use[i] >= 0 for i in (a.tensor for a in task.writes)]
         stands_for = _stand_in(graph, task, free)
+        if stands_for >= 0:
+            is_stand_in[stands_for] = True
         for access, sources, is_free in zip(task.writes, task.recomputed_from, free, strict=False):
             i = access.tensor
             if is_free and sources is not None and i != stands_for:
@@ -46,7 +50,7 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
                 for s in sources:
                     s = stands_for if s == HEAVY_RESULT else s
                     last_use[s] = max(last_use[s], last_use[i])
-    return Lifetimes(is_stored, last_use, _reused(graph, is_stored, last_use, kept))
+    return Lifetimes(is_stored, last_use, _reused(graph, is_stored, last_use, kept), is_stand_in)
 
 
 def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:

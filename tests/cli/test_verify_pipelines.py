@@ -1,0 +1,39 @@
+"""`soapjax verify` of plans that are several programs: each is compiled, and is what was predicted."""
+
+import pytest
+from command_line import call, done
+
+SIZES = [f"--set={k}={v}" for k, v in dict(batch=16, width=16, layers=2, features=8, classes=4).items()]
+
+
+@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 4), ("pipedream", 4)])
+def test_every_program_of_a_pipeline_sends_what_was_predicted(schedule, microbatches, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--pipeline", schedule, "--stages", 2, "--microbatches", microbatches, "--proposals", 5, "-o", path)
+    assert call("plan", "models.mlp", "--topology", "cpu8", *SIZES, *options).status == 0
+    found = done("verify", path)
+    assert found["proven"] and not found["differences"]
+    assert found["ops_as_planned"] + found["ops_unchecked"] == found["planned_ops"] > found["ops_unchecked"]
+    programs = {p["name"]: p for p in found["programs"]}
+    assert {f"{kind} {s}" for kind in ("forward", "backward", "update") for s in (0, 1)} <= programs.keys()
+    assert programs["forward 0"]["runs"] + 0 <= microbatches
+    sent = programs["send 0 to 1"]
+    assert sent["compiled"]["transfer"] > 0
+    for p in programs.values():
+        total = sum(p["compiled"].values())
+        assert sum(p["predicted"].values()) == pytest.approx(total, rel=0.02, abs=64), p
+    assert set(found["stage_memory_bytes"]) == {"stage 0", "stage 1"}
+    if schedule == "1f1b":  # an asynchronous schedule trains other weights
+        assert found["gradient_rel_error_float64"] <= 1e-9 and found["reference"] == "the whole batch"
+        assert found["num_gradients"] == 6
+
+
+def test_pinned_programs_are_verified_one_by_one(tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--space", "paper", "--planner", "model_parallel", "-o", path)
+    assert call("plan", "models.mlp", "--topology", "cpu8", *SIZES, *options).status == 0
+    found = done("verify", path)
+    assert found["proven"] and found["gradient_rel_error_float64"] <= 1e-9
+    assert all(p["num_devices"] == 1 for p in found["programs"])
+    moved = found["collective_bytes"]["transfer"]
+    assert moved["compiled"] > 0 and moved["predicted"] == pytest.approx(moved["compiled"], rel=0.05)
