@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.conversion import COLLECTIVES, TRANSFER
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.pipedream import Memory, Workers, pipedream
 from soapjax.search.problem import PlanningProblem
@@ -26,6 +24,7 @@ from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
+from soapjax.stage_sends import mean_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, SentPart, strategy_of
 from soapjax.strategy.strategy import Strategy
@@ -213,10 +212,10 @@ def _simulated(
         found.append(load)
         inside |= _configs(loads, first, count, num, strategy, stage.operators)
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
-        sends += _sends_of_stage(loads, pipeline, i, once)
-        sends += _sends_among_replicas(loads, pipeline, i, load, count)
+        sends += sends_of_stage(loads, pipeline, i, once)
+        sends += sends_among_replicas(loads, pipeline, i, load, count)
     flows = loads.crossing(bounds, [c for _, c in shares], num, figures)
-    sends += _sends_between(loads.graph(num), flows, num)
+    sends += sends_between(loads.graph(num), flows, num)
     transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
@@ -230,50 +229,6 @@ def _simulated(
             transfers[k] = t._replace(level=level, forward_s=forward, backward_s=backward)
     timeline = simulate_pipeline(pipeline, found, transfers)
     return StageTimes(pipeline, timeline, inside, topology.device.usable_memory_bytes, tuple(sends))
-
-
-def _sends_of_stage(loads: StageLoads, pipeline: Pipeline, i: int, once: Sequence[SentPart]) -> list[SentPart]:
-    """What each device of a stage sends in one step, program by program, from what one pass and one update send."""
-    stage, tasks = pipeline.stages[i], loads.whole.tasks
-    passes = pipeline.num_microbatches // stage.replicas
-    found = []
-    for part in once:
-        phase = tasks[part.task].phase if part.task < len(tasks) else UPDATE
-        name = PHASE_NAMES[phase]
-        rows = [(f"{name} {i}", 1 if phase == UPDATE and pipeline.schedule != "pipedream" else passes)]
-        if stage.rematerialise and phase == FORWARD:
-            rows.append((f"backward {i}", passes))
-        for program, times in rows:
-            found.append(part.model_copy(update={"program": program, "bytes": {k: times * b for k, b in part.bytes.items()}}))
-    return found
-
-
-def _sends_among_replicas(loads: StageLoads, pipeline: Pipeline, i: int, load: StageLoad, count: int) -> list[SentPart]:
-    """Replicas send their gradients to the first, which updates the weights and sends them to the others."""
-    others = pipeline.stages[i].replicas - 1
-    updates = pipeline.num_microbatches // pipeline.stages[i].replicas
-    rows = (("gradients of", load.gradient_bytes), ("weights to", load.parameter_bytes))
-    return [
-        SentPart(
-            task=len(loads.whole.tasks), operator=f"stage {i}", reason="what replicas exchange at an update",
-            bytes={TRANSFER: int(updates * others * count * size)}, program=f"{what} {i}",
-        )
-        for what, size in rows if others
-    ]  # fmt: skip
-
-
-def _sends_between(graph: OperatorGraph, flows: Mapping[tuple[int, int], tuple[float, float]], num: int) -> list[SentPart]:
-    found = []
-    for (a, b), (there, back) in sorted(flows.items()):
-        for source, target, size, what in ((a, b, there, "what it reads"), (b, a, back, "gradients")):
-            if size:
-                found.append(
-                    SentPart(
-                        task=len(graph.tasks), operator=f"stage {source}", reason=f"{what}, to stage {target}",
-                        bytes={TRANSFER: int(num * size)}, program=f"send {source} to {target}",
-                    )
-                )  # fmt: skip
-    return found
 
 
 def pipeline_plan(
@@ -312,16 +267,6 @@ def _prediction(times: StageTimes, num_devices: int) -> Prediction:
         bytes_by_collective=mean_sent_bytes(times.pipeline, times.sends, num_devices),
         sends=times.sends,
     )
-
-
-def mean_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart], num_devices: int) -> dict[str, int]:
-    """What a device of a pipeline sends in one step, on average over all devices."""
-    total: dict[str, float] = {}
-    for part in sends:
-        many = 1 if TRANSFER in part.bytes else len(pipeline.stages[int(part.program.split()[1])].devices)
-        for kind, size in part.bytes.items():
-            total[kind] = total.get(kind, 0.0) + many * size
-    return {kind: int(total[kind] / num_devices) for kind in COLLECTIVES if kind in total}
 
 
 def recost_pipeline(

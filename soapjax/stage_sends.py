@@ -1,0 +1,67 @@
+"""What a pipeline sends in one step, program by program: inside stages, among their replicas, and from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from soapjax.costs.conversion import COLLECTIVES, TRANSFER
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
+from soapjax.search.stage_loads import StageLoads
+from soapjax.simulate.pipeline import StageLoad
+from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.plan import SentPart
+
+
+def sends_of_stage(loads: StageLoads, pipeline: Pipeline, i: int, once: Sequence[SentPart]) -> list[SentPart]:
+    """What each device of a stage sends in one step, program by program, from what one pass and one update send."""
+    stage, tasks = pipeline.stages[i], loads.whole.tasks
+    passes = pipeline.num_microbatches // stage.replicas
+    found = []
+    for part in once:
+        phase = tasks[part.task].phase if part.task < len(tasks) else UPDATE
+        name = PHASE_NAMES[phase]
+        rows = [(f"{name} {i}", 1 if phase == UPDATE and pipeline.schedule != "pipedream" else passes)]
+        if stage.rematerialise and phase == FORWARD:
+            rows.append((f"backward {i}", passes))
+        for program, times in rows:
+            found.append(part.model_copy(update={"program": program, "bytes": {k: times * b for k, b in part.bytes.items()}}))
+    return found
+
+
+def sends_among_replicas(loads: StageLoads, pipeline: Pipeline, i: int, load: StageLoad, count: int) -> list[SentPart]:
+    """Replicas send their gradients to the first, which updates the weights and sends them to the others."""
+    others = pipeline.stages[i].replicas - 1
+    updates = pipeline.num_microbatches // pipeline.stages[i].replicas
+    rows = (("gradients of", load.gradient_bytes), ("weights to", load.parameter_bytes))
+    return [
+        SentPart(
+            task=len(loads.whole.tasks), operator=f"stage {i}", reason="what replicas exchange at an update",
+            bytes={TRANSFER: int(updates * others * count * size)}, program=f"{what} {i}",
+        )
+        for what, size in rows if others
+    ]  # fmt: skip
+
+
+def sends_between(graph: OperatorGraph, flows: Mapping[tuple[int, int], tuple[float, float]], num: int) -> list[SentPart]:
+    found = []
+    for (a, b), (there, back) in sorted(flows.items()):
+        for source, target, size, what in ((a, b, there, "what it reads"), (b, a, back, "gradients")):
+            if size:
+                found.append(
+                    SentPart(
+                        task=len(graph.tasks), operator=f"stage {source}", reason=f"{what}, to stage {target}",
+                        bytes={TRANSFER: int(num * size)}, program=f"send {source} to {target}",
+                    )
+                )  # fmt: skip
+    return found
+
+
+def mean_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart], num_devices: int) -> dict[str, int]:
+    """What a device of a pipeline sends in one step, on average over all devices."""
+    total: dict[str, float] = {}
+    for part in sends:
+        many = 1 if TRANSFER in part.bytes else len(pipeline.stages[int(part.program.split()[1])].devices)
+        for kind, size in part.bytes.items():
+            total[kind] = total.get(kind, 0.0) + many * size
+    return {kind: int(total[kind] / num_devices) for kind in COLLECTIVES if kind in total}
