@@ -19,7 +19,7 @@ import numpy as np
 from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
-from soapjax.costs.working_memory import WorkingMemory, working_memory
+from soapjax.costs.working_memory import WorkingMemory, widening, working_memory
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
@@ -135,6 +135,10 @@ def cost_tables(
     is_gradient[[chain.total for chain in graph.accumulations]] = True
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.relaid
+    widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
+    t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
+    t["edge_bytes"] *= widened[t["edge_tensor"]]
+    t["sum_bytes"] *= widening(topology.device.platform, [graph.tasks[k].dtype for k in t["sum_task"].tolist()])
     t["resolve_share"] = combined_share(t["tensor_bytes"], is_gradient, links)
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
     return CostTables(

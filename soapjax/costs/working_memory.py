@@ -3,11 +3,13 @@
 Read off the memory plans of compiled programs (scripts/verify_bytes.py). GPUs: a parameter is updated as soon as its gradient is
 summed, so that only those gradients wait that XLA merges into one collective; an all-reduce writes over its operand; float32
 convolutions want channels before pixels, so that images that come as arguments exist twice; some equations
-need work space (graph/scratch.py). CPUs: all gradients are summed in one instruction.
+need work space (graph/scratch.py). CPUs: all gradients are summed in one instruction; what is bfloat16 in the step is float32 in
+between, in collectives too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,11 @@ class WorkingMemory(NamedTuple):
     sums_in_place: bool
     scratch: np.ndarray  # float32 [T]: bytes of work space per byte of a tensor while it is made
     relaid: np.ndarray  # float32 [T]: further copies of a tensor, in the order of dims that its readers want
+
+
+def widening(platform: str, dtypes: Iterable[str]) -> np.ndarray:
+    """How many times as large values of these types are inside a program as in its arguments and results."""
+    return np.array([2 if platform == "cpu" and dtype == "bfloat16" else 1 for dtype in dtypes], np.float32)
 
 
 def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, first_parts: int) -> WorkingMemory:

@@ -143,7 +143,7 @@ def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compile
     split = np.where(found.home >= 0, np.array(tables.links.axis_sizes, np.float32), 1.0).prod(axis=1)
     return Figures(
         schedule.durations(durations),
-        np.array([t.size_bytes * t.copies for t in tables.graph.tensors], np.float32) / split,
+        tables.tensor_bytes * np.array([t.copies for t in tables.graph.tensors], np.float32) / split,
         parts.copy_bytes,
         np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
         parts.passing_bytes,

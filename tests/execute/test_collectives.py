@@ -79,22 +79,23 @@ def test_groups_and_shapes():
 
 
 @functools.cache
-def problem():
-    step, state, batch = importlib.import_module("models.mlp").make(batch=16, width=32, layers=2, features=16)
+def problem(dtype="float32"):
+    step, state, batch = importlib.import_module("models.mlp").make(batch=16, width=32, layers=2, features=16, dtype=dtype)
     traced = soapjax.trace(step, state, batch)
     return traced, planning_problem(traced, load_topology("cpu8"))
 
 
 @functools.cache
-def inspected(planner: str):
-    traced, found = problem()
+def inspected(planner: str, dtype="float32"):
+    traced, found = problem(dtype)
     plan = plan_of_strategy(found, get_planner(planner)(jax.random.key(0), found, Budget()).best.strategy)
     return plan, inspect(bind_plan(traced, plan))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # CPUs send the latter as the former
 @pytest.mark.parametrize("planner", ["data_parallel", "fsdp", "tensor_parallel"])
-def test_predicted_bytes_are_the_compiled_ones(planner):
-    plan, found = inspected(planner)
+def test_predicted_bytes_are_the_compiled_ones(planner, dtype):
+    plan, found = inspected(planner, dtype)
     by_kind = compare_by_kind(plan, found.collectives)
     assert sum(k["compiled"] for k in by_kind.values()) > 0
     for kind, row in by_kind.items():
