@@ -31,7 +31,7 @@ def made(name, *, topology="cpu8"):
     return step, state, batch, traced, planning_problem(traced, load_topology(topology), space="paper")
 
 
-@pytest.mark.parametrize("name", ["mlp", "nmt"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("nmt", marks=pytest.mark.slow)])
 def test_random_pinned_plans_are_proven(name):
     _, state, batch, traced, problem = made(name)
     plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(0)))
