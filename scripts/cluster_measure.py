@@ -7,6 +7,7 @@ that was broken off goes on with what is missing. The second may run while the m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -118,10 +119,17 @@ def shared(name: str, make: Callable[[], Any]) -> Any:
     return json.loads(made_by_first(store(), name, lambda: json.dumps(make()), timeout_s=300, making_s=1800))
 
 
-def timed(name: str, step: Callable[..., Any], state: Any, rest: tuple[Any, ...], most: int) -> Timing:
-    """Steps of a compiled program; their number is the same on all ranks."""
+def timed(
+    name: str, step: Callable[..., Any], state: Any, rest: tuple[Any, ...], most: int, *, overlaps: bool = False
+) -> Timing:
+    """Steps of a compiled program; their number is the same on all ranks.
+
+    Args:
+      overlaps: the step sends while it computes, on the same core: without real-time priority then, under which what computes
+        would not let go of the core for what sends.
+    """
     state, metrics = jax.block_until_ready(step(state, *rest))
-    with undisturbed():
+    with contextlib.nullcontext() if overlaps else undisturbed():
         start = time.perf_counter()
         state, metrics = jax.block_until_ready(step(state, *rest))
         second_s = time.perf_counter() - start
