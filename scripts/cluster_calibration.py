@@ -42,8 +42,12 @@ def undisturbed() -> Iterator[None]:
     """Real-time priority for all threads of this process, where that is allowed.
 
     Other work on the machine would otherwise hold a core for a scheduler tick (4 ms) whenever a message arrives, which is
-    forty times the latency of a small collective. The kernel leaves the others a twentieth of the time.
+    forty times the latency of a small collective. The kernel leaves the others a twentieth of the time. Not where processes
+    share cores: one that waits for a message would keep the other from sending it.
     """
+    if jax.process_count() > (os.cpu_count() or 1):
+        yield
+        return
     try:
         _set_policy(os.SCHED_RR, 5)
     except PermissionError:
