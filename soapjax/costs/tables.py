@@ -128,7 +128,9 @@ def cost_tables(
 
         measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
-    t["storage_regather"] = np.array([s.regather for s in space.storages], bool)
+    # On CPUs XLA takes barriers out before it merges equal instructions: what would be gathered again is kept.
+    keeps = topology.device.platform == "cpu"
+    t["storage_regather"] = np.array([s.regather and not keeps for s in space.storages], bool)
     links = links_of(linked(topology, profile), mesh)
     is_gradient = np.zeros(len(graph.tensors), bool)
     is_gradient[[p.gradient for p in graph.parameters]] = True

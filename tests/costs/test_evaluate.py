@@ -213,7 +213,7 @@ def test_gathering_again_saves_memory_and_sends_more_than_keeping(model, topolog
         a.phase == FORWARD and b.phase == BACKWARD and a.scope == b.scope and p.tensor in tensors_read(a) & tensors_read(b)
         for p in c.graph.parameters for a in c.graph.tasks for b in c.graph.tasks
     )  # fmt: skip
-    assert (sent[1::2] > sent[0::2]).any() == reads_again
+    assert (sent[1::2] > sent[0::2]).any() == (reads_again and c.topology.device.platform != "cpu")
     assert (peak[1::2] <= peak[0::2] * (1 + MEMORY_ERROR)).all()
     assert (times[1::2] >= times[0::2] * (1 - SECONDS_ERROR)).all()
     # Nothing else changes.
