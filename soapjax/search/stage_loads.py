@@ -96,12 +96,19 @@ class StageLoads:
         return self._summing(self._part(self._fabric(first, count, num), figures, bounds), num)
 
     def _summing(self, load: StageLoad, num: int) -> StageLoad:
-        """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written."""
+        """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written.
+
+        Compilers for GPUs let the product that makes a gradient add to the sum in place: only the sum is read besides.
+        """
         if num == 1:
             return load
         device = self.topology.device
         once_s = load.gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-        return load._replace(backward_s=load.backward_s + 3 * once_s, update_s=load.update_s + once_s)
+        in_place = device.platform != "cpu"
+        return load._replace(
+            backward_s=load.backward_s + (1 if in_place else 3) * once_s, update_s=load.update_s + once_s,
+            unsummed_bytes=0.0 if in_place else load.gradient_bytes,
+        )  # fmt: skip
 
     def space(self, first: int, count: int, num: int) -> SearchSpace:
         return self._fabric(first, count, num).space

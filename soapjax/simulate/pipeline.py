@@ -40,6 +40,7 @@ class StageLoad(NamedTuple):
     parameter_bytes: float = 0.0  # of one version of the weights
     state_bytes: float = 0.0  # weights and optimizer state
     gradient_bytes: float = 0.0
+    unsummed_bytes: float = 0.0  # of one micro-batch's gradients, beside their running sums
     batch_bytes: float = 0.0  # of the data that it reads, per micro-batch
     input_bytes: float = 0.0  # what arrives from other stages for one micro-batch
     kept_bytes: float = 0.0  # all that its backward pass needs, inputs too, `batch_bytes` not
@@ -180,7 +181,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
         stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
     if num > 1:
-        own += load.gradient_bytes  # of the micro-batch, beside the sums
+        own += load.unsummed_bytes
     if per_replica < num:
         own += load.input_bytes  # of the next micro-batch, which arrives meanwhile
     return stays, own

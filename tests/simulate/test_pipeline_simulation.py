@@ -126,8 +126,9 @@ def test_replicas_sum_their_gradients_once_a_round():
 @settings(max_examples=30, deadline=None)
 def test_memory_counts_what_is_in_flight(num_stages, num):
     load = StageLoad(
-        1.0, 2.0, 0.1, parameter_bytes=10, state_bytes=30, gradient_bytes=10, input_bytes=1, kept_bytes=20, working_bytes=25
-    )
+        1.0, 2.0, 0.1, parameter_bytes=10, state_bytes=30, gradient_bytes=10, unsummed_bytes=10, input_bytes=1, kept_bytes=20,
+        working_bytes=25,
+    )  # fmt: skip
     loads = [load] * num_stages
     every = range(num_stages)
     own = 25 + (10 if num > 1 else 0)  # the working set, and a micro-batch's gradients beside their sums
