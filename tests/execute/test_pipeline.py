@@ -32,9 +32,9 @@ CASES = [  # model, schedule, stages, micro-batches, stages per group of devices
     ("mlp", "gpipe", 2, 8, 1),
     ("mlp", "interleaved", 2, 4, 2),
     ("tied_lm", "1f1b", 4, 4, 1),
-    ("tied_lm", "gpipe", 2, 2, 1),
+    pytest.param("tied_lm", "gpipe", 2, 2, 1, marks=pytest.mark.slow),
     ("resnet", "1f1b", 2, 2, 1),
-    ("nmt", "1f1b", 4, 4, 1),
+    pytest.param("nmt", "1f1b", 4, 4, 1, marks=pytest.mark.slow),
 ]
 
 
@@ -138,7 +138,7 @@ def test_the_global_norm_is_that_of_all_stages():
     params = [jax.random.normal(k, (8, 8)) for k in jax.random.split(jax.random.key(0), 4)]
     x = jax.random.normal(jax.random.key(1), (8, 8))
     mine = theirs = {"params": params, "opt_state": optimizer.init(params)}
-    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4)
+    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16)
     plain = jax.jit(step)
     for _ in range(2):
         mine, _ = sharded(mine, x)
@@ -182,7 +182,8 @@ def test_results_of_every_kind():
     state = {"w": w, "key": jax.random.PRNGKey(3)}
     batch = {"x": jax.random.normal(jax.random.key(2), (8, 4)), "y": np.arange(8, dtype=np.float32) / 8}
     (new, metrics), (wanted, wanted_metrics) = (
-        f(state, batch) for f in (soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4), jax.jit(step))
+        f(state, batch)
+        for f in (soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16), jax.jit(step))
     )
     assert int(metrics["above"]) == int(wanted_metrics["above"]) > 0 and int(metrics["seven"]) == 7
     np.testing.assert_allclose(metrics["out"], wanted_metrics["out"], rtol=1e-5)
@@ -211,7 +212,7 @@ def losses(kind):
 
 def test_a_loss_that_is_a_sum_must_be_said_to_be_one():
     step, w, batch = losses("sum")
-    options = dict(topology="cpu8", pipeline="1f1b", stages=2, microbatches=4)
+    options = dict(topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16)
     with pytest.raises(SoapjaxError, match="is a sum over the batch.*microbatch_reduction='sum'"):
         soap_shard(step, **options)(w, batch)
     new, metrics = soap_shard(step, **options, microbatch_reduction="sum")(w, batch)
@@ -270,7 +271,7 @@ def test_what_does_not_fit_is_refused():
 def test_what_ran_when():
     """Events of a real run: one per dispatch, none of a track overlap, each after what it needs."""
     step, state, batch = made("mlp")
-    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=4, microbatches=4)
+    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=4, microbatches=4, proposals=16)
     state, _ = sharded(state, batch)
     start = time.perf_counter()
     _, events = sharded.traced(state, batch)
