@@ -208,7 +208,7 @@ def test_the_solver_finds_the_optimum(seed):
     problem = random_problem(seed)
     expected = optimum(problem)
     best = Best(problem)
-    solve(best, 0.3, seed)
+    solve(best, 1.5, seed)
     if expected.is_feasible:
         assert best.score == expected
         assert best.bound is None or best.bound <= expected.cost + 1e-6
