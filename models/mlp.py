@@ -6,12 +6,11 @@ which may be split by rows (data parallel), by columns or by the contracted dime
     params = features*width + width + (layers - 1)*(width*width + width) + width*classes + classes
 """
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, initial_state
+from models.training import TrainStep, classifier_of_features, get_dtype
 
 
 class MLP(nn.Module):
@@ -43,15 +42,4 @@ def make(
     """The step, its first state, and a batch ``{"features": f32[batch, features], "label": i32[batch]}``."""
     model = MLP(width=width, layers=layers, classes=classes, dtype=get_dtype(dtype))
     optimizer = optax.adam(learning_rate)
-
-    def loss_fn(params, state, batch):
-        logits = model.apply({"params": params}, batch["features"])
-        return cross_entropy(logits, batch["label"]), {}
-
-    init_key, feature_key, label_key = jax.random.split(jax.random.key(seed), 3)
-    params = jax.jit(model.init)(init_key, jnp.zeros((1, features), jnp.float32))["params"]
-    example = {
-        "features": jax.random.normal(feature_key, (batch, features), jnp.float32),
-        "label": jax.random.randint(label_key, (batch,), 0, classes, jnp.int32),
-    }
-    return build_step(loss_fn, optimizer), initial_state(params, optimizer), example
+    return classifier_of_features(model, optimizer, batch=batch, features=features, classes=classes, seed=seed)

@@ -85,3 +85,21 @@ def build_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Trai
         return new_state, {"loss": loss}
 
     return train_step
+
+
+def classifier_of_features(
+    model: nn.Module, optimizer: optax.GradientTransformation, *, batch: int, features: int, classes: int, seed: int
+) -> tuple[TrainStep, dict, dict]:
+    """Of ``model`` [batch, features] -> [batch, classes]: the step, its first state, and a batch of random features and labels."""
+
+    def loss_fn(params, state, batch):
+        logits = model.apply({"params": params}, batch["features"])
+        return cross_entropy(logits, batch["label"]), {}
+
+    init_key, feature_key, label_key = jax.random.split(jax.random.key(seed), 3)
+    params = jax.jit(model.init)(init_key, jnp.zeros((1, features), jnp.float32))["params"]
+    example = {
+        "features": jax.random.normal(feature_key, (batch, features), jnp.float32),
+        "label": jax.random.randint(label_key, (batch,), 0, classes, jnp.int32),
+    }
+    return build_step(loss_fn, optimizer), initial_state(params, optimizer), example

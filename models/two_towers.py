@@ -6,12 +6,11 @@ activations meet. Splitting both over all devices instead sends every hidden act
     params = 2*(features*width + width + (layers - 1)*(width*width + width) + width*out + out) + 2*out*classes + classes
 """
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, initial_state
+from models.training import TrainStep, classifier_of_features, get_dtype
 
 
 class Tower(nn.Module):
@@ -57,15 +56,4 @@ def make(
     """The step (plain SGD), its first state, and a batch ``{"features": f32[batch, features], "label": i32[batch]}``."""
     model = TwoTowers(width=width, layers=layers, out=out, classes=classes, dtype=get_dtype(dtype))
     optimizer = optax.sgd(learning_rate)
-
-    def loss_fn(params, state, batch):
-        logits = model.apply({"params": params}, batch["features"])
-        return cross_entropy(logits, batch["label"]), {}
-
-    init_key, feature_key, label_key = jax.random.split(jax.random.key(seed), 3)
-    params = jax.jit(model.init)(init_key, jnp.zeros((1, features), jnp.float32))["params"]
-    example = {
-        "features": jax.random.normal(feature_key, (batch, features), jnp.float32),
-        "label": jax.random.randint(label_key, (batch,), 0, classes, jnp.int32),
-    }
-    return build_step(loss_fn, optimizer), initial_state(params, optimizer), example
+    return classifier_of_features(model, optimizer, batch=batch, features=features, classes=classes, seed=seed)

@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,25 +295,34 @@ def run(options: argparse.Namespace) -> None:
                 recorder.add(**row)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(MODELS), required=True)
+def rank_parser(description: str, models: Iterable[str]) -> argparse.ArgumentParser:
+    """Of a script that an emulated cluster runs on every host (cluster_table.py, on_hosts)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(models), required=True)
     parser.add_argument("--rate", required=True)
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--work", required=True, help="the folder for what is kept between the stages")
-    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
-    parser.add_argument("--random", type=int, default=8)
-    parser.add_argument("--proposals", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=7, help="timed steps per strategy, at most")
-    parser.add_argument("--longest-step", type=float, default=3.0, help="predicted seconds of a random plan, at most")
+    parser.add_argument("--work", required=True, help="the folder for what is kept: calibration, plans")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per plan, at most")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    return parser
+
+
+def run_as_rank(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
     try:
         run(options)
     except SoapjaxError as e:
         soapjax.distributed.fail(e)
     return 0
+
+
+def main() -> int:
+    parser = rank_parser(__doc__, MODELS)
+    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
+    parser.add_argument("--random", type=int, default=8)
+    parser.add_argument("--proposals", type=int, default=4096)
+    parser.add_argument("--longest-step", type=float, default=3.0, help="predicted seconds of a random plan, at most")
+    return run_as_rank(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -66,9 +66,7 @@ def main() -> int:
                 return status
     cases = read(options.output)
     if not cases:
-        expected, remedy = "rows of an earlier run", "measure first: leave out --report"
-        print(f"error: {options.output}: got nothing; expected {expected}. Remedy: {remedy}.", file=sys.stderr)
-        return 2
+        return nothing_measured(options.output)
     print("\n\n".join(table(case, rows) for case, rows in cases.items()))
     print("\n" + summary(cases))
     if options.plot:
@@ -77,13 +75,17 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, rate: str, model: str) -> int:
-    """Runs cluster_measure.py on the hosts of an emulated cluster; its exit status."""
+    more = ["--random", str(options.random), "--stage", options.stage, "--proposals", str(options.proposals)]
+    return on_hosts("cluster_measure.py", options, model, rate, more)
+
+
+def on_hosts(script: str, options: argparse.Namespace, model: str, rate: str, more: list[str], *, is_known: bool = True) -> int:
+    """Runs a script on the hosts of an emulated cluster; its exit status. A model that is not known is refused there."""
     work = Path(options.work) / f"{model}-{options.hosts}x{rate}"
-    if rate.replace(".", "").isalnum():  # else the cluster refuses it
+    if is_known and rate.replace(".", "").isalnum():  # else the cluster refuses it
         work.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(FOLDER / "cluster_measure.py"), "--model", model, "--rate", rate, "--hosts", str(options.hosts)]
-    command += ["--output", options.output, "--work", str(work), "--random", str(options.random), "--stage", options.stage]
-    command += ["--proposals", str(options.proposals)]
+    command = [sys.executable, str(FOLDER / script), "--model", model, "--rate", rate, "--hosts", str(options.hosts)]
+    command += ["--output", options.output, "--work", str(work), *more]
     launcher = [sys.executable, str(FOLDER / "emulated_cluster.py"), "--hosts", str(options.hosts), "--rate", rate]
     launcher += ["--timeout", str(options.timeout), "--"]
     process = subprocess.Popen([*launcher, *command])
@@ -94,17 +96,32 @@ def measure(options: argparse.Namespace, rate: str, model: str) -> int:
 
 
 def read(path: str) -> dict[tuple[str, str, str], list[Row]]:
-    """Rows by (model, hosts, rate)."""
-    cases: dict[tuple[str, str, str], list[Row]] = {}
-    if not Path(path).is_file():
-        return cases
-    for r in csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8"))):
-        row = Row(
-            r["strategy"], float(r["measured_s"]), float(r["spread"]), float(r["predicted_s"]) if r["predicted_s"] else None,
-            int(r["predicted_bytes"]) if r["predicted_bytes"] else None, int(r["compiled_bytes"]),
-        )  # fmt: skip
-        cases.setdefault((r["model"], r["hosts"], r["rate"]), []).append(row)
+    return {
+        case: [
+            Row(
+                r["strategy"], float(r["measured_s"]), float(r["spread"]), float(r["predicted_s"]) if r["predicted_s"] else None,
+                int(r["predicted_bytes"]) if r["predicted_bytes"] else None, int(r["compiled_bytes"]),
+            )
+            for r in rows
+        ]
+        for case, rows in by_case(path).items()
+    }  # fmt: skip
+
+
+def by_case(path: str) -> dict[tuple[str, str, str], list[dict[str, str]]]:
+    """Rows of a CSV by (model, hosts, rate)."""
+    cases: dict[tuple[str, str, str], list[dict[str, str]]] = {}
+    if Path(path).is_file():
+        for r in csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8"))):
+            cases.setdefault((r["model"], r["hosts"], r["rate"]), []).append(r)
     return cases
+
+
+def nothing_measured(path: str) -> int:
+    """Says so; the exit status."""
+    expected, remedy = "rows of an earlier run", "measure first: leave out --report"
+    print(f"error: {path}: got nothing; expected {expected}. Remedy: {remedy}.", file=sys.stderr)
+    return 2
 
 
 def judged(rows: list[Row]) -> list[Row]:

@@ -12,15 +12,12 @@ is missing.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster_table import APART
+from cluster_table import APART, by_case, nothing_measured, on_hosts
 
 from soapjax.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
@@ -84,9 +81,7 @@ def main() -> int:
             return status
     cases = read(options.output)
     if not cases:
-        expected, remedy = "rows of an earlier run", "measure first: leave out --report"
-        print(f"error: {options.output}: got nothing; expected {expected}. Remedy: {remedy}.", file=sys.stderr)
-        return 2
+        return nothing_measured(options.output)
     text = document(cases)
     write_text_atomic(Path(options.table), text)
     print(text)
@@ -94,28 +89,14 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, rest: list[str], model: str, rate: str) -> int:
-    """Runs pipeline_measure.py on the hosts; its exit status."""
-    work = Path(options.work) / f"{model}-{options.hosts}x{rate}"
-    if model in MODELS and rate.replace(".", "").isalnum():  # else it is refused there
-        work.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(FOLDER / "pipeline_measure.py"), "--model", model, "--rate", rate]
-    command += ["--hosts", str(options.hosts), "--output", options.output, "--work", str(work), *rest]
-    launcher = [sys.executable, str(FOLDER / "emulated_cluster.py"), "--hosts", str(options.hosts), "--rate", rate]
-    process = subprocess.Popen([*launcher, "--timeout", str(options.timeout), "--", *command])
-    try:
-        return process.wait()
-    except KeyboardInterrupt:  # the launcher got it too, and cleans up
-        return process.wait()
+    return on_hosts("pipeline_measure.py", options, model, rate, rest, is_known=model in MODELS)
 
 
 def read(path: str) -> Cases:
-    """Rows by (model, hosts, rate)."""
-    cases: Cases = {}
-    if Path(path).is_file():
-        for r in csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8"))):
-            row = Row(r["strategy"], r["kind"], *(float(r[k]) for k in ("predicted_s", "measured_s", "spread")))
-            cases.setdefault((r["model"], r["hosts"], r["rate"]), []).append(row)
-    return cases
+    return {
+        case: [Row(r["strategy"], r["kind"], *(float(r[k]) for k in ("predicted_s", "measured_s", "spread"))) for r in rows]
+        for case, rows in by_case(path).items()
+    }
 
 
 def misordered(rows: list[Row]) -> list[tuple[str, str]]:

@@ -19,12 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
 import numpy as np
-from cluster_measure import Recorder, calibrated, kept, shared, strategy_of, timed
+from cluster_measure import Recorder, calibrated, kept, rank_parser, run_as_rank, shared, strategy_of, timed
 from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
 import soapjax
 import soapjax.distributed
-from soapjax.errors import SoapjaxError
 from soapjax.model_source import concrete_model
 from soapjax.planning import plan_of_strategy, plan_pipeline, planning_problem
 from soapjax.search.placement import model_parallel_strategy, placed
@@ -119,23 +118,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(MODELS), required=True)
-    parser.add_argument("--rate", required=True)
-    parser.add_argument("--hosts", type=int, required=True)
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--work", required=True, help="the folder for calibration and plans")
+    parser = rank_parser(__doc__, MODELS)
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--proposals", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=7, help="timed steps per plan, at most")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    try:
-        run(options)
-    except SoapjaxError as e:
-        soapjax.distributed.fail(e)
-    return 0
+    return run_as_rank(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,17 @@ def put_batch(arrays: Sequence[Any], shardings: Sequence[NamedSharding], num: in
     return [place(x, s) for x, s in zip(found, shardings, strict=True)]
 
 
+def structs(
+    avals: Sequence[Any], shardings: Sequence[Any], fed: Sequence[Any], fed_shardings: Sequence[NamedSharding], num: int
+) -> list[jax.ShapeDtypeStruct]:
+    """Of the arguments that have a layout, and of what `put_batch` makes of micro-batches like those in `fed`."""
+    given = zip(avals, shardings, strict=True)
+    return [
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
+        *(jax.ShapeDtypeStruct((num, *a.shape), a.dtype, sharding=s) for a, s in zip(fed, fed_shardings, strict=True)),
+    ]
+
+
 def _stacked(x: Any, num: int) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     return x.reshape(num, x.shape[0] // num, *x.shape[1:])

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.batches import put_batch
+from soapjax.execute.batches import put_batch, structs
 from soapjax.execute.compiled import place as placed
 from soapjax.execute.cut import Part, make_part, phase_of
 from soapjax.execute.microbatches import MicroStep, joining
@@ -323,13 +323,8 @@ class PipeDreamStep:
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and layouts of `arguments`."""
-        avals, num = self.program.avals, self.micro.num_microbatches
-        given = zip(self.step.in_avals, self.in_shardings, strict=True)
-        feeds = zip(self._feeds, self._feed_shardings(), strict=True)
-        return [
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
-            *(jax.ShapeDtypeStruct((num, *avals[v].shape), avals[v].dtype, sharding=s) for (v, _, _), s in feeds),
-        ]
+        fed = [self.program.avals[v] for v, _, _ in self._feeds]
+        return structs(self.step.in_avals, self.in_shardings, fed, self._feed_shardings(), self.micro.num_microbatches)
 
     def _feed_shardings(self) -> list[Any]:
         """Every minibatch is laid out as its replica reads it: taking one out of the stack moves nothing."""

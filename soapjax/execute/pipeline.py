@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.batches import put_batch
+from soapjax.execute.batches import put_batch, structs
 from soapjax.execute.compiled import place as placed
 from soapjax.execute.microbatches import Joining, MicroStep, joining, require_reduction
 from soapjax.execute.part_program import Place
@@ -118,13 +118,8 @@ class PipelineStep:
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and layouts of `arguments`."""
-        avals, num = self.step.in_avals, self.micro.num_microbatches
-        given = zip(avals, self.in_shardings, strict=True)
-        feeds = zip(self._built(False).feeds, self._feed_shardings, strict=True)
-        return [
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
-            *(jax.ShapeDtypeStruct((num, *avals[k].shape), avals[k].dtype, sharding=s) for (k, _), s in feeds),
-        ]
+        fed = [self.step.in_avals[leaf] for leaf, _ in self._built(False).feeds]
+        return structs(self.step.in_avals, self.in_shardings, fed, self._feed_shardings, self.micro.num_microbatches)
 
     @functools.cached_property
     def _feed_shardings(self) -> list[Any]:
