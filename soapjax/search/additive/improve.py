@@ -100,6 +100,9 @@ class Improver:
 
 
 def _region_sizes(num_nodes: int) -> list[int]:
-    """Doubling from 50; all of the core too, unless it is very large."""
-    sizes = [s for s in (50 * 2**i for i in range(8)) if s < 0.8 * num_nodes]
+    """Doubling from 50, or from a tenth of a small core; all of the core too, unless it is very large.
+
+    A region that is solved whole at some price yields only choices that are best at some price: fixed neighbours add others.
+    """
+    sizes = [s for s in (min(50, max(2, num_nodes // 10)) * 2**i for i in range(8)) if s < 0.8 * num_nodes]
     return [*sizes, num_nodes] if num_nodes <= 8000 else sizes

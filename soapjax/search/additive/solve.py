@@ -14,6 +14,7 @@ import numpy as np
 
 from soapjax.search.additive.core import Core
 from soapjax.search.additive.dual import Dual
+from soapjax.search.additive.enumeration import best_of_all, is_small
 from soapjax.search.additive.helper import Helper
 from soapjax.search.additive.improve import Improver
 from soapjax.search.additive.problem import FORBIDDEN, AdditiveProblem, Score
@@ -134,6 +135,13 @@ def _search(best: Best, reduced: Reduced, end: float, seed: int, is_alone: bool)
         take(least)
     if core.num_nodes == 0:
         best.bound = reduced.offset
+        return
+    if is_small(core):
+        take(best_of_all(core))
+        if current.choice is None:
+            best.infeasible = best.infeasible or "no choice fits the limit: all were tried"
+        else:
+            best.bound = current.cost + reduced.offset
         return
     everything = np.ones(core.num_nodes, bool)
     dual_end = time.monotonic() + DUAL_SHARE * (end - time.monotonic())
