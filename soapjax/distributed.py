@@ -10,6 +10,8 @@ check that they are about to run the same program (soapjax/execute/agreement.py)
 from __future__ import annotations
 
 import logging
+import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -52,6 +54,7 @@ def initialize(
     _check(job)
     roll_call(job.coordinator_address, job.num_processes, job.process_id, timeout_s=timeout_s)
     _open_transfers(job, timeout_s)
+    _spare_threads(job)
     try:
         jax.distributed.initialize(
             job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
@@ -106,6 +109,18 @@ def _open_transfers(job: Job, timeout_s: float) -> None:
     jax.config.update("jax_cross_host_transfer_socket_address", f"{own}:{free}")
     jax.config.update("jax_cross_host_transport_addresses", f"{own}:0")
     jax.config.update("jax_cross_host_transfer_timeout_seconds", max(1, int(timeout_s)))
+
+
+def _spare_threads(job: Job) -> None:
+    """Makes JAX's pool of threads on CPUs larger than what collectives can hold.
+
+    A collective between processes holds one thread per device until the others have come. The pool has as many as there are
+    cores or devices: held by them all, nothing would send what the others wait for. NPROC, where it is set, stays.
+    """
+    if job.num_processes > 1 and jax.config.jax_platforms == "cpu":
+        flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+        devices = int(flag[1]) if flag else max(1, jax.config.jax_num_cpu_devices)
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices + 2)))
 
 
 def _warn_of_loopback(job: Job) -> None:

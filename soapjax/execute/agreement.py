@@ -101,6 +101,7 @@ def _gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
     folder = f"{ROOT}/agree/{name}"
 
     def found() -> dict[str, bytes] | None:
+        left = _left(store)
         records = store.items(folder)
         if "missing" in records:
             missing = [r for r in json.loads(records["missing"]) if r != store.rank]
@@ -108,7 +109,7 @@ def _gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
             raise SoapjaxError(missing_ranks(name, late, store.num_ranks, timeout_s))
         if all(str(r) in records for r in range(store.num_ranks)):
             return records
-        _raise_for_left(store, name, set(map(int, filter(str.isdigit, records))))
+        _raise_for_left(store, name, left - set(map(int, filter(str.isdigit, records))))
         return None
 
     records = _wait(found, timeout_s)
@@ -120,12 +121,17 @@ def _gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
     return records
 
 
-def _raise_for_left(store: Store, name: str, there: set[int]) -> None:
+def _left(store: Store) -> set[int]:
+    """Ranks that have ended. Asked before anything that they may have written before: else one could come and go in between."""
+    return {int(r) for r in store.items(LEFT)}
+
+
+def _raise_for_left(store: Store, name: str, left: set[int]) -> None:
     """Ranks that left before they came here never will."""
-    left = sorted(int(r) for r in store.items(LEFT) if int(r) not in there)
     if left:
-        remedy = f"see what rank {_listed(left)} printed"
-        raise SoapjaxError(Problem(name, f"rank {_listed(left)} has ended", f"all {store.num_ranks} ranks", remedy))
+        ranks = _listed(sorted(left))
+        remedy = f"see what rank {ranks} printed"
+        raise SoapjaxError(Problem(name, f"rank {ranks} has ended", f"all {store.num_ranks} ranks", remedy))
 
 
 def _wait(found: Callable[[], Any], timeout_s: float) -> Any:
@@ -159,9 +165,10 @@ def made_by_first(store: Store, name: str, make: Callable[[], str], *, timeout_s
             store.put(f"{folder}/done", zlib.compress(json.dumps(result).encode()))
 
     def found(key: str) -> bytes | None:
+        left = _left(store)
         records = store.items(folder)
         if key not in records:
-            _raise_for_left(store, name, set(range(1, store.num_ranks)))
+            _raise_for_left(store, name, left & {0})
         return records.get(key)
 
     if _wait(lambda: found("begun"), timeout_s) is None:

@@ -67,11 +67,19 @@ def on_one_device(shape: Sequence[int], dtype: Any, device: Any, held: Any) -> j
 
 
 def send_alone(arrays: Sequence[jax.Array], targets: Sequence[Any]) -> list[jax.Array]:
-    """Arrays of one device each to another device each. Between two devices of a process that is not this one nothing is done."""
+    """Arrays of one device each to another device each. Between two devices of a process that is not this one nothing is done.
+
+    One call per pair of devices: JAX numbers the transfers of a call in the order of a hash table, another in every process
+    (`BatchedCopyToDeviceWithSharding` of jaxlib's py_array.cc), so that with two pairs a receiver may wait for what nobody sends.
+    """
     out = list(arrays)
-    moved = [k for k, (x, t) in enumerate(zip(arrays, targets, strict=True)) if _concerns(_device(x), t)]
-    for k, y in zip(moved, jax.device_put([arrays[k] for k in moved], [alone(targets[k]) for k in moved]), strict=True):
-        out[k] = y
+    pairs: dict[tuple[Any, Any], list[int]] = {}
+    for k, (x, target) in enumerate(zip(arrays, targets, strict=True)):
+        if _concerns(_device(x), target):
+            pairs.setdefault((_device(x), target), []).append(k)
+    for (_, target), moved in pairs.items():
+        for k, y in zip(moved, jax.device_put([arrays[k] for k in moved], alone(target)), strict=True):
+            out[k] = y
     return out
 
 

@@ -2,6 +2,10 @@
 
 Built once by symbolic names, run with integer slots: a step costs the host little more than the calls themselves.
 All processes run the same list; JAX skips a program on a mesh without local devices, and wants transfers in one order everywhere.
+
+On CPUs a collective between processes holds a thread of the pool that runs programs until the others have come, and there are as
+many threads as cores. Were all of them held, a program that those others wait for could not run: so a program with collectives
+between processes is dispatched when the earlier ones of this process have ended. Alike on all, which excludes a circle.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ class Dispatch(NamedTuple):
     lasting: list[int]  # positions of results whose memory no later program takes
     part: tuple[Place, Part] | None = None  # what a program evaluates of the step; None of a transfer, and of small helpers
     targets: tuple[Any, ...] | None = None  # of a transfer the shardings that it ends in
+    after: tuple[int, ...] = ()  # slots that are ready before it is dispatched
 
 
 class Event(NamedTuple):
@@ -81,15 +86,28 @@ class StreamBuilder:
         keep = {self.slots[n] for n in wanted}
         seen: set[int] = set(keep)
         dispatches = []
-        for entry in reversed(self._entries):
+        for entry, (made, sent) in reversed(list(zip(self._entries, self._to_settle(), strict=True))):
             if entry.targets is not None and not any(s in seen for s in entry.outs):
                 continue  # a transfer of what nobody reads
-            free = [s for s in dict.fromkeys([*entry.ins, *entry.outs]) if s not in seen]
-            seen.update(entry.ins, entry.outs)
+            after = tuple(sorted(sent | (made & (seen | set(entry.ins)))))
+            free = [s for s in dict.fromkeys([*entry.ins, *entry.outs, *after]) if s not in seen]
+            seen.update(entry.ins, entry.outs, after)
             lasting = [k for k, s in enumerate(entry.outs) if s not in self._taken]
-            dispatches.append(entry._replace(free=free, lasting=lasting))
+            dispatches.append(entry._replace(free=free, lasting=lasting, after=after))
         slots = [self.slot(n) for n in given], [self.slots[n] for n in wanted]
         return Stream(dispatches[::-1], len(self.slots), *slots, frozenset(self._taken))
+
+    def _to_settle(self) -> list[tuple[set[int], set[int]]]:
+        """Per entry, where it has collectives between processes on CPUs: what was made before it, and what was sent of that."""
+        found, made, sent = [], set(), set()
+        for entry in self._entries:
+            waits = entry.part is not None and _holds_a_thread(entry.part[0].mesh)
+            found.append((made - self._taken, sent & made - self._taken) if waits else (set(), set()))
+            if waits:
+                made, sent = set(), set()
+            made.update(entry.outs)
+            sent.update(entry.ins if entry.targets is not None else ())
+        return found
 
 
 class Stream:
@@ -105,7 +123,9 @@ class Stream:
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         slots = self._filled(arguments)
-        for _, _, fn, ins, outs, free, *_ in self.dispatches:
+        for _, _, fn, ins, outs, free, _, _, _, after in self.dispatches:
+            if after:
+                jax.block_until_ready([slots[i] for i in after])
             for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
                 slots[s] = result
             for s in free:
@@ -161,6 +181,7 @@ class Stream:
 
         last: dict[str, Any] = {}
         for entry in self.dispatches:
+            jax.block_until_ready([slots[i] for i in entry.after])
             dispatched_s = time.perf_counter() - begin
             results = entry.fn(*[slots[i] for i in entry.ins])
             for s, result in zip(entry.outs, results, strict=True):
@@ -178,6 +199,11 @@ class Stream:
         for pool in pools.values():
             pool.shutdown()
         return [slots[s] for s in self.wanted], events
+
+
+def _holds_a_thread(mesh: Any) -> bool:
+    devices = list(mesh.devices.flat)
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
 
 
 def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -27,7 +27,8 @@ def is_alike(source: NamedSharding, target: NamedSharding) -> bool:
 def mover(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) -> Callable[..., Sequence[Any]]:
     """A function that moves arrays laid out as `sources` to `targets`, to be called many times."""
     targets = list(targets)
-    if all(map(_is_one_copy, sources, targets)):
+    pairs = {(s._internal_device_list, t._internal_device_list) for s, t in zip(sources, targets, strict=True)}
+    if all(map(_is_one_copy, sources, targets)) and (len(pairs) == 1 or jax.process_count() == 1):  # for several: `send_alone`
         devices = [s._internal_device_list for s in targets]
         semantics = [REUSE_INPUT] * len(targets)
         return lambda *arrays: batched_copy(list(arrays), devices, targets, semantics)

@@ -65,7 +65,7 @@ def program_folder() -> Path | None:
 
 def _compiled(lowered: jax.stages.Lowered) -> Callable[..., Any]:
     folder = program_folder()
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.config.jax_default_device or jax.local_devices()[0]  # in a job of several processes, this one's
     if folder is None or getattr(device, "platform", None) != "cpu":
         return lowered.compile()
     path = folder / hashlib.sha256(f"{_surroundings()}\n{lowered.as_text()}".encode()).hexdigest()

@@ -107,6 +107,23 @@ def test_a_rank_that_left_after_the_barrier_does_no_harm():
     agree(views[0], "x", {}, timeout_s=1)
 
 
+def test_who_comes_and_leaves_between_two_looks_has_come():
+    first, second = stores(2)
+    look, looks = second.items, []
+
+    def between(folder):
+        looks.append(folder)
+        found = look(folder)
+        if len(looks) == 1:  # rank 0 makes its record, and ends, right after the other's first look
+            first.put("soapjax/agree/x/0", b'{"plan": "a"}')
+            first.put("soapjax/left/0", b"0")
+        return found
+
+    second.items = between
+    agree(second, "x", {"plan": "a"}, timeout_s=5)
+    assert len(looks) >= 2
+
+
 def test_the_first_rank_makes_and_all_take():
     made = []
 

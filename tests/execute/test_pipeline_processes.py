@@ -36,11 +36,15 @@ def run_processes(port, cases, count, devices_each=1, timeout=240):
 
 
 def check(results):
-    """Every process has the loss; what it holds is right; together they hold everything, and none holds all of it."""
+    """Every process has the loss; what it holds is right; together they hold everything, and none holds all of it.
+
+    The last stage may hold nothing: where its weight is tied, the first stage has it.
+    """
     for found in results:
         for r in found:
             assert r["worst"] <= 1e-5 and r["loss"] <= 1e-5, found
-            assert 0 < r["held"] < r["leaves"], found
+            assert r["held"] < r["leaves"], found
+        assert all(r["held"] for r in found[:-1]), found
         assert sum(r["held"] for r in found) >= found[0]["leaves"], found
 
 
