@@ -1,15 +1,14 @@
-"""The topology of the cluster that this process belongs to, measured: rates of one device, and the links.
+"""The topology of the cluster that this process belongs to, measured: rates of one device, and the links; and its operators.
 
 Rates are those of the model's own largest dots and convolutions, forward and backward; memory, elementwise arithmetic and the
-cost of a small task come from three small programs; the links from all-reduces of several sizes. All hosts measure at once, so
-that what they share (memory, say) counts. `fitted` then scales compute and network by one factor each, so that a few
-measured steps come out right.
+cost of a small task come from three small programs; the links from all-reduces of several sizes. `measured_operators` is what
+`soapjax profile` does. All hosts measure at once, so that what they share (memory, say) counts. `fitted_factors` then scales
+compute and network by one factor each, so that a few measured steps come out right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import statistics
@@ -22,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from soapjax.costs.profile import Profile
 from soapjax.execute.agreement import agree
 from soapjax.execute.coordination import store
 from soapjax.graph.flops import flops_of
 from soapjax.graph.trace import TracedStep
+from soapjax.profiling import measure_profile
 from soapjax.topology import DeviceTopology
 
 log = logging.getLogger(__name__)
@@ -193,20 +194,20 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
     )  # fmt: skip
 
 
-def fitted(topology: DeviceTopology, compute_s: Sequence[float], network_s: Sequence[float], measured_s: Sequence[float]):
-    """(topology, compute factor, network factor): the factors that bring predicted steps to measured ones, in relative terms."""
+def measured_operators(
+    step: TracedStep, topology: DeviceTopology, *, seconds: float, seed: int, microbatches: Sequence[int] = ()
+) -> tuple[Profile, list[str]]:
+    """The profile of this process' device, and notes; every process of the job must call it."""
+    agree(store(), "operators", {}, timeout_s=120)
+    with undisturbed():
+        return measure_profile(step, topology, seconds=seconds, seed=seed, microbatches=microbatches)
+
+
+def fitted_factors(compute_s: Sequence[float], network_s: Sequence[float], measured_s: Sequence[float]) -> tuple[float, float]:
+    """(compute, network): the factors that bring predicted steps to measured ones, in relative terms."""
     measured = np.array(measured_s)
     rows = np.stack([compute_s, network_s], 1) / measured[:, None]
     rows = np.concatenate([rows, RIDGE * np.eye(2)])
     wanted = np.concatenate([np.ones(len(measured)), RIDGE * np.ones(2)])
     (c, k), *_ = np.linalg.lstsq(rows, wanted, rcond=None)
-    c, k = (float(np.clip(x, 0.25, 4.0)) for x in (c, k))
-    device, level = topology.device, topology.levels[0]
-    return dataclasses.replace(
-        topology,
-        device=dataclasses.replace(
-            device, peak_flops_per_s={d: x / c for d, x in device.peak_flops_per_s.items()}, launch_s=device.launch_s * c,
-            memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s / c,
-        ),
-        levels=(dataclasses.replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / k, latency_s=level.latency_s * k),),
-    ), c, k  # fmt: skip
+    return float(np.clip(c, 0.25, 4.0)), float(np.clip(k, 0.25, 4.0))

@@ -1,7 +1,8 @@
 """Measures the strategies of one model on the cluster that this process belongs to; cluster_table.py starts it on every host.
 
-Three stages: `calibrate` (topology.json), `plan` (strategies.json), `measure` (rows of the CSV, as they are measured). A run
-that was broken off goes on with what is missing. The second may run while the machine has other work, the others should not.
+Three stages: `calibrate` (topology.json, profile.json), `plan` (strategies.json), `measure` (rows of the CSV,
+as they are measured). A run that was broken off goes on with what is missing. The second may run while the machine has other
+work, the others should not.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 import cluster_experts
 import jax
 import numpy as np
-from cluster_calibration import fitted, measured_topology, undisturbed
+from cluster_calibration import fitted_factors, measured_operators, measured_topology, undisturbed
 from cluster_table import FITTED, STAGES
 
 import soapjax
 import soapjax.distributed
+from soapjax.costs.profile import Calibration, Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree, made_by_first
 from soapjax.execute.collectives import collectives_of
@@ -223,26 +225,51 @@ def measure_expert(name: str, expert: cluster_experts.Expert, options: argparse.
     )  # fmt: skip
 
 
-def calibrated(model: Any, step: Any, options: argparse.Namespace) -> DeviceTopology:
-    """The topology of this cluster, measured, with both factors fitted on two measured strategies."""
+class Calibrated(NamedTuple):
+    topology: DeviceTopology
+    profile: Profile
+
+    def problem(self, step: Any, **options: Any) -> PlanningProblem:
+        return planning_problem(step, self.topology, profile=self.profile, **options)
+
+
+def calibrated(model: Any, step: Any, options: argparse.Namespace, microbatches: Sequence[int] = ()) -> Calibrated:
+    """This cluster's topology and operators as measured before, or now: with a factor each for compute and network.
+
+    The factors are fitted on the plans of `FITTED`, and on nothing else.
+    """
+    files = [Path(options.work) / name for name in ("topology.json", "profile.json")]
+    if not shared("calibrated before", lambda: all(f.exists() for f in files)):
+        for path, data in zip(files, _measured_cluster(model, step, options, microbatches), strict=True):
+            kept(path, f"new {path.stem}", lambda data=data: data)
+    topology, profile = (kept(f, f.stem, dict) for f in files)
+    return Calibrated(DeviceTopology.from_dict(topology), profile_of(profile))
+
+
+def _measured_cluster(model: Any, step: Any, options: argparse.Namespace, microbatches: Sequence[int]) -> tuple[dict, dict]:
     topology = measured_topology(step, options.rate)
     topology = DeviceTopology.from_dict(shared("measured topology", topology.to_dict))
+    operators, notes = measured_operators(
+        step, topology, seconds=options.profile_seconds, seed=options.seed, microbatches=microbatches
+    )
+    profile = profile_of(shared("measured operators", lambda: operators.model_dump(mode="json")))
+    plain = Calibrated(topology, profile)
 
     def provisional() -> list[Judged]:
-        problem = planning_problem(step, topology)
+        problem = plain.problem(step)
         return [judged(problem, f"{name}, to calibrate", strategy_of(problem, name, options)) for name in FITTED]
 
     ones = [Judged(*x) for x in shared("strategies to calibrate", provisional)]
     measured = [measure(model, step, one, options)["measured_s"] for one in ones]
 
     def fit() -> dict[str, Any]:
-        made, c, k = fitted(topology, [o.compute_s for o in ones], [o.network_s() for o in ones], measured)
-        print(topology.describe(), [f"{m:.4f}" for m in measured], flush=True)
+        c, k = fitted_factors([o.compute_s for o in ones], [o.network_s() for o in ones], measured)
+        print(topology.describe(), f"{len(profile.operators)} tasks", *notes[:3], [f"{m:.4f}" for m in measured], flush=True)
         print(f"factors from {' and '.join(FITTED)}: compute {c:.3f}, network {k:.3f}", flush=True)
-        print(made.describe(), flush=True)
-        return made.to_dict()
+        calibration = Calibration(topology=topology.fingerprint(), compute_scale=c, network_scale=k)
+        return profile.model_copy(update={"calibration": calibration}).model_dump(mode="json")
 
-    return DeviceTopology.from_dict(shared("fitted topology", fit))
+    return topology.to_dict(), shared("fitted profile", fit)
 
 
 def kept(path: Path, name: str, make: Callable[[], Any]) -> Any:
@@ -262,17 +289,12 @@ def run(options: argparse.Namespace) -> None:
     work = Path(options.work)
     model = concrete_model(MODELS[options.model])
     step = soapjax.trace(model.step, *model.arguments)
-    if not shared("calibrated before", (work / "topology.json").exists):
-        if "calibrate" not in stages:
-            raise SoapjaxError(Problem(str(work / "topology.json"), "missing", "a calibration", "run --stage calibrate first"))
-        topology = calibrated(model, step, options)
-        kept(work / "topology.json", "new topology", topology.to_dict)
+    if "calibrate" not in stages and not shared("calibrated", (work / "profile.json").exists):
+        raise SoapjaxError(Problem(str(work / "profile.json"), "missing", "a calibration", "run --stage calibrate first"))
+    cluster = calibrated(model, step, options)
     if stages == ("calibrate",):
         return
-    topology = DeviceTopology.from_dict(kept(work / "topology.json", "topology", dict))
-    strategies = kept(
-        work / "strategies.json", "strategies", lambda: list(searched(planning_problem(step, topology), options))
-    )  # fmt: skip
+    strategies = kept(work / "strategies.json", "strategies", lambda: list(searched(cluster.problem(step), options)))
     ones = [Judged(*entry) for entry in strategies]
     experts = cluster_experts.EXPERTS[options.model]
     if stages == ("plan",):
@@ -305,6 +327,7 @@ def rank_parser(description: str, models: Iterable[str]) -> argparse.ArgumentPar
     parser.add_argument("--work", required=True, help="the folder for what is kept: calibration, plans")
     parser.add_argument("--steps", type=int, default=7, help="timed steps per plan, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile-seconds", type=float, default=60.0, help="for measuring operators, where that is to be done")
     return parser
 
 

@@ -1,8 +1,8 @@
 """Measures pipelines and pinned plans of one model on the cluster that this process belongs to; pipeline_cluster.py starts it.
 
-The calibration is that of cluster_calibration.py: rates of the model's own operators and of the links, and one factor each for
-compute and network, fitted on three plans of one program. No pipeline and no pinned plan is fitted on. Rank 0 plans; every row is
-written as soon as it is measured.
+The calibration is that of cluster_calibration.py: the model's own operators (at the size of a micro-batch too) and the links,
+measured, and one factor each for compute and network, fitted on three plans of one program. No pipeline and no pinned plan is
+fitted on. Rank 0 plans; every row is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
 import numpy as np
-from cluster_measure import Recorder, calibrated, kept, rank_parser, run_as_rank, shared, strategy_of, timed
+from cluster_measure import Calibrated, Recorder, calibrated, kept, rank_parser, run_as_rank, shared, strategy_of, timed
 from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
 import soapjax
 import soapjax.distributed
 from soapjax.model_source import concrete_model
-from soapjax.planning import plan_of_strategy, plan_pipeline, planning_problem
+from soapjax.planning import plan_of_strategy, plan_pipeline
 from soapjax.search.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.plan import Plan
-from soapjax.topology import DeviceTopology
 
 
 class Candidate(NamedTuple):
@@ -40,26 +39,26 @@ class Candidate(NamedTuple):
     plan: str
 
 
-def one_program(step: Any, topology: DeviceTopology, options: argparse.Namespace) -> Iterator[Candidate]:
+def one_program(step: Any, cluster: Calibrated, options: argparse.Namespace) -> Iterator[Candidate]:
     """Plans without pins and stages: the baselines, and what the search finds."""
-    problem = planning_problem(step, topology)
+    problem = cluster.problem(step)
     for name in ONE_PROGRAM:
         yield Candidate(name, "one program", plan_of_strategy(problem, strategy_of(problem, name, options)).dumps())
 
 
-def pipelines(model: Any, topology: DeviceTopology, options: argparse.Namespace) -> Iterator[Candidate]:
+def pipelines(model: Any, cluster: Calibrated, options: argparse.Namespace) -> Iterator[Candidate]:
     for schedule in options.schedules:
         for num in options.microbatches:
             plan, _ = plan_pipeline(
-                model.step, *model.arguments, pipeline=schedule, topology=topology, microbatches=num, stages=options.hosts,
-                proposals=options.proposals,
+                model.step, *model.arguments, pipeline=schedule, topology=cluster.topology, microbatches=num, stages=options.hosts,
+                proposals=options.proposals, profile=cluster.profile,
             )  # fmt: skip
             yield Candidate(f"{schedule}, {num} micro-batches", "pipeline", plan.dumps())
 
 
-def pinned(step: Any, topology: DeviceTopology, options: argparse.Namespace) -> Iterator[Candidate]:
+def pinned(step: Any, cluster: Calibrated, options: argparse.Namespace) -> Iterator[Candidate]:
     """Branches on hosts of their own, runs of layers on hosts, and what the search finds in the space with pins."""
-    problem = planning_problem(step, topology, space="paper")
+    problem = cluster.problem(step, space="paper")
     found = {
         "a branch per host": placed(problem, branch_devices(problem, options.hosts)),
         "layers on hosts": model_parallel_strategy(problem)[0],
@@ -76,9 +75,9 @@ def branch_devices(problem: PlanningProblem, hosts: int) -> np.ndarray:
     return np.array([branches.index(t) % hosts if t is not None else 0 for t in tops])
 
 
-def candidates(model: Any, step: Any, topology: DeviceTopology, options: argparse.Namespace) -> list[Candidate]:
-    found = list(one_program(step, topology, options))
-    found += pinned(step, topology, options) if MODELS[options.model].is_branched else pipelines(model, topology, options)
+def candidates(model: Any, step: Any, cluster: Calibrated, options: argparse.Namespace) -> list[Candidate]:
+    found = list(one_program(step, cluster, options))
+    found += pinned(step, cluster, options) if MODELS[options.model].is_branched else pipelines(model, cluster, options)
     return found
 
 
@@ -103,11 +102,9 @@ def run(options: argparse.Namespace) -> None:
     work = Path(options.work)
     model = concrete_model(MODELS[options.model].source)
     step = soapjax.trace(model.step, *model.arguments)
-    if not shared("calibrated before", (work / "topology.json").exists):
-        topology = calibrated(model, step, options)
-        kept(work / "topology.json", "new topology", topology.to_dict)
-    topology = DeviceTopology.from_dict(kept(work / "topology.json", "topology", dict))
-    plans = kept(work / "plans.json", "plans", lambda: [list(c) for c in candidates(model, step, topology, options)])
+    parts = () if MODELS[options.model].is_branched else options.microbatches
+    cluster = calibrated(model, step, options, parts)
+    plans = kept(work / "plans.json", "plans", lambda: [list(c) for c in candidates(model, step, cluster, options)])
     recorder = Recorder(options, FIELDS)
     done = set(shared("done", lambda: sorted(recorder.done())))
     for one in (Candidate(*entry) for entry in plans):

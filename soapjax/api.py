@@ -157,7 +157,7 @@ class SoapShard:
         numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static)
         if asked.pipeline == "auto":
             return plan_one_or_pipeline(self._fn, *args, devices=self._devices, **numbers, **options)[0]
-        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll")}
+        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll", "profile")}
         return planning.plan_pipeline(self._fn, *args, pipeline=asked.pipeline, **numbers, **shared)[0]
 
     def _plan_jointly(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:

@@ -139,6 +139,8 @@ class ProfileCommand:
     Example:  soapjax profile models.mlp --topology local --seconds 30
 
     Example:  soapjax profile models.transformer_lm --topology h200x8 --set layers=12 --set width=768 -o h200.json
+
+    Example:  soapjax profile models.vgg --topology local --microbatches 4 8
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -151,6 +153,8 @@ class ProfileCommand:
     """End the measuring after this time, the smallest contributors left out."""
     search: bool = True
     """Also measure what a short search asks for, beside the baselines."""
+    microbatches: tuple[int, ...] = ()
+    """Also measure what a stage of a pipeline does of the batch in so many parts: one number or more."""
     unroll: bool = False
     """Plan every step of a scan on its own."""
     output: Annotated[str | None, tyro.conf.arg(aliases=["-o"])] = None

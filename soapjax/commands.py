@@ -103,6 +103,9 @@ def _pipeline_numbers(command: cli.PlanCommand) -> dict[str, int | None]:
             problems.append(Problem(f"--{name}", text, "a pipeline", "add --pipeline auto, or another"))
     if command.pipeline is not None and command.space != "soap":
         problems.append(Problem("--space", command.space, "soap with --pipeline", "drop one of them"))
+    if command.pipeline not in (None, "auto") and command.verify_top:
+        expected, remedy = "no pipeline, or auto: only plans of one program are compared", "drop one of them"
+        problems.append(Problem("--verify-top", str(command.verify_top), expected, remedy))
     if problems:
         raise SoapjaxError(problems)
     return found
@@ -115,7 +118,7 @@ def _pipeline_command(
         plan, found = planning.plan_pipeline(
             model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
             proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
-            **numbers,
+            profile=command.profile, **numbers,
         )  # fmt: skip
     return _planned(command, plan, found.stopped_by)
 

@@ -44,8 +44,9 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
     step = trace(model.step, *model.arguments, unroll=command.unroll)
     with commands.closing(progress):
         found, notes = measure_profile(
-            step, topology, seconds=command.seconds, command=_command_line(), search=command.search, progress=progress
-        )
+            step, topology, seconds=command.seconds, command=_command_line(), search=command.search,
+            microbatches=command.microbatches, progress=progress,
+        )  # fmt: skip
     if not found.operators and not found.links:
         raise SoapjaxError(Problem("profile", "; ".join(notes) or "nothing measured", "measurements", "give it more --seconds"))
     path = _saved(found, command.output)

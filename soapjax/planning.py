@@ -111,7 +111,7 @@ def plan_pipeline(
     fn: Callable[..., Any], *args: Any, pipeline: str, topology: str | DeviceTopology = "local", microbatches: int | None = None,
     stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
     static_argnums: Sequence[int] = (), model: ModelSource | None = None,
-    progress: Callable[[int, float, float], None] | None = None,
+    progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
 
@@ -120,15 +120,18 @@ def plan_pipeline(
     Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
+    profile, remarks = find_profile(profile, topology)
     step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
     graph, _ = build_graph(step)
     with on_cpu():
         found = find_pipeline(
             graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
-            seconds=seconds, progress=progress,
+            seconds=seconds, progress=progress, profile=profile,
         )  # fmt: skip
+    found = found._replace(notes=(*remarks, *found.notes))
     provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
-    return pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll), found
+    made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
+    return made, found
 
 
 def planning_problem(

@@ -8,6 +8,7 @@ the time is spent.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +26,14 @@ from soapjax.execute.measure import LocalStep, Unmeasurable
 from soapjax.execute.measure_links import time_collectives
 from soapjax.execute.timing import are_fake, processor_name
 from soapjax.graph.build import build_graph
+from soapjax.graph.microbatch import micro_batch
+from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import PHASE_NAMES
 from soapjax.graph.trace import TracedStep
+from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.search.stage_figures import part_of
 from soapjax.simulate.event import simulate
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import search_space
@@ -113,18 +118,22 @@ def require_kind(topology: DeviceTopology) -> Device:
 
 def measure_profile(
     step: TracedStep, topology: DeviceTopology, *, seconds: float, command: str = "", seed: int = 0, search: bool = True,
-    progress: Progress | None = None,
+    microbatches: Sequence[int] = (), progress: Progress | None = None,
 ) -> tuple[Profile, list[str]]:
     """Measures a step's tasks on one device at hand, and the links between all of them; a profile and notes.
 
     Args:
       seconds: ends the measuring of tasks; what is under way is finished.
       search: also measure what a short search asks for.
-    Raises: SoapjaxError where the device at hand is of another kind than the topology's.
+      microbatches: also measure tasks on one device at these parts of the batch, as stages of a pipeline run them.
+    Raises: SoapjaxError where the device at hand is of another kind than the topology's, and where a number does not divide
+      the batch.
     """
     begin = time.monotonic()
     device = require_kind(topology)
     graph, binding = build_graph(step)
+    for num in microbatches:
+        micro_batch(graph, num)  # refuses what does not divide
     space = search_space(graph, factor_mesh(topology))
     local_step = LocalStep(step, graph, binding)
     found: dict[tuple, Measurement] = {}
@@ -142,7 +151,8 @@ def measure_profile(
 
     stopped = False
     try:
-        for requests in _rounds(graph, space, topology, profile, seed=seed, search=search):
+        rounds = _rounds(graph, space, topology, profile, seed=seed, search=search)
+        for requests in itertools.chain((in_stages(graph, topology, num) for num in microbatches), rounds):
             fresh = [r for r in requests if r.local.identity not in found and r.local.identity not in failed]
             for i, request in enumerate(fresh):
                 if found and time.monotonic() - begin > seconds:
@@ -172,6 +182,21 @@ def measure_profile(
     return profile(), notes
 
 
+def in_stages(graph: OperatorGraph, topology: DeviceTopology, num: int) -> list[Request]:
+    """What one device does of each of `num` micro-batches; as tasks of the whole step, split along the samples."""
+    alone = part_of(topology, 0, 1)
+    small = micro_batch(graph, num)
+    problem = PlanningProblem.make(small, search_space(small, factor_mesh(alone)), alone)
+    requests = requests_of(problem.simulator.tables, problem.simulator, [data_parallel_strategy(problem)[0]])
+    found = []
+    for r in requests:
+        if small.tasks[r.task].parameter < 0:
+            dims = graph.operators[graph.tasks[r.task].operator].dims
+            r = r._replace(degrees=tuple(num if d.kind == "S" else 1 for d in dims))
+        found.append(r)
+    return found
+
+
 def _rounds(graph, space, topology, profile: Callable[[], Profile], *, seed: int, search: bool) -> Iterator[list[Request]]:
     """What the baselines ask for; then what a search with the measurements so far does."""
     key = jax.random.key(seed)
@@ -189,6 +214,9 @@ def _rounds(graph, space, topology, profile: Callable[[], Profile], *, seed: int
 def _measured_links(topology: DeviceTopology, notes: list[str]) -> tuple:
     """Fits of the topology's levels, where the devices at hand are all of its devices."""
     devices, sizes = jax.devices(), [lv.size for lv in topology.levels]
+    if jax.process_count() > 1:  # which time them as often as each sees fit: they would wait for each other
+        notes.append("links not measured: the devices belong to several processes")
+        return ()
     if topology.num_devices < 2 or len(devices) < 2:
         notes.append("links not measured: one device at hand")
         return ()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
@@ -60,7 +61,7 @@ class FoundPipeline(NamedTuple):
 def find_pipeline(
     graph: OperatorGraph, topology: DeviceTopology, *, schedule: str, num_stages: int | None = None,
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
-    progress: Callable[[int, float, float], None] | None = None,
+    progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None,
 ) -> FoundPipeline:  # fmt: skip
     """The best pipeline of a schedule, or ("auto") of all synchronous ones.
 
@@ -70,12 +71,13 @@ def find_pipeline(
         raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
     if schedule == "pipedream":
         begin = time.monotonic()
-        times = _pipedream(graph, topology, num_stages, num_microbatches)
-        found = FoundPipeline(times, _whole_baselines(StageLoads(graph, topology)), (), 0, time.monotonic() - begin, "complete")
+        times = _pipedream(graph, topology, num_stages, num_microbatches, profile)
+        baselines = _whole_baselines(StageLoads(graph, topology, profile))
+        found = FoundPipeline(times, baselines, (), 0, time.monotonic() - begin, "complete")
     else:
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
-            num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe",
+            num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe", profile=profile,
         )  # fmt: skip
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
         baselines = _whole_baselines(problem.loads)
@@ -151,19 +153,23 @@ def _configs(
     return found
 
 
-def _pipedream(graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None) -> StageTimes:
+def _pipedream(
+    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None
+) -> StageTimes:
     """PipeDream's plan: each minibatch a `num`-th of the batch, stages replicated; of several numbers the fastest that fits."""
     whole = sample_divisor(graph)
     numbers = [num] if num is not None else [n for n in range(1, min(whole, MAX_ROUNDS) + 1) if whole % n == 0]
     best: StageTimes | None = None
     problems: list[Problem] = []
     for n in numbers:
-        problem = StageProblem(graph, topology, schedules=("pipedream",), num_stages=num_stages, num_microbatches=n)
+        problem = StageProblem(
+            graph, topology, schedules=("pipedream",), num_stages=num_stages, num_microbatches=n, profile=profile
+        )
         layers, marks = problem.layers(n)
         whole_load = problem.loads.load((0, len(problem.loads.forward)), 0, 1, n, 0)
         copies = (whole_load.state_bytes + whole_load.gradient_bytes) / max(whole_load.parameter_bytes, 1.0) - 1
         try:
-            found = pipedream(layers, topology, memory=Memory(copies), num_stages=num_stages, chain=True, rounds=n)
+            found = pipedream(layers, problem.topology, memory=Memory(copies), num_stages=num_stages, chain=True, rounds=n)
         except SoapjaxError as e:
             problems += e.problems
             continue
@@ -233,9 +239,10 @@ def _simulated(
 
 def pipeline_plan(
     graph: OperatorGraph, topology: DeviceTopology, times: StageTimes, *, model: ModelSource | None = None,
-    provenance: Provenance = Provenance(), unroll: bool = False,
+    provenance: Provenance = Provenance(), unroll: bool = False, profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan file of a pipeline."""
+    """The plan file of a pipeline, with what of `profile` its times come from."""
+    own = profile.for_structures({t.structure for t in graph.tasks}) if profile is not None else None
     mesh = factor_mesh(topology)
     operators = {}
     for op in graph.operators:
@@ -253,6 +260,7 @@ def pipeline_plan(
         prediction=_prediction(times, topology.num_devices),
         provenance=provenance,
         pipeline=times.pipeline,
+        profile=own.model_dump(mode="json") if own is not None else None,
     )
 
 
@@ -277,7 +285,8 @@ def recost_pipeline(
     Raises: SoapjaxError naming stages that are no runs of operators, and axes, dims and storages that do not fit.
     """
     pipeline = loaded.pipeline
-    loads = StageLoads(graph, topology)
+    profile = profile_of(loaded.profile, place=f"{place}: profile") if loaded.profile is not None else None
+    loads = StageLoads(graph, topology, profile)
     loads.graph(pipeline.num_microbatches)
     bounds = _bounds(pipeline, graph, loads, place)
     if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:
@@ -302,7 +311,9 @@ def recost_pipeline(
         mesh = MeshPart(axis_names=own, axis_sizes=space.mesh.axis_sizes, device_order=tuple(range(count)))
         strategies[i] = strategy_of(loaded.model_copy(update={"operators": parts, "mesh": mesh}), space, place=place)
     times = _simulated(loads, pipeline, bounds, strategies)
-    made = pipeline_plan(graph, topology, times, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
+    made = pipeline_plan(
+        graph, topology, times, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll, profile=profile
+    )
     return made, times
 
 

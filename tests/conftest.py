@@ -17,10 +17,20 @@ os.environ["SOAPJAX_PROGRAM_CACHE"] = "off"  # nothing of a test stays in the us
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
 os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 
+import gc  # noqa: E402
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """What a module has compiled is of no use to the next: workers that keep it all grow to gigabytes, and slow."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -252,6 +252,15 @@ class ComputeRates(NamedTuple):
         return (max(flop_s, byte_s) + self.launch_s) / self.scale
 
 
+def without_links(profile: Profile | None) -> Profile | None:
+    """What a profile says of compute, to be used with a topology that is `linked` already."""
+    if profile is None:
+        return None
+    found = profile.calibration
+    compute = None if found is None else found.model_copy(update={"network_scale": 1.0})
+    return profile.model_copy(update={"links": (), "calibration": compute})
+
+
 def linked(topology: DeviceTopology, profile: Profile | None) -> DeviceTopology:
     """The topology with its links as measured, and slowed by the calibrated scale."""
     if profile is None:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.evaluate import Durations, Layouts, Parts, evaluator
+from soapjax.costs.profile import Profile
 from soapjax.costs.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
@@ -81,13 +82,16 @@ class Inside(NamedTuple):
 class Fabric:
     """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies."""
 
-    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, links: tuple, cache: dict[tuple, Compiled]):
+    def __init__(
+        self, graph: OperatorGraph, topology: DeviceTopology, links: tuple, cache: dict[tuple, Compiled], profile: Profile | None
+    ):
         self.mesh = factor_mesh(topology)
         self.space = search_space(graph, self.mesh)
-        self.tables = cost_tables(graph, self.space, topology)
+        self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         # Conversions of single numbers are free, and not listed: how many there are depends on the micro-batch.
-        key = (links, self.tables.edge_slot.tobytes())
+        # Measurements are part of what is compiled.
+        key = (links, self.tables.edge_slot.tobytes(), *(x.tobytes() for x in self.tables.measured))
         self.compiled = cache[key] = cache.get(key) or Compiled(self.tables)
         self.choices = [Inside(name, s, self.figures(s)) for name, s in _inner(graph, self.space)]
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from soapjax.costs.itemize import sent_parts
+from soapjax.costs.measured import ComputeRates, linked, without_links
+from soapjax.costs.profile import Profile
 from soapjax.graph.lifetimes import Lifetimes, lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
@@ -52,11 +54,15 @@ def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
 
 
 class StageLoads:
-    """Loads of any stages of one graph on one topology; everything is kept once it is known."""
+    """Loads of any stages of one graph on one topology; everything is kept once it is known.
 
-    def __init__(self, graph: OperatorGraph, topology: DeviceTopology):
+    Args:
+      profile: measurements to cost with; `topology` then has its links as measured.
+    """
+
+    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None = None):
         micro_batch(graph, 1)  # refuses what cannot be a pipeline
-        self.whole, self.topology = graph, topology
+        self.whole, self.topology, self.profile = graph, linked(topology, profile), without_links(profile)
         self.forward = forward_operators(graph)
         self._graphs: dict[int, OperatorGraph] = {}
         self._fabrics: dict[tuple, Fabric] = {}
@@ -73,7 +79,7 @@ class StageLoads:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
-            self._fabrics[links, num] = Fabric(self.graph(num), part, links, self._compiled)
+            self._fabrics[links, num] = Fabric(self.graph(num), part, links, self._compiled, self.profile)
         return self._fabrics[links, num]
 
     def choices(self, first: int, count: int, num: int) -> list[Inside]:
@@ -102,9 +108,8 @@ class StageLoads:
         """
         if num == 1:
             return load
-        device = self.topology.device
-        once_s = load.gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
-        in_place = device.platform != "cpu"
+        once_s = load.gradient_bytes / ComputeRates(self.topology, self.profile).memory_bytes_per_s
+        in_place = self.topology.device.platform != "cpu"
         return load._replace(
             backward_s=load.backward_s + (1 if in_place else 3) * once_s, update_s=load.update_s + once_s,
             unsummed_bytes=0.0 if in_place else load.gradient_bytes,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.layers import LayerGraph
+from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
@@ -62,9 +63,10 @@ class StageProblem:
     def __init__(
         self, graph: OperatorGraph, topology: DeviceTopology, *, schedules: Sequence[ScheduleName] = SYNCHRONOUS,
         num_stages: int | None = None, num_microbatches: int | None = None, always_rematerialise: bool = False,
+        profile: Profile | None = None,
     ):  # fmt: skip
-        self.loads = StageLoads(graph, topology)
-        self.graph, self.topology = graph, topology
+        self.loads = StageLoads(graph, topology, profile)
+        self.graph, self.topology = graph, self.loads.topology
         self.schedules, self.always_rematerialise = tuple(schedules), always_rematerialise
         self.usable_bytes = topology.device.usable_memory_bytes
         if num_microbatches is not None:

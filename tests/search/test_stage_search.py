@@ -1,19 +1,29 @@
 """Loads of stages against the SPMD simulator, and the joint search against everything there is to choose."""
 
 import dataclasses
+import importlib
 import itertools
 
 import numpy as np
 import pytest
 from problems import MODELS, graph_of, graph_with, topology_of
 
+from soapjax.costs.measured import local_task
+from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
+from soapjax.costs.tables import trip_bytes
 from soapjax.errors import SoapjaxError
 from soapjax.graph.microbatch import micro_batch, sample_divisor
+from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.trace import trace
+from soapjax.plan_files import recost
+from soapjax.planning import plan_pipeline
+from soapjax.profiling import in_stages
 from soapjax.search.stage_figures import part_of
 from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
 from soapjax.search.stages import search_stages
 from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.plan import Plan
 from soapjax.topology import factor_mesh
 
 
@@ -51,6 +61,63 @@ def test_one_stage_takes_the_time_of_one_program(model, name):
         # Memory is an upper bound, and no wild one.
         memory = float(simulator.costs(inside.strategy).memory_bytes[3])
         assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes + load.batch_bytes <= 1.6 * memory
+
+
+NUM = 4
+
+
+def measured_in_micro_batches(graph):
+    """A profile of every task at a quarter of the batch on one device, with seconds drawn at random."""
+    rng, small, found = np.random.default_rng(0), micro_batch(graph, NUM), []
+    for k, task in enumerate(small.tasks):
+        local = local_task(small, k, [1] * max(1, len(small.operators[task.operator].dims)), trip_bytes)
+        found.append(
+            Measurement(
+                label="", structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads, writes=local.writes,
+                elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes, seconds=10 ** rng.uniform(-4, -3),
+            )
+        )  # fmt: skip
+    distinct = {m.identity: m for m in found}
+    calibration = Calibration(compute_scale=2.0, network_scale=3.0, steps=(), residual=0.0, worst=0.0)
+    profile = Profile(
+        device=Device(name="A100-SXM4-80GB", platform="cuda"), versions=installed_versions(), operators=tuple(distinct.values()),
+        links=(Link(level=topology_of("2x4").levels[0].name, bytes_per_s=6e9, latency_s=3e-5, median_error=0.0, points=()),),
+        calibration=calibration,
+    )  # fmt: skip
+    return profile, [distinct[m.identity].seconds * t.trip_count for m, t in zip(found, small.tasks, strict=True)]
+
+
+@pytest.mark.parametrize("model", ["mlp", "lm"])
+def test_a_stage_takes_what_was_measured_of_its_micro_batch(model):
+    graph, machine = graph_of(model), topology_of("2x4")
+    profile, seconds = measured_in_micro_batches(graph)
+    loads = StageLoads(graph, machine, profile)
+    load = loads.load((0, len(loads.forward)), 0, 1, NUM, 0)
+    spent = {FORWARD: 0.0, BACKWARD: 0.0, UPDATE: 0.0}
+    for measured_s, task in zip(seconds, graph.tasks, strict=True):
+        spent[task.phase] += 2.0 * measured_s
+    device = machine.device
+    sums_s = 2.0 * load.gradient_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+    assert load.forward_s == pytest.approx(spent[FORWARD], rel=1e-4)
+    assert load.backward_s == pytest.approx(spent[BACKWARD] + sums_s, rel=1e-4)
+    assert load.update_s == pytest.approx(spent[UPDATE] + sums_s, rel=1e-4)
+    assert loads.topology.levels[0].achieved_bytes_per_s == pytest.approx(6e9 / 3)
+    # What is measured for such stages is found again as tasks of the whole step.
+    for request in in_stages(graph, machine, NUM):
+        assert local_task(graph, request.task, request.degrees, trip_bytes).identity == request.local.identity
+
+
+def test_a_pipeline_plan_keeps_what_its_times_come_from():
+    module, sizes = MODELS["mlp"]
+    made = importlib.import_module(f"models.{module}").make(**sizes)
+    profile, _ = measured_in_micro_batches(graph_of("mlp"))
+    options = dict(pipeline="1f1b", topology=topology_of("2x4"), microbatches=NUM, stages=2, proposals=16)
+    plan, _ = plan_pipeline(*made, profile=profile, **options)
+    plain, _ = plan_pipeline(*made, **options)
+    assert plan.profile is not None and plain.profile is None
+    assert plan.prediction.step_time_s > 2 * plain.prediction.step_time_s
+    again = recost(Plan.loads(plan.dumps()), trace(*made))
+    assert again.prediction == plan.prediction and again.profile == plan.profile
 
 
 def test_stages_share_out_the_work():
