@@ -462,7 +462,7 @@ def test_run_on_a_step_that_returns_no_state():
     refused("run", "plan.json", words=["model bad_stateless", "does not return", "(state, batch) -> (state, metrics)"])
 
 
-@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize("command", [pytest.param("run", marks=pytest.mark.slow), "verify"])
 def test_fewer_devices_than_planned(command):
     Path("plan.json").write_text(plan_text(topology="a100x64"))
     refused(command, "plan.json", words=["8 cpu devices", "the 64", "plan for 8 devices"])

@@ -155,6 +155,7 @@ def started(*argv, hash_seed="0", **streams):
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, **streams)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_plan_in_any_process():
     argv = ("plan", "models.mlp", "--topology", "cpu8", "--proposals", 64, "--seed", 7, "--json", *TINY)
     processes = [started(*argv, "-o", f"{s}.json", hash_seed=s, stderr=subprocess.DEVNULL) for s in ("1", "2")]

@@ -14,7 +14,10 @@ from soapjax.strategy.strategy import Strategy
 
 SECONDS_ERROR = 1e-5
 MEMORY_ERROR = 1e-5
-names = pytest.mark.parametrize("model, topology", PROBLEMS)
+SLOW = (("moe", "a100x64"), ("mlp", "a100x64"))
+names = pytest.mark.parametrize(
+    "model, topology", [pytest.param(*p, marks=pytest.mark.slow) if tuple(p) in SLOW else p for p in PROBLEMS]
+)
 
 
 def assert_equals_oracle(c, strategies):

@@ -39,7 +39,10 @@ def local_step(model):
     return LocalStep(step, graph, binding)
 
 
-@pytest.mark.parametrize("model", ["mlp", "lm", "lm_tied_scan_remat", "resnet", "rnnlm", "moe"])
+SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in ("lm", "rnnlm")]
+
+
+@pytest.mark.parametrize("model", ["mlp", "lm_tied_scan_remat", "resnet", "moe", *SLOW])
 def test_every_task_has_a_local_form_with_the_planned_work(model):
     local = local_step(model)
     graph = local.graph

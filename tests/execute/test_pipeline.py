@@ -121,6 +121,11 @@ def held(run):
     return tuple(most)
 
 
+def halves(step, *arguments):
+    """Two stages of four devices each, 1F1B with four micro-batches."""
+    return balanced_pipeline(build_graph(soapjax.trace(step, *arguments))[0], 8, num_microbatches=4, num_stages=2)
+
+
 def test_the_global_norm_is_that_of_all_stages():
     """Clipping by the norm of all gradients: what mixes stages runs in a second round."""
     optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
@@ -138,7 +143,7 @@ def test_the_global_norm_is_that_of_all_stages():
     params = [jax.random.normal(k, (8, 8)) for k in jax.random.split(jax.random.key(0), 4)]
     x = jax.random.normal(jax.random.key(1), (8, 8))
     mine = theirs = {"params": params, "opt_state": optimizer.init(params)}
-    sharded = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16)
+    sharded = soap_shard(step, topology="cpu8", pipeline=halves(step, mine, x))
     plain = jax.jit(step)
     for _ in range(2):
         mine, _ = sharded(mine, x)
@@ -153,10 +158,10 @@ def test_any_number_of_devices_per_stage():
     step, state, batch = made("mlp")
     batch = jax.tree.map(lambda x: x[:14], batch)
     micro = micro_step(step, state, batch, num_microbatches=2)
-    halves = balanced_pipeline(build_graph(micro.step)[0], 2, num_microbatches=2, num_stages=2)
-    stages = tuple(s.model_copy(update={"devices": d}) for s, d in zip(halves.stages, (tuple(range(7)), (7,)), strict=True))
+    two = balanced_pipeline(build_graph(micro.step)[0], 2, num_microbatches=2, num_stages=2)
+    stages = tuple(s.model_copy(update={"devices": d}) for s, d in zip(two.stages, (tuple(range(7)), (7,)), strict=True))
     run = pipeline_step(
-        step, state, batch, pipeline=halves.model_copy(update={"stages": stages}), topology=load_topology("cpu8"), donate=False
+        step, state, batch, pipeline=two.model_copy(update={"stages": stages}), topology=load_topology("cpu8"), donate=False
     )
     _, gradients = run.run(jax.tree_util.tree_leaves((state, batch)), with_gradients=True)
     with jax.enable_x64(True):
@@ -183,7 +188,7 @@ def test_results_of_every_kind():
     batch = {"x": jax.random.normal(jax.random.key(2), (8, 4)), "y": np.arange(8, dtype=np.float32) / 8}
     (new, metrics), (wanted, wanted_metrics) = (
         f(state, batch)
-        for f in (soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16), jax.jit(step))
+        for f in (soap_shard(step, topology="cpu8", pipeline=halves(step, state, batch)), jax.jit(step))
     )
     assert int(metrics["above"]) == int(wanted_metrics["above"]) > 0 and int(metrics["seven"]) == 7
     np.testing.assert_allclose(metrics["out"], wanted_metrics["out"], rtol=1e-5)
@@ -212,7 +217,7 @@ def losses(kind):
 
 def test_a_loss_that_is_a_sum_must_be_said_to_be_one():
     step, w, batch = losses("sum")
-    options = dict(topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16)
+    options = dict(topology="cpu8", pipeline=halves(step, w, batch))
     with pytest.raises(SoapjaxError, match="is a sum over the batch.*microbatch_reduction='sum'"):
         soap_shard(step, **options)(w, batch)
     new, metrics = soap_shard(step, **options, microbatch_reduction="sum")(w, batch)

@@ -146,7 +146,10 @@ def test_abstract_make(name):
         assert product_types(closed) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("name", LEARNING)
+SLOW = ("lm_full", "unet", "bert")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LEARNING])
 def test_step_of_abstract_make_learns_real_batch(name):
     """One compilation checks three things: equal shapes, no leaked tracer in the step, and a loss that falls."""
     module, sizes = CASES[name]
@@ -171,7 +174,7 @@ def test_make_is_deterministic_and_follows_the_seed(name):
     assert not np.array_equal(first[0]["params"]["position"], other[0]["params"]["position"])
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.slow) if p == "gnmt" else p for p in PAIRS])
 def test_unrolled_equals_scan(name):
     module, sizes = CASES[name]
     sizes = sizes | dict(dtype="float32", seq=2)

@@ -179,6 +179,7 @@ def test_table4_reads_the_published_figures(tmp_path, capsys):
     assert "error" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_planner_table_compares_with_mcmc(tmp_path, capsys):
     command = ["--models", "lenet", "--topologies", "p100x16", "--planners", "data_parallel", "expert_cnn", "bound"]
     assert planner_table.main([*command, "--results", str(tmp_path), *QUICK]) == 0

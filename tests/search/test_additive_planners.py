@@ -122,6 +122,7 @@ def test_exhaustive_refuses_what_is_hopeless():
         exhaustive(jax.random.key(0), PlanningProblem(found.graph, found.space, found.simulator), Budget())
 
 
+@pytest.mark.slow
 def test_repeated_layers_on_many_devices():
     """A model of some size: starts are valid, no worse than replicating, and pruned bounds say so."""
     found = case("lm", "a100x8")

@@ -85,8 +85,10 @@ def test_tensor_parallel_pairs_column_with_row():
     assert problem.space.is_valid(strategy)
 
 
-@pytest.mark.parametrize("devices", [1, 7])
-@pytest.mark.parametrize("name", [n for n in PLANNERS if n != "exhaustive"])
+ODD = [(n, k) for n in PLANNERS if n != "exhaustive" for k in (1, 7)]
+
+
+@pytest.mark.parametrize("name, devices", [pytest.param(*c, marks=pytest.mark.slow) if c == ("mcmc", 1) else c for c in ODD])
 def test_every_planner_on_odd_devices(name, devices):
     problem = make(devices, batch=10, space="paper" if name in PLACEMENT_PLANNERS else "soap")
     found = get_planner(name)(jax.random.key(0), problem, Budget(num_proposals=64))

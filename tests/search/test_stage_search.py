@@ -46,7 +46,10 @@ def test_micro_batches_that_do_not_divide_are_refused():
         micro_batch(graph_of("lm"), 3)
 
 
-@pytest.mark.parametrize("model, name", [("lm", "2x4"), ("mlp", "cpu8"), ("resnet", "dgx1_v100x8")])
+LONG = pytest.param("lm", "2x4", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("model, name", [LONG, ("mlp", "cpu8"), ("resnet", "dgx1_v100x8")])
 def test_one_stage_takes_the_time_of_one_program(model, name):
     """Exactly: the same tasks by the same rules, with communication beside compute or not."""
     graph, machine = graph_of(model), topology_of(name)

@@ -195,6 +195,7 @@ def test_windows_of_random_changes_take_the_time_of_the_whole(shape, seed):
     np.testing.assert_allclose(found, [simulate(schedule, d).makespan_s for d in mixed], rtol=FLOAT32_ERROR)
 
 
+@pytest.mark.slow
 @a_hundred
 @random_cases
 def test_in_float64_windows_agree_to_the_last_digits(shape, seed):
