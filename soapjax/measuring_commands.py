@@ -94,6 +94,9 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
     rows, measured, bases, fingerprints = [], [], [], {}
     for path in command.plans:
         plan = Plan.load(path)
+        if plan.pipeline is not None:
+            value, expected = f"{plan.pipeline.schedule} of {len(plan.pipeline.stages)} stages", "a plan of one program"
+            raise SoapjaxError(Problem(f"{path}: pipeline", value, expected, "calibrate on data parallelism, say"))
         topology, _ = topology_of(plan, place=path)
         fingerprints.setdefault(topology.fingerprint(), path)
         if len(fingerprints) > 1:

@@ -55,6 +55,19 @@ def test_a_profile_is_measured_and_a_plan_says_what_is():
     assert "compute seconds:" in shown and "measured" in shown
 
 
+def test_a_pipeline_is_planned_with_what_was_measured_of_its_micro_batches():
+    path = Path(done("profile", "models.mlp", "--topology", "cpu8", "--no-search", "--microbatches", 2, *TINY)["path"])
+    plain = done("profile", "models.mlp", "--topology", "cpu8", "--no-search", *TINY)
+    assert len(load_profile(path).operators) > plain["num_operators"]
+    argv = ("plan", "models.mlp", "--topology", "cpu8", "--pipeline", "gpipe", "--microbatches", 2, "--stages", 2, *TINY)
+    planned = done(*argv, "--proposals", 8, "--profile", path, "-o", "plan.json")
+    again = done("simulate", "plan.json")
+    assert again["step_time_s"] == planned["step_time_s"] and Plan.load("plan.json").profile is not None
+    refused("profile", "models.mlp", "--topology", "cpu8", "--microbatches", 7, *TINY, words=("microbatches", "7", "divisor"))
+    refused(*argv, "--verify-top", 2, words=("--verify-top", "no pipeline"))
+    refused("calibrate", "plan.json", words=("pipeline", "one program"))
+
+
 def test_time_that_is_spent_leaves_the_smallest_out():
     made = done("profile", "models.mlp", "--topology", "cpu8", "--no-search", "--seconds", "0.001", *TINY, "-o", "p.json")
     found = load_profile("p.json")
