@@ -125,6 +125,7 @@ def test_a_memory_bound_gives_the_same_cost(model, topology, pins):
     np.testing.assert_allclose(judged.cost_s, [e.cost for e in judge.problem.evaluate(found)], rtol=FLOAT32_ERROR)
 
 
+@pytest.mark.slow
 def test_a_degree_that_does_not_divide_costs_infinity():
     judge = judge_of("mlp_of_sixes", "2x6", False)
     now = judge.problem.space.random(np.random.default_rng(0))
