@@ -68,7 +68,9 @@ def _compiled(lowered: jax.stages.Lowered) -> Callable[..., Any]:
     device = jax.config.jax_default_device or jax.local_devices()[0]  # in a job of several processes, this one's
     if folder is None or getattr(device, "platform", None) != "cpu":
         return lowered.compile()
-    path = folder / hashlib.sha256(f"{_surroundings()}\n{lowered.as_text()}".encode()).hexdigest()
+    # The text leaves out arguments that nothing reads; the executable wants them all the same.
+    asked = f"{_surroundings()}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
+    path = folder / hashlib.sha256(asked.encode()).hexdigest()
     if (kept := _read(path)) is not None:
         with contextlib.suppress(Exception):  # whatever a foreign executable may raise: it is compiled anew
             return serialize_executable.deserialize_and_load(

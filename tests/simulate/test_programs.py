@@ -53,6 +53,14 @@ def test_another_program_is_another_file(folder):
     assert len(list(folder.iterdir())) == 2
 
 
+def test_what_nothing_reads_counts_too(folder):
+    """An argument that is not used is in no program's text, and is passed all the same."""
+    used, unused = jnp.asarray(X), (jnp.zeros(3), jnp.zeros((2, 5)))
+    for other in unused:
+        found = Program(lambda x, _: 2 * x)(used, other)
+        np.testing.assert_allclose(found, 2 * X)
+
+
 def test_nothing_is_kept_where_the_user_wants_none(folder, monkeypatch):
     monkeypatch.setenv("SOAPJAX_PROGRAM_CACHE", "off")
     assert program_folder() is None
