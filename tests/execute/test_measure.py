@@ -4,6 +4,7 @@ import functools
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from planned import data_parallel, rotated
@@ -12,7 +13,7 @@ from problems import MODELS, topology_of
 from soapjax.costs.measured import local_task
 from soapjax.costs.tables import trip_bytes
 from soapjax.execute.evaluate import Evaluator
-from soapjax.execute.measure import LocalStep, Unmeasurable, time_calls
+from soapjax.execute.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.measure_links import KINDS, time_collectives
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
@@ -107,6 +108,18 @@ def test_more_work_takes_longer():
     product = jax.jit(lambda x, y: x @ y)
     small, large = time_calls(product, [a[:64, :64], a[:64, :64]]), time_calls(product, [a, a])
     assert 0 < 10 * small.seconds < large.seconds and large.num_runs >= 7
+
+
+def test_large_arguments_are_others_in_every_call():
+    small, large = jnp.ones(8), jnp.arange(float(LARGE_BYTES // 4))
+    calls = _cold([small, large])
+    assert (len(calls) - 1) * large.nbytes <= COLD_BYTES < (len(calls) + 1) * large.nbytes or len(calls) == MAX_COPIES
+    assert all(x is small for x, _ in calls) and len({y.unsafe_buffer_pointer() for _, y in calls}) == len(calls)
+    assert all((y == large).all() for _, y in calls)
+    assert _cold([small]) == [[small]]
+    taken = []
+    time_calls(lambda x, y: taken.append(id(y)) or x, *calls[:3], repeats=1)
+    assert set(taken) == {id(y) for _, y in calls[:3]}
 
 
 def test_a_task_is_timed():
