@@ -28,6 +28,7 @@ from soapjax.execute.agreement import LEFT, ROOT, leave
 from soapjax.execute.coordination import Store
 
 BEAT_S = 1.0  # at most; a tenth of the time-out where that is less
+OWN_REASON_S = 3.0  # less than rank 0 stays for the others (agreement.LEAVE_S)
 
 
 class Watch:
@@ -42,6 +43,7 @@ class Watch:
         self._beats = 0
         self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> its last beat, and when it was new
         self._begin = self._answered = now()
+        self.has_left = False  # a rank ended of its own accord
 
     def look(self) -> Problem | None:
         """Beats, and names the rank that has stopped, if one has."""
@@ -62,6 +64,7 @@ class Watch:
         if named := store.items(f"{ROOT}/stopped"):
             return next(iter(named.values())).decode()
         if left := {r: s for r, s in store.items(LEFT).items() if int(r) != store.rank and s != b"0"}:
+            self.has_left = True
             return f"rank {min(left, key=int)} has ended with status {next(iter(left.values())).decode()}"
         for rank, beat in store.items(f"{ROOT}/beat").items():
             if self._seen.get(int(rank), (None, 0.0))[0] != beat:
@@ -96,7 +99,7 @@ def start(store: Store, timeout_s: float) -> None:
         before(kind, error, trace)
         sys.stderr.flush()
         if issubclass(kind, jax.errors.JaxRuntimeError):
-            time.sleep(timeout_s + 2 * BEAT_S)  # the watch ends this process where another rank is the cause
+            time.sleep(timeout_s + OWN_REASON_S + 5 * BEAT_S)  # the watch ends this process where another rank is the cause
         leave(store, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = end
@@ -108,6 +111,8 @@ def _watch(watch: Watch, ended: threading.Event) -> None:
         if ended.wait(min(BEAT_S, watch.timeout_s / 10)):
             return
         problem = watch.look()
+    if watch.has_left:
+        time.sleep(OWN_REASON_S)  # what ended it may be about to end this process too, which then says why
     print(f"error: {problem}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if watch.store.rank == 0:
