@@ -133,13 +133,11 @@ def _search(best: Best, reduced: Reduced, end: float, seed: int, is_alone: bool)
     best.offer(reduced.expand(least))
     if core.fits(least):
         take(least)
-    if core.num_nodes == 0:
-        best.bound = reduced.offset
-        return
     if is_small(core):
-        take(best_of_all(core))
-        if current.choice is None:
-            best.infeasible = best.infeasible or "no choice fits the limit: all were tried"
+        if core.num_nodes > 0:
+            take(best_of_all(core))
+        if current.choice is None or current.cost + reduced.offset >= FORBIDDEN:
+            best.infeasible = best.infeasible or "no allowed choice fits the limit: all were tried"
         else:
             best.bound = current.cost + reduced.offset
         return
