@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.costs.profile import Profile, cache_folder, cached_profile, load_profile, mismatches
+from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
@@ -219,10 +219,9 @@ def plan_of_strategy(
     layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
     topology, profile = simulator.tables.topology, simulator.tables.profile
     figures, shares = compute_figures(simulator, strategy)
-    own = profile.for_structures({t.structure for t in problem.graph.tasks}) if profile is not None else None
     return make_plan(
         problem.space, topology, strategy, *layouts, simulator.prediction(strategy, compute_figures=shares), model=model,
-        provenance=provenance, unroll=unroll, figures=figures, profile=own.model_dump(mode="json") if own is not None else None,
+        provenance=provenance, unroll=unroll, figures=figures, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.profile import Profile, profile_of
+from soapjax.costs.profile import Profile, carried, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
@@ -242,7 +242,6 @@ def pipeline_plan(
     provenance: Provenance = Provenance(), unroll: bool = False, profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The plan file of a pipeline, with what of `profile` its times come from."""
-    own = profile.for_structures({t.structure for t in graph.tasks}) if profile is not None else None
     mesh = factor_mesh(topology)
     operators = {}
     for op in graph.operators:
@@ -260,7 +259,7 @@ def pipeline_plan(
         prediction=_prediction(times, topology.num_devices),
         provenance=provenance,
         pipeline=times.pipeline,
-        profile=own.model_dump(mode="json") if own is not None else None,
+        profile=carried(profile, {t.structure for t in graph.tasks}),
     )
 
 

@@ -122,10 +122,13 @@ class Profile(_Part):
         is_other = self.calibration is not None and self.calibration.topology not in ("", topology_fingerprint)
         return self.model_copy(update={"calibration": None, "sources": self.sources or (self.sha256,)}) if is_other else self
 
-    def for_structures(self, structures: set[str]) -> Profile:
-        """The part that a plan needs: measurements of these tasks only."""
-        kept = tuple(m for m in self.operators if m.structure in structures)
-        return self.model_copy(update={"operators": kept, "sources": self.sources or (self.sha256,)})
+
+def carried(profile: Profile | None, structures: set[str]) -> dict[str, Any] | None:
+    """What a plan carries of the profile that it was costed with, as JSON data: measurements of these tasks only."""
+    if profile is None:
+        return None
+    kept = tuple(m for m in profile.operators if m.structure in structures)
+    return profile.model_copy(update={"operators": kept, "sources": profile.sources or (profile.sha256,)}).model_dump(mode="json")
 
 
 def _canonical(profile: Profile) -> str:

@@ -35,16 +35,17 @@ def run_processes(port, cases, count, devices_each=1, timeout=240):
     return list(zip(*found, strict=True))
 
 
-def check(results):
+def check(results, last_is_empty=()):
     """Every process has the loss; what it holds is right; together they hold everything, and none holds all of it.
 
-    The last stage may hold nothing: where its weight is tied, the first stage has it.
+    Args:
+      last_is_empty: cases (by number) whose last stage has no weight of its own: the first stage holds the tied one.
     """
-    for found in results:
-        for r in found:
+    for case, found in enumerate(results):
+        for rank, r in enumerate(found):
             assert r["worst"] <= 1e-5 and r["loss"] <= 1e-5, found
-            assert r["held"] < r["leaves"], found
-        assert all(r["held"] for r in found[:-1]), found
+            is_empty = case in last_is_empty and rank == len(found) - 1
+            assert (r["held"] == 0 if is_empty else 0 < r["held"] < r["leaves"]), found
         assert sum(r["held"] for r in found) >= found[0]["leaves"], found
 
 
@@ -62,4 +63,4 @@ def test_operators_pinned_to_two_processes(free_port):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices_each", [1, 2])
 def test_four_processes(free_port, devices_each):
-    check(run_processes(free_port, ["mlp/1f1b", "tied/1f1b", "tied/gpipe", "mlp/pinned"], 4, devices_each))
+    check(run_processes(free_port, ["mlp/1f1b", "tied/1f1b", "tied/gpipe", "mlp/pinned"], 4, devices_each), last_is_empty=(1, 2))
