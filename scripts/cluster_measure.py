@@ -325,7 +325,7 @@ def rank_parser(description: str, models: Iterable[str]) -> argparse.ArgumentPar
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--work", required=True, help="the folder for what is kept: calibration, plans")
-    parser.add_argument("--steps", type=int, default=7, help="timed steps per plan, at most")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps per plan, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile-seconds", type=float, default=60.0, help="for measuring operators, where that is to be done")
     return parser

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from soapjax.graph.heavy_rules import needs_halo
@@ -32,7 +34,7 @@ def axes_of(spec: Spec) -> set[str]:
 
 def run_heavy(
     eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec, home_spec: Spec, mesh: Mesh, bind: Bind,
-    kept: tuple[str, ...] = (),
+    kept: tuple[str, ...] = (), order: tuple[int, ...] | None = None,
 ) -> Any:  # fmt: skip
     """One dot or convolution on local blocks.
 
@@ -41,6 +43,8 @@ def run_heavy(
       raw_spec: layout of the result before partial sums are resolved.
       home_spec: layout of the result after; an axis in it but not in `raw_spec` is reduce-scattered.
       kept: axes whose partial sums stay apart: the result has a leading dim for each (`contracted_axes` says which can be).
+      order: of the result's dims where its reader wants them permuted. Sums over devices are made in that order: the compiler
+        makes the blocks so, while a sum in another order would be a pass over memory more. The result is as without.
     """
     spatial = _spatial_axes(eqn, inputs, in_specs, raw_spec)
     if not {n for s in (*in_specs, raw_spec) for n in axes_of(s)}:
@@ -49,17 +53,21 @@ def run_heavy(
     manual = set(mesh.axis_names) - spatial
     contracted = (({n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)) & manual) - set(kept)
     params = _local_params(eqn, in_specs, mesh, manual)
+    order = tuple(range(len(home_spec))) if order is None or kept or not contracted else order
+    ordered = tuple(home_spec[d] for d in order)
 
     def body(*blocks: Any) -> Any:
-        return with_leading(combined(bind(list(blocks), params)[0], contracted, home_spec, mesh), kept)
+        block = jnp.transpose(bind(list(blocks), params)[0], order)
+        return with_leading(combined(block, contracted, ordered, mesh), kept)
 
     def keep(spec: Spec) -> PartitionSpec:
         return partition_spec(tuple(tuple(n for n in names if n in manual) for names in spec))
 
-    out_spec = keep((*((n,) for n in kept), *home_spec))
-    return jax.shard_map(
+    out_spec = keep((*((n,) for n in kept), *ordered))
+    result = jax.shard_map(
         body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=out_spec, axis_names=manual, check_vma=False
     )(*inputs)
+    return result if kept else jnp.transpose(result, np.argsort(order))
 
 
 def combined(block: Any, partial: set[str], home_spec: Spec, mesh: Mesh, collective: Callable[..., Any] | None = None) -> Any:

@@ -25,7 +25,7 @@ from soapjax.execute.heavy import axes_of, contracted_axes, partition_spec, run_
 from soapjax.execute.partial import Partial
 from soapjax.execute.reduce import REDUCTIONS, run_reduction
 from soapjax.execute.reshard import reshard
-from soapjax.execute.scatter import run_scatter_add
+from soapjax.execute.scatter import run_scatter_add, runs_on_blocks
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD, PHASE_NAMES
@@ -52,6 +52,16 @@ class Program:
     def eqn(self, key: str) -> FlatEqn:
         """The equation with a key (its address as text)."""
         return self._by_key[key]
+
+    @functools.cached_property
+    def orders(self) -> dict[int, tuple[int, ...]]:
+        """The permutation of the values that are read by one transposition and nothing else."""
+        readers: dict[int, list[FlatEqn]] = {}
+        for e in self._by_key.values():
+            for a in e.inputs:
+                if isinstance(a, int):
+                    readers.setdefault(a, []).append(e)
+        return {a: tuple(e.params["permutation"]) for a, (e, *more) in readers.items() if e.name == "transpose" and not more}
 
     def sharding(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, partition_spec(spec))
@@ -196,15 +206,17 @@ class PlannedEvaluator(Evaluator):
             partial = contracted_axes(eqn, inputs, in_specs, raw)
             kept = self.sums.kept(eqn, partial)
             home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
-            result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, functools.partial(self.bind, eqn), kept)
+            bind, order = functools.partial(self.bind, eqn), self.bound.orders.get(eqn.outputs[0])
+            result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept, order)
             # Also where nothing is split: what follows must not draw a convolution into a spatial split.
             results = [self.sums.made(result, kept, home)]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
-        elif is_heavy and eqn.name == "scatter-add" and axes_of(raw := self.spec_from(task.operator, task.result_dims)) < {
-            n for dims in task.operand_dims for n in axes_of(self.spec_from(task.operator, dims))
-        }:
-            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
+        elif is_heavy and runs_on_blocks(
+            eqn,
+            in_specs := [self.spec_from(task.operator, dims) for dims in task.operand_dims],
+            raw := self.spec_from(task.operator, task.result_dims),
+        ):
             partial = {n for s in in_specs for n in axes_of(s)} - axes_of(raw)
             kept = self.sums.kept(eqn, partial)
             home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)

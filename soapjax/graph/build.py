@@ -194,12 +194,12 @@ class _Builder:
             gradient = self.tensors.index(parameter.gradient)
             shape = self.tensors.all[tensor].shape
             stacked = len(shape) - len(self.tensors.all[gradient].shape)
-            dims = sorted(range(max(0, stacked), len(shape)), key=lambda d: (-shape[d], d))
             owner = first_reader.get(tensor, 0)
             parameters.append(
                 Parameter(
                     parameter.path, tensor, gradient, owner, parameter.leaf, parameter.state_leaves,
-                    tuple(d for d in dims if shape[d] > 1),
+                    # Blocks of a leading dim lie together: gathering and scattering them copies nothing.
+                    tuple(d for d in range(max(0, stacked), len(shape)) if shape[d] > 1),
                 )
             )  # fmt: skip
             read = Access(gradient, (NOT_SPLIT,) * len(self.tensors.all[gradient].shape))

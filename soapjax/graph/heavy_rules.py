@@ -142,7 +142,10 @@ def _gather(eqn: FlatEqn, ins, outs) -> Labels:
 
 @register("scatter-add", "scatter-sub", "scatter", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(eqn: FlatEqn, ins, outs) -> Labels:
-    """Labels: operand dims by position, then the scattered dims of the updates (reduced, for sums only)."""
+    """Labels: operand dims by position, then the scattered dims of the updates (reduced, for sums only).
+
+    Rows that updates are added to are split too: each part takes those that fall into it.
+    """
     dn = eqn.params["dimension_numbers"]
     operand_shape, update_shape = ins[0], ins[2]
     rank = len(operand_shape)
@@ -162,4 +165,7 @@ def _scatter(eqn: FlatEqn, ins, outs) -> Labels:
             operand[d] = index[i] = update[u] = d
         elif is_sum:
             index[i] = update[u] = rank + k
+    if is_sum:
+        for d in set(dn.scatter_dims_to_operand_dims) & set(dn.inserted_window_dims):
+            operand[d] = d
     return Labels((tuple(operand), tuple(index), tuple(update)), (tuple(operand),))

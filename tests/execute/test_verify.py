@@ -69,7 +69,7 @@ def test_work_done_twice_is_caught(monkeypatch):
     strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
     program = bind_plan(traced, plan_of_strategy(problem, strategy))
 
-    def whole(eqn, inputs, in_specs, raw, home, mesh, bind, kept=()):
+    def whole(eqn, inputs, in_specs, raw, home, mesh, bind, *kept_and_order):
         everywhere = NamedSharding(mesh, PartitionSpec())
         return bind([jax.lax.with_sharding_constraint(x, everywhere) for x in inputs], eqn.params)[0]
 

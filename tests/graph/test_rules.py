@@ -304,6 +304,14 @@ def masked_gather(eqn, operands, full_rows, part, parts):
     return jnp.where(inside.reshape(shape), out, 0)
 
 
+def in_own_rows(eqn, operands, dim, full_rows, part, parts):
+    """Operands of a scatter into one block of rows: what belongs to others points out of bounds."""
+    numbers = eqn.params["dimension_numbers"]
+    column = numbers.scatter_dims_to_operand_dims.index(dim)
+    start = part * full_rows // parts
+    return [operands[0], operands[1].at[..., column].add(-start), operands[2]]
+
+
 def run_on_blocks(eqn, label, labels, operands, outs, parts):
     results = []
     for part in range(parts):
@@ -318,6 +326,9 @@ def run_on_blocks(eqn, label, labels, operands, outs, parts):
         if eqn.name in ("scatter-add", "scatter-sub") and is_reduced and part > 0:
             mine[0] = jnp.zeros_like(mine[0])  # the operand counts once
         params = local_params(eqn, label, labels, parts, [x.shape for x in mine], shapes)
+        if eqn.name in ("scatter-add", "scatter-sub") and label in eqn.params["dimension_numbers"].inserted_window_dims:
+            mine = in_own_rows(eqn, mine, label, operands[0].shape[label], part, parts)
+            params["mode"] = lax.GatherScatterMode.FILL_OR_DROP
         out = eqn.primitive.bind(*mine, **eqn.primitive.get_bind_params(params))
         out = list(out) if eqn.primitive.multiple_results else [out]
         assert [x.shape for x in out] == shapes, f"{eqn.name}: blocks of another shape"
