@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -341,7 +342,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", family(FIXED, slow=["parameter", "subtree"]))
 def test_what_is_fixed_is_kept(name):
     path, spec, changed = FIXED[name]
     step, (state, batch) = make_step(), arguments()

@@ -78,8 +78,17 @@ def combined(block: Any, partial: set[str], home_spec: Spec, mesh: Mesh, collect
     scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
     others = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in scattered})
     for d, n in scattered:
-        block = jax.lax.psum_scatter(block, n, scatter_dimension=d, tiled=True)
+        block = _scattered(block, n, d)
     return (collective or jax.lax.psum)(block, others) if others else block
+
+
+def _scattered(block: Any, name: str, d: int) -> Any:
+    """A block summed over an axis, of which a device keeps its part of dim `d`."""
+    if d == 0:
+        return jax.lax.psum_scatter(block, name, tiled=True)
+    # XLA lays out the whole anew, element by element, to scatter along another dim than the first: here runs are copied.
+    shape = (*block.shape[:d], jax.lax.axis_size(name), -1, *block.shape[d + 1 :])
+    return jax.lax.psum_scatter(jnp.moveaxis(block.reshape(shape), d, 0), name)
 
 
 def with_leading(block: Any, kept: tuple[str, ...]) -> Any:

@@ -64,10 +64,9 @@ def _exchange(step: Exchange, x: Any, names: tuple[str, ...], sizes: tuple[int, 
 
 def _gather(step: Gather, x: Any, names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     axes = [a for a, _ in step.axes]
-    dims = {d for _, d in step.axes}
-    if len(dims) == 1:
-        (d,) = dims
-        return jax.lax.all_gather(x, tuple(names[a] for a in step.before[d] if a in axes), axis=d, tiled=True)
+    if {d for _, d in step.axes} == {0}:
+        return jax.lax.all_gather(x, tuple(names[a] for a in step.before[0] if a in axes), axis=0, tiled=True)
+    # Along another dim XLA would lay out the whole anew, element by element, before and after: here runs are copied, once.
     gathered = [[a for a in step.before[d] if a in axes] if d < len(step.before) else [] for d in range(x.ndim)]
     return _merge(jax.lax.all_gather(x, tuple(names[a] for a in axes), axis=0, tiled=False), gathered, axes, sizes)
 

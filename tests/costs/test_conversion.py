@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def random_layouts(rng: np.random.Generator, links: Links, count: int) -> tuple[
     return source, target, np.exp(rng.uniform(0, 25, count)).astype(np.float32)
 
 
-@pytest.mark.parametrize("links", MESHES, ids=lambda x: "x".join(map(str, x.axis_sizes)))
+@pytest.mark.parametrize("links", family(MESHES, slow=MESHES[-1:]), ids=lambda x: "x".join(map(str, x.axis_sizes)))
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_jitted_equals_plain(links, seed):
@@ -81,7 +82,7 @@ def test_jitted_equals_plain(links, seed):
     np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
 
 
-@pytest.mark.parametrize("links", MESHES, ids=lambda x: "x".join(map(str, x.axis_sizes)))
+@pytest.mark.parametrize("links", family(MESHES, slow=MESHES[-1:]), ids=lambda x: "x".join(map(str, x.axis_sizes)))
 def test_small_dims_jitted_equal_plain(links):
     rng = np.random.default_rng(len(links.axis_sizes))
     source, target, size = random_layouts(rng, links, BATCH)
@@ -210,7 +211,7 @@ def test_links_of_a_topology_are_its_achieved_figures():
     assert links.latency_s == pytest.approx((8e-6, 3e-6))
 
 
-@pytest.mark.parametrize("links", [m if k in (1, 2) else pytest.param(m, marks=pytest.mark.slow) for k, m in enumerate(MESHES)])
+@pytest.mark.parametrize("links", family(MESHES, slow=[m for k, m in enumerate(MESHES) if k not in (1, 2)]))
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_pinned_layouts_jitted_equal_plain(links, seed):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import oracles
 import pytest
+from families import family
 from problems import PROBLEMS, case, case_with
 
 from soapjax.costs.conversion import COLLECTIVES
@@ -14,10 +15,8 @@ from soapjax.strategy.strategy import Strategy
 
 SECONDS_ERROR = 1e-5
 MEMORY_ERROR = 1e-5
-SLOW = (("moe", "a100x64"), ("mlp", "a100x64"))
-names = pytest.mark.parametrize(
-    "model, topology", [pytest.param(*p, marks=pytest.mark.slow) if tuple(p) in SLOW else p for p in PROBLEMS]
-)
+SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"))
+names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=SLOW))
 
 
 def assert_equals_oracle(c, strategies):
@@ -77,7 +76,7 @@ def test_evaluator_equals_the_plain_oracle_on_neighbours_that_agree(model, topol
 def test_oracle_covers_the_rules_it_is_there_for():
     """The random strategies above do scatter sums, refuse to for both reasons, share copies and gather again."""
     seen = set()
-    for model, topology in PROBLEMS:
+    for model, topology in set(PROBLEMS) - set(SLOW):
         c = case(model, topology)
         t, sizes = c.tables, c.space.mesh.axis_sizes
         costs, _ = c.figures(c.strategies(seed=1, count=30))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from problems import graph_of, topology_of
 
 from soapjax.costs.fit import fitted_rates
@@ -82,7 +83,7 @@ def test_a_measured_task_costs_what_was_measured(model):
         assert set(figures) == {"measured"} and shares == {"measured": 1.0}
 
 
-@pytest.mark.parametrize("model", ["mlp", pytest.param("lm_scan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", family(["mlp", "lm_scan"], slow=["lm_scan"]))
 def test_the_exact_delta_sees_the_measurements_too(model):
     problem, strategies = measured_problem(model)
     near = Neighbourhoods(problem)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from planned import data_parallel, rotated
 from problems import MODELS, topology_of
 
@@ -40,10 +41,7 @@ def local_step(model):
     return LocalStep(step, graph, binding)
 
 
-SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in ("lm", "rnnlm")]
-
-
-@pytest.mark.parametrize("model", ["mlp", "lm_tied_scan_remat", "resnet", "moe", *SLOW])
+@pytest.mark.parametrize("model", family(["mlp", "lm_tied_scan_remat", "resnet", "moe", "lm", "rnnlm"], slow=["lm", "rnnlm"]))
 def test_every_task_has_a_local_form_with_the_planned_work(model):
     local = local_step(model)
     graph = local.graph

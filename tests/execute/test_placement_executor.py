@@ -5,6 +5,7 @@ import importlib
 import jax
 import numpy as np
 import pytest
+from families import family
 
 import soapjax
 from soapjax.errors import SoapjaxError
@@ -31,7 +32,7 @@ def made(name, *, topology="cpu8"):
     return step, state, batch, traced, planning_problem(traced, load_topology(topology), space="paper")
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("nmt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", family(["mlp", "nmt"], slow=["nmt"]))
 def test_random_pinned_plans_are_proven(name):
     _, state, batch, traced, problem = made(name)
     plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(0)))

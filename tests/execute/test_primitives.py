@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import family
 from flax import nnx
 from jax import lax
 from planned import Case, data_parallel
@@ -203,7 +204,7 @@ def conv(x, w, *, stride=1, groups=1, padding="SAME", dilation=1):
     )  # fmt: skip
 
 
-@case()
+@case(slow=True)
 def depthwise_and_grouped_conv():
     def loss(params, x):
         x = jax.nn.relu(conv(x, params["depthwise"], groups=8))
@@ -255,7 +256,7 @@ def dropout_step(state, x):
     return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "key": key}, value
 
 
-@case()
+@case(slow=True)
 def dropout_with_typed_key():
     return dropout_step, ({"params": mlp_params(), "key": jax.random.key(0)}, normal(4, 8, 8))
 
@@ -378,7 +379,7 @@ def no_gradient_at_all():
 
 
 def marked(names):
-    return [pytest.param(n, marks=pytest.mark.slow) if CASES[n][3] else n for n in names]
+    return family(names, slow=[n for n in names if CASES[n][3]])
 
 
 @pytest.mark.parametrize("name", marked(CASES))

@@ -5,6 +5,7 @@ import importlib
 import jax
 import numpy as np
 import pytest
+from families import family
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import soapjax
@@ -32,7 +33,7 @@ def made(name: str):
     return step, (state, batch), traced, planning_problem(traced, load_topology("cpu8"))
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", pytest.param("lm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm"], slow=["lm"]))
 def test_plans_are_proven(name):
     _, arguments, traced, problem = made(name)
     leaves = jax.tree_util.tree_leaves(arguments)

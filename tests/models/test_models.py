@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from flax import linen as nn
 from jax.extend import core as jax_core
 
@@ -146,10 +147,10 @@ def test_abstract_make(name):
         assert product_types(closed) == {"bfloat16"}
 
 
-SLOW = ("lm_full", "unet", "bert")
+SLOW = ("lm_full", "unet", "bert", "moe", "nnx_full")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LEARNING])
+@pytest.mark.parametrize("name", family(LEARNING, slow=SLOW))
 def test_step_of_abstract_make_learns_real_batch(name):
     """One compilation checks three things: equal shapes, no leaked tracer in the step, and a loss that falls."""
     module, sizes = CASES[name]
@@ -174,7 +175,7 @@ def test_make_is_deterministic_and_follows_the_seed(name):
     assert not np.array_equal(first[0]["params"]["position"], other[0]["params"]["position"])
 
 
-@pytest.mark.parametrize("name", [pytest.param(p, marks=pytest.mark.slow) if p == "gnmt" else p for p in PAIRS])
+@pytest.mark.parametrize("name", family(PAIRS, slow=["gnmt", "rnnlm", "rnntc"]))
 def test_unrolled_equals_scan(name):
     module, sizes = CASES[name]
     sizes = sizes | dict(dtype="float32", seq=2)
@@ -371,7 +372,7 @@ def test_attention_is_causal():
     assert same.tolist() == [True] * 4 + [False] * 2
 
 
-@pytest.mark.parametrize("name", ["lm_full", "nnx_full"])
+@pytest.mark.parametrize("name", family(["lm_full", "nnx_full"], slow=["lm_full"]))
 def test_dropout_changes_with_the_step_only(name):
     step, state, batch = real_make(name)
     step = compiled(step)

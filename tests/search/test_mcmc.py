@@ -151,7 +151,7 @@ def test_never_worse_than_baselines_and_deterministic(step_problem):
 def test_time_stops_the_same_sequence(step_problem):
     """What a run ended by time found is what its number of proposals finds."""
     key = jax.random.key(2)
-    timed = mcmc(key, step_problem, Budget(seconds=10.0))
+    timed = mcmc(key, step_problem, Budget(seconds=4.0))
     assert timed.stopped_by in ("seconds", "converged")
     replayed = mcmc(key, step_problem, Budget(num_proposals=timed.num_proposals))
     assert timed.best.strategy.key() == replayed.best.strategy.key()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, graph_of, topology_of
@@ -22,8 +23,7 @@ FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
 CASES = [(*p, False) for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "resnet")] + [(*p, True) for p in PINNED]
 QUICK = (("mlp", "2x4", True), ("resnet", "dgx1_v100x8", False))  # compiling is what takes time
-CASES = [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
-every_case = pytest.mark.parametrize("model, topology, pins", CASES)
+every_case = pytest.mark.parametrize("model, topology, pins", family(CASES, slow=set(CASES) - set(QUICK)))
 
 
 class Judge:

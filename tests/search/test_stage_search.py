@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from families import family
 from problems import MODELS, graph_of, graph_with, topology_of
 
 from soapjax.costs.measured import local_task
@@ -46,10 +47,7 @@ def test_micro_batches_that_do_not_divide_are_refused():
         micro_batch(graph_of("lm"), 3)
 
 
-LONG = pytest.param("lm", "2x4", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("model, name", [LONG, ("mlp", "cpu8"), ("resnet", "dgx1_v100x8")])
+@pytest.mark.parametrize("model, name", family([("lm", "2x4"), ("mlp", "cpu8"), ("resnet", "dgx1_v100x8")], slow=[("lm", "2x4")]))
 def test_one_stage_takes_the_time_of_one_program(model, name):
     """Exactly: the same tasks by the same rules, with communication beside compute or not."""
     graph, machine = graph_of(model), topology_of(name)

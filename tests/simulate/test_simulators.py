@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, case, case_with
@@ -25,7 +26,7 @@ FLOAT64_ERROR = 1e-12
 BATCH = 6
 # (tasks, predecessors each, streams), from one compute and one link level to four devices with their own.
 SHAPES = ((1, 1, 1), (12, 2, 2), (40, 3, 3), (60, 1, 3), (40, 6, 12))
-names = pytest.mark.parametrize("model, topology", PROBLEMS)
+names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=[("moe", "a100x64"), ("mlp", "a100x64")]))
 
 
 def longest_paths(schedule: Schedule, durations) -> list[float]:

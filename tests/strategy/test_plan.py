@@ -7,6 +7,7 @@ import os
 import jax
 import numpy as np
 import pytest
+from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, case, case_with
@@ -28,7 +29,8 @@ from soapjax.strategy.plan import (
 )
 from soapjax.strategy.strategy import PIN
 
-names = pytest.mark.parametrize("model, topology", PROBLEMS)
+SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"))
+names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=SLOW))
 PREDICTION = Prediction(
     step_time_s=0.125, memory_bytes_per_device=2**20, usable_memory_bytes=2**30, memory_parts_bytes={"state": 2**20},
     feasible=True, bytes_by_collective={"all-gather": 7},
