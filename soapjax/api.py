@@ -30,7 +30,8 @@ from soapjax.graph.trace import TracedStep, trace
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.strategy.plan import Plan, topology_of
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology
 
 log = logging.getLogger("soapjax")

@@ -25,7 +25,8 @@ from soapjax.graph.trace import trace
 from soapjax.model_source import abstract_model, parse_settings
 from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.report.tables import seconds
-from soapjax.strategy.plan import ModelSource, Plan, strategy_of, topology_of
+from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.topology import load_topology
 from soapjax.verify_top import require_real_devices
 

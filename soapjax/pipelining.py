@@ -30,7 +30,8 @@ from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.plan import Plan, Prediction, make_plan, strategy_of
+from soapjax.strategy.plan import Plan, Prediction
+from soapjax.strategy.plan_strategy import make_plan, strategy_of
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology

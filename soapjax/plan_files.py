@@ -11,7 +11,8 @@ from soapjax.graph.trace import TracedStep
 from soapjax.planning import on_cpu, plan_of_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.stage_plans import recost_pipeline
-from soapjax.strategy.plan import Plan, parse_spec, strategy_of, topology_of
+from soapjax.strategy.plan import Plan, parse_spec
+from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.strategy.space import search_space
 from soapjax.timelines import pipeline_events, spmd_events
 from soapjax.topology import DeviceTopology, FactorMesh

@@ -26,7 +26,8 @@ from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchRe
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep, make_plan
+from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep
+from soapjax.strategy.plan_strategy import make_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology

@@ -20,7 +20,8 @@ import numpy as np
 from soapjax.costs.fit import fitted_link, fitted_rates
 from soapjax.costs.measured import LocalTask, figures_of, local_task
 from soapjax.costs.profile import Calibration, Device, Measurement, Profile, installed_versions, is_same_kind, merged
-from soapjax.costs.tables import CostTables, trip_bytes
+from soapjax.costs.tables import CostTables
+from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.measure import LocalStep, Unmeasurable
 from soapjax.execute.measure_links import time_collectives

@@ -31,7 +31,8 @@ from soapjax.model_source import Model, abstract_model, concrete_model
 from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
-from soapjax.strategy.plan import ModelSource, Plan, topology_of
+from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology
 from soapjax.verify_programs import ProgramsVerified, verify_programs
 

@@ -27,7 +27,8 @@ from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
 from soapjax.stage_sends import mean_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, SentPart, strategy_of
+from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, SentPart
+from soapjax.strategy.plan_strategy import strategy_of
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 

@@ -22,7 +22,8 @@ from soapjax.execute.verify_pipeline import verify_pipeline
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model
 from soapjax.pipelining import planned_pipeline
-from soapjax.strategy.plan import Plan, SentPart, topology_of
+from soapjax.strategy.plan import Plan, SentPart
+from soapjax.strategy.plan_strategy import topology_of
 
 AT_LEAST = 0.01  # of all that is sent: programs that differ by less are not listed
 

@@ -12,7 +12,7 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 from soapjax.simulate.simulator import Simulator, layouts_for_plan
-from soapjax.strategy.plan import make_plan
+from soapjax.strategy.plan_strategy import make_plan
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import replicated
 from soapjax.topology import factor_mesh, load_topology

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.tables import FROM_FIXED, FROM_READER
+from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
 from soapjax.strategy.strategy import FIRST_PIN

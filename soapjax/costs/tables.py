@@ -19,15 +19,12 @@ import numpy as np
 from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
+from soapjax.costs.tensor_tables import tensors_and_edges, trip_bytes, twins
 from soapjax.costs.working_memory import WorkingMemory, widening, working_memory
-from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED, SearchSpace
 from soapjax.topology import DeviceTopology
-
-FROM_ACCESS, FROM_STORAGE, FROM_READER, FROM_FIXED = range(4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,8 +113,8 @@ def cost_tables(
     width = space.allowed.shape[2]  # D + 1 config values
     _accesses(graph, width, t)
     _parameters(graph, space, t)
-    edges = _tensors_and_edges(graph, space, num_axes, t)
-    _twins(graph, edges, t)
+    edges = tensors_and_edges(graph, space, num_axes, t)
+    twins(graph, edges, t)
     rates = ComputeRates(topology, profile)
     _work(graph, rates, width, t)
     measured = no_points(len(graph.tasks), width - 1)
@@ -173,18 +170,6 @@ def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
     t["access_bytes"], t["access_is_write"] = np.array(sizes, np.float32), np.array(writes, bool)
 
 
-def trip_bytes(graph: OperatorGraph, tensor: int, task: int) -> float:
-    """Bytes of a tensor that one trip of a task touches: a loop reads one slice of a stacked input."""
-    found, trips = graph.tensors[tensor], graph.tasks[task].trip_count
-    stacked = trips > 1 and found.input_leaf >= 0 and found.shape and found.shape[0] == trips and _is_sliced(graph, tensor)
-    return found.size_bytes / (trips if stacked else 1)
-
-
-def _is_sliced(graph: OperatorGraph, tensor: int) -> bool:
-    """Whether loops read this input slice by slice: its leading dim is never split."""
-    return all(a.dims[0] == NOT_SPLIT for k in graph.tasks for a in k.reads if a.tensor == tensor and a.dims)
-
-
 def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
     mesh = space.mesh
     count = len(graph.parameters)
@@ -211,143 +196,6 @@ def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
     t["storage_fixed"] = fixed
     t["parameter_bytes"] = np.array([x.size_bytes for x in tensors], np.float32)
     t["state_copies"] = np.array([1 + len(p.state_leaves) for p in graph.parameters], np.float32)
-
-
-@dataclasses.dataclass
-class _Edge:
-    tensor: int
-    slot: int
-    task: int
-    bytes: float
-    trips: int
-    parameter: int
-
-
-def _tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t: dict) -> list[_Edge]:
-    num_u, num_p, num_k = len(t["access_op"]), len(graph.parameters), len(graph.tasks)
-    replicated_slot = num_u + 2 * num_p
-    by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
-    by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
-    update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
-    paired = dict(graph.state_pairs)
-    state_outputs = {o for i, o in graph.state_pairs}
-    readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)
-    writer: dict[int, int] = {}
-    for u in range(num_u):
-        tensor, k = int(t["access_tensor"][u]), int(t["access_task"][u])
-        if t["access_is_write"][u]:
-            writer[tensor] = u
-        else:
-            readers.setdefault(tensor, []).append((k, u))
-    n = len(graph.tensors)
-    source, slot, reader = np.zeros(n, np.int32), np.full(n, replicated_slot, np.int32), np.full(n, replicated_slot, np.int32)
-    fixed = np.full((n, num_axes), REPLICATED, np.int8)
-    rank = max([len(x.shape) for x in graph.tensors], default=1) or 1
-    shapes = np.ones((n, rank), np.int32)
-    birth, death, trips = np.zeros(n, np.int32), np.zeros(n, np.int32), np.ones(n, np.float32)
-    partial = np.zeros(n, bool)
-    sums = np.full(n, -1, np.int32)
-    for chain in graph.accumulations:
-        sums[[*chain.summands, *chain.running]] = writer[chain.layout_of]
-    edges: list[_Edge] = []
-    for i, tensor in enumerate(graph.tensors):
-        shapes[i, : len(tensor.shape)] = tensor.shape
-        found = sorted(readers.get(i, []))
-        if i in by_gradient and by_gradient[i] in update_task:
-            p = by_gradient[i]
-            found.append((update_task[p], num_u + num_p + p))
-            found.sort()
-        for k, u in found:
-            task = graph.tasks[k]
-            per_trip = trip_bytes(graph, i, k)
-            made_inside = i in writer and graph.tasks[int(t["access_task"][writer[i]])].trip_count > 1
-            sliced = per_trip != tensor.size_bytes
-            count = task.trip_count if made_inside or sliced else 1
-            if task.parameter >= 0:
-                per_trip *= tensor.copies  # the gradients of all layers of a loop at once
-            if sums[i] < 0:
-                edges.append(_Edge(i, u, k, per_trip, count, by_parameter.get(i, -1)))
-        if tensor.output_leaves and i in writer and state_outputs.intersection(tensor.output_leaves):
-            edges.append(_Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1))
-        if found:
-            # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
-            reader[i] = found[0][1]
-        last = max([k for k, _ in found], default=0)
-        death[i] = num_k - 1 if tensor.output_leaves else last
-        if i in by_parameter:
-            source[i], slot[i] = FROM_STORAGE, num_u + by_parameter[i]
-            death[i] = -1  # counted with its optimizer state
-        elif i in writer:
-            source[i], slot[i] = FROM_ACCESS, writer[i]
-            birth[i] = t["access_task"][writer[i]]
-            trips[i] = graph.tasks[birth[i]].trip_count
-            partial[i] = bool((t["access_map"][writer[i]] == PARTIAL).any())
-            # A loop carries it over from the trip before.
-            death[i] = max(death[i], birth[i])
-        elif tensor.input_leaf in space.fixed_layouts:
-            source[i], fixed[i] = FROM_FIXED, space.fixed_layouts[tensor.input_leaf]
-        elif tensor.input_leaf in paired or not found:
-            source[i] = FROM_FIXED
-        else:
-            source[i], slot[i] = FROM_READER, found[0][1]
-    for chain in graph.accumulations:
-        layout = writer[chain.layout_of]
-        may_sum = bool((t["access_map"][layout] == PARTIAL).any())
-        for i in (*chain.running, chain.total):  # added up in the summands' layout; the total leaves it
-            slot[i], partial[i] = layout, may_sum and i == chain.total
-        partial[list(chain.summands)] = True  # from their own layouts into the common one
-        if chain.is_carried:
-            trips[chain.total] = 1
-    for entry in graph.entries:
-        first = min((k for k, _ in readers.get(entry.target, [])), default=None)
-        if first is not None:
-            # Converted to the layout in which the loop's own result is carried.
-            edges.append(
-                _Edge(
-                    entry.source,
-                    writer.get(entry.target, replicated_slot),
-                    first,
-                    graph.tensors[entry.source].size_bytes,
-                    1,
-                    -1,
-                )
-            )
-            if entry.source not in by_parameter:
-                death[entry.source] = max(death[entry.source], first)
-    lives = lifetimes(graph)
-    death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, num_k - 1)))
-    death = np.where(lives.is_reused & (death == lives.last_use), np.maximum(death - 1, birth), death)
-    edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
-    edges.sort(key=lambda e: (e.task, e.tensor))
-    t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
-    t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = sums, shapes, birth, death
-    t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
-    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored
-    t["tensor_trips"], t["may_be_partial"] = trips, partial
-    t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)
-    t["edge_slot"] = np.array([e.slot for e in edges], np.int32)
-    t["edge_task"] = np.array([e.task for e in edges], np.int32)
-    t["edge_bytes"] = np.array([e.bytes for e in edges], np.float32)
-    t["edge_trips"] = np.array([e.trips for e in edges], np.float32)
-    t["edge_parameter"] = np.array([e.parameter for e in edges], np.int32)
-    return edges
-
-
-def _twins(graph: OperatorGraph, edges: list[_Edge], t: dict) -> None:
-    """Pairs of conversions that may be one: the same tensor wanted twice in one layout, in the same loop."""
-    last = len(graph.tasks)
-    by_tensor: dict[int, list[int]] = {}
-    pairs, crosses = [], []
-    for i, e in enumerate(edges):
-        for j in by_tensor.get(e.tensor, []):
-            if e.task < last:
-                a, b = graph.tasks[edges[j].task], graph.tasks[e.task]
-                if a.scope == b.scope:
-                    pairs.append((i, j))
-                    crosses.append(a.phase == FORWARD and b.phase in (BACKWARD, UPDATE))
-        by_tensor.setdefault(e.tensor, []).append(i)
-    t["twin"] = np.array(pairs, np.int32).reshape(len(pairs), 2)
-    t["twin_crosses"] = np.array(crosses, bool)
 
 
 def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> None:

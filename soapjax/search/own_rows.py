@@ -12,7 +12,8 @@ from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_seconds
 from soapjax.costs.evaluate import evaluator
-from soapjax.costs.tables import FROM_FIXED, FROM_READER, CostTables
+from soapjax.costs.tables import CostTables
+from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.candidates import Candidates
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,13 +20,8 @@ import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
-from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import PHASE_NAMES
-from soapjax.strategy.layout import REPLICATED, Spec, spec_of
+from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
-from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 SCHEMA_VERSION = 1
 MAX_PLAN_BYTES = 256 * 2**20
@@ -226,168 +220,3 @@ def format_spec(spec: Spec) -> str:
 def parse_spec(text: str) -> Spec:
     """The inverse of `format_spec`."""
     return tuple(tuple(n for n in part.strip().split("+") if n != "-") for part in text.split(",")) if text else ()
-
-
-def make_plan(
-    space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
-    prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
-    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None,
-) -> Plan:  # fmt: skip
-    """A plan from a strategy and the layouts that it implies.
-
-    Args:
-      used: int8 [U, A], layout of every access of every task but the updates, reads before writes, in task order.
-      home: int8 [T, A], layout of every tensor.
-      stored: int8 [P, A], storage layout of every parameter.
-      profile: the measurements behind the prediction; `figures`: per operator where its seconds come from.
-    """
-    graph, mesh = space.graph, space.mesh
-    names = mesh.axis_names
-
-    def spec(layout: np.ndarray, rank: int) -> str:
-        return format_spec(spec_of([int(x) for x in layout], rank=rank, axis_names=names))
-
-    parts: dict[int, list[TaskPart]] = {n: [] for n in range(graph.num_operators)}
-    u = 0
-    for task in graph.tasks:
-        if task.parameter >= 0:
-            continue
-        operands = [spec(used[u + k], len(a.dims)) for k, a in enumerate(task.reads)]
-        results = [spec(home[a.tensor], len(a.dims)) for a in task.writes]
-        u += len(task.reads) + len(task.writes)
-        parts[task.operator].append(TaskPart(phase=PHASE_NAMES[task.phase], operands=tuple(operands), results=tuple(results)))
-    operators = {}
-    for n, op in enumerate(graph.operators):
-        config = strategy.config(n, op, mesh, space.storages)
-        operators[op.name] = OperatorPart(
-            kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage,
-            figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
-        )  # fmt: skip
-    arguments, results = _leaf_specs(graph, home, stored, spec)
-    return Plan(
-        model=model,
-        graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
-        topology=topology.to_dict(),
-        mesh=MeshPart(axis_names=names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
-        unroll=unroll,
-        executable=_is_executable(graph, strategy),
-        fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
-        profile=profile,
-        operators=operators,
-        arguments=arguments,
-        results=results,
-        prediction=prediction,
-        provenance=provenance,
-    )
-
-
-def _is_executable(graph: OperatorGraph, strategy: Strategy) -> bool:
-    """A loop is one program: it runs on one set of devices. So does a step that updates between two gradients."""
-    pins = [row.tobytes() for row in np.minimum(strategy.axes, REPLICATE)]
-    if graph.is_single_phase and graph.parameters and (strategy.axes < REPLICATE).any():
-        return False
-    of_loop: dict[str, bytes] = {}
-    for task in graph.tasks:
-        mine = pins[task.operator]
-        if task.scope and of_loop.setdefault(task.scope.split("/")[0], mine) != mine:
-            return False
-    return True
-
-
-def _leaf_specs(graph: OperatorGraph, home, stored, spec) -> tuple[dict[str, str], dict[str, str]]:
-    """Argument and result specs by path; a leaf that no task touches is replicated."""
-    arguments: dict[str, str] = dict.fromkeys(graph.in_paths, "")
-    results: dict[str, str] = dict.fromkeys(graph.out_paths, "")
-    for i, tensor in enumerate(graph.tensors):
-        rank = len(tensor.shape)
-        for leaf in tensor.output_leaves:
-            if rank and tensor.copies == 1 and (home[i] != REPLICATED).any():
-                results[graph.out_paths[leaf]] = spec(home[i], rank)
-        if tensor.input_leaf >= 0:
-            arguments[graph.in_paths[tensor.input_leaf]] = spec(home[i], rank)
-    for p, parameter in enumerate(graph.parameters):
-        rank = len(graph.tensors[parameter.tensor].shape)
-        for leaf in (parameter.leaf, *parameter.state_leaves):
-            arguments[graph.in_paths[leaf]] = spec(stored[p], rank)
-    for i, o in graph.state_pairs:
-        results[graph.out_paths[o]] = arguments[graph.in_paths[i]]
-    return arguments, results
-
-
-def topology_of(plan: Plan, *, place: str = "plan") -> tuple[DeviceTopology, FactorMesh]:
-    """The topology that a plan is for, and its mesh.
-
-    Raises: SoapjaxError where the topology is none, or the plan's mesh is not the topology's.
-    """
-    topology = DeviceTopology.from_dict(plan.topology, place=f"{place}: topology")
-    mesh = factor_mesh(topology)
-    found, wanted = (plan.mesh.axis_names, plan.mesh.axis_sizes), (mesh.axis_names, mesh.axis_sizes)
-    problems = []
-    if found != wanted:
-        value, expected = (f"{names} of {sizes}" for names, sizes in (found, wanted))
-        remedy = f"restore it, or plan anew for {topology.num_devices} devices"
-        problems.append(Problem(f"{place}: mesh", value, f"{expected}, the topology's", remedy))
-    elif sorted(plan.mesh.device_order) != list(range(mesh.num_devices)):
-        order, expected = str(plan.mesh.device_order), f"a permutation of 0 to {mesh.num_devices - 1}"
-        problems.append(Problem(f"{place}: mesh.device_order", order, expected, "restore it, or plan anew"))
-    if problems:
-        raise SoapjaxError(problems)
-    return topology, mesh
-
-
-def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strategy:
-    """The strategy that a plan's `axes` and `storage` name.
-
-    Raises: SoapjaxError naming every operator, axis, dim and storage that does not fit the graph and the mesh.
-    """
-    graph, mesh = space.graph, space.mesh
-    problems = []
-    remedy = "restore the entry, or plan anew"
-    for name in sorted(plan.operators.keys() - {o.name for o in graph.operators}):
-        problems.append(Problem(f"{place}: operators.{name}", "an unknown operator", "an operator of this step", remedy))
-    if tuple(plan.mesh.axis_names) != mesh.axis_names or tuple(plan.mesh.axis_sizes) != mesh.axis_sizes:
-        problems.append(
-            Problem(
-                f"{place}: mesh",
-                f"{plan.mesh.axis_names} of {plan.mesh.axis_sizes}",
-                f"{mesh.axis_names} of {mesh.axis_sizes}",
-                "plan anew for this topology",
-            )
-        )
-    n = graph.num_operators
-    strategy = Strategy(np.full((n, space.num_axes), REPLICATE, np.int8), np.zeros(n, np.int8))
-    storages = {s.describe(mesh.axis_names): k for k, s in enumerate(space.storages)}
-    for i, op in enumerate(graph.operators):
-        part = plan.operators.get(op.name)
-        if part is None:
-            problems.append(Problem(f"{place}: operators.{op.name}", "missing", "an entry for every operator", remedy))
-            continue
-        dims = {d.name: k for k, d in enumerate(op.dims)} | {"replicate": REPLICATE}
-        for a in sorted(part.axes.keys() - set(mesh.axis_names)):
-            problems.append(
-                Problem(f"{place}: operators.{op.name}.axes.{a}", "an unknown axis", f"one of {mesh.axis_names}", remedy)
-            )
-        for k, a in enumerate(mesh.axis_names):
-            value = part.axes.get(a)
-            choices = dims | ({f"pin({c})": PIN(c) for c in range(mesh.axis_sizes[k])} if space.may_pin(i) else {})
-            if value not in choices:
-                problems.append(
-                    Problem(f"{place}: operators.{op.name}.axes.{a}", repr(value), " or ".join(choices), "choose one of these")
-                )
-            else:
-                strategy.axes[i, k] = choices[value]
-        if part.storage not in storages:
-            problems.append(
-                Problem(
-                    f"{place}: operators.{op.name}.storage",
-                    repr(part.storage),
-                    " or ".join(map(repr, storages)),
-                    "choose one of these",
-                )
-            )
-        else:
-            strategy.storage[i] = storages[part.storage]
-    problems += [p._replace(place=f"{place}: {p.place}") for p in space.violations(strategy)] if not problems else []
-    if problems:
-        raise SoapjaxError(problems)
-    return strategy

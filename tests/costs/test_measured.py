@@ -12,7 +12,7 @@ from problems import graph_of, topology_of
 from soapjax.costs.fit import fitted_rates
 from soapjax.costs.measured import degrees_behind, local_task, visible_dims
 from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
-from soapjax.costs.tables import trip_bytes
+from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.profiling import asked_degrees, compute_figures, requests_of, scaled_prediction
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.neighbourhood import Neighbourhoods

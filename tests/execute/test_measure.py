@@ -12,7 +12,7 @@ from planned import data_parallel, rotated
 from problems import MODELS, topology_of
 
 from soapjax.costs.measured import local_task
-from soapjax.costs.tables import trip_bytes
+from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.execute.evaluate import Evaluator
 from soapjax.execute.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.measure_links import KINDS, time_collectives

@@ -10,7 +10,8 @@ import pytest
 import soapjax
 from soapjax.planning import planning_problem
 from soapjax.search.baselines import BASELINES
-from soapjax.search.mcmc import Engine, Walker, exchange, mcmc
+from soapjax.search.chain import Walker, exchange
+from soapjax.search.mcmc import Engine, mcmc
 from soapjax.search.moves import State, leap
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import Strategy

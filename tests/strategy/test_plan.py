@@ -17,16 +17,8 @@ from soapjax.errors import SoapjaxError
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.strategy import plan as plans
 from soapjax.strategy.layout import degree, divides, layout_of, spec_of
-from soapjax.strategy.plan import (
-    ModelSource,
-    Plan,
-    Prediction,
-    Provenance,
-    format_spec,
-    make_plan,
-    parse_spec,
-    strategy_of,
-)
+from soapjax.strategy.plan import ModelSource, Plan, Prediction, Provenance, format_spec, parse_spec
+from soapjax.strategy.plan_strategy import make_plan, strategy_of
 from soapjax.strategy.strategy import PIN
 
 SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"))
