@@ -18,6 +18,7 @@ import csv
 import io
 import itertools
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -88,11 +89,15 @@ def on_hosts(script: str, options: argparse.Namespace, model: str, rate: str, mo
     command += ["--output", options.output, "--work", str(work), *more]
     launcher = [sys.executable, str(FOLDER / "emulated_cluster.py"), "--hosts", str(options.hosts), "--rate", rate]
     launcher += ["--timeout", str(options.timeout), "--"]
+    # A terminal's Ctrl-C reaches the launcher too, which cleans up; a signal to this process alone is passed on.
     process = subprocess.Popen([*launcher, *command])
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         return process.wait()
-    except KeyboardInterrupt:  # the launcher got it too, and cleans up
+    except KeyboardInterrupt:
         return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def read(path: str) -> dict[tuple[str, str, str], list[Row]]:
