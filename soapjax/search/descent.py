@@ -9,8 +9,9 @@ chain that moves one of them at a time crosses a ridge for every one. So the des
 * stored: one storage, in a group or in the whole graph.
 
 A round draws a batch of them, none judged before, simulates it in full and takes the best if it is better; what else
-was better is tried on top of it in the next round. These moves have no reverse, so they only make starts: no Markov
-chain is asked to balance them.
+was better is tried on top of it in the next round. Where no move helps any more, *kicks* follow: a few moves at once from the
+best, whatever they cost, and a short descent from there, kept where it ends lower (iterated local search, Lourenço, Martin and
+Stützle 2003). These moves have no reverse, so they only make starts: no Markov chain is asked to balance them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from soapjax.strategy.strategy import Strategy
 WEIGHTS = (0.4, 0.3, 0.15, 0.15)  # of together, carried, alike, stored
 MAX_AXES = 3  # that one move of a group changes
 PATIENCE = 24  # rounds without an improvement, after which a descent is over
+KICKED_MOVES = (2, 5)  # of one kick, at least and at most
+KICKED_PATIENCE = 6  # of the descent after a kick
+MAX_FAILED = 10  # kicks in a row without an improvement
 _MOST_MERGED = 6  # improvements that are tried together
 _TRIES = 40  # draws for a strategy that was not judged before
 
@@ -35,8 +39,8 @@ _TRIES = 40  # draws for a strategy that was not judged before
 class Descent:
     """One descent from `start`; what it judges depends on `rng` alone."""
 
-    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator):
-        self.problem, self.best, self.rng = problem, start, rng
+    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, *, patience: int = PATIENCE):
+        self.problem, self.best, self.rng, self.patience = problem, start, rng, patience
         self.moves = Assignments(problem.space)
         self.seen = {start.strategy.key()}
         self.merged: list[Strategy] = []
@@ -54,7 +58,7 @@ class Descent:
         self.merged = _overlaid(self.best.strategy, better)
         self.quiet = 0 if better else self.quiet + 1
         self.best = min(self.best, found[0], key=lambda e: e.cost)
-        self.is_over = self.quiet >= PATIENCE
+        self.is_over = self.quiet >= self.patience
         return len(drawn)
 
     def _fresh(self, count: int) -> Iterator[Strategy]:
@@ -66,6 +70,36 @@ class Descent:
                     self.seen.add(one.key())
                     yield one
                     break
+
+
+class Kicks:
+    """Kicks and short descents from `start` and what they find; what it judges depends on both and `rng` alone."""
+
+    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator):
+        self.problem, self.best, self.rng = problem, start, rng
+        self.moves = Assignments(problem.space)
+        self.descent: Descent | None = None
+        self.failed = 0
+        self.is_over = False
+
+    def round(self, limit: int = BATCH) -> int:
+        """One round of the descent after a kick, or the kick itself; the number of strategies judged, `limit` at most."""
+        if limit < 1:
+            return 0
+        if self.descent is None:
+            kicked = self.best.strategy
+            for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
+                kicked = self.moves.draw(self.rng, kicked)
+            (start,) = self.problem.evaluate([kicked])
+            self.descent = Descent(self.problem, start, self.rng, patience=KICKED_PATIENCE)
+            return 1
+        judged = self.descent.round(limit)
+        if self.descent.is_over:
+            is_better = self.descent.best.cost < self.best.cost
+            self.failed = 0 if is_better else self.failed + 1
+            self.best = self.descent.best if is_better else self.best
+            self.descent, self.is_over = None, self.failed >= MAX_FAILED
+        return judged
 
 
 def _overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:

@@ -11,9 +11,9 @@ taken and those behind it thrown away. Draws are keyed by the step. Several chai
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
-First the best start and a random one *descend* in moves of whole groups (descent.py): that needs only the full
-simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains' programs
-are compiled after that, where the budget leaves time for it. Time is looked at between rounds only, so a run
+First the best start and a random one *descend* in moves of whole groups, and are kicked out of where they end (descent.py): that
+needs only the full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains'
+programs are compiled after that, where the budget leaves time for it. Time is looked at between rounds only, so a run
 that time ended is replayed by its number of proposals.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
@@ -22,6 +22,7 @@ FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from t
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,7 +33,7 @@ from jax import Array
 
 from soapjax.costs.evaluate import Costs
 from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, exchange
-from soapjax.search.descent import Descent
+from soapjax.search.descent import Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
@@ -47,6 +48,7 @@ BLOCKS_PER_ROUND = 16  # per chain
 DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 MAX_DESCENT_ROUNDS = 150
+MAX_KICK_ROUNDS = 300
 
 
 class Engine:
@@ -204,21 +206,28 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
 def _descended(
     key: Array, problem: PlanningProblem, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor
 ) -> tuple[list[Evaluation], str | None]:
-    """The starts after the best and the worst (a random one) descended side by side, best first; and why to stop there."""
+    """The starts after the best and the worst (a random one) descended side by side, and kicks; and why to stop there."""
     seed = jax.random.randint(key, (), 0, np.iinfo(np.int32).max).item()
     descents = [Descent(problem, e, np.random.default_rng((seed, i))) for i, e in enumerate((begun[0], begun[-1]))]
-    for _ in range(MAX_DESCENT_ROUNDS):
-        active = [d for d in descents if not d.is_over]
-        stopped_by = record.stopped_by(has_walked=False)
-        if stopped_by or not active:
+    _side_by_side(descents, MAX_DESCENT_ROUNDS, record, pool)
+    best = min((d.best for d in descents), key=lambda e: e.cost)
+    kicks = [Kicks(problem, best, np.random.default_rng((seed, 2 + i))) for i in range(2)]
+    _side_by_side(kicks, MAX_KICK_ROUNDS, record, pool)
+    found = {e.strategy.key(): e for e in [d.best for d in (*descents, *kicks)] + begun}
+    return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), record.stopped_by(has_walked=False)
+
+
+def _side_by_side(members: Sequence[Descent | Kicks], most_rounds: int, record: Record, pool: ThreadPoolExecutor) -> None:
+    """Rounds of all that are not over, until none is left or the budget is spent."""
+    for _ in range(most_rounds):
+        active = [d for d in members if not d.is_over]
+        if record.stopped_by(has_walked=False) or not active:
             break
         limits = [min(BATCH, (record.left() + i) // len(active)) for i in range(len(active))]
-        record.done += sum(pool.map(Descent.round, active, limits))
+        record.done += sum(pool.map(lambda d, limit: d.round(limit), active, limits))
         for d in active:
             record.offer(d.best.strategy, d.best.cost)
         record.tell()
-    found = {e.strategy.key(): e for e in [d.best for d in descents] + begun}
-    return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), record.stopped_by(has_walked=False)
 
 
 def _walked(keys: list[Array], engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:

@@ -51,7 +51,8 @@ def split(case, sizes):
 
 def compiled(case, strategy):
     bound = bind_plan(case.step, case.plan(strategy))
-    run = jax.jit(lambda *a: bound.evaluator().run(list(a))[0], in_shardings=bound.in_shardings(), out_shardings=bound.out_shardings())
+    evaluate = lambda *leaves: bound.evaluator().run(list(leaves))[0]  # noqa: E731
+    run = jax.jit(evaluate, in_shardings=bound.in_shardings(), out_shardings=bound.out_shardings())
     return run.lower(*case.leaves).compile().as_text()
 
 

@@ -11,7 +11,7 @@ from problems import graph_of, topology_of
 
 import soapjax
 from soapjax.planning import planning_problem
-from soapjax.search.descent import Assignments, Descent, look_alikes
+from soapjax.search.descent import Assignments, Descent, Kicks, look_alikes
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -98,3 +98,22 @@ def test_the_same_seed_is_the_same_descent():
     counts = [(first.round(8), second.round(8)) for _ in range(3)]
     assert all(a == b <= 8 for a, b in counts)
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
+
+
+def test_kicks_find_what_descents_find_and_count_what_they_judge(layers):
+    """From a random strategy: never worse, within the limit of every round, the same again, and as low as a descent ends."""
+    start = layers.evaluate([layers.space.random(np.random.default_rng(11))])[0]
+    descent = Descent(layers, start, np.random.default_rng(1))
+    while not descent.is_over:
+        descent.round()
+    found = []
+    for _ in range(2):
+        kicks, costs = Kicks(layers, start, np.random.default_rng(0)), [start.cost]
+        while not kicks.is_over:
+            assert kicks.round(0) == 0
+            assert 0 <= kicks.round(7) <= 7
+            costs.append(kicks.best.cost)
+        assert costs == sorted(costs, reverse=True)
+        found.append(kicks.best)
+    assert found[0].strategy.key() == found[1].strategy.key()
+    assert found[0].cost <= descent.best.cost * (1 + 1e-6) < start.cost
