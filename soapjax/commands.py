@@ -15,7 +15,7 @@ from soapjax import cli, plan_files, planning
 from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
-from soapjax.model_source import Model, abstract_model, concrete_model, parse_settings
+from soapjax.model_source import Model, abstract_model, parse_settings, with_arrays
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import plan_report
 from soapjax.search.planners import get_planner
@@ -177,7 +177,7 @@ def loaded(path: str, *, topology: str | None = None, concrete: bool = False) ->
     model = abstract_model(raw.model)
     step = trace(model.step, *model.arguments, unroll=raw.unroll)
     plan = plan_files.recost(raw, step, place=path, topology=wanted)
-    return plan, concrete_model(raw.model) if concrete else model, step
+    return plan, with_arrays(model) if concrete else model, step
 
 
 def simulate_command(command: cli.SimulateCommand) -> Result:

@@ -80,6 +80,24 @@ def concrete_model(source: ModelSource) -> Model:
     return Model(source, result[0], tuple(result[1:]))
 
 
+def with_arrays(model: Model) -> Model:
+    """An abstract model with real arrays, in its own trees.
+
+    A factory makes its static parts anew at every call (the `apply_fn` of a `TrainState`), and trees that hold
+    other ones are others to JAX.
+
+    Raises: SoapjaxError where the factory makes other arrays the second time.
+    """
+    made = concrete_model(model.source)
+    leaves, structure = jax.tree.leaves(made.arguments), jax.tree.structure(model.arguments)
+    before, after = ([tuple(jax.numpy.shape(x)) for x in xs] for xs in (jax.tree.leaves(model.arguments), leaves))
+    if before != after:
+        value, expected = f"arrays of {len(after)} shapes, others than before", "the same shapes at every call"
+        problem = Problem(f"model {model.source.path}", value, expected, "let the factory depend on its arguments only")
+        raise SoapjaxError(problem)
+    return model._replace(arguments=jax.tree.unflatten(structure, leaves))
+
+
 def _checked(source: ModelSource, result: Any) -> tuple[Any, ...]:
     if not isinstance(result, tuple) or len(result) < 2 or not callable(result[0]):
         raise SoapjaxError(

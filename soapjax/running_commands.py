@@ -27,7 +27,7 @@ from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep
-from soapjax.model_source import Model, abstract_model, concrete_model
+from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
@@ -255,7 +255,7 @@ def demo_command(command: cli.DemoCommand) -> Result:
     source = ModelSource(path="models.transformer_lm", settings={"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8})
     model = abstract_model(source)
     found = planning.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)
-    real = concrete_model(source)
+    real = with_arrays(model)
     program = bind_plan(found.step, found.plan, devices=devices)
     losses, _ = train(compile_step(program), real, command.steps)
     single, _ = train(jax.jit(real.step), real, command.steps)

@@ -7,10 +7,12 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from families import family
 from flax import linen as nn
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -104,8 +106,24 @@ def planned():
     return sharded
 
 
+def train_state():
+    """Flax's own: the step count begins as a Python int."""
+    model = nn.Dense(16)
+    _, batch = arguments()
+    created = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), batch["x"]), tx=optax.adam(0.01))
+
+    def step(state, batch):
+        step.traces += 1
+        loss, grads = jax.value_and_grad(lambda p: (state.apply_fn(p, batch["x"]) ** 2).mean())(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    step.traces = 0
+    return step, (created, batch)
+
+
 MODELS = {
     "plain": (lambda: (make_step(), arguments()), DATA_PARALLEL),
+    "train_state": (train_state, dict(topology="cpu8", planner="fsdp")),
     "linen": (linen_model, dict(topology="cpu8", planner="tensor_parallel")),
     "nnx": (nnx_model, dict(topology="cpu8", planner="fsdp")),
 }
@@ -122,6 +140,18 @@ def test_losses_are_those_of_jit_and_the_function_is_traced_once(name):
     assert losses(sharded, state, batch) == losses(sharded, state, batch)
     assert step.traces == 1
     assert sharded.plan.num_devices == 8 and sharded.__name__ == "step"
+
+
+def test_a_train_state_is_state_from_its_first_step():
+    """Moments are laid out as their parameters, and the second call donates what the first gave."""
+    step, (state, batch) = train_state()
+    sharded = soap_shard(step, topology="cpu8", planner="fsdp")
+    first, _ = sharded(state, batch)
+    layouts = sharded.plan.arguments
+    assert layouts["state.opt_state.0.mu.params.kernel"] == layouts["state.params.params.kernel"] == "d0+d1+d2, -"
+    sharded(first, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
 
 
 def test_bare_on_the_devices_at_hand(monkeypatch):

@@ -116,10 +116,11 @@ class CompiledStep:
             raise ShapesChanged
 
     def _is_foreign(self, args: tuple[Any, ...]) -> bool:
-        """Whether a state comes from elsewhere: the step's own results are committed to their devices. Looks at one leaf each."""
+        """Whether a state comes from elsewhere: the step's own results are arrays committed to devices. Looks at one leaf each."""
         for i in self._donated:
             leaf = _some_leaf(args[i]) if i < len(args) else None
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.committed:
+            is_own = isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
+            if leaf is not None and not is_own:
                 return True
         return False
 

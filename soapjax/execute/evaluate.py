@@ -38,13 +38,20 @@ class Evaluator:
     def run(self, arguments: list[Any], also: tuple[int, ...] = ()) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the ids in `also` (gradients, say; ids of the outermost level)."""
         env: dict[int, Any] = {k: self.lift(v) for k, v in self.program.consts.items()}
-        env.update((i, self.lift(a)) for i, a in zip(self.program.inputs, arguments, strict=True))
+        env.update((i, self.as_traced(i, a)) for i, a in zip(self.program.inputs, arguments, strict=True))
         self.enter(env)
         self.block(self.program, env)
         return [self.read(o, env) for o in self.program.outputs], [env[i] for i in also]
 
     def lift(self, x: Any) -> Any:
         return promote(x) if self.is_float64 else x
+
+    def as_traced(self, i: int, argument: Any) -> Any:
+        """An argument in the type that it was traced with, or its float64: with x64 enabled a Python int, say, is another."""
+        dtype = self.program.avals[i].dtype
+        if not self.is_float64 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            return argument
+        return jnp.asarray(argument, high(dtype))
 
     def read(self, atom: Atom, env: dict[int, Any]) -> Any:
         if isinstance(atom, int):

@@ -102,11 +102,18 @@ def trace(
 
 
 def _state_pairs(args: list[Any], out: Any) -> dict[int, int]:
-    """An argument is state where an output (or the whole output) has its tree, shapes and dtypes."""
+    """An argument is state where an output (or the whole output) has its tree, shapes and dtypes.
+
+    A Python number has the dtype that JAX gives it: Flax's `TrainState` starts at step 0, and goes on with int32.
+    """
+
+    def dtype(x: Any) -> str:
+        found = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
+        return str(jax.dtypes.canonicalize_dtype(found, allow_extended_dtype=True))
 
     def signature(tree: Any) -> Any:
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return structure, tuple((tuple(jax.numpy.shape(x)), str(getattr(x, "dtype", type(x)))) for x in leaves)
+        return structure, tuple((tuple(jax.numpy.shape(x)), dtype(x)) for x in leaves)
 
     outs = list(out) if isinstance(out, tuple | list) else [out]
     offsets, total = [], 0

@@ -136,6 +136,39 @@ def test_a_model_of_ones_own_in_the_working_folder():
     assert ran["loss"][-1] < ran["loss"][0]
 
 
+TRAIN_STATE = '''
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+
+def step(state, batch):
+    def loss(params):
+        logits = state.apply_fn(params, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": value}
+
+
+def make():
+    """As in Flax's examples: a step count that is a Python int, functions in the tree that every call makes anew, int64 labels."""
+    model, rng = nn.Dense(16), np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(16, 8)).astype(np.float32), "label": rng.integers(0, 16, 16)}
+    params = model.init(jax.random.key(0), batch["x"])
+    return step, TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9)), batch
+'''
+
+
+def test_a_flax_train_state_is_planned_run_and_proven():
+    Path("flax_example.py").write_text(TRAIN_STATE)
+    done("plan", "flax_example", "--topology", "cpu8", "--planner", "data_parallel", "-o", "plan.json")
+    ran = done("run", "plan.json", "--steps", 4)
+    assert ran["loss"][-1] < ran["loss"][0]
+    assert done("verify", "plan.json")["proven"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_an_example(command):
     ended = call(command, "--help")
