@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.strategy.plan import ModelSource
@@ -89,13 +90,16 @@ def with_arrays(model: Model) -> Model:
     Raises: SoapjaxError where the factory makes other arrays the second time.
     """
     made = concrete_model(model.source)
-    leaves, structure = jax.tree.leaves(made.arguments), jax.tree.structure(model.arguments)
-    before, after = ([tuple(jax.numpy.shape(x)) for x in xs] for xs in (jax.tree.leaves(model.arguments), leaves))
+    abstract, structure = jax.tree.flatten(model.arguments)
+    leaves = jax.tree.leaves(made.arguments)
+    before, after = ([tuple(jax.numpy.shape(x)) for x in xs] for xs in (abstract, leaves))
     if before != after:
         value, expected = f"arrays of {len(after)} shapes, others than before", "the same shapes at every call"
         problem = Problem(f"model {model.source.path}", value, expected, "let the factory depend on its arguments only")
         raise SoapjaxError(problem)
-    return model._replace(arguments=jax.tree.unflatten(structure, leaves))
+    # In the types that JAX gives them, whatever is enabled later.
+    typed = [x if isinstance(x, jax.Array) else np.asarray(x, a.dtype) for x, a in zip(leaves, abstract, strict=True)]
+    return model._replace(arguments=jax.tree.unflatten(structure, typed))
 
 
 def _checked(source: ModelSource, result: Any) -> tuple[Any, ...]:
