@@ -22,11 +22,11 @@ from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
-from soapjax.execute.compiled import CompiledStep, ShapesChanged, place, signature
+from soapjax.execute.compiled import CompiledStep, ShapesChanged, place
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream import Event
 from soapjax.execute.stream_step import StreamStep, compile_step
-from soapjax.graph.trace import TracedStep, trace
+from soapjax.graph.trace import TracedStep, signature, trace
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from soapjax.errors import SoapjaxError
 from soapjax.execute.pieces import piecewise
 from soapjax.execute.spmd import Program
+from soapjax.graph.trace import signature
 
 
 class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
@@ -44,18 +45,6 @@ def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     whole = np.asarray(x)
     # A copy, which the step may use up: on CPUs an array may share its memory with what it was made from.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]), dtype=whole.dtype)
-
-
-def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What a plan is made for: the tree, and shape and dtype of every leaf (as JAX sees them: float32 for a float64 array)."""
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    return structure, tuple(
-        (tuple(np.shape(x)), str(jax.dtypes.canonicalize_dtype(_dtype(x), allow_extended_dtype=True))) for x in leaves
-    )
-
-
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
 
 
 def _some_leaf(tree: Any) -> Any:

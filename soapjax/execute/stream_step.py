@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled import CompiledStep, ShapesChanged, signature
+from soapjax.execute.compiled import CompiledStep, ShapesChanged
 from soapjax.execute.part_program import Place
 from soapjax.execute.pieces import on_every_process, piecewise
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import Program
 from soapjax.execute.stream import Event, Stream
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.trace import TracedStep, signature
 
 
 class Streamed(Protocol):

@@ -101,20 +101,22 @@ def trace(
     return TracedStep(program, in_tree, jax.tree_util.tree_structure(traced.out_info), tuple(in_paths), tuple(out_paths), pairs)
 
 
-def _state_pairs(args: list[Any], out: Any) -> dict[int, int]:
-    """An argument is state where an output (or the whole output) has its tree, shapes and dtypes.
+def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The tree, and shape and dtype of every leaf as JAX sees them: float32 for a float64 array, int32 for a Python int.
 
-    A Python number has the dtype that JAX gives it: Flax's `TrainState` starts at step 0, and goes on with int32.
+    (Flax's `TrainState` starts at a step that is one.)
     """
 
-    def dtype(x: Any) -> str:
+    def dtype(x: Any) -> Any:
         found = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
         return str(jax.dtypes.canonicalize_dtype(found, allow_extended_dtype=True))
 
-    def signature(tree: Any) -> Any:
-        leaves, structure = jax.tree_util.tree_flatten(tree)
-        return structure, tuple((tuple(jax.numpy.shape(x)), dtype(x)) for x in leaves)
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return structure, tuple((tuple(jax.numpy.shape(x)), dtype(x)) for x in leaves)
 
+
+def _state_pairs(args: list[Any], out: Any) -> dict[int, int]:
+    """An argument is state where an output (or the whole output) has its signature."""
     outs = list(out) if isinstance(out, tuple | list) else [out]
     offsets, total = [], 0
     for o in outs:

@@ -39,9 +39,12 @@ _TRIES = 40  # draws for a strategy that was not judged before
 class Descent:
     """One descent from `start`; what it judges depends on `rng` alone."""
 
-    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, *, patience: int = PATIENCE):
+    def __init__(
+        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, *, moves: Assignments | None = None,
+        patience: int = PATIENCE,
+    ):  # fmt: skip
         self.problem, self.best, self.rng, self.patience = problem, start, rng, patience
-        self.moves = Assignments(problem.space)
+        self.moves = Assignments(problem.space) if moves is None else moves
         self.seen = {start.strategy.key()}
         self.merged: list[Strategy] = []
         self.quiet = 0
@@ -91,7 +94,7 @@ class Kicks:
             for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
                 kicked = self.moves.draw(self.rng, kicked)
             (start,) = self.problem.evaluate([kicked])
-            self.descent = Descent(self.problem, start, self.rng, patience=KICKED_PATIENCE)
+            self.descent = Descent(self.problem, start, self.rng, moves=self.moves, patience=KICKED_PATIENCE)
             return 1
         judged = self.descent.round(limit)
         if self.descent.is_over:
