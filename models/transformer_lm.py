@@ -12,7 +12,8 @@ and keep heads as a dimension of their own, ``[width, heads, head_width]``, so t
 
 With ``scan=True`` the layers are one ``lax.scan`` over parameters stacked as ``blocks/...[layers, ...]``; without
 it they are ``blk0/...``, ``blk1/...``. ``remat=True`` recomputes each block in the backward pass (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016).
+"Training Deep Nets with Sublinear Memory Cost", 2016). ``loss_chunks=n`` takes the loss in n pieces of the sequence and
+recomputes their logits in the backward pass, so that never more than one piece's logits exist.
 """
 
 from collections.abc import Iterator
@@ -29,10 +30,11 @@ MASKED = -1e30  # finite: a row that is masked everywhere gives a uniform softma
 
 
 class Attention(nn.Module):
-    """Causal self-attention; scores and softmax in float32."""
+    """Causal self-attention; scores and softmax in float32, dropout on its weights."""
 
     width: int
     heads: int
+    dropout: float
     dtype: jnp.dtype
 
     @nn.compact
@@ -46,6 +48,7 @@ class Attention(nn.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * head_width**-0.5
         causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         weights = nn.softmax(jnp.where(causal, scores, MASKED)).astype(self.dtype)
+        weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="out")(mixed)
 
@@ -70,19 +73,23 @@ class Block(nn.Module):
     heads: int
     ratio: int
     dropout: float
+    attention_dropout: float
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x):
         drop = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)
         normed = nn.LayerNorm(dtype=self.dtype, name="norm1")(x)
-        x = x + drop(Attention(self.width, self.heads, self.dtype, name="attn")(normed))
+        x = x + drop(Attention(self.width, self.heads, self.attention_dropout, self.dtype, name="attn")(normed))
         normed = nn.LayerNorm(dtype=self.dtype, name="norm2")(x)
         return x + drop(FeedForward(self.width, self.ratio, self.dtype, name="mlp")(normed))
 
 
 class TransformerLM(nn.Module):
-    """Token and position embedding, blocks, last layer norm, logits over the vocabulary."""
+    """Token and position embedding, blocks, last layer norm, logits over the vocabulary.
+
+    With ``hidden=True`` a call stops before the logits: [batch, seq, width].
+    """
 
     seq: int
     width: int
@@ -93,18 +100,19 @@ class TransformerLM(nn.Module):
     scan: bool
     remat: bool
     dropout: float
+    attention_dropout: float
     tie: bool
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, tokens):  # int32 [batch, seq] -> [batch, seq, vocab]
+    def __call__(self, tokens, hidden=False):  # int32 [batch, seq] -> [batch, seq, vocab]
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocab, self.width, embedding_init=init, dtype=self.dtype, name="embed")
         position = self.param("position", init, (self.seq, self.width), jnp.float32)
         x = embed(tokens) + position.astype(self.dtype)
         # Inside a scan nothing can be merged across the recomputation, so its barriers would only cost time.
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        sizes = (self.width, self.heads, self.ratio, self.dropout, self.dtype)
+        sizes = (self.width, self.heads, self.ratio, self.dropout, self.attention_dropout, self.dtype)
         if self.scan:
             body = nn.scan(
                 lambda blocks, x, _: (blocks(x), None),
@@ -117,9 +125,27 @@ class TransformerLM(nn.Module):
             for i in range(self.layers):
                 x = block(*sizes, name=f"blk{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
+        if hidden:
+            return x
         if self.tie:
             return embed.attend(x)
         return nn.Dense(self.vocab, use_bias=False, dtype=self.dtype, name="head")(x)
+
+    def chunked_loss(self, params, x, targets, chunks: int):
+        """Mean cross-entropy of [batch, seq, width] before the logits, `chunks` pieces of the sequence one after another."""
+        head = params["embed"]["embedding"].T if self.tie else params["head"]["kernel"]  # [width, vocab]
+        head = head.astype(self.dtype)
+
+        @jax.checkpoint
+        def loss_of(piece):
+            x, targets = piece
+            return cross_entropy(x @ head, targets)
+
+        def pieces(array):  # [batch, seq, ...] -> [chunks, batch, seq / chunks, ...]
+            batch, seq, *rest = array.shape
+            return jnp.moveaxis(array.reshape(batch, chunks, seq // chunks, *rest), 1, 0)
+
+        return jax.lax.map(loss_of, (pieces(x), pieces(targets))).mean()
 
 
 def batches(*, batch: int, seq: int, vocab: int = 256, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -139,6 +165,8 @@ def make(
     scan: bool = False,
     remat: bool = False,
     dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    loss_chunks: int = 1,
     tie: bool = False,
     dtype: str = "float32",
     learning_rate: float = 1e-3,
@@ -148,6 +176,8 @@ def make(
     """The step, its first state, and a batch ``{"tokens": int32[batch, seq + 1]}``."""
     if width % heads:
         raise ValueError(f"width {width} is not a multiple of heads {heads}; choose a width that is")
+    if loss_chunks < 1 or seq % loss_chunks:
+        raise ValueError(f"loss_chunks {loss_chunks} do not divide the sequence of {seq}; choose a divisor")
     model = TransformerLM(
         seq=seq,
         width=width,
@@ -158,19 +188,23 @@ def make(
         scan=scan,
         remat=remat,
         dropout=dropout,
+        attention_dropout=attention_dropout,
         tie=tie,
         dtype=get_dtype(dtype),
     )
     transform = get_optimizer(optimizer, learning_rate)
+    drops = dropout > 0 or attention_dropout > 0
 
     def loss_fn(params, state, batch):
-        rngs = {"dropout": step_key(state)} if dropout else {}
-        tokens = batch["tokens"]
-        logits = model.apply({"params": params}, tokens[:, :-1], rngs=rngs)
-        return cross_entropy(logits, tokens[:, 1:]), {}
+        rngs = {"dropout": step_key(state)} if drops else {}
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        if loss_chunks > 1:
+            x = model.apply({"params": params}, inputs, hidden=True, rngs=rngs)
+            return model.chunked_loss(params, x, targets, loss_chunks), {}
+        return cross_entropy(model.apply({"params": params}, inputs, rngs=rngs), targets), {}
 
     params_key, dropout_key = jax.random.split(jax.random.key(seed))
     keys = {"params": params_key, "dropout": dropout_key}
     params = jax.jit(model.init)(keys, jnp.zeros((1, seq), jnp.int32))["params"]
-    state = initial_state(params, transform, dropout_seed=seed + 1 if dropout else None)
+    state = initial_state(params, transform, dropout_seed=seed + 1 if drops else None)
     return build_step(loss_fn, transform), state, next(batches(batch=batch, seq=seq, vocab=vocab, seed=seed))

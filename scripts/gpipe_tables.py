@@ -9,10 +9,12 @@ rematerialisation, a batch of 32.
 Devices are as their data sheets say, with one assumed efficiency. Table 2 is normalised to two partitions and one micro-batch,
 Table 3 to two partitions.
 
-Table 1 asks how large a model fits into 16 GB: here, by the same stage loads, the most layers on one device that keeps everything
-("none"), and with GPipe on 1, 8, 32 and 128. The paper does not say how many micro-batches it used, so 1 to 32 are shown, with the
-difference of layers from the paper's. `times none` are parameters against those of the paper's three layers without GPipe.
-At a batch of 32 three layers do not fit without it; the script says at which batch they do.
+Table 1 asks how large a Transformer fits into 16 GB per core: without GPipe ("none") on one, with it on 1, 8, 32 and 128 of equal
+numbers of layers. Here the model is as its authors published it (Lingvo's OneBWdsGPipeTransformer: dropout of 0.1, of attention
+weights too, logits in pieces), at 32 sequences in 32 micro-batches with GPipe, and without at the 8 sequences of that
+configuration: at 32 not one layer would fit, and the paper says neither. Layers are the most that fit; activation bytes are at the
+paper's own number of layers, summed over cores, and `of none` is their ratio to those of the three layers without GPipe. Other
+numbers of micro-batches are shown for the layers.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import argparse
 import csv
 import io
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -54,10 +58,14 @@ DEVICES = {
     ),
 }  # fmt: skip
 EFFICIENCY = 0.5  # assumption, of arithmetic, memory and links alike: but for latencies it cancels out of these ratios
-# Table 1 of the paper, Transformer-L on TPU v3: layers of the largest model without GPipe, and with it by partitions.
-LAYERS_OF_NONE = 3
-LARGEST = {1: 13, 8: 103, 32: 415, 128: 1663}
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
+# Table 1 of the paper, Transformer-L on TPU v3: layers of the largest model and its peak activations in GiB, without GPipe and with
+# it by partitions. (For "none" the paper prints 11.7 beside parameters and 3.15 beside activations; 282.2 M parameters of 12 bytes
+# are 3.15 GiB, so the two are taken the other way round.)
+NONE = (3, 11.7)
+LARGEST = {1: (13, 6.4), 8: (103, 50.9), 32: (415, 199.9), 128: (1663, 796.1)}
+AS_PUBLISHED = dict(dropout=0.1, attention_dropout=0.1, loss_chunks=8)
+BATCH_OF_NONE = 8
+MICROBATCHES = (4, 8, 16, 32)
 BYTES_PER_PARAMETER = 12  # the paper's: weights and two moments
 
 
@@ -75,17 +83,17 @@ def cluster(hardware: str, count: int) -> DeviceTopology:
     return DeviceTopology.from_dict(dict(name=hardware, device=device, levels=[level]))
 
 
-def graph_of(layers: int) -> OperatorGraph:
+def graph_of(layers: int, batch: int = BATCH, **options) -> OperatorGraph:
     """The Transformer's training step; only shapes, nothing is allocated."""
     step = None
 
     def shapes():
         nonlocal step
-        step, state, _ = transformer_lm.make(batch=1, layers=layers, **SIZES)
+        step, state, _ = transformer_lm.make(batch=1, layers=layers, **SIZES, **options)
         return state
 
     state = jax.eval_shape(shapes)
-    tokens = jax.ShapeDtypeStruct((BATCH, SIZES["seq"] + 1), "int32")
+    tokens = jax.ShapeDtypeStruct((batch, SIZES["seq"] + 1), "int32")
     return build_graph(trace(step, state, {"tokens": tokens}))[0]
 
 
@@ -140,50 +148,76 @@ def bubble_only(partitions: int, microbatches: int) -> float:
     return partitions * microbatches / (microbatches + partitions - 1)
 
 
-def memory_rows() -> tuple[list[dict], float]:
-    """Largest models by number of micro-batches; and the batch at which none has the paper's layers.
+@dataclass(frozen=True)
+class Growth:
+    """What one device holds that has everything: `fixed` with no layer, and `each` per layer, the same for all."""
 
-    From the loads of two depths: everything grows by the same bytes per layer.
-    """
-    figures, depths = {}, (2, 6)
-    for layers in depths:
-        problem = StageProblem(graph_of(layers), cluster("tpu", 1), schedules=("gpipe",), num_stages=1, num_microbatches=1)
-        count = sum(problem.graph.tensors[p.tensor].size_bytes / 4 for p in problem.graph.parameters)
+    fixed: float
+    each: float
+
+    @classmethod
+    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> Growth:
+        each = (many[1] - few[1]) / (many[0] - few[0])
+        return cls(few[1] - few[0] * each, each)
+
+    def of(self, layers: float) -> float:
+        return self.fixed + layers * self.each
+
+
+def growth(batch: int, counts: Sequence[int]) -> tuple[Growth, dict[int, Growth]]:
+    """Parameters, and peak activation bytes by number of micro-batches, of a batch of `batch` sequences."""
+    figures = []
+    for layers in (2, 6):
+        graph = graph_of(layers, batch, **AS_PUBLISHED)
+        problem = StageProblem(graph, cluster("tpu", 1), schedules=("gpipe",), num_stages=1, num_microbatches=1)
         everything = (0, len(problem.loads.forward))
-        figures[layers] = count, {m: problem.loads.load(everything, 0, 1, m, 0).working_bytes for m in MICROBATCHES}
+        working = {m: problem.loads.load(everything, 0, 1, m, 0).working_bytes for m in counts}
+        figures.append((layers, sum(graph.tensors[p.tensor].size_bytes / 4 for p in graph.parameters), working))
+    few, many = figures
+    return (
+        Growth.through(few[:2], many[:2]),
+        {m: Growth.through((few[0], few[2][m]), (many[0], many[2][m])) for m in counts},
+    )
+
+
+def most_layers(parameters: Growth, working: Growth, inputs: float, partitions: int, usable: float) -> int:
+    """The most layers in all that fit into equal partitions, the embedding on the first, softmax and loss on the last."""
+    on_end = 1 if partitions == 1 else 0.5  # share of the embedding's and the softmax's parameters, which are equally large
+
+    def fits(n: int) -> bool:
+        return BYTES_PER_PARAMETER * (on_end * parameters.fixed + n * parameters.each) + working.of(n) + inputs <= usable
+
+    return partitions * max((n for n in range(200) if fits(n)), default=0)
+
+
+def memory_rows() -> tuple[list[dict], list[dict]]:
+    """Table 1 as the authors' configuration has it; and the most layers by number of micro-batches."""
     usable = cluster("tpu", 1).device.usable_memory_bytes
-
-    def by_layers(get) -> tuple[float, float]:
-        """(of no layers, of each)."""
-        few, many = (float(get(figures[d])) for d in depths)
-        each = (many - few) / (depths[1] - depths[0])
-        return few - depths[0] * each, each
-
-    parameters = by_layers(lambda f: f[0])
-    state = tuple(BYTES_PER_PARAMETER * p for p in parameters)
-    whole = by_layers(lambda f: f[1][1])
-    fitting = BATCH * (usable - state[0] - LAYERS_OF_NONE * state[1]) / (whole[0] + LAYERS_OF_NONE * whole[1])
-    none = max((usable - state[0] - whole[0]) / (state[1] + whole[1]), 0.0)
-    inputs = BATCH * SIZES["seq"] * SIZES["width"] * 4  # of a stage, for the whole batch
-    rows = [{"M": "paper", "none, layers": str(LAYERS_OF_NONE)} | {f"GPipe-{k}": f"{n}" for k, n in LARGEST.items()}]
-    rows[0] |= {f"K={k} times none": f"{ratio(parameters, n):.1f}" for k, n in LARGEST.items()}
+    parameters, at_once = growth(BATCH_OF_NONE, (1,))
+    _, working = growth(BATCH, MICROBATCHES)
+    inputs = BATCH * SIZES["seq"] * SIZES["width"] * 4  # of a stage, for the whole batch: what rematerialisation keeps
+    none = at_once[1].of(NONE[0])
+    found = most_layers(parameters, at_once[1], 0, 1, usable)
+    rows = [memory_row("none", *NONE, found, none, 1.0, 1.0)]
+    for k, (layers, paper) in LARGEST.items():
+        found = most_layers(parameters, working[BATCH], inputs, k, usable)
+        held = working[BATCH].of(layers) + k * inputs
+        rows.append(memory_row(f"GPipe-{k}", layers, paper, found, held, held / none, paper / NONE[1]))
+    by_count = [{"M": "paper"} | {f"GPipe-{k}": f"{layers}" for k, (layers, _) in LARGEST.items()}]
     for m in MICROBATCHES:
-        working = by_layers(lambda f, m=m: f[1][m])
-        # GPipe: one micro-batch's activations, and the inputs of the whole batch; embedding and softmax are on the outer stages.
-        alone = max((usable - state[0] - working[0]) / (state[1] + working[1]), 0.0)
-        inner = max((usable - inputs) / (state[1] + working[1]), 0.0)
-        row = {"M": m, "none, layers": f"{none:.1f}"}
-        for k, paper in LARGEST.items():
-            layers = alone if k == 1 else (k - 2) * inner + 2 * alone
-            row[f"GPipe-{k}"] = f"{layers:.1f} ({100 * (layers / paper - 1):+.0f} %)"
-            row[f"K={k} times none"] = f"{ratio(parameters, layers):.1f}"
-        rows.append(row)
-    return rows, fitting
+        most = {k: most_layers(parameters, working[m], inputs, k, usable) for k in LARGEST}
+        by_count.append({"M": f"{m}"} | {f"GPipe-{k}": f"{n} ({100 * (n / LARGEST[k][0] - 1):+.0f} %)" for k, n in most.items()})
+    return rows, by_count
 
 
-def ratio(parameters: tuple[float, float], layers: float) -> float:
-    """Parameters of a model of so many layers against those of the paper's largest without GPipe."""
-    return (parameters[0] + layers * parameters[1]) / (parameters[0] + LAYERS_OF_NONE * parameters[1])
+def memory_row(name: str, layers: int, paper: float, found: int, held: float, of_none: float, paper_of_none: float) -> dict:
+    return {
+        "on": name, "layers, paper": f"{layers}", "simulated": f"{found}",
+        "error of layers": f"{100 * (found / layers - 1):+.1f} %",
+        "activations, paper (GiB)": f"{paper}", "simulated (GiB)": f"{held / 2**30:.1f}",
+        "of none, paper": f"{paper_of_none:.2f}", "of none": f"{of_none:.2f}",
+        "error": f"{100 * (of_none / paper_of_none - 1):+.1f} %",
+    }  # fmt: skip
 
 
 def published_rows(path: Path) -> list[dict]:
@@ -202,11 +236,12 @@ def run(options) -> None:
     impossible = [f"K = {r['K']}, M = {r['M']}" for r in rows if float(r["paper"]) > 1.02 * float(r["bubble alone"])]
     if impossible:
         note(f"the paper's throughput is above K M/(M + K - 1), which no bubble allows, at {'; '.join(impossible)}")
-    memory, batch = memory_rows()
-    show("GPipe, Table 1: the largest Transformer in 16 GB, in layers", list(memory[0]), memory)
+    memory, by_count = memory_rows()
+    show("GPipe, Table 1: the largest Transformer in 16 GB per core", list(memory[0]), memory)
+    show("The same by number of micro-batches, in layers", list(by_count[0]), by_count)
     if options.output is not None:
-        write_text_atomic(options.output, markdown(list(rows[0]), rows) + "\n" + markdown(list(memory[0]), memory))
-    note(f"without GPipe {LAYERS_OF_NONE} layers fit at a batch of {batch:.1f} sequences, not at {BATCH}")
+        tables = [markdown(list(table[0]), table) for table in (rows, memory, by_count)]
+        write_text_atomic(options.output, "\n".join(tables))
 
 
 def arguments(argv=None):

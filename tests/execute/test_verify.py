@@ -23,6 +23,7 @@ MODELS = {
     "mlp": ("mlp", dict(batch=16, width=32, layers=2, features=16)),
     "lenet": ("lenet", dict(batch=8)),
     "lm": ("transformer_lm", dict(batch=8, seq=16, width=32, layers=1, scan=True, remat=True, dropout=0.1)),
+    "lm_chunked": ("transformer_lm", dict(batch=8, seq=16, width=32, layers=1, attention_dropout=0.1, loss_chunks=4)),
 }
 
 
@@ -33,7 +34,7 @@ def made(name: str):
     return step, (state, batch), traced, planning_problem(traced, load_topology("cpu8"))
 
 
-@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm"], slow=["lm"]))
+@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm", "lm_chunked"], slow=["lm", "lm_chunked"]))
 def test_plans_are_proven(name):
     _, arguments, traced, problem = made(name)
     leaves = jax.tree_util.tree_leaves(arguments)

@@ -46,6 +46,7 @@ CASES = {
     "lm": (transformer_lm, TINY_LM),
     "lm_full": (transformer_lm, TINY_LM | dict(scan=True, remat=True, dropout=0.1, tie=True, dtype="bfloat16")),
     "lm_sgd": (transformer_lm, TINY_LM | dict(optimizer="sgd", vocab=50, remat=True, mlp_ratio=2, learning_rate=0.1)),
+    "lm_chunked": (transformer_lm, TINY_LM | dict(attention_dropout=0.1, loss_chunks=4)),
     "nnx": (transformer_nnx, TINY_LM),
     "nnx_full": (transformer_nnx, TINY_LM | dict(dropout=0.1, tie=True, dtype="bfloat16")),
     "lenet_average": (lenet, dict(batch=4, image=12)),
@@ -186,6 +187,17 @@ def test_unrolled_equals_scan(name):
     np.testing.assert_allclose(scan_metrics["loss"], metrics["loss"], rtol=1e-5)
     gradient, scan_gradient = new["opt_state"][0].mu, scan_new["opt_state"][0].mu
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), scan_gradient, gradient)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_loss_in_chunks_is_the_whole_loss(tie):
+    step, state, batch = transformer_lm.make(**TINY_LM, tie=tie)
+    chunked, chunked_state, _ = abstract_make(transformer_lm, **TINY_LM, tie=tie, loss_chunks=4)
+    assert shapes(chunked_state) == shapes(state)
+    (new, metrics), (chunked_new, chunked_metrics) = (compiled(s)(state, batch) for s in (step, chunked))
+    np.testing.assert_allclose(chunked_metrics["loss"], metrics["loss"], rtol=1e-6)
+    gradient, chunked_gradient = new["opt_state"][0].mu, chunked_new["opt_state"][0].mu
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), chunked_gradient, gradient)
 
 
 @pytest.mark.parametrize("top", [1, 2])
