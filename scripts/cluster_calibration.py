@@ -1,7 +1,7 @@
 """The topology of the cluster that this process belongs to, measured: rates of one device, and the links; and its operators.
 
 Rates are those of the model's own largest dots and convolutions, forward and backward; memory, elementwise arithmetic and the
-cost of a small task come from three small programs; the links from all-reduces of several sizes. `measured_operators` is what
+cost of a small task come from three small programs; the links from collectives of several sizes. `measured_operators` is what
 `soapjax profile` does. All hosts measure at once, so that what they share (memory, say) counts. `fitted_factors` then scales
 compute and network by one factor each, so that a few measured steps come out right.
 """
@@ -9,9 +9,12 @@ compute and network by one factor each, so that a few measured steps come out ri
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import platform
 import statistics
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,11 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from soapjax.costs.fit import fitted_link
 from soapjax.costs.profile import Profile
 from soapjax.execute.agreement import agree
 from soapjax.execute.coordination import store
+from soapjax.execute.measure_links import time_collectives
 from soapjax.graph.flops import flops_of
 from soapjax.graph.trace import TracedStep
 from soapjax.profiling import measure_profile
@@ -32,37 +36,41 @@ from soapjax.topology import DeviceTopology
 log = logging.getLogger(__name__)
 MAX_OPERATORS = 6  # of each class, by FLOPs
 BUDGET_S = 0.5  # per figure
-REDUCE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
-CHAIN_BYTES = 2**21
+LINK_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 MEMORY_BYTES = 2**31
+SHORT_TURN_NS = 100_000
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # system calls
 RIDGE = 0.03  # pulls both factors towards 1 where the steps do not tell them apart
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Real-time priority for all threads of this process, where that is allowed.
+    """The highest ordinary priority for all threads of this process, in turns of a tenth of a millisecond, where that is allowed.
 
-    Other work on the machine would otherwise hold a core for a scheduler tick (4 ms) whenever a message arrives, which is
-    forty times the latency of a small collective. The kernel leaves the others a twentieth of the time. Not where processes
-    share cores: one that waits for a message would keep the other from sending it.
+    Other work on the machine would otherwise hold a core for milliseconds whenever a message arrives, many times the latency of
+    a small collective. Not real-time priority: gloo's thread polls for the buffer that a message is for, and would keep the
+    thread that makes it from running for 60 ms (measured: reduce-scatters of a few kilobytes).
     """
-    if jax.process_count() > (os.cpu_count() or 1):
-        yield
-        return
     try:
-        _set_policy(os.SCHED_RR, 5)
+        _set_turns(-20, SHORT_TURN_NS)
     except PermissionError:
-        log.warning("no real-time priority: other work on this machine shows in the timings")
+        log.warning("no high priority: other work on this machine shows in the timings")
     try:
         yield
     finally:
-        _set_policy(os.SCHED_OTHER, 0)
+        with contextlib.suppress(PermissionError):
+            _set_turns(0, 0)
 
 
-def _set_policy(policy: int, priority: int) -> None:
+def _set_turns(nice: int, turn_ns: int) -> None:
+    """Sets the niceness of all threads, and how long they run in turn (sched_setattr(2), since Linux 6.12; 0: the default)."""
+    fields = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, turn_ns, 0, 0)
+    libc, number = ctypes.CDLL(None), SCHED_SETATTR.get(platform.machine())
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(int(task), policy, os.sched_param(priority))
+            os.setpriority(os.PRIO_PROCESS, int(task), nice)
+            if number is not None:
+                libc.syscall(number, int(task), fields, 0)  # a kernel that knows no turns keeps its own
 
 
 def seconds_of(run: Callable[[], Any], *, budget_s: float = BUDGET_S, at_most: int = 20) -> float:
@@ -129,41 +137,6 @@ def launch_seconds() -> float:
     return seconds_of(lambda: run(x)) / count
 
 
-def link_figures() -> tuple[float, float]:
-    """(bytes per second, seconds of latency per step) of the ring all-reduce of all devices, 2 (n - 1) steps of S/n bytes.
-
-    Each size is reduced several times in a row: a single small message would pass on the burst that a shaped link allows.
-    """
-    devices = jax.devices()
-    n = len(devices)
-    mesh = Mesh(np.array(devices), ("x",))
-    rows = []
-    for size in REDUCE_BYTES:
-        count = int(np.clip(CHAIN_BYTES // size, 1, 64))
-
-        def chain(x: jax.Array, count: int = count) -> jax.Array:
-            for _ in range(count):
-                x = jax.lax.psum(x, "x") * (1 / n)
-            return x
-
-        x = jax.make_array_from_callback(
-            (n, size // 4), NamedSharding(mesh, PartitionSpec("x")), lambda index, size=size: np.ones((1, size // 4), np.float32)
-        )  # fmt: skip
-        run = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec(), check_vma=False))
-        run.lower(x).compile()
-        agree(store(), f"all-reduce of {size}", {}, timeout_s=60)
-        jax.block_until_ready(run(x))
-        times = []
-        for _ in range(5):  # as many on all hosts: a collective waits for everybody
-            start = time.perf_counter()
-            jax.block_until_ready(run(x))
-            times.append((time.perf_counter() - start) / count)
-        rows.append((2 * (n - 1), 2 * (n - 1) / n * size, statistics.median(times)))
-    steps, moved, measured = np.array(rows).T
-    (latency_s, s_per_byte), *_ = np.linalg.lstsq(np.stack([steps, moved], 1) / measured[:, None], np.ones(len(rows)), rcond=None)
-    return 1 / s_per_byte, max(latency_s, 1e-6)
-
-
 def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
     """All figures, as this process sees them; every process of the job must call it."""
     agree(store(), "calibration", {}, timeout_s=120)
@@ -172,7 +145,8 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
         dot = heavy_rate(step, "dot_general") or other
         conv = heavy_rate(step, "conv_general_dilated") or dot
         memory, launch = memory_rate(), launch_seconds()
-        bandwidth, latency_s = link_figures()
+        agree(store(), "links", {}, timeout_s=60)
+        link = fitted_link("host", time_collectives((jax.device_count(),), 0, jax.devices(), sizes_bytes=LINK_BYTES))
     peak = max(dot, conv, other)
     return DeviceTopology.from_dict(
         {
@@ -186,8 +160,9 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
             },
             "levels": [
                 {
-                    "name": "host", "size": jax.device_count(), "bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s,
-                    "efficiency_fraction": 1.0, "source": f"measured all-reduces, links of {rate}",
+                    "name": "host", "size": jax.device_count(), "bandwidth_bytes_per_s": link.bytes_per_s,
+                    "latency_s": max(link.latency_s, 1e-6), "efficiency_fraction": 1.0,
+                    "collective_fraction": dict(link.fractions), "source": f"measured collectives, links of {rate}",
                 }
             ],
         }

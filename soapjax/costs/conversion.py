@@ -48,10 +48,15 @@ class Links(NamedTuple):
     latency_s: tuple[float, ...]  # per level, slowest first
     bytes_per_s: tuple[float, ...]
     combine_bytes: float = 0.0  # the compiler merges small collectives of parameters up to this size; 0: it does not
+    fractions: tuple[tuple[float, ...], ...] = ()  # per level, by COLLECTIVES: of the rate above; 1 if empty
 
     @property
     def num_levels(self) -> int:
         return len(self.latency_s)
+
+    def rate(self, kind: str, level: int) -> float:
+        """Bytes per second of a collective."""
+        return self.bytes_per_s[level] * (self.fractions[level][COLLECTIVES.index(kind)] if self.fractions else 1.0)
 
 
 def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
@@ -61,6 +66,7 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
         tuple(lv.latency_s for lv in topology.levels),
         tuple(lv.achieved_bytes_per_s for lv in topology.levels),
         COMBINE_BYTES.get(topology.device.platform, 0.0),
+        tuple(tuple(lv.collective_fraction.get(kind, 1.0) for kind in COLLECTIVES) for lv in topology.levels),
     )
 
 
@@ -193,7 +199,7 @@ def _cost_by_axis(
             moved, steps = size * (n - 1) / n, n - 1
             if kind == "all-reduce":
                 moved, steps = 2 * moved, 2 * steps
-            seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
+            seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.rate(kind, lv)
             sent[kind] = sent.get(kind, 0.0) + moved
             if kind != "all-gather":
                 size = size / n
@@ -207,7 +213,8 @@ def _cost_by_axis(
             crosses = (moved & sum(1 << a for a, x in enumerate(links.axis_levels) if x == lv)) != 0
             here = jnp.where(crosses & ~slower, times, 0.0)
             slower |= crosses
-            seconds[lv] = seconds[lv] + here * (links.latency_s[lv] * latency_share + size / links.bytes_per_s[lv])
+            rate = links.rate("collective-permute", lv)
+            seconds[lv] = seconds[lv] + here * (links.latency_s[lv] * latency_share + size / rate)
 
     if shape:
         part = size_bytes / product(given)
@@ -296,7 +303,7 @@ def conversion_cost_plainly(
 
     def run(kind: str, level: int, n: int, size: float, times: int = 1) -> None:
         moved = times * size * (n - 1) / n
-        seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.bytes_per_s[level]
+        seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.rate(kind, level)
         sent[kind] += moved
 
     slow_first = range(links.num_levels)
@@ -321,7 +328,7 @@ def conversion_cost_plainly(
         changed = [a for a in axes if source[a] != target[a] and not is_pinned[a]]
         behind = [b for b in axes for a in changed if a < b and source[b] == target[b] >= 0 and source[b] in pairs[a]]
         lv = min(links.axis_levels[a] for a in (changed if _is_whole(steps) else changed + behind))
-        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
+        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.rate("collective-permute", lv))
         sent["collective-permute"] += times * local
     for lv in slow_first:
         n = group(lv, lambda a: source[a] <= PINNED and target[a] >= 0)

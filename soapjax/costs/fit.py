@@ -48,25 +48,37 @@ def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
     )
 
 
-# Steps and bytes sent per device of a collective on a full tensor of one byte over n devices (conversion.py).
-SENT = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+# Of a collective over n devices that hold S bytes each before or after it: n - 1 steps and S (n - 1)/n bytes sent by each, times
+# this. A permute is one step that sends S (conversion.py).
+TIMES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+PULL = 0.03  # of a kind's fraction towards 1, where its bytes do not tell
 
 
 def fitted_link(level: str, points: Sequence[tuple[str, int, float, float]]) -> Link:
-    """Latency and rate of one level from (collective, devices, bytes of the full tensor, seconds)."""
-    steps = np.array([SENT[kind] * (n - 1) for kind, n, _, _ in points])
-    sent = np.array([SENT[kind] * size * (n - 1) / n for kind, n, size, _ in points])
+    """Latency and rate of one level from (collective, devices, bytes each holds, seconds), and each kind's fraction of the rate.
+
+    The rate is the first kind's; where only one kind was measured all have it.
+    """
+    kinds = list(dict.fromkeys(kind for kind, *_ in points))
+    which = np.array([kinds.index(kind) for kind, *_ in points])
+    steps = np.array([TIMES[kind] * (n - 1) if kind in TIMES else 1.0 for kind, n, _, _ in points])
+    sent = np.array([TIMES[kind] * size * (n - 1) / n if kind in TIMES else size for kind, n, size, _ in points])
     seconds = np.array([s for *_, s in points])
-    start = np.log([max((seconds / steps).min(), 1e-9), max((sent / seconds).max(), 1.0)])
+    start = np.log([max((seconds / steps).min(), 1e-9), max((sent / seconds).max(), 1.0), *[1.0] * (len(kinds) - 1)])
 
     def predicted(x: np.ndarray) -> np.ndarray:
-        return steps * np.exp(x[0]) + sent / np.exp(x[1])
+        fractions = np.exp(np.concatenate([[0.0], x[2:]]))
+        return steps * np.exp(x[0]) + sent / (np.exp(x[1]) * fractions[which])
 
-    found = least_squares(lambda x: np.log(predicted(x) / seconds), start, loss="soft_l1", f_scale=0.3)
-    latency_s, rate = np.exp(found.x)
+    def errors(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.log(predicted(x) / seconds), PULL * x[2:]])
+
+    found = least_squares(errors, start, loss="soft_l1", f_scale=0.3)
+    latency_s, rate, *fractions = np.exp(found.x)
     error = float(np.median(np.abs(predicted(found.x) / seconds - 1)))
     return Link(
         level=level, latency_s=float(f"{latency_s:.4g}"), bytes_per_s=float(f"{rate:.4g}"), median_error=round(error, 4),
+        fractions={kind: float(f"{f:.4g}") for kind, f in zip(kinds[1:], fractions, strict=True)},
         points=tuple((k, int(n), float(size), float(f"{s:.6g}")) for k, n, size, s in points),
     )  # fmt: skip
 

@@ -269,8 +269,13 @@ def linked(topology: DeviceTopology, profile: Profile | None) -> DeviceTopology:
     scale = profile.calibration.network_scale if profile.calibration is not None else 1.0
     levels = []
     for lv in topology.levels:
-        latency_s, rate = lv.latency_s, lv.achieved_bytes_per_s
+        latency_s, rate, fractions = lv.latency_s, lv.achieved_bytes_per_s, lv.collective_fraction
         if lv.name in fits:
-            latency_s, rate = fits[lv.name].latency_s, fits[lv.name].bytes_per_s
-        levels.append(replace(lv, latency_s=latency_s * scale, bandwidth_bytes_per_s=rate / scale, efficiency=1.0))
+            found = fits[lv.name]
+            latency_s, rate, fractions = found.latency_s, found.bytes_per_s, dict(found.fractions)
+        levels.append(
+            replace(
+                lv, latency_s=latency_s * scale, bandwidth_bytes_per_s=rate / scale, efficiency=1.0, collective_fraction=fractions
+            )
+        )
     return replace(topology, levels=tuple(levels))

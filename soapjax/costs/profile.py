@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -72,13 +72,14 @@ class Rates(_Part):
 
 
 class Link(_Part):
-    """What collectives over one level achieve: seconds = steps · latency + bytes sent / rate."""
+    """What collectives over one level achieve: seconds = steps · latency + bytes sent / (rate · fraction of the kind)."""
 
     level: str
     latency_s: float = pydantic.Field(ge=0)
     bytes_per_s: float = pydantic.Field(gt=0)
+    fractions: dict[str, Annotated[float, pydantic.Field(gt=0)]] = {}  # by collective; 1 where it is absent
     median_error: float = 0.0
-    points: tuple[tuple[str, int, float, float], ...] = ()  # collective, devices, bytes of the full tensor, seconds
+    points: tuple[tuple[str, int, float, float], ...] = ()  # collective, devices, bytes each holds before or after, seconds
 
 
 class Calibration(_Part):

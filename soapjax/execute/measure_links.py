@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SIZES_BYTES = (2**12, 2**16, 2**20, 2**23)
-KINDS = ("all-reduce", "all-gather")
-Point = tuple[str, int, float, float]  # collective, devices, bytes of the full tensor, seconds
+IN_A_ROW_BYTES = 2**21  # a single small message could pass on the burst that a shaped link allows
+Point = tuple[str, int, float, float]  # collective, devices, bytes that each holds before or after, seconds
+
+# Per kind what gives each of the `n` devices of `axis` as many numbers as it had, so that one can follow on another.
+KINDS: dict[str, Callable[[Any, str, int], Any]] = {
+    "all-reduce": lambda x, axis, n: jax.lax.psum(x, axis) / n,
+    "all-gather": lambda x, axis, n: jax.lax.all_gather(x[: x.shape[0] // n], axis, tiled=True),
+    "reduce-scatter": lambda x, axis, n: jnp.tile(jax.lax.psum_scatter(x, axis, tiled=True) / n, n),
+    "all-to-all": lambda x, axis, n: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+    "collective-permute": lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
+}
 
 
 def time_collectives(
@@ -25,29 +34,27 @@ def time_collectives(
     Args:
       level_sizes: how many units each level joins, slowest first; their product is the number of devices.
       level: the level to measure, of more than one unit.
-      sizes_bytes: of the full tensor that a group holds together (all-gather) or each (all-reduce).
+      sizes_bytes: of what each device holds before (reduce-scatter) or after (all-gather), or both.
     """
     names = tuple(f"l{i}" for i in range(len(level_sizes)))
     mesh = Mesh(np.array(devices).reshape(tuple(level_sizes)), names)
     n, axis = level_sizes[level], names[level]
     points: list[Point] = []
-    for kind in KINDS:
+    for kind, once in KINDS.items():
         for size in sizes_bytes:
             count = max(size // 4 // n * n, n)
-            split = PartitionSpec(axis) if kind == "all-gather" else PartitionSpec()
+            in_a_row = int(np.clip(IN_A_ROW_BYTES // size, 1, 64))
 
-            def body(x: Any, kind: str = kind) -> Any:
-                if kind == "all-gather":
-                    return jax.lax.all_gather(x, axis, tiled=True)
-                return jax.lax.psum(x, axis)
+            def body(x: Any, once: Any = once, in_a_row: int = in_a_row) -> Any:
+                return jax.lax.fori_loop(0, in_a_row, lambda _, x: once(x, axis, n), x)
 
-            run = jax.jit(
-                jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
-            )  # fmt: skip
-            sharding = NamedSharding(mesh, split)
+            spec = PartitionSpec(names)
+            run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
             local = np.ones(count, np.float32)
-            x = jax.make_array_from_callback((count,), sharding, lambda index, local=local: local[index])
-            points.append((kind, n, float(count * 4), _median_s(run, x, repeats)))
+            x = jax.make_array_from_callback(
+                (count * len(devices),), NamedSharding(mesh, spec), lambda _, local=local: local
+            )  # fmt: skip
+            points.append((kind, n, float(count * 4), _median_s(run, x, repeats) / in_a_row))
     return points
 
 

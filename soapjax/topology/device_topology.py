@@ -41,6 +41,7 @@ MAX_DEVICES = 2**20
 MAX_LEVELS = 20
 DEFAULT_MEMORY_FRACTION = 0.75  # what XLA's GPU allocator takes unless told otherwise
 OPERATOR_CLASSES = ("dot", "conv", "other")
+COLLECTIVE_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PEAK_DTYPES = ("float64", "float32", "tensorfloat32", "bfloat16", "float16")
 # The keys of `DeviceKind.source`: one per figure of the device, without its unit.
 SOURCED_FIGURES = (
@@ -65,6 +66,7 @@ class LinkLevel:
     latency_s: float  # per step of a collective
     efficiency: float  # achieved fraction of the bandwidth
     source: str
+    collective_fraction: dict[str, float] = field(default_factory=dict, hash=False)  # by kind: of what others achieve, 1 if absent
 
     @property
     def achieved_bytes_per_s(self) -> float:
@@ -160,6 +162,7 @@ class DeviceTopology:
                     "efficiency_fraction": level.efficiency,
                     "source": level.source,
                 }
+                | ({"collective_fraction": dict(level.collective_fraction)} if level.collective_fraction else {})
                 for level in self.levels
             ],
         }
@@ -253,6 +256,15 @@ def _read_source(reader: TableReader) -> dict[str, str]:
     return dict.fromkeys(SOURCED_FIGURES, reader.text("source"))
 
 
+def _read_collectives(reader: TableReader) -> dict[str, float]:
+    if not reader.offers("collective_fraction"):
+        return {}
+    table = reader.table("collective_fraction")
+    fractions = {kind: table.number(kind, at_most=10.0) for kind in COLLECTIVE_KINDS if table.offers(kind)}
+    table.finish()
+    return fractions
+
+
 def _read_level(reader: TableReader) -> LinkLevel:
     level = LinkLevel(
         name=reader.name("name"),
@@ -261,6 +273,7 @@ def _read_level(reader: TableReader) -> LinkLevel:
         latency_s=reader.figure("latency", LATENCY_UNITS),
         efficiency=reader.figure("efficiency", FRACTION_UNITS, at_most=1.0),
         source=reader.text("source"),
+        collective_fraction=_read_collectives(reader),
     )
     if level.name and not re.fullmatch("[a-z][a-z_]*", level.name):
         reader.report("name", shown(level.name), "a lower-case word", "mesh axes are named after it: write it with a-z and _ only")

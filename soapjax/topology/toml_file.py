@@ -51,6 +51,8 @@ host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full
     name = "device"
     size = 8                                # ... of eight GPUs
     ...
+    [levels.collective_fraction]            # optional: kinds that reach more or less of the bandwidth than the others
+    all-to-all = 0.6
 """
 
 from __future__ import annotations

@@ -187,6 +187,20 @@ def test_a_link_is_found_again():
                 points.append((kind, n, size, seconds * np.exp(rng.normal(0, 0.02))))
     found = fitted_link("host", points)
     assert found.latency_s == pytest.approx(20e-6, rel=0.1) and found.bytes_per_s == pytest.approx(3e9, rel=0.1)
+    assert found.fractions == {"all-gather": pytest.approx(1.0, rel=0.05)}
+
+
+def test_kinds_that_reach_less_of_a_link_are_found_again():
+    fractions = {"all-reduce": 1.0, "reduce-scatter": 0.9, "all-to-all": 0.5, "collective-permute": 0.45}
+    points = []
+    for kind, fraction in fractions.items():
+        for size in (2**12, 2**16, 2**20, 2**22):
+            steps, sent = {"all-reduce": (6, 1.5), "collective-permute": (1, 1.0)}.get(kind, (3, 0.75))
+            points.append((kind, 4, size, steps * 50e-6 + sent * size / (25e6 * fraction)))
+    found = fitted_link("host", points)
+    assert found.bytes_per_s == pytest.approx(25e6, rel=0.03) and found.median_error < 0.03
+    del fractions["all-reduce"]
+    assert found.fractions == pytest.approx(fractions, rel=0.05)
 
 
 def test_two_scalars_are_found_again_and_the_error_is_what_is_left():

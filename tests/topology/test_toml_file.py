@@ -160,6 +160,14 @@ BAD = {
     "missing table": (GOOD[GOOD.index("[device]") : GOOD.index("[[levels]]")], "", "device", "[device]"),
     "missing levels": (GOOD[GOOD.index("[[levels]]") :], "", "levels", "[[levels]]"),
     "one bracket": (GOOD[GOOD.index("[[levels]]") :], "[levels]\nsize = 2", "levels", "two brackets"),
+    "unknown collective": (
+        "latency_us = 3", "latency_us = 3\ncollective_fraction = { all-to-some = 0.5 }",
+        "levels[0].collective_fraction.all-to-some", "all-to-all",
+    ),
+    "collective at no rate": (
+        "latency_us = 3", "latency_us = 3\ncollective_fraction = { all-to-all = 0 }",
+        "levels[0].collective_fraction.all-to-all", "number",
+    ),
     "memory beyond sense": ("memory_gib = 16", "memory_gib = 1e20", "device.memory", "unit"),
 }
 
@@ -269,6 +277,16 @@ def test_round_trip_as_json(name):
     assert again == topology and hash(again) == hash(topology)
     assert again.fingerprint() == topology.fingerprint()
     assert name in topology.describe() and topology.device.name in topology.describe()
+
+
+def test_fractions_of_collectives():
+    plain = load_topology("a100x64")
+    data = plain.to_dict()
+    assert "collective_fraction" not in data["levels"][0]
+    data["levels"][0]["collective_fraction"] = {"all-to-all": 0.5}
+    slower = DeviceTopology.from_dict(data)
+    assert slower.levels[0].collective_fraction == {"all-to-all": 0.5} and not slower.levels[1].collective_fraction
+    assert DeviceTopology.from_dict(slower.to_dict()) == slower and slower.fingerprint() != plain.fingerprint()
 
 
 def test_from_dict_checks_as_the_file_does():
