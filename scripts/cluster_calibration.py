@@ -9,12 +9,9 @@ compute and network by one factor each, so that a few measured steps come out ri
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import platform
 import statistics
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,39 +35,36 @@ MAX_OPERATORS = 6  # of each class, by FLOPs
 BUDGET_S = 0.5  # per figure
 LINK_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 MEMORY_BYTES = 2**31
-SHORT_TURN_NS = 100_000
-SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # system calls
 RIDGE = 0.03  # pulls both factors towards 1 where the steps do not tell them apart
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """The highest ordinary priority for all threads of this process, in turns of a tenth of a millisecond, where that is allowed.
+    """Real-time priority for all threads of this process, where that is allowed.
 
-    Other work on the machine would otherwise hold a core for milliseconds whenever a message arrives, many times the latency of
-    a small collective. Not real-time priority: gloo's thread polls for the buffer that a message is for, and would keep the
-    thread that makes it from running for 60 ms (measured: reduce-scatters of a few kilobytes).
+    Other work on the machine would otherwise hold a core for a scheduler tick (4 ms) whenever a message arrives, which is
+    forty times the latency of a small collective. The kernel leaves the others a twentieth of the time. Threads must take short
+    turns, as scripts/emulated_cluster.py sets them: gloo's thread polls while the buffer that a message is for is not there yet,
+    and would keep the thread that makes it waiting. Not where processes share cores: one that waits for a message would keep
+    the other from sending it.
     """
+    if jax.process_count() > (os.cpu_count() or 1):
+        yield
+        return
     try:
-        _set_turns(-20, SHORT_TURN_NS)
+        _set_policy(os.SCHED_RR, 5)
     except PermissionError:
-        log.warning("no high priority: other work on this machine shows in the timings")
+        log.warning("no real-time priority: other work on this machine shows in the timings")
     try:
         yield
     finally:
-        with contextlib.suppress(PermissionError):
-            _set_turns(0, 0)
+        _set_policy(os.SCHED_OTHER, 0)
 
 
-def _set_turns(nice: int, turn_ns: int) -> None:
-    """Sets the niceness of all threads, and how long they run in turn (sched_setattr(2), since Linux 6.12; 0: the default)."""
-    fields = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, turn_ns, 0, 0)
-    libc, number = ctypes.CDLL(None), SCHED_SETATTR.get(platform.machine())
+def _set_policy(policy: int, priority: int) -> None:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(task), nice)
-            if number is not None:
-                libc.syscall(number, int(task), fields, 0)  # a kernel that knows no turns keeps its own
+            os.sched_setscheduler(int(task), policy, os.sched_param(priority))
 
 
 def seconds_of(run: Callable[[], Any], *, budget_s: float = BUDGET_S, at_most: int = 20) -> float:

@@ -183,6 +183,16 @@ def test_time_is_up(machine):
     assert status == 124 and "ending host 0, 1" in err
 
 
+def test_real_time_threads_take_short_turns_for_as_long_as_it_runs(machine):
+    turn = Path("/proc/sys/kernel/sched_rr_timeslice_ms")
+    if not os.access(turn, os.W_OK):
+        pytest.skip(f"{turn} cannot be written here")
+    before = turn.read_text()  # "1" where another test's cluster runs beside
+    status, out, _ = call("--hosts", 1, "--", "cat", turn)
+    assert status == 0 and out.split() == ["[0]", "1"]
+    assert turn.read_text() == before or before == "1\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_clean_up(machine, number):
     mark = f"50.{int(number)}{os.getpid()}"
