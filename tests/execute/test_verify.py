@@ -34,7 +34,7 @@ def made(name: str):
     return step, (state, batch), traced, planning_problem(traced, load_topology("cpu8"))
 
 
-@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm", "lm_chunked"], slow=["lm", "lm_chunked"]))
+@pytest.mark.parametrize("name", family(MODELS, slow=["lenet", "lm", "lm_chunked"]))
 def test_plans_are_proven(name):
     _, arguments, traced, problem = made(name)
     leaves = jax.tree_util.tree_leaves(arguments)
@@ -90,7 +90,7 @@ def sent(compiled) -> dict[str, float]:
     return total
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "lm"])
+@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm"], slow=["lm"]))
 def test_data_parallel_is_the_hand_written_program(name):
     """Collectives and local FLOPs of the planned step equal those of plain jax.jit with a split batch."""
     step, arguments, _, _ = made(name)

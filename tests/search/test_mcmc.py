@@ -137,10 +137,10 @@ def test_exchange_is_metropolis():
 
 def test_never_worse_than_baselines_and_deterministic(step_problem):
     key = jax.random.key(11)
-    first = mcmc(key, step_problem, Budget(num_proposals=4096))
-    again = mcmc(key, step_problem, Budget(num_proposals=4096))
+    first = mcmc(key, step_problem, Budget(num_proposals=2048))
+    again = mcmc(key, step_problem, Budget(num_proposals=2048))
     assert first.best.strategy.key() == again.best.strategy.key()
-    assert first.num_proposals == again.num_proposals <= 4096
+    assert first.num_proposals == again.num_proposals <= 2048
     assert first.stopped_by in ("proposals", "converged")
     assert mcmc(key, step_problem, Budget(num_proposals=37)).num_proposals == 37
     for planner in BASELINES.values():

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from families import family
 from problems import PROBLEMS, case
 
 from soapjax.search.candidates import enumerate_candidates
@@ -11,7 +12,8 @@ from soapjax.search.problem import PlanningProblem
 from soapjax.search.relaxation import relax
 from soapjax.strategy.strategy import Strategy
 
-ODD_SIZED = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm_tied_scan_remat")]
+SCANNED = [p for p in PROBLEMS if p[0] == "lm_tied_scan_remat"]
+ODD_SIZED = family([p for p in PROBLEMS if p[0] == "mlp_of_sixes"] + SCANNED, slow=SCANNED)
 
 
 def problem_of(model, topology):
