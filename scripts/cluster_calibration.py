@@ -1,7 +1,7 @@
 """The topology of the cluster that this process belongs to, measured: rates of one device, and the links; and its operators.
 
 Rates are those of the model's own largest dots and convolutions, forward and backward; memory, elementwise arithmetic and the
-cost of a small task come from three small programs; the links from collectives of several sizes. `measured_operators` is what
+cost of a small task come from three small programs; the links from all-reduces of several sizes. `measured_operators` is what
 `soapjax profile` does. All hosts measure at once, so that what they share (memory, say) counts. `fitted_factors` then scales
 compute and network by one factor each, so that a few measured steps come out right.
 """
@@ -140,7 +140,9 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
         conv = heavy_rate(step, "conv_general_dilated") or dot
         memory, launch = memory_rate(), launch_seconds()
         agree(store(), "links", {}, timeout_s=60)
-        link = fitted_link("host", time_collectives((jax.device_count(),), 0, jax.devices(), sizes_bytes=LINK_BYTES))
+        # Of one kind: alone and in a row, gloo's others reach half of a link, but in the steps of a model as much as all-reduces.
+        every = (jax.device_count(),), 0, jax.devices()
+        link = fitted_link("host", time_collectives(*every, sizes_bytes=LINK_BYTES, kinds=("all-reduce",)))
     peak = max(dot, conv, other)
     return DeviceTopology.from_dict(
         {
@@ -156,7 +158,7 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
                 {
                     "name": "host", "size": jax.device_count(), "bandwidth_bytes_per_s": link.bytes_per_s,
                     "latency_s": max(link.latency_s, 1e-6), "efficiency_fraction": 1.0,
-                    "collective_fraction": dict(link.fractions), "source": f"measured collectives, links of {rate}",
+                    "source": f"measured all-reduces, links of {rate}",
                 }
             ],
         }

@@ -64,7 +64,9 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
             f"roofline of those not measured: {reached}; memory {rates.memory_bytes_per_s / 1e9:.4g} GB/s, "
             f"{seconds(rates.launch_s)} per task; median error {rates.median_error:.0%}"
         ]
-    lines += [f"{k.level}: {k.bytes_per_s / 1e9:.4g} GB/s, {seconds(k.latency_s)} per step" for k in links]
+    for k in links:
+        less = "".join(f", {kind} at {fraction:.0%}" for kind, fraction in k.fractions.items())
+        lines.append(f"{k.level}: {k.bytes_per_s / 1e9:.4g} GB/s{less}, {seconds(k.latency_s)} per step")
     lines += [*(f"note: {n}" for n in notes), f"written to {path}"]
     table = Table(title="the largest measured tasks", title_justify="left")
     for column in ("task", "measured", "spread"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,9 @@ KINDS: dict[str, Callable[[Any, str, int], Any]] = {
 
 
 def time_collectives(
-    level_sizes: Sequence[int], level: int, devices: Sequence[Any], *, sizes_bytes: Sequence[int] = SIZES_BYTES, repeats: int = 5
-) -> list[Point]:
+    level_sizes: Sequence[int], level: int, devices: Sequence[Any], *, sizes_bytes: Sequence[int] = SIZES_BYTES, repeats: int = 5,
+    kinds: Collection[str] = tuple(KINDS),
+) -> list[Point]:  # fmt: skip
     """Seconds of collectives over the links of one level only; every process of the devices must call this alike.
 
     Args:
@@ -40,12 +41,12 @@ def time_collectives(
     mesh = Mesh(np.array(devices).reshape(tuple(level_sizes)), names)
     n, axis = level_sizes[level], names[level]
     points: list[Point] = []
-    for kind, once in KINDS.items():
+    for kind in kinds:
         for size in sizes_bytes:
             count = max(size // 4 // n * n, n)
             in_a_row = int(np.clip(IN_A_ROW_BYTES // size, 1, 64))
 
-            def body(x: Any, once: Any = once, in_a_row: int = in_a_row) -> Any:
+            def body(x: Any, once: Any = KINDS[kind], in_a_row: int = in_a_row) -> Any:
                 return jax.lax.fori_loop(0, in_a_row, lambda _, x: once(x, axis, n), x)
 
             spec = PartitionSpec(names)
