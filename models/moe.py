@@ -107,7 +107,7 @@ class ExpertBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         normed = nn.LayerNorm(dtype=self.dtype, name="norm1")(x)
-        x = x + Attention(self.width, self.heads, 0.0, self.dtype, name="attn")(normed)
+        x = x + Attention(self.width, self.heads, self.dtype, name="attn")(normed)
         mixture = Experts(self.width, self.ratio, self.experts, self.top, self.capacity_factor, self.dtype, name="moe")
         mixed, aux = mixture(nn.LayerNorm(dtype=self.dtype, name="norm2")(x))
         return x + mixed, aux

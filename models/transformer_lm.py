@@ -34,8 +34,8 @@ class Attention(nn.Module):
 
     width: int
     heads: int
-    dropout: float
     dtype: jnp.dtype
+    dropout: float = 0.0
 
     @nn.compact
     def __call__(self, x):  # [batch, seq, width] -> the same
@@ -73,14 +73,14 @@ class Block(nn.Module):
     heads: int
     ratio: int
     dropout: float
-    attention_dropout: float
     dtype: jnp.dtype
+    attention_dropout: float = 0.0
 
     @nn.compact
     def __call__(self, x):
         drop = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)
         normed = nn.LayerNorm(dtype=self.dtype, name="norm1")(x)
-        x = x + drop(Attention(self.width, self.heads, self.attention_dropout, self.dtype, name="attn")(normed))
+        x = x + drop(Attention(self.width, self.heads, self.dtype, self.attention_dropout, name="attn")(normed))
         normed = nn.LayerNorm(dtype=self.dtype, name="norm2")(x)
         return x + drop(FeedForward(self.width, self.ratio, self.dtype, name="mlp")(normed))
 
@@ -100,9 +100,9 @@ class TransformerLM(nn.Module):
     scan: bool
     remat: bool
     dropout: float
-    attention_dropout: float
     tie: bool
     dtype: jnp.dtype
+    attention_dropout: float = 0.0
 
     @nn.compact
     def __call__(self, tokens, hidden=False):  # int32 [batch, seq] -> [batch, seq, vocab]
@@ -112,7 +112,7 @@ class TransformerLM(nn.Module):
         x = embed(tokens) + position.astype(self.dtype)
         # Inside a scan nothing can be merged across the recomputation, so its barriers would only cost time.
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        sizes = (self.width, self.heads, self.ratio, self.dropout, self.attention_dropout, self.dtype)
+        sizes = (self.width, self.heads, self.ratio, self.dropout, self.dtype, self.attention_dropout)
         if self.scan:
             body = nn.scan(
                 lambda blocks, x, _: (blocks(x), None),
