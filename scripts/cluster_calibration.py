@@ -140,7 +140,7 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
         conv = heavy_rate(step, "conv_general_dilated") or dot
         memory, launch = memory_rate(), launch_seconds()
         agree(store(), "links", {}, timeout_s=60)
-        # Of one kind: alone and in a row, gloo's others reach half of a link, but in the steps of a model as much as all-reduces.
+        # Of one kind: alone and in a row, gloo's others reach half of a link, but in a model's steps about as much as all-reduces.
         every = (jax.device_count(),), 0, jax.devices()
         link = fitted_link("host", time_collectives(*every, sizes_bytes=LINK_BYTES, kinds=("all-reduce",)))
     peak = max(dot, conv, other)
