@@ -141,8 +141,9 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
         memory, launch = memory_rate(), launch_seconds()
         agree(store(), "links", {}, timeout_s=60)
         # Of one kind: alone and in a row, gloo's others reach half of a link, but in a model's steps about as much as all-reduces.
-        every = (jax.device_count(),), 0, jax.devices()
-        link = fitted_link("host", time_collectives(*every, sizes_bytes=LINK_BYTES, kinds=("all-reduce",)))
+        devices = jax.devices()
+        points = time_collectives((len(devices),), 0, devices, sizes_bytes=LINK_BYTES, kinds=("all-reduce",))
+        link = fitted_link("host", points)
     peak = max(dot, conv, other)
     return DeviceTopology.from_dict(
         {

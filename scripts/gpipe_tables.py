@@ -65,7 +65,7 @@ NONE = (3, 11.7)
 LARGEST = {1: (13, 6.4), 8: (103, 50.9), 32: (415, 199.9), 128: (1663, 796.1)}
 AS_PUBLISHED = dict(dropout=0.1, attention_dropout=0.1, loss_chunks=8)
 BATCH_OF_NONE = 8
-MICROBATCHES = (4, 8, 16, 32)
+MICROBATCHES = (4, 8, 16, 32)  # the last as published
 BYTES_PER_PARAMETER = 12  # the paper's: weights and two moments
 
 
@@ -199,14 +199,14 @@ def memory_rows() -> tuple[list[dict], list[dict]]:
     none = at_once[1].of(NONE[0])
     found = most_layers(parameters, at_once[1], 0, 1, usable)
     rows = [memory_row("none", *NONE, found, none, 1.0, 1.0)]
+    most = {m: {k: most_layers(parameters, working[m], inputs, k, usable) for k in LARGEST} for m in MICROBATCHES}
+    published = MICROBATCHES[-1]
     for k, (layers, paper) in LARGEST.items():
-        found = most_layers(parameters, working[BATCH], inputs, k, usable)
-        held = working[BATCH].of(layers) + k * inputs
-        rows.append(memory_row(f"GPipe-{k}", layers, paper, found, held, held / none, paper / NONE[1]))
+        held = working[published].of(layers) + k * inputs
+        rows.append(memory_row(f"GPipe-{k}", layers, paper, most[published][k], held, held / none, paper / NONE[1]))
     by_count = [{"M": "paper"} | {f"GPipe-{k}": f"{layers}" for k, (layers, _) in LARGEST.items()}]
-    for m in MICROBATCHES:
-        most = {k: most_layers(parameters, working[m], inputs, k, usable) for k in LARGEST}
-        by_count.append({"M": f"{m}"} | {f"GPipe-{k}": f"{n} ({100 * (n / LARGEST[k][0] - 1):+.0f} %)" for k, n in most.items()})
+    for m, found in most.items():
+        by_count.append({"M": f"{m}"} | {f"GPipe-{k}": f"{n} ({100 * (n / LARGEST[k][0] - 1):+.0f} %)" for k, n in found.items()})
     return rows, by_count
 
 

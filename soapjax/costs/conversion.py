@@ -28,10 +28,10 @@ from jax import Array
 from soapjax.costs.block_order import axes_where, block_order, first_gather, holds
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
-from soapjax.topology import DeviceTopology, FactorMesh
+from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
 
 TRANSFER = "transfer"  # from one group of devices to another
-COLLECTIVES = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute", TRANSFER)
+COLLECTIVES = (*COLLECTIVE_KINDS, TRANSFER)
 
 
 # XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size

@@ -48,10 +48,15 @@ def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
     )
 
 
-# Of a collective over n devices that hold S bytes each before or after it: n - 1 steps and S (n - 1)/n bytes sent by each, times
-# this. A permute is one step that sends S (conversion.py).
-TIMES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 PULL = 0.03  # of a kind's fraction towards 1, where its bytes do not tell
+
+
+def _steps_and_bytes(kind: str, n: int, size: float) -> tuple[float, float]:
+    """Steps of a collective, and bytes that each of n devices sends that hold `size` before or after it (conversion.py)."""
+    if kind == "collective-permute":
+        return 1.0, size
+    times = 2.0 if kind == "all-reduce" else 1.0
+    return times * (n - 1), times * size * (n - 1) / n
 
 
 def fitted_link(level: str, points: Sequence[tuple[str, int, float, float]]) -> Link:
@@ -61,8 +66,7 @@ def fitted_link(level: str, points: Sequence[tuple[str, int, float, float]]) -> 
     """
     kinds = list(dict.fromkeys(kind for kind, *_ in points))
     which = np.array([kinds.index(kind) for kind, *_ in points])
-    steps = np.array([TIMES[kind] * (n - 1) if kind in TIMES else 1.0 for kind, n, _, _ in points])
-    sent = np.array([TIMES[kind] * size * (n - 1) / n if kind in TIMES else size for kind, n, size, _ in points])
+    steps, sent = np.array([_steps_and_bytes(kind, n, size) for kind, n, size, _ in points]).T
     seconds = np.array([s for *_, s in points])
     start = np.log([max((seconds / steps).min(), 1e-9), max((sent / seconds).max(), 1.0), *[1.0] * (len(kinds) - 1)])
 

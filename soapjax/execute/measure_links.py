@@ -16,11 +16,12 @@ SIZES_BYTES = (2**12, 2**16, 2**20, 2**23)
 IN_A_ROW_BYTES = 2**21  # a single small message could pass on the burst that a shaped link allows
 Point = tuple[str, int, float, float]  # collective, devices, bytes that each holds before or after, seconds
 
-# Per kind what gives each of the `n` devices of `axis` as many numbers as it had, so that one can follow on another.
+# Per kind what gives each of the `n` devices of `axis` as many numbers as it had, so that one can follow on another. (Of zeros:
+# their sums stay finite.)
 KINDS: dict[str, Callable[[Any, str, int], Any]] = {
-    "all-reduce": lambda x, axis, n: jax.lax.psum(x, axis) / n,
+    "all-reduce": lambda x, axis, n: jax.lax.psum(x, axis),
     "all-gather": lambda x, axis, n: jax.lax.all_gather(x[: x.shape[0] // n], axis, tiled=True),
-    "reduce-scatter": lambda x, axis, n: jnp.tile(jax.lax.psum_scatter(x, axis, tiled=True) / n, n),
+    "reduce-scatter": lambda x, axis, n: jnp.tile(jax.lax.psum_scatter(x, axis, tiled=True), n),
     "all-to-all": lambda x, axis, n: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
     "collective-permute": lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
 }
@@ -51,7 +52,7 @@ def time_collectives(
 
             spec = PartitionSpec(names)
             run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-            local = np.ones(count, np.float32)
+            local = np.zeros(count, np.float32)
             x = jax.make_array_from_callback(
                 (count * len(devices),), NamedSharding(mesh, spec), lambda _, local=local: local
             )  # fmt: skip

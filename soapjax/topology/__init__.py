@@ -1,11 +1,12 @@
 """Devices, the links between them, and the mesh that a plan is laid out on."""
 
-from soapjax.topology.device_topology import DeviceKind, DeviceTopology, LinkLevel
+from soapjax.topology.device_topology import COLLECTIVE_KINDS, DeviceKind, DeviceTopology, LinkLevel
 from soapjax.topology.factor_mesh import FactorMesh, factor_mesh
 from soapjax.topology.local import local_topology
 from soapjax.topology.toml_file import load_topology, shipped_topologies
 
 __all__ = [
+    "COLLECTIVE_KINDS",
     "DeviceKind",
     "DeviceTopology",
     "FactorMesh",

@@ -41,7 +41,7 @@ MAX_DEVICES = 2**20
 MAX_LEVELS = 20
 DEFAULT_MEMORY_FRACTION = 0.75  # what XLA's GPU allocator takes unless told otherwise
 OPERATOR_CLASSES = ("dot", "conv", "other")
-COLLECTIVE_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVE_KINDS = ("reduce-scatter", "all-reduce", "all-to-all", "all-gather", "collective-permute")
 PEAK_DTYPES = ("float64", "float32", "tensorfloat32", "bfloat16", "float16")
 # The keys of `DeviceKind.source`: one per figure of the device, without its unit.
 SOURCED_FIGURES = (
