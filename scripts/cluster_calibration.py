@@ -8,17 +8,15 @@ compute and network by one factor each, so that a few measured steps come out ri
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cluster_timing import undisturbed
 
 from soapjax.costs.fit import fitted_link
 from soapjax.costs.profile import Profile
@@ -30,41 +28,11 @@ from soapjax.graph.trace import TracedStep
 from soapjax.profiling import measure_profile
 from soapjax.topology import DeviceTopology
 
-log = logging.getLogger(__name__)
 MAX_OPERATORS = 6  # of each class, by FLOPs
 BUDGET_S = 0.5  # per figure
 LINK_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22)
 MEMORY_BYTES = 2**31
 RIDGE = 0.03  # pulls both factors towards 1 where the steps do not tell them apart
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Real-time priority for all threads of this process, where that is allowed.
-
-    Other work on the machine would otherwise hold a core for a scheduler tick (4 ms) whenever a message arrives, which is
-    forty times the latency of a small collective. The kernel leaves the others a twentieth of the time. Threads must take short
-    turns, as scripts/emulated_cluster.py sets them: gloo's thread polls while the buffer that a message is for is not there yet,
-    and would keep the thread that makes it waiting. Not where processes share cores: one that waits for a message would keep
-    the other from sending it.
-    """
-    if jax.process_count() > (os.cpu_count() or 1):
-        yield
-        return
-    try:
-        _set_policy(os.SCHED_RR, 5)
-    except PermissionError:
-        log.warning("no real-time priority: other work on this machine shows in the timings")
-    try:
-        yield
-    finally:
-        _set_policy(os.SCHED_OTHER, 0)
-
-
-def _set_policy(policy: int, priority: int) -> None:
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(int(task), policy, os.sched_param(priority))
 
 
 def seconds_of(run: Callable[[], Any], *, budget_s: float = BUDGET_S, at_most: int = 20) -> float:

@@ -5,8 +5,8 @@
 
 For each model and rate it calibrates, plans (baselines, the searches, random points of the space) and measures every strategy
 and the hand-written ones of cluster_experts.py on hosts that scripts/emulated_cluster.py starts. Rows go to
-results/cluster.csv as they are measured; a second run goes on with what is missing (`--stage measure` on a quiet machine, for
-instance). Errors count all strategies but the three that the calibration was fitted on.
+results/cluster.csv, a case at once; a second run goes on with what is missing (`--stage measure` on a quiet machine, for
+instance). Errors count all strategies but the four that the calibration was fitted on.
 
 With a job's own launcher (srun, mpirun) run scripts/cluster_measure.py on the hosts, and `--report` afterwards.
 """
@@ -27,7 +27,8 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
-FITTED = ("replicated", "data_parallel", "tensor_parallel")  # the two factors come from these; they count in no error
+# The two factors come from these, which compute, reduce, gather and scatter; they count in no error.
+FITTED = ("replicated", "data_parallel", "tensor_parallel", "fsdp")
 STAGES = ("calibrate", "plan", "measure")  # of cluster_measure.py
 APART = 0.05  # pairs closer than this in measured time say nothing about an order
 

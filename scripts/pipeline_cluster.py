@@ -5,8 +5,8 @@
 
 Per model and rate scripts/pipeline_measure.py runs on hosts that scripts/emulated_cluster.py starts: GPipe and 1F1B with
 several numbers of micro-batches beside plans of one program (data parallelism among them); of the model with two branches, pinned
-plans beside every plan without pins. Rows go to results/pipeline_cluster.csv as they are measured; a second run goes on with what
-is missing.
+plans beside every plan without pins. Rows go to results/pipeline_cluster.csv, a case at once; a second run goes on with the cases
+that are missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster_table import APART, by_case, nothing_measured, on_hosts
+from cluster_table import APART, FITTED, by_case, nothing_measured, on_hosts
 
 from soapjax.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
@@ -25,8 +25,7 @@ from soapjax.strategy.plan import ModelSource
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
 FIELDS = ("model", "hosts", "rate", "strategy", "kind", "predicted_s", "measured_s", "spread", "steps", "loss")
-ONE_PROGRAM = ("replicated", "data_parallel", "tensor_parallel", "mcmc")
-FITTED = ONE_PROGRAM[:3]
+ONE_PROGRAM = (*FITTED, "mcmc")
 
 
 class Model(NamedTuple):

@@ -1,8 +1,9 @@
 """Measures pipelines and pinned plans of one model on the cluster that this process belongs to; pipeline_cluster.py starts it.
 
 The calibration is that of cluster_calibration.py: the model's own operators (at the size of a micro-batch too) and the links,
-measured, and one factor each for compute and network, fitted on three plans of one program. No pipeline and no pinned plan is
-fitted on. Rank 0 plans; every row is written as soon as it is measured.
+measured, and one factor each for compute and network, fitted on four plans of one program. No pipeline and no pinned plan is
+fitted on. Rank 0 plans; all plans are timed in turn, the factors are then fitted again on the same four plans, and all plans
+simulated with them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +20,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
 import numpy as np
-from cluster_measure import Calibrated, Recorder, calibrated, kept, rank_parser, run_as_rank, shared, strategy_of, timed
+from cluster_measure import Calibrated, Judged, Recorder, calibrated, judged, kept, rank_parser, refitted, run_as_rank, strategy_of
+from cluster_table import FITTED
+from cluster_timing import Timer, in_rounds, shared
 from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
 import soapjax
 import soapjax.distributed
 from soapjax.model_source import concrete_model
+from soapjax.plan_files import recost
 from soapjax.planning import plan_of_strategy, plan_pipeline
 from soapjax.search.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import strategy_of as planned_strategy
 
 
 class Candidate(NamedTuple):
@@ -81,14 +86,9 @@ def candidates(model: Any, step: Any, cluster: Calibrated, options: argparse.Nam
     return found
 
 
-def measure(model: Any, one: Candidate, options: argparse.Namespace) -> dict[str, Any]:
-    plan = Plan.loads(one.plan)
-    step = soapjax.soap_shard(model.step, plan=plan, devices=list(jax.devices()))
-    timing = timed(one.name, step, *split(model.arguments), options.steps, overlaps=one.kind != "one program")
-    return dict(
-        strategy=one.name, kind=one.kind, predicted_s=plan.prediction.step_time_s, measured_s=timing.median_s,
-        spread=timing.spread, steps=timing.steps, loss=timing.loss,
-    )  # fmt: skip
+def ready(model: Any, one: Candidate, options: argparse.Namespace) -> Timer:
+    step = soapjax.soap_shard(model.step, plan=Plan.loads(one.plan), devices=list(jax.devices()))
+    return Timer(one.name, step, *split(model.arguments), options.steps, overlaps=one.kind != "one program")
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -107,11 +107,26 @@ def run(options: argparse.Namespace) -> None:
     plans = kept(work / "plans.json", "plans", lambda: [list(c) for c in candidates(model, step, cluster, options)])
     recorder = Recorder(options, FIELDS)
     done = set(shared("done", lambda: sorted(recorder.done())))
-    for one in (Candidate(*entry) for entry in plans):
-        if one.name not in done:
-            row = measure(model, one, options)
-            if jax.process_index() == 0:
-                recorder.add(**row)
+    todo = [c for c in (Candidate(*entry) for entry in plans) if c.name not in done]
+    timers = [ready(model, one, options) for one in todo]
+    in_rounds(timers)
+    if jax.process_index() == 0:
+        timings = {timer.name: timer.timing() for timer in timers}
+        again = refitted(cluster, in_parts(step, cluster, todo), {n: t.median_s for n, t in timings.items()}, work)
+        for one in todo:
+            timing, plan = timings[one.name], Plan.loads(one.plan)
+            plan = recost(plan.model_copy(update={"profile": again.profile.model_dump(mode="json")}), step)
+            recorder.add(
+                strategy=one.name, kind=one.kind, predicted_s=plan.prediction.step_time_s, measured_s=timing.median_s,
+                spread=timing.spread, steps=timing.steps, loss=timing.loss,
+            )  # fmt: skip
+
+
+def in_parts(step: Any, cluster: Calibrated, todo: Sequence[Candidate]) -> list[Judged]:
+    """The plans of `FITTED`, their predictions in compute and network."""
+    problem = cluster.problem(step)
+    plans = {one.name: Plan.loads(one.plan) for one in todo if one.name in FITTED}
+    return [judged(problem, name, planned_strategy(plan, problem.space)) for name, plan in plans.items()]
 
 
 def main() -> int:
