@@ -55,7 +55,7 @@ import soapjax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import abstract_model, parse_settings
 from soapjax.planning import planning_problem
-from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, Engine, mcmc
+from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, Engine, mcmc
 from soapjax.search.moves import State, leap
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.starts import starts
@@ -90,8 +90,8 @@ def draw(engine: Engine, at: Any, num_blocks: int) -> Proposals:
     keys = jax.random.split(jax.random.key(1), num_blocks)
     drawn = jax.jit(jax.vmap(engine.draws, (0, None, None)))(keys, at.base.axes, at.base.storage)
     n, axes, storage, _ = (np.asarray(x) for x in drawn)
-    # The search leaps up to BATCH steps in every round of BLOCKS_PER_ROUND blocks.
-    num_leaps = max(1, round(BATCH * num_blocks / BLOCKS_PER_ROUND))
+    # The search leaps up to BATCH steps in one of ROUNDS_PER_LEAP rounds of BLOCKS_PER_ROUND blocks.
+    num_leaps = max(1, round(BATCH * num_blocks / (BLOCKS_PER_ROUND * ROUNDS_PER_LEAP)))
     propose = jax.jit(jax.vmap(leap(engine.problem.space), (0, None)))
     leaps = propose(jax.random.split(jax.random.key(2), num_leaps), State(at.base.axes, at.base.storage))
     return Proposals(n, axes, storage, jax.tree.map(np.asarray, leaps))
@@ -256,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--topology", required=True, help="a shipped name or a TOML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--blocks", type=int, default=64, help="of candidates, per repetition")
+    parser.add_argument("--blocks", type=int, default=BLOCKS_PER_ROUND * ROUNDS_PER_LEAP, help="of candidates, per repetition")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the search that mh_steps_per_s is measured on")
     parser.add_argument("--seed", type=int, default=0)

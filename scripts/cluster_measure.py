@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import os
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 import cluster_experts
 import jax
 import numpy as np
-from cluster_calibration import fitted_factors, measured_operators, measured_topology
+from cluster_calibration import measured_operators, measured_topology
+from cluster_fit import Calibrated, Judged, fitted, judged, kept, refitted, strategy_of
 from cluster_table import FITTED, STAGES
 from cluster_timing import Timer, in_rounds, shared
 
 import soapjax
 import soapjax.distributed
-from soapjax.costs.profile import Calibration, Profile, profile_of
+from soapjax.costs.profile import profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree
 from soapjax.execute.collectives import collectives_of
@@ -41,11 +40,8 @@ from soapjax.execute.jointly import agree_on_program
 from soapjax.execute.spmd import bind_plan
 from soapjax.files import read_text, write_text_atomic
 from soapjax.model_source import concrete_model
-from soapjax.planning import plan_of_strategy, planning_problem
-from soapjax.search.planners import get_planner
-from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.plan import ModelSource, Plan
-from soapjax.strategy.strategy import Strategy, replicated
 from soapjax.topology import DeviceTopology
 
 # Small enough for two cores; each has the property of its kind that decides between strategies.
@@ -113,30 +109,6 @@ def sent_bytes(hlo: str, hosts: int) -> int:
     return round(sum(c.step_bytes for c in collectives_of(hlo, hosts)))
 
 
-class Judged(NamedTuple):
-    """A strategy with its plan and prediction, as rank 0 publishes it."""
-
-    name: str
-    plan: str
-    compute_s: float
-
-    def network_s(self) -> float:
-        return Plan.loads(self.plan).prediction.step_time_s - self.compute_s
-
-
-def judged(problem: PlanningProblem, name: str, strategy: Strategy) -> Judged:
-    plan = plan_of_strategy(problem, strategy)
-    return Judged(name, plan.dumps(), float(problem.simulator.costs(strategy).durations.compute_s.sum()))
-
-
-def strategy_of(problem: PlanningProblem, name: str, options: argparse.Namespace) -> Strategy:
-    """The strategy of a planner, or "replicated": every host does all the work, and nothing is sent."""
-    if name == "replicated":
-        return replicated(problem.graph, problem.space.mesh)
-    key = jax.random.key(options.seed)
-    return get_planner(name)(key, problem, Budget(options.proposals)).best.strategy
-
-
 def searched(problem: PlanningProblem, options: argparse.Namespace) -> Iterator[Judged]:
     """The baselines, what the searches find, and random points of the space whose predicted step is bearable."""
     names = [*FITTED, "optcnn", "mcmc"]
@@ -198,14 +170,6 @@ def ready_expert(name: str, expert: cluster_experts.Expert, options: argparse.Na
     return Ready(Timer(name, expert.step, arguments[0], arguments[1:], options.steps), row)
 
 
-class Calibrated(NamedTuple):
-    topology: DeviceTopology
-    profile: Profile
-
-    def problem(self, step: Any, **options: Any) -> PlanningProblem:
-        return planning_problem(step, self.topology, profile=self.profile, **options)
-
-
 def calibrated(model: Any, step: Any, options: argparse.Namespace, microbatches: Sequence[int] = ()) -> Calibrated:
     """This cluster's topology and operators as measured before, or now: with a factor each for compute and network.
 
@@ -242,50 +206,6 @@ def _measured_cluster(model: Any, step: Any, options: argparse.Namespace, microb
         return fitted(plain, ones, measured).profile.model_dump(mode="json")
 
     return topology.to_dict(), shared("fitted profile", fit)
-
-
-def fitted(cluster: Calibrated, ones: Sequence[Judged], measured_s: Sequence[float]) -> Calibrated:
-    """The cluster with the two factors that bring the steps `ones`, as it predicts them, to what was measured."""
-    compute_s, network_s = [o.compute_s for o in ones], [o.network_s() for o in ones]
-    c, k = fitted_factors(compute_s, network_s, measured_s)
-    predicted_s = [c * a + k * b for a, b in zip(compute_s, network_s, strict=True)]
-    errors = [abs(p / m - 1) for p, m in zip(predicted_s, measured_s, strict=True)]
-    before = cluster.profile.calibration or Calibration()
-    calibration = Calibration(
-        topology=cluster.topology.fingerprint(), compute_scale=before.compute_scale * c, network_scale=before.network_scale * k,
-        residual=statistics.median(errors), worst=max(errors),
-        steps=tuple(zip((o.name for o in ones), predicted_s, measured_s, strict=True)),
-    )  # fmt: skip
-    print(
-        f"factors: compute {calibration.compute_scale:.3f}, network {calibration.network_scale:.3f}; "
-        + ", ".join(f"{name} {p * 1e3:.1f} for {m * 1e3:.1f} ms" for name, p, m in calibration.steps), flush=True,
-    )  # fmt: skip
-    return cluster._replace(profile=cluster.profile.model_copy(update={"calibration": calibration}))
-
-
-def refitted(cluster: Calibrated, ones: Sequence[Judged], measured_s: Mapping[str, float], work: Path) -> Calibrated:
-    """The cluster with its factors fitted again, on the plans of `FITTED` as they were timed among the others.
-
-    The speed of a virtual machine's memory, and of its TCP, drifts by a tenth within minutes. Where these plans were timed
-    by an earlier run, the factors stay.
-    """
-    of_fit = [one for one in ones if one.name in FITTED]
-    if not {one.name for one in of_fit} <= measured_s.keys():
-        return cluster
-    again = fitted(cluster, of_fit, [measured_s[one.name] for one in of_fit])
-    write_text_atomic(work / "profile_refitted.json", again.profile.model_dump_json(indent=1) + "\n")
-    return again
-
-
-def kept(path: Path, name: str, make: Callable[[], Any]) -> Any:
-    """JSON data of a file on all ranks; where there is none, rank 0 makes it."""
-
-    def read_or_make() -> Any:
-        if not path.exists():
-            write_text_atomic(path, json.dumps(make(), indent=1) + "\n")
-        return json.loads(read_text(path))
-
-    return shared(name, read_or_make)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -335,7 +255,7 @@ def rank_parser(description: str, models: Iterable[str]) -> argparse.ArgumentPar
     parser.add_argument("--hosts", type=int, required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--work", required=True, help="the folder for what is kept: calibration, plans")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps per plan, at most")
+    parser.add_argument("--steps", type=int, default=120, help="timed steps per plan, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile-seconds", type=float, default=60.0, help="for measuring operators, where that is to be done")
     return parser

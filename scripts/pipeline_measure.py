@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
 import numpy as np
-from cluster_measure import Calibrated, Judged, Recorder, calibrated, judged, kept, rank_parser, refitted, run_as_rank, strategy_of
+from cluster_fit import Calibrated, Judged, judged, kept, refitted, strategy_of
+from cluster_measure import Recorder, calibrated, rank_parser, run_as_rank
 from cluster_table import FITTED
 from cluster_timing import Timer, in_rounds, shared
 from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM

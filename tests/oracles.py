@@ -14,7 +14,7 @@ import numpy as np
 
 from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly, links_of
 from soapjax.graph.lifetimes import lifetimes
-from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, Task
+from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
 from soapjax.strategy.space import SearchSpace
@@ -157,6 +157,18 @@ class _Oracle:
         share = min(1.0, size / self.links.combine_bytes) if is_merged and self.links.combine_bytes else 1.0
         seconds, sent = conversion_cost_plainly(source, target, size, self.links, share, shape)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
+
+    def borders(self, halo: Halo, config: np.ndarray, times: float) -> tuple[np.ndarray, dict[str, float]]:
+        """A message to each side along every spatial dim that is split; all other splits make it shorter."""
+        links, seconds, total = self.links, np.zeros(self.links.num_levels), 0.0
+        for edge in halo.edges:
+            level = min((links.axis_levels[a] for a, d in enumerate(config) if d == edge), default=None)
+            if level is not None:
+                others = {*halo.dims, *halo.edges} - {edge}
+                size = halo.size_bytes / math.prod(links.axis_sizes[a] for a, d in enumerate(config) if d in others)
+                seconds[level] += 2 * links.latency_s[level] + size / links.rate("collective-permute", level)
+                total += size
+        return times * seconds, {"collective-permute": times * total}
 
     def trip_bytes(self, i: int, task: Task) -> tuple[float, bool]:
         """What one trip of a task reads or writes; a loop reads one slice of a stacked argument."""
@@ -314,6 +326,8 @@ class _Oracle:
                     target.append(0 if is_split else REPLICATED)
                 seconds = add(*self.conversion(tuple(source), tuple(target), s.size_bytes, task.trip_count))
                 sum_s[k] = sum_s.get(k, 0.0) + seconds
+            for halo in task.halos:
+                sum_s[k] = sum_s.get(k, 0.0) + add(*self.borders(halo, self.strategy.axes[task.operator], task.trip_count))
 
         # A converted copy lives from the reader it is made for to the last one that shares it.
         live = [0.0] * len(tasks)

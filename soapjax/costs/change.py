@@ -15,6 +15,7 @@ from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_seconds
 from soapjax.costs.evaluate import Costs
+from soapjax.costs.halos import halo_cost, inner_source, inner_target
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
 from soapjax.costs.layouts import (
@@ -24,7 +25,6 @@ from soapjax.costs.layouts import (
     passing_bytes,
     split_of,
     storage_layouts,
-    sum_layouts,
     summed_layouts,
     value_index,
     waiting_bytes,
@@ -48,8 +48,7 @@ class Arrays(NamedTuple):
     work_seconds: Array  # [W + 1]
     work_split: Array  # bool [W + 1, D + 1]
     sum_bytes: Array  # [S + 1]
-    sum_split: Array  # bool [S + 1, D + 1]
-    sum_reduced: Array  # bool [S + 1, D + 1]
+    sum_map: Array  # int8 [S + 1, D + 1]
     sum_trips: Array  # [S + 1]
     task_trips: Array  # [K + 1]
     update_bytes: Array  # [K + 1]
@@ -160,7 +159,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     arrays = Arrays(
         access_map=padded(tables.access_map, REPLICATED), access_bytes=padded(tables.access_bytes),
         work_seconds=padded(tables.work_seconds), work_split=padded(tables.work_split),
-        sum_bytes=padded(tables.sum_bytes), sum_split=padded(tables.sum_split), sum_reduced=padded(tables.sum_reduced),
+        sum_bytes=padded(tables.sum_bytes), sum_map=padded(tables.sum_map, REPLICATED),
         sum_trips=padded(sum_trips), task_trips=padded(tables.task_trips), update_bytes=padded(tables.update_bytes),
         measured_degrees=padded(tables.measured.degrees), measured_log_ratio=padded(tables.measured.log_ratio),
         measured_weight=padded(tables.measured.weight),
@@ -280,10 +279,10 @@ def change(
     edge_home = rows(home, row.edge_tensor)
     wanted = rows(every, row.edge_slot)
     target = jnp.where(wanted == PARTIAL, edge_home, wanted)
-    sum_source, sum_target = sum_layouts(*(rows(rows(x, s).T, index).T for x in (arrays.sum_split, arrays.sum_reduced)))
+    inner = rows(rows(arrays.sum_map, s).T, index).T  # [s, A]
     full_s = conversion_seconds(
-        jnp.concatenate([raw, edge_home, sum_source]),
-        jnp.concatenate([resolved, target, sum_target]),
+        jnp.concatenate([raw, edge_home, inner_source(inner)]),
+        jnp.concatenate([resolved, target, inner_target(inner)]),
         jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
         jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
         shape=jnp.concatenate([shape, rows(shape, row.edge_tensor), jnp.zeros((len(s), shape.shape[1]), jnp.int32)]),
@@ -292,6 +291,7 @@ def change(
     trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])
     seconds = full_s * trips[:, None]
     resolve_s, convert_s, sum_s = jnp.split(seconds, [len(t), len(t) + len(e)])
+    sum_s += halo_cost(inner, rows(arrays.sum_bytes, s), machine.links).seconds * rows(arrays.sum_trips, s)[:, None]
 
     again = one_row(arrays.storage_regather, storage.astype(jnp.int32)) & rows(arrays.is_backward, e) & (row.edge_again >= 0)
     other_again = (rows(base.key, e)[:, 0] >= 1 << 30) & (row.edge_again < 0)

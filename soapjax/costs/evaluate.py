@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.conversion import conversion_cost
+from soapjax.costs.halos import halo_cost, inner_source, inner_target
 from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
@@ -23,7 +24,6 @@ from soapjax.costs.layouts import (
     passing_bytes,
     split_of,
     storage_layouts,
-    sum_layouts,
     summed_layouts,
     value_index,
     waiting_bytes,
@@ -172,9 +172,10 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
         target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
-        sum_source, sum_target = _sum_layouts(tables, task_index)
+        inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
         every = conversion_cost(
-            jnp.concatenate([found.raw, edge_home, sum_source]), jnp.concatenate([found.resolved, target, sum_target]),
+            jnp.concatenate([found.raw, edge_home, inner_source(inner)]),
+            jnp.concatenate([found.resolved, target, inner_target(inner)]),
             jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, shape=shapes,
             pins=pins,
         )  # fmt: skip
@@ -182,8 +183,10 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         seconds = every.seconds * times
         num_e = len(tables.edge_task)
         resolve_s, full_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
+        borders = halo_cost(inner, tables.sum_bytes, tables.links)
+        sum_s += borders.seconds * sum_times[:, None]
         is_paid = jnp.concatenate([jnp.ones(num_t, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
-        sent = (every.bytes * times * is_paid[:, None]).sum(0)
+        sent = (every.bytes * times * is_paid[:, None]).sum(0) + (borders.bytes * sum_times[:, None]).sum(0)
         durations = Durations(compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
 
         # Memory, per group of devices where pins tell them apart.
@@ -226,15 +229,6 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         return Costs(durations, found, sent, memory, _violations(tables, axes), parts, holding)
 
     return evaluate
-
-
-def _sum_layouts(tables: CostTables, task_index: Array) -> tuple[Array, Array]:
-    """Source and target layouts [S, A] of the all-reduces in the middle of tasks, as tensors of one dim."""
-    if not len(tables.sum_task):
-        none = jnp.zeros((0, task_index.shape[1]), jnp.int8)
-        return none, none
-    index = task_index[tables.sum_task]
-    return sum_layouts(*(jnp.take_along_axis(jnp.asarray(x), index, axis=1) for x in (tables.sum_split, tables.sum_reduced)))
 
 
 def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts) -> Array:

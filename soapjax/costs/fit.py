@@ -14,6 +14,7 @@ from scipy.optimize import least_squares
 from soapjax.costs.profile import Calibration, Link, Measurement, Rates
 
 MIN_POINTS = 4  # fewer tasks fit no roofline
+STAY = 0.003  # pull of a rate to where it began
 
 
 def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
@@ -37,7 +38,11 @@ def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
         roofs = np.exp(np.clip(x, -60, 60))
         return np.maximum(flops / roofs[index], moved / roofs[-2]) + roofs[-1]
 
-    found = least_squares(lambda x: np.log(predicted(x) / seconds), start, loss="soft_l1", f_scale=0.3, x_scale=1.0)
+    def errors(x: np.ndarray) -> np.ndarray:
+        # Without a pull a rate that binds nothing any more flies off to infinity on the step that freed it.
+        return np.concatenate([np.log(predicted(x) / seconds), STAY * (x - start)])
+
+    found = least_squares(errors, start, loss="soft_l1", f_scale=0.3, x_scale=1.0)
     roofs = np.exp(found.x)
     error = float(np.median(np.abs(predicted(found.x) / seconds - 1)))
     return Rates(

@@ -12,9 +12,10 @@ import numpy as np
 
 from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly
 from soapjax.costs.evaluate import Layouts
-from soapjax.costs.layouts import sum_layouts, value_index
+from soapjax.costs.halos import halo_cost_plainly, inner_target
+from soapjax.costs.layouts import value_index
 from soapjax.costs.tables import CostTables
-from soapjax.strategy.layout import PARTIAL, spec_of
+from soapjax.strategy.layout import HALO, PARTIAL, spec_of
 from soapjax.strategy.plan import SentPart, format_spec
 from soapjax.strategy.strategy import Strategy
 
@@ -23,8 +24,8 @@ class Sent(NamedTuple):
     """Bytes that each device sends in one step for one reason."""
 
     task: int  # that the collective stands in; the number of tasks for the step's end
-    tensor: int  # -1 for a sum in the middle of a task
-    reason: str  # "resolve" (a partial sum), "convert" (to a reader's layout), "sum"
+    tensor: int  # -1 in the middle of a task
+    reason: str  # "resolve" (a partial sum), "convert" (to a reader's layout), "sum", "borders"
     source: tuple[int, ...]
     target: tuple[int, ...]
     bytes: dict[str, float]  # by collective
@@ -36,7 +37,10 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
 
     def add(task: int, tensor: int, reason: str, source, target, size: float, trips: float) -> None:
         shape = tables.tensor_shape[tensor].tolist() if tensor >= 0 else ()
-        _, sent = conversion_cost_plainly(source, target, float(size), links, shape=shape)
+        if reason == "borders":
+            _, sent = halo_cost_plainly(source, float(size), links)
+        else:
+            _, sent = conversion_cost_plainly(source, target, float(size), links, shape=shape)
         if any(sent.values()):
             moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))
@@ -51,10 +55,11 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
         add(int(tables.edge_task[e]), t, "convert", home, target, tables.edge_bytes[e], tables.edge_trips[e])
     if len(tables.sum_task):
         index = np.asarray(value_index(strategy.axes))[tables.task_op[tables.sum_task]]
-        masks = (np.take_along_axis(x, index, axis=1) for x in (tables.sum_split, tables.sum_reduced))
-        source, target = map(np.asarray, sum_layouts(*masks))
+        inner = np.take_along_axis(tables.sum_map, index, axis=1)
+        target = np.asarray(inner_target(inner))
         for s, k in enumerate(tables.sum_task.tolist()):
-            add(k, -1, "sum", source[s], target[s], tables.sum_bytes[s], tables.task_trips[k])
+            reason = "borders" if inner[s].min() <= HALO else "sum"
+            add(k, -1, reason, inner[s], target[s], tables.sum_bytes[s], tables.task_trips[k])
     return items
 
 
@@ -70,7 +75,7 @@ def sent_parts(tables: CostTables, found: Layouts, strategy: Strategy) -> tuple[
 
     def words(item: Sent) -> str:
         if item.tensor < 0:
-            return "sum in the middle of the operator"
+            return "borders of blocks of the image" if item.reason == "borders" else "sum in the middle of the operator"
         tensor = graph.tensors[item.tensor]
         rank = len(tensor.shape)
         if item.tensor in parameter_of:

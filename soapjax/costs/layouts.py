@@ -105,12 +105,6 @@ def waiting_bytes(raw: Array, resolved: Array, local_bytes: Array, waits: Array,
     return jnp.stack([jnp.where(scattered.any(-1), 0.0, both), jnp.where(scattered.any(-1), both, 0.0)], -1)
 
 
-def sum_layouts(is_split: Array, is_reduced: Array) -> tuple[Array, Array]:
-    """(source, target) [S, A] of the all-reduces in the middle of tasks, as tensors of one dim."""
-    source = jnp.where(is_reduced, PARTIAL, jnp.where(is_split, 0, REPLICATED)).astype(jnp.int8)
-    return source, jnp.where(is_split & ~is_reduced, 0, REPLICATED).astype(jnp.int8)
-
-
 def holders(layout: Array, coordinates: np.ndarray) -> Array:
     """bool [..., G]: the device groups with `coordinates` [G, A] that hold a tensor of this layout."""
     pin = PINNED - layout[..., None, :]

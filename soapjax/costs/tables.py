@@ -6,13 +6,14 @@ sequences here also fix what the simulators schedule:
 * compute tasks, in program order;
 * one *resolution* per tensor that may be partial, right after its producer;
 * one *conversion* per (tensor, reader) whose layouts may differ, right before the reader;
-* one *inner sum* per reduction in the middle of a task.
+* one *inner collective* per reduction in the middle of a task, and per exchange of borders between blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,14 +23,14 @@ from soapjax.costs.profile import Profile
 from soapjax.costs.tensor_tables import tensors_and_edges, trip_bytes, twins
 from soapjax.costs.working_memory import WorkingMemory, widening, working_memory
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.layout import HALO, PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED, SearchSpace
 from soapjax.topology import DeviceTopology
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTables:
-    """Static arrays; letters: K tasks, U accesses, T tensors, P parameters, E conversions, S inner sums, W work items."""
+    """Static arrays; letters: K tasks, U accesses, T tensors, P parameters, E conversions, S inner collectives, W work items."""
 
     graph: OperatorGraph
     space: SearchSpace
@@ -84,8 +85,7 @@ class CostTables:
 
     sum_task: np.ndarray  # int32 [S]
     sum_bytes: np.ndarray  # float32 [S]
-    sum_split: np.ndarray  # bool [S, D + 1]: config values that split it
-    sum_reduced: np.ndarray  # bool [S, D + 1]: config values that make it partial
+    sum_map: np.ndarray  # int8 [S, D + 1]: 0 (split), PARTIAL, HALO - k or REPLICATED, by config value + 1
 
     work_task: np.ndarray  # int32 [W]
     work_seconds: np.ndarray  # float32 [W]: on one device
@@ -205,8 +205,18 @@ def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> Non
         return row
 
     work_task, work_seconds, work_split = [], [], []
-    sum_task, sum_bytes, sum_split, sum_reduced = [], [], [], []
+    sum_task, sum_bytes, sum_map = [], [], []
     update_bytes = np.zeros(len(graph.tasks), np.float32)
+
+    def add(k: int, size_bytes: float, dims: Sequence[int], codes: Mapping[int, int]) -> None:
+        row = np.full(width, REPLICATED, np.int8)
+        row[[d + 1 for d in dims]] = 0
+        for d, code in codes.items():
+            row[d + 1] = code
+        sum_task.append(k)
+        sum_bytes.append(size_bytes)
+        sum_map.append(row)
+
     for k, task in enumerate(graph.tasks):
         rate = rates.flops_per_s(task.kind, task.dtype)
         for w in task.work:
@@ -214,10 +224,9 @@ def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> Non
             work_seconds.append(w.flops / rate)
             work_split.append(mask(w.dims))
         for s in task.sums:
-            sum_task.append(k)
-            sum_bytes.append(s.size_bytes)
-            sum_split.append(mask(s.dims))
-            sum_reduced.append(mask(s.reduced))
+            add(k, s.size_bytes, s.dims, dict.fromkeys(s.reduced, PARTIAL))
+        for h in task.halos:
+            add(k, h.size_bytes, h.dims, {d: HALO - i for i, d in enumerate(h.edges)})
         if task.parameter >= 0:
             parameter = graph.parameters[task.parameter]
             # The gradient is read; the parameter and its optimizer state are read and written.
@@ -225,8 +234,7 @@ def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> Non
     t["work_task"], t["work_seconds"] = np.array(work_task, np.int32), np.array(work_seconds, np.float32)
     t["work_split"] = np.array(work_split, bool).reshape(len(work_task), width)
     t["sum_task"], t["sum_bytes"] = np.array(sum_task, np.int32), np.array(sum_bytes, np.float32)
-    t["sum_split"] = np.array(sum_split, bool).reshape(len(sum_task), width)
-    t["sum_reduced"] = np.array(sum_reduced, bool).reshape(len(sum_task), width)
+    t["sum_map"] = np.array(sum_map, np.int8).reshape(len(sum_task), width)
     t["task_op"] = np.array([x.operator for x in graph.tasks], np.int32)
     t["task_trips"] = np.array([x.trip_count for x in graph.tasks], np.float32)
     t["task_parameter"] = np.array([x.parameter for x in graph.tasks], np.int32)

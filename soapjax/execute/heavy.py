@@ -1,9 +1,8 @@
 """Heavy equations exactly as planned: dots and convolutions run on their local blocks, in `shard_map`.
 
-What the partitioner would choose is left no room: local FLOPs, and the collective
-that resolves a partial sum (all-reduce, or reduce-scatter where the result's home is split), are the plan's.
-Axes on a spatial dim of a convolution stay automatic (halo exchange), all others are manual: that
-combination is right, the partitioner alone returns wrong numbers.
+What the partitioner would choose is left no room: local FLOPs, the collective
+that resolves a partial sum (all-reduce, or reduce-scatter where the result's home is split), and the borders that
+blocks of an image exchange where a spatial dim is split (halo.py) are the plan's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from soapjax.graph.heavy_rules import needs_halo
+from soapjax.execute.halo import bordered_params, borders, with_borders
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -46,26 +45,24 @@ def run_heavy(
       order: of the result's dims where its reader wants them permuted. Sums over devices are made in that order: the compiler
         makes the blocks so, while a sum in another order would be a pass over memory more. The result is as without.
     """
-    spatial = _spatial_axes(eqn, inputs, in_specs, raw_spec)
     if not {n for s in (*in_specs, raw_spec) for n in axes_of(s)}:
         return bind(inputs, eqn.params)[0]
-    # Unused axes too: left automatic beside a spatial one, the partitioner sums over them as well.
-    manual = set(mesh.axis_names) - spatial
-    contracted = (({n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)) & manual) - set(kept)
-    params = _local_params(eqn, in_specs, mesh, manual)
+    contracted = contracted_axes(in_specs, raw_spec) - set(kept)
+    params, found = eqn.params, []
+    if eqn.name == "conv_general_dilated":
+        found = borders(eqn, [x.shape for x in inputs], in_specs, raw_spec, mesh)
+        params = bordered_params(eqn, _local_params(eqn, in_specs, mesh), found)
     order = tuple(range(len(home_spec))) if order is None or kept or not contracted else order
     ordered = tuple(home_spec[d] for d in order)
 
     def body(*blocks: Any) -> Any:
-        block = jnp.transpose(bind(list(blocks), params)[0], order)
+        image, *others = blocks
+        block = jnp.transpose(bind([with_borders(image, found), *others], params)[0], order)
         return with_leading(combined(block, contracted, ordered, mesh), kept)
 
-    def keep(spec: Spec) -> PartitionSpec:
-        return partition_spec(tuple(tuple(n for n in names if n in manual) for names in spec))
-
-    out_spec = keep((*((n,) for n in kept), *ordered))
+    out_spec = partition_spec((*((n,) for n in kept), *ordered))
     result = jax.shard_map(
-        body, mesh=mesh, in_specs=tuple(map(keep, in_specs)), out_specs=out_spec, axis_names=manual, check_vma=False
+        body, mesh=mesh, in_specs=tuple(map(partition_spec, in_specs)), out_specs=out_spec, check_vma=False
     )(*inputs)
     return result if kept else jnp.transpose(result, np.argsort(order))
 
@@ -96,31 +93,17 @@ def with_leading(block: Any, kept: tuple[str, ...]) -> Any:
     return block.reshape((1,) * len(kept) + block.shape)
 
 
-def contracted_axes(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec) -> set[str]:
-    """The axes over which a dot's or a convolution's result is a partial sum that `run_heavy` can keep apart."""
-    contracted = {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)
-    return contracted - _spatial_axes(eqn, inputs, in_specs, raw_spec)
+def contracted_axes(in_specs: list[Spec], raw_spec: Spec) -> set[str]:
+    """The axes over which a dot's or a convolution's result is a partial sum."""
+    return {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)
 
 
-def _spatial_axes(eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec) -> set[str]:
-    """Axes on dims whose blocks need their neighbours' borders."""
-    if eqn.name != "conv_general_dilated":
-        return set()
-    dn = eqn.params["dimension_numbers"]
-    halo = [2 + k for k, needed in enumerate(needs_halo(eqn, inputs[0].shape, inputs[1].shape)) if needed]
-    dims = [(in_specs[0], dn.lhs_spec), (in_specs[1], dn.rhs_spec), (raw_spec, dn.out_spec)]
-    return {n for spec, where in dims for k in halo for n in spec[where[k]]}
-
-
-def _local_params(eqn: FlatEqn, in_specs: list[Spec], mesh: Mesh, manual: set[str]) -> dict[str, Any]:
+def _local_params(eqn: FlatEqn, in_specs: list[Spec], mesh: Mesh) -> dict[str, Any]:
     """Group counts of a convolution whose groups are split."""
-    if eqn.name != "conv_general_dilated":
-        return eqn.params
     dn = eqn.params["dimension_numbers"]
 
     def ways(d: int) -> int:
-        names = in_specs[0][d] if d < len(in_specs[0]) else ()
-        return math.prod(mesh.shape[n] for n in names if n in manual)
+        return math.prod(mesh.shape[n] for n in in_specs[0][d])
 
     params = dict(eqn.params)
     if params["feature_group_count"] > 1:

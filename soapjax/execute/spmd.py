@@ -203,12 +203,11 @@ class PlannedEvaluator(Evaluator):
             in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
             raw = self.spec_from(task.operator, task.result_dims)
             inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
-            partial = contracted_axes(eqn, inputs, in_specs, raw)
+            partial = contracted_axes(in_specs, raw)
             kept = self.sums.kept(eqn, partial)
             home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
             bind, order = functools.partial(self.bind, eqn), self.bound.orders.get(eqn.outputs[0])
             result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept, order)
-            # Also where nothing is split: what follows must not draw a convolution into a spatial split.
             results = [self.sums.made(result, kept, home)]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
@@ -217,7 +216,7 @@ class PlannedEvaluator(Evaluator):
             in_specs := [self.spec_from(task.operator, dims) for dims in task.operand_dims],
             raw := self.spec_from(task.operator, task.result_dims),
         ):
-            partial = {n for s in in_specs for n in axes_of(s)} - axes_of(raw)
+            partial = contracted_axes(in_specs, raw)
             kept = self.sums.kept(eqn, partial)
             home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
             bind = functools.partial(self.bind, eqn)

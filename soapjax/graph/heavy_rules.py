@@ -26,19 +26,26 @@ def _dot_general(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(lhs), tuple(rhs)), (tuple(range(len(outs[0]))),))
 
 
-def needs_halo(eqn: FlatEqn, image: tuple[int, ...], kernel: tuple[int, ...]) -> list[bool]:
-    """Per spatial dim of a convolution: whether a window, or the sum of a kernel gradient, reaches over a block's border.
-
-    A kernel of one position (and its gradients) does not: its spatial dims are split as a batch dim is.
-    """
+def conv_results(eqn: FlatEqn, image: tuple[int, ...], kernel: tuple[int, ...]) -> list[int]:
+    """The size of each spatial dim of a convolution's result."""
     p, dn = eqn.params, eqn.params["dimension_numbers"]
     found = []
     for k, ((low, high), stride) in enumerate(zip(p["padding"], p["window_strides"], strict=True)):
         n, w = image[dn.lhs_spec[2 + k]], kernel[dn.rhs_spec[2 + k]]
         dilated, window = (n - 1) * p["lhs_dilation"][k] + 1, (w - 1) * p["rhs_dilation"][k] + 1
-        m = (dilated + low + high - window) // stride + 1
-        found.append(low != 0 or (w > 1 and m > 1))
+        found.append((dilated + low + high - window) // stride + 1)
     return found
+
+
+def border_rows(eqn: FlatEqn, k: int, n: int, w: int, m: int) -> tuple[int, int]:
+    """Rows of the blocks before and after that a block of spatial dim `k` needs: with n of image, w of kernel, m of result.
+
+    A kernel of one position (and its gradients) needs none: its spatial dims are split as a batch dim is.
+    """
+    p = eqn.params
+    low, dilation = p["padding"][k][0], p["lhs_dilation"][k]
+    last = (m - 1) * p["window_strides"][k] - low + (w - 1) * p["rhs_dilation"][k]
+    return max(0, low // dilation), max(0, last // dilation - (n - 1))
 
 
 @register("conv_general_dilated")
@@ -77,7 +84,7 @@ def _conv(eqn: FlatEqn, ins, outs) -> Labels:
             limit = w // m
         else:
             continue
-        if needs_halo(eqn, ins[0], ins[1])[k]:
+        if p["padding"][k][0] != 0 or (w > 1 and m > 1):  # a window, or the sum of a kernel gradient, crosses the edge
             spatial[3 + k] = max(1, limit)
     return Labels((tuple(lhs), tuple(rhs)), (tuple(out),), spatial)
 

@@ -58,6 +58,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
         tasks.append(
             task._replace(
                 work=tuple(w._replace(flops=w.flops / share(n, w.dims)) for w in task.work),
+                halos=tuple(h._replace(size_bytes=h.size_bytes / share(n, h.dims)) for h in task.halos),
                 sums=tuple(s._replace(size_bytes=s.size_bytes / share(n, s.dims)) for s in task.sums),
             )
         )

@@ -60,6 +60,14 @@ class InnerSum(NamedTuple):
     reduced: tuple[int, ...]
 
 
+class Halo(NamedTuple):
+    """Rows of the image of a convolution that blocks get from their neighbours where one of `edges` is split."""
+
+    size_bytes: float  # of the rows around one block, as wide as the whole image
+    dims: tuple[int, ...]  # the image's other dims: what they are split into, the rows are too
+    edges: tuple[int, ...]  # spatial dims, with equally many bytes each
+
+
 class Task(NamedTuple):
     """What the schedule orders: one heavy equation with its neighbours, one fused region, or one parameter's update."""
 
@@ -82,6 +90,7 @@ class Task(NamedTuple):
     # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
     recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
     structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
+    halos: tuple[Halo, ...] = ()  # not part of it either
     scratch: float = 0.0  # bytes of work space per byte of the largest result, on GPUs (scratch.py); not part of it either
 
 

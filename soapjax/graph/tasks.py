@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from soapjax.graph.dims import DimClasses, LabelCache
 from soapjax.graph.flops import flops_of
-from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, InnerSum, Task, Tensor, Work
+from soapjax.graph.heavy_rules import border_rows, conv_results
+from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, Tensor, Work
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, LIGHT
 from soapjax.graph.scratch import scratch_of
@@ -72,6 +73,7 @@ class TaskBuilder:
         self.tensors = Tensors(program, values)
         self.dims_of: dict[str, EqnDims] = {}  # equation key -> op dims of its operands and results
         self.partial_of: dict[str, int] = {}  # key of an equation partial up to the task's result -> the latter's root
+        self.bordered: set[tuple] = set()  # images with borders that an earlier task needs too
         self.places: dict[str, tuple[DimClasses, dict[Hashable, int]]] = {}  # a task's first equation -> its operator's dims
 
     def task(self, i: int, op: int, classes: DimClasses, index: dict[Hashable, int]) -> Task:
@@ -121,7 +123,8 @@ class TaskBuilder:
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
             -1, heavy.operands, heavy.results[0], tuple(self._recomputed_from(unit, o, results) for o in results),
-            self.structure(unit.eqns), scratch_of(unit.heavy, self.program) if unit.heavy is not None else 0.0,
+            self.structure(unit.eqns), self._halos(unit, op),
+            scratch_of(unit.heavy, self.program) if unit.heavy is not None else 0.0,
         )  # fmt: skip
 
     def local_dims(self, task: Task, eqn: FlatEqn) -> EqnDims:
@@ -215,6 +218,30 @@ class TaskBuilder:
                 size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
                 sums.append(InnerSum(float(size), tuple(sorted(dims - {NOT_SPLIT})), reduced))
         return partial
+
+    def _halos(self, unit: Unit, op: int) -> tuple[Halo, ...]:
+        """Dims of the operator with equal borders stand together: they are one item of the simulation.
+
+        The gradient of the kernel reads the image with the same borders as the convolution did: they are sent once.
+        """
+        eqn = unit.heavy
+        if eqn is None or eqn.name != "conv_general_dilated":
+            return ()
+        image, kernel = (self.program.aval(a) for a in eqn.inputs)
+        dims, spatial = self.dims_of[eqn.key].operands[0], eqn.params["dimension_numbers"].lhs_spec[2:]
+        results = conv_results(eqn, image.shape, kernel.shape)
+        edges: dict[float, list[int]] = {}
+        for k, (d, m) in enumerate(zip(spatial, results, strict=True)):
+            w = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[2 + k]]
+            rows = border_rows(eqn, k, image.shape[d], w, m)
+            key = (self.values.of(eqn.inputs[0]).root, op, unit.scope, d, rows)
+            if sum(rows) and dims[d] != NOT_SPLIT and key not in self.bordered:
+                self.bordered.add(key)
+                size = math.prod(image.shape) * image.dtype.itemsize / image.shape[d] * sum(rows)
+                edges.setdefault(size, []).append(dims[d])
+        return tuple(
+            Halo(float(size), tuple(sorted({*dims} - {*along, NOT_SPLIT})), tuple(along)) for size, along in edges.items()
+        )
 
     def _work(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[Work, ...]:
         total: dict[tuple[int, ...], float] = {}

@@ -6,7 +6,7 @@ before it, and the cost of a candidate does not depend on the operator's own con
 call beside the strategy at the block's start (the exact delta simulation), and the steps accept or refuse one after the
 other, none thrown away. The proposal density is that of uniform draws: symmetric, the Hastings correction is one.
 
-Between blocks stand *leaps*: moves of many operators at once (moves.py), simulated in full, the first accepted
+Between some rounds of blocks stand *leaps*: moves of many operators at once (moves.py), simulated in full, the first accepted
 taken and those behind it thrown away. Draws are keyed by the step. Several chains at different temperatures start from the best
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
@@ -45,6 +45,7 @@ from soapjax.strategy.strategy import Strategy
 NUM_CHAINS = 4
 BETAS = (12800.0, 3200.0, 800.0, 200.0)  # of the relative cost, coldest first
 BLOCKS_PER_ROUND = 16  # per chain
+ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: more often, they would take half of the time
 DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 MAX_DESCENT_ROUNDS = 150
@@ -244,10 +245,12 @@ def _walked(keys: list[Array], engine: Engine, begun: list[Evaluation], record: 
         if stopped_by := record.stopped_by(has_walked=True):
             return stopped_by
         # What is judged counts, taken or not; the last rounds share what is left.
-        shares = [BATCH + BLOCKS_PER_ROUND * engine.steps] * NUM_CHAINS
+        is_last = record.limit is not None and record.left() < NUM_CHAINS * (engine.steps + 1)  # less than a block each
+        most_leaps = BATCH if rounds % ROUNDS_PER_LEAP == 0 or is_last else 0
+        shares = [most_leaps + BLOCKS_PER_ROUND * engine.steps] * NUM_CHAINS
         if record.limit is not None:
             shares = [min(shares[c], (record.left() + c) // NUM_CHAINS) for c in range(NUM_CHAINS)]
-        leaps = [min(BATCH, share) for share in shares]
+        leaps = [min(most_leaps, share) for share in shares]
         count = min((share - lanes) // engine.steps for share, lanes in zip(shares, leaps, strict=True))
         keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
 

@@ -17,7 +17,7 @@ from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables import CostTables
 
 COMPUTE, SUM, RESOLVE, CONVERT, BARRIER = range(5)
-KIND_NAMES = ("compute", "inner sum", "resolve", "convert", "barrier")
+KIND_NAMES = ("compute", "inner collective", "resolve", "convert", "barrier")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

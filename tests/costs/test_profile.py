@@ -177,6 +177,21 @@ def test_a_roofline_is_found_again():
     assert fitted_rates(points[:2]) is None
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rate_that_binds_no_task_stays_at_the_best_that_was_reached(seed):
+    """Elementwise tasks that all wait for memory, or are too small to see: their arithmetic shows no roof."""
+    rng = np.random.default_rng(seed)
+    points = []
+    for _ in range(30):
+        moved = 10 ** rng.uniform(2, 8)
+        seconds = (moved / 3e10 + 2e-6) * np.exp(rng.normal(0, 0.3))
+        points.append(measurement("other", moved / 100, moved, seconds))
+        points.append(measurement("dot", 1e9, moved, 1e9 / 1e11 + seconds))
+    best = max(m.flops / m.seconds for m in points if m.kind == "other")
+    found = fitted_rates(points).flops_per_s["other float32"]
+    assert 0.3 * best <= found <= 1.2 * best
+
+
 def test_a_link_is_found_again():
     rng = np.random.default_rng(1)
     points = []

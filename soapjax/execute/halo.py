@@ -1,0 +1,77 @@
+"""Borders of a convolution's blocks: what it reads over the edge of its own block of a split spatial dim, from its neighbours.
+
+One formula for the forward convolution and both of its gradients. In coordinates of the dilated image that begin at a
+block's own begin, its results read from -low to (m - 1) stride - low + (w - 1) rhs_dilation, with m results and w kernel
+positions of its own (a kernel gradient's kernel is the split cotangent). It is the same on every device, as the rules offer
+a spatial dim only where blocks of image and result begin together (graph/heavy_rules.py). Behind the first and the last
+block stand zeros, which is what padding is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from soapjax.graph.heavy_rules import border_rows, conv_results
+from soapjax.graph.program import FlatEqn
+from soapjax.strategy.layout import Spec
+
+
+class Border(NamedTuple):
+    """Of one spatial dim of the image."""
+
+    dim: int
+    names: tuple[str, ...]  # mesh axes that split it, major first
+    before: int  # rows from the block before
+    after: int
+    padding: tuple[int, int]  # of the block with its borders; negative where it holds more than is read
+
+
+def borders(eqn: FlatEqn, shapes: Sequence[tuple[int, ...]], in_specs: Sequence[Spec], raw_spec: Spec, mesh: Mesh) -> list[Border]:
+    """The borders of a convolution of operands of global `shapes`, where its spatial dims are split."""
+    p, dn = eqn.params, eqn.params["dimension_numbers"]
+    found = []
+
+    def block(size: int, spec: Spec, d: int) -> int:
+        return size // math.prod(mesh.shape[n] for n in spec[d])
+
+    for k, m in enumerate(conv_results(eqn, *shapes)):
+        dim, of_kernel, of_result = dn.lhs_spec[2 + k], dn.rhs_spec[2 + k], dn.out_spec[2 + k]
+        if not in_specs[0][dim]:
+            continue
+        n, w = block(shapes[0][dim], in_specs[0], dim), block(shapes[1][of_kernel], in_specs[1], of_kernel)
+        before, after = border_rows(eqn, k, n, w, block(m, raw_spec, of_result))
+        dilation, (low, _) = p["lhs_dilation"][k], p["padding"][k]
+        last = (block(m, raw_spec, of_result) - 1) * p["window_strides"][k] - low + (w - 1) * p["rhs_dilation"][k]
+        padding = low - before * dilation, last - (n - 1 + after) * dilation
+        found.append(Border(dim, in_specs[0][dim], before, after, padding))
+    return found
+
+
+def with_borders(block: Any, found: Sequence[Border]) -> Any:
+    """A device's block of the image with its neighbours' rows around it. To be called within `shard_map`."""
+    for b in found:
+        count, size = math.prod(jax.lax.axis_size(n) for n in b.names), block.shape[b.dim]
+        parts = [block]
+        if b.before:
+            rows = jax.lax.slice_in_dim(block, size - b.before, size, axis=b.dim)
+            parts.insert(0, jax.lax.ppermute(rows, b.names, [(i, i + 1) for i in range(count - 1)]))
+        if b.after:
+            rows = jax.lax.slice_in_dim(block, 0, b.after, axis=b.dim)
+            parts.append(jax.lax.ppermute(rows, b.names, [(i + 1, i) for i in range(count - 1)]))
+        block = jnp.concatenate(parts, b.dim) if len(parts) > 1 else block
+    return block
+
+
+def bordered_params(eqn: FlatEqn, params: dict[str, Any], found: Sequence[Border]) -> dict[str, Any]:
+    """The parameters of the convolution of a block with its borders."""
+    spatial = eqn.params["dimension_numbers"].lhs_spec[2:]
+    padding = list(params["padding"])
+    for b in found:
+        padding[spatial.index(b.dim)] = b.padding
+    return params | {"padding": tuple(padding)}
