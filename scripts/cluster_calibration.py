@@ -137,10 +137,13 @@ def measured_topology(step: TracedStep, rate: str) -> DeviceTopology:
 def measured_operators(
     step: TracedStep, topology: DeviceTopology, *, seconds: float, seed: int, microbatches: Sequence[int] = ()
 ) -> tuple[Profile, list[str]]:
-    """The profile of this process' device, and notes; every process of the job must call it."""
+    """The profile of this process' device, and notes; every process of the job must call it.
+
+    Whole operators are measured too: one of the plans that the factors are fitted on does all the work on every host.
+    """
     agree(store(), "operators", {}, timeout_s=120)
     with undisturbed():
-        return measure_profile(step, topology, seconds=seconds, seed=seed, microbatches=microbatches)
+        return measure_profile(step, topology, seconds=seconds, seed=seed, microbatches=(1, *microbatches))
 
 
 def fitted_factors(compute_s: Sequence[float], network_s: Sequence[float], measured_s: Sequence[float]) -> tuple[float, float]:

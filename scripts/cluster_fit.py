@@ -81,9 +81,9 @@ def refitted(cluster: Calibrated, ones: Sequence[Judged], measured_s: Mapping[st
     The speed of a virtual machine's memory, and of its TCP, drifts by a tenth within minutes. Where these plans were timed
     by an earlier run, the factors stay.
     """
-    of_fit = [one for one in ones if one.name in FITTED]
-    if not {one.name for one in of_fit} <= measured_s.keys():
+    if not set(FITTED) <= measured_s.keys():
         return cluster
+    of_fit = [one for one in ones if one.name in FITTED]
     again = fitted(cluster, of_fit, [measured_s[one.name] for one in of_fit])
     write_text_atomic(work / "profile_refitted.json", again.profile.model_dump_json(indent=1) + "\n")
     return again

@@ -11,7 +11,7 @@ import soapjax
 from soapjax.planning import planning_problem
 from soapjax.search.baselines import BASELINES
 from soapjax.search.chain import Walker, exchange
-from soapjax.search.mcmc import Engine, mcmc
+from soapjax.search.mcmc import NUM_CHAINS, Engine, mcmc
 from soapjax.search.moves import State, leap
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import Strategy
@@ -135,9 +135,15 @@ def test_exchange_is_metropolis():
     assert exchange(jax.random.key(0), [hot, cold], betas, 0) == [cold, hot], "what is better always gets colder"
 
 
-def test_never_worse_than_baselines_and_deterministic(step_problem):
+def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch):
+    monkeypatch.setattr("soapjax.search.mcmc.MAX_DESCENT_ROUNDS", 6)  # the chains have their turn
+    monkeypatch.setattr("soapjax.search.mcmc.MAX_KICK_ROUNDS", 4)
+    walks = []
+    walk = Engine.walk
+    monkeypatch.setattr(Engine, "walk", lambda self, *args: walks.append(args[-1]) or walk(self, *args))
     key = jax.random.key(11)
     first = mcmc(key, step_problem, Budget(num_proposals=2048))
+    assert len(walks) >= 2 * NUM_CHAINS
     again = mcmc(key, step_problem, Budget(num_proposals=2048))
     assert first.best.strategy.key() == again.best.strategy.key()
     assert first.num_proposals == again.num_proposals <= 2048
