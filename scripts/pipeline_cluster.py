@@ -44,7 +44,7 @@ MODELS: dict[str, Model] = {
         ModelSource(path="models.vgg", settings={"batch": 16, "image": 32, "width": 0.5, "classes": 1000, "dropout": 0.0})
     ),
     "two_towers": Model(
-        ModelSource(path="models.two_towers", settings={"batch": 64, "width": 1024, "layers": 6, "features": 256}), True
+        ModelSource(path="models.two_towers", settings={"batch": 64, "width": 1024, "layers": 12, "features": 256}), True
     ),
 }  # fmt: skip
 CASES = (("alexnet", "200mbit"), ("alexnet", "1gbit"), ("vgg16", "200mbit"), ("two_towers", "200mbit"))
