@@ -32,6 +32,7 @@ MODELS = {
     "lm_scan": ("transformer_lm", dict(layers=2, scan=True, **TINY_LM)),
     "lm_tied_scan_remat": ("transformer_lm", dict(layers=3, scan=True, remat=True, tie=True, **TINY_LM)),
     "resnet": ("resnet", dict(batch=8, image=32, width=8, classes=8, depth="tiny")),
+    "lenet": ("lenet", dict(batch=8, image=28, classes=8)),
     "rnnlm": ("rnnlm", dict(batch=8, seq=3, hidden=32, layers=1, vocab=64)),
     "moe": ("moe", dict(batch=8, seq=16, width=32, layers=1, every=1, experts=8, top=2, vocab=64)),
 }
@@ -43,10 +44,12 @@ PROBLEMS = (
     ("lm", "a100x8"),
     ("lm_scan", "2x4"),
     ("lm_tied_scan_remat", "cpu8"),
+    ("lenet", "dgx1_v100x8"),
     ("resnet", "dgx1_v100x8"),
     ("rnnlm", "2x4"),
     ("moe", "a100x64"),
 )
+SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"), ("resnet", "dgx1_v100x8"))  # to trace and to compile
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -55,6 +55,7 @@ def test_a_profile_is_measured_and_a_plan_says_what_is():
     assert "compute seconds:" in shown and "measured" in shown
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_planned_with_what_was_measured_of_its_micro_batches():
     path = Path(done("profile", "models.mlp", "--topology", "cpu8", "--no-search", "--microbatches", 2, *TINY)["path"])
     plain = done("profile", "models.mlp", "--topology", "cpu8", "--no-search", *TINY)

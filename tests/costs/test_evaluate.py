@@ -5,7 +5,7 @@ import numpy as np
 import oracles
 import pytest
 from families import family
-from problems import PROBLEMS, case, case_with
+from problems import PROBLEMS, SLOW, case, case_with
 
 from soapjax.costs.conversion import COLLECTIVES
 from soapjax.costs.itemize import sent_items
@@ -15,7 +15,6 @@ from soapjax.strategy.strategy import Strategy
 
 SECONDS_ERROR = 1e-5
 MEMORY_ERROR = 1e-5
-SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"))
 names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=SLOW))
 
 

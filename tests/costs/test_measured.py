@@ -83,7 +83,7 @@ def test_a_measured_task_costs_what_was_measured(model):
         assert set(figures) == {"measured"} and shares == {"measured": 1.0}
 
 
-@pytest.mark.parametrize("model", family(["mlp", "lm_scan"], slow=["lm_scan"]))
+@pytest.mark.parametrize("model", family(["mlp", "lm_scan"], slow=["mlp", "lm_scan"]))
 def test_the_exact_delta_sees_the_measurements_too(model):
     problem, strategies = measured_problem(model)
     near = Neighbourhoods(problem)

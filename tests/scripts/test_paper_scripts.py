@@ -123,6 +123,7 @@ def test_figure7_resumes(tmp_path, capsys, monkeypatch, quick_search):
     assert "lenet" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_figure8_counts_bytes_and_compute_alike_with_and_without_pins(tmp_path):
     case = Case("rnnlm", "p100", 4, tiny=True)
     soap, paper = case.problem(), case._replace(space="paper").problem()
@@ -147,6 +148,7 @@ def test_figure12_proposes_one_operator_within_the_space():
         assert problem.space.is_valid(type(start)(a, s))
 
 
+@pytest.mark.slow
 def test_optimality_judges_as_the_simulator_and_descends():
     problem = Case("lenet", "p100", 2, tiny=True).problem()
     neighbours = optimality.Neighbours(problem)

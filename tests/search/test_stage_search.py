@@ -47,7 +47,7 @@ def test_micro_batches_that_do_not_divide_are_refused():
         micro_batch(graph_of("lm"), 3)
 
 
-@pytest.mark.parametrize("model, name", family([("lm", "2x4"), ("mlp", "cpu8"), ("resnet", "dgx1_v100x8")], slow=[("lm", "2x4")]))
+@pytest.mark.parametrize("model, name", family([("lm", "2x4"), ("mlp", "cpu8"), ("lenet", "dgx1_v100x8")], slow=[("lm", "2x4")]))
 def test_one_stage_takes_the_time_of_one_program(model, name):
     """Exactly: the same tasks by the same rules, with communication beside compute or not."""
     graph, machine = graph_of(model), topology_of(name)

@@ -10,7 +10,7 @@ import pytest
 from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import PROBLEMS, case, case_with
+from problems import PROBLEMS, SLOW, case, case_with
 
 from soapjax.costs.evaluate import Durations
 from soapjax.simulate.batched import simulate_batch
@@ -26,7 +26,7 @@ FLOAT64_ERROR = 1e-12
 BATCH = 6
 # (tasks, predecessors each, streams), from one compute and one link level to four devices with their own.
 SHAPES = ((1, 1, 1), (12, 2, 2), (40, 3, 3), (60, 1, 3), (40, 6, 12))
-names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=[("moe", "a100x64"), ("mlp", "a100x64")]))
+names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=set(SLOW) - {("lm_scan", "2x4")}))
 
 
 def longest_paths(schedule: Schedule, durations) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import PROBLEMS, case, case_with
+from problems import PROBLEMS, SLOW, case, case_with
 
 from soapjax import files
 from soapjax.errors import SoapjaxError
@@ -21,7 +21,6 @@ from soapjax.strategy.plan import ModelSource, Plan, Prediction, Provenance, for
 from soapjax.strategy.plan_strategy import make_plan, strategy_of
 from soapjax.strategy.strategy import PIN
 
-SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"))
 names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=SLOW))
 PREDICTION = Prediction(
     step_time_s=0.125, memory_bytes_per_device=2**20, usable_memory_bytes=2**30, memory_parts_bytes={"state": 2**20},
