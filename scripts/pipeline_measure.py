@@ -1,9 +1,9 @@
 """Measures pipelines and pinned plans of one model on the cluster that this process belongs to; pipeline_cluster.py starts it.
 
 The calibration is that of cluster_calibration.py: the model's own operators (at the size of a micro-batch too) and the links,
-measured, and one factor each for compute and network, fitted on four plans of one program. No pipeline and no pinned plan is
-fitted on. Rank 0 plans; all plans are timed in turn, the factors are then fitted again on the same four plans, and all plans
-simulated with them.
+measured, and one factor each for compute and network, fitted on plans of one program. No pipeline and no pinned plan is
+fitted on. Rank 0 plans; all plans are timed in turn, the factors are then fitted again on all plans of one program, as they
+were timed among the others, and all plans simulated with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from cluster_fit import Calibrated, Judged, judged, kept, refitted, strategy_of
 from cluster_measure import Recorder, calibrated, rank_parser, run_as_rank
-from cluster_table import FITTED
 from cluster_timing import Timer, in_rounds, shared
 from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     in_rounds(timers)
     if jax.process_index() == 0:
         timings = {timer.name: timer.timing() for timer in timers}
-        again = refitted(cluster, in_parts(step, cluster, todo), {n: t.median_s for n, t in timings.items()}, work)
+        again = refitted(cluster, in_parts(step, cluster, todo), {n: t.median_s for n, t in timings.items()}, work, ONE_PROGRAM)
         for one in todo:
             timing, plan = timings[one.name], Plan.loads(one.plan)
             plan = recost(plan.model_copy(update={"profile": again.profile.model_dump(mode="json")}), step)
@@ -124,9 +123,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def in_parts(step: Any, cluster: Calibrated, todo: Sequence[Candidate]) -> list[Judged]:
-    """The plans of `FITTED`, their predictions in compute and network."""
+    """The plans of one program, their predictions in compute and network."""
     problem = cluster.problem(step)
-    plans = {one.name: Plan.loads(one.plan) for one in todo if one.name in FITTED}
+    plans = {one.name: Plan.loads(one.plan) for one in todo if one.name in ONE_PROGRAM}
     return [judged(problem, name, planned_strategy(plan, problem.space)) for name, plan in plans.items()]
 
 
