@@ -1,10 +1,7 @@
 """Borders of a convolution's blocks: what it reads over the edge of its own block of a split spatial dim, from its neighbours.
 
-One formula for the forward convolution and both of its gradients. In coordinates of the dilated image that begin at a
-block's own begin, its results read from -low to (m - 1) stride - low + (w - 1) rhs_dilation, with m results and w kernel
-positions of its own (a kernel gradient's kernel is the split cotangent). It is the same on every device, as the rules offer
-a spatial dim only where blocks of image and result begin together (graph/heavy_rules.py). Behind the first and the last
-block stand zeros, which is what padding is.
+The forward convolution and both of its gradients alike (a kernel gradient's kernel is the split cotangent); how many rows is
+said in graph/heavy_rules.py. Behind the first and the last block stand zeros, which is what padding is.
 """
 
 from __future__ import annotations
@@ -29,12 +26,12 @@ class Border(NamedTuple):
     names: tuple[str, ...]  # mesh axes that split it, major first
     before: int  # rows from the block before
     after: int
-    padding: tuple[int, int]  # of the block with its borders; negative where it holds more than is read
+    padding: tuple[int, int]  # of the block with its borders
 
 
 def borders(eqn: FlatEqn, shapes: Sequence[tuple[int, ...]], in_specs: Sequence[Spec], raw_spec: Spec, mesh: Mesh) -> list[Border]:
     """The borders of a convolution of operands of global `shapes`, where its spatial dims are split."""
-    p, dn = eqn.params, eqn.params["dimension_numbers"]
+    dn = eqn.params["dimension_numbers"]
     found = []
 
     def block(size: int, spec: Spec, d: int) -> int:
@@ -45,11 +42,7 @@ def borders(eqn: FlatEqn, shapes: Sequence[tuple[int, ...]], in_specs: Sequence[
         if not in_specs[0][dim]:
             continue
         n, w = block(shapes[0][dim], in_specs[0], dim), block(shapes[1][of_kernel], in_specs[1], of_kernel)
-        before, after = border_rows(eqn, k, n, w, block(m, raw_spec, of_result))
-        dilation, (low, _) = p["lhs_dilation"][k], p["padding"][k]
-        last = (block(m, raw_spec, of_result) - 1) * p["window_strides"][k] - low + (w - 1) * p["rhs_dilation"][k]
-        padding = low - before * dilation, last - (n - 1 + after) * dilation
-        found.append(Border(dim, in_specs[0][dim], before, after, padding))
+        found.append(Border(dim, in_specs[0][dim], *border_rows(eqn, k, n, w, block(m, raw_spec, of_result))))
     return found
 
 

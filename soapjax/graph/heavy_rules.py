@@ -37,15 +37,22 @@ def conv_results(eqn: FlatEqn, image: tuple[int, ...], kernel: tuple[int, ...]) 
     return found
 
 
-def border_rows(eqn: FlatEqn, k: int, n: int, w: int, m: int) -> tuple[int, int]:
-    """Rows of the blocks before and after that a block of spatial dim `k` needs: with n of image, w of kernel, m of result.
+def border_rows(eqn: FlatEqn, k: int, n: int, w: int, m: int) -> tuple[int, int, tuple[int, int]]:
+    """What a block of spatial dim `k` with n rows of image, w of kernel and m of result needs of its neighbours.
 
-    A kernel of one position (and its gradients) needs none: its spatial dims are split as a batch dim is.
+    One formula for the convolution and both of its gradients. In coordinates of the dilated image that begin at the block's
+    own begin, its results read from -low to (m - 1) stride - low + (w - 1) rhs_dilation. That is the same for every block where
+    blocks of image and result begin together, the only splits that are offered. A kernel of one position (and its gradients)
+    needs nothing: its spatial dims are split as a batch dim is.
+
+    Returns: rows of the block before, rows of the block after, and the padding of the block with them (negative where it then
+      holds more than is read).
     """
     p = eqn.params
     low, dilation = p["padding"][k][0], p["lhs_dilation"][k]
     last = (m - 1) * p["window_strides"][k] - low + (w - 1) * p["rhs_dilation"][k]
-    return max(0, low // dilation), max(0, last // dilation - (n - 1))
+    before, after = max(0, low // dilation), max(0, last // dilation - (n - 1))
+    return before, after, (low - before * dilation, last - (n - 1 + after) * dilation)
 
 
 @register("conv_general_dilated")

@@ -233,7 +233,7 @@ class TaskBuilder:
         edges: dict[float, list[int]] = {}
         for k, (d, m) in enumerate(zip(spatial, results, strict=True)):
             w = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[2 + k]]
-            rows = border_rows(eqn, k, image.shape[d], w, m)
+            rows = border_rows(eqn, k, image.shape[d], w, m)[:2]
             key = (self.values.of(eqn.inputs[0]).root, op, unit.scope, d, rows)
             if sum(rows) and dims[d] != NOT_SPLIT and key not in self.bordered:
                 self.bordered.add(key)

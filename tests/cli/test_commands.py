@@ -73,6 +73,7 @@ def test_an_edit_by_hand_counts():
     assert done("verify", "plan.json")["proven"]
 
 
+@pytest.mark.slow
 def test_a_plan_in_the_space_of_the_paper_is_simulated_run_and_proven():
     space = ("--topology", "cpu8", "--space", "paper", "--planner", "model_parallel")
     planned = done("plan", "models.mlp", *space, "-o", "plan.json", *TINY)

@@ -178,6 +178,7 @@ def test_the_measured_best_wins_and_the_table_is_kept():
         measured_best(chosen[1:2], fails_once)
 
 
+@pytest.mark.slow
 def test_a_gain_below_the_calibrated_error_takes_the_simpler_plan(some_profile):
     from soapjax.model_source import abstract_model
     from soapjax.strategy.plan import ModelSource

@@ -6,7 +6,7 @@ from command_line import call, done
 SIZES = [f"--set={k}={v}" for k, v in dict(batch=16, width=16, layers=2, features=8, classes=4).items()]
 
 
-@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 4), ("pipedream", 4)])
+@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 4), pytest.param("pipedream", 4, marks=pytest.mark.slow)])
 def test_every_program_of_a_pipeline_sends_what_was_predicted(schedule, microbatches, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--pipeline", schedule, "--stages", 2, "--microbatches", microbatches, "--proposals", 5, "-o", path)

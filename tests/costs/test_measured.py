@@ -70,7 +70,7 @@ def measured_problem(model):
     return problem_of(model, profile_with(measured(plain, strategies).values())), strategies
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", family(MODELS, slow=["lm_scan"]))
 def test_a_measured_task_costs_what_was_measured(model):
     problem, strategies = measured_problem(model)
     table = measured(plain_problem(model), strategies)

@@ -41,7 +41,10 @@ def local_step(model):
     return LocalStep(step, graph, binding)
 
 
-@pytest.mark.parametrize("model", family(["mlp", "lm_tied_scan_remat", "resnet", "moe", "lm", "rnnlm"], slow=["lm", "rnnlm"]))
+MODELS = family(["mlp", "lm_tied_scan_remat", "moe", "resnet", "lm", "rnnlm"], slow=["resnet", "lm", "rnnlm"])
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_every_task_has_a_local_form_with_the_planned_work(model):
     local = local_step(model)
     graph = local.graph

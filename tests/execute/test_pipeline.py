@@ -32,7 +32,7 @@ CASES = [  # model, schedule, stages, micro-batches, stages per group of devices
     ("mlp", "gpipe", 2, 8, 1),
     ("mlp", "interleaved", 2, 4, 2),
     pytest.param("tied_lm", "1f1b", 4, 4, 1, marks=pytest.mark.slow),
-    ("tied_lm", "gpipe", 2, 2, 1),
+    pytest.param("tied_lm", "gpipe", 2, 2, 1, marks=pytest.mark.slow),  # by default in test_pipeline_processes.py
     ("resnet", "1f1b", 2, 2, 1),
     pytest.param("nmt", "1f1b", 4, 4, 1, marks=pytest.mark.slow),
 ]

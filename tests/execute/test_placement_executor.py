@@ -78,6 +78,7 @@ def test_a_part_runs_on_its_own_devices_alone():
     assert sum(len(p.own) for p in placed.parts) == len({k for p in placed.parts for k in p.own})
 
 
+@pytest.mark.slow
 def test_a_loop_is_on_one_set_of_devices():
     _, _, _, traced, problem = made("lm_scan")
     strategy = model_parallel_strategy(problem)[0]

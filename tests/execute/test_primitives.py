@@ -156,7 +156,7 @@ def gru_reversed():
     return sgd_step(loss), (params, (normal(3, 3, 8, 4), normal(4, 8, 8)))
 
 
-@case()
+@case(slow=True)
 def gradient_accumulation():
     def step(params, batch):
         def add(total, one):

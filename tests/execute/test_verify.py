@@ -90,7 +90,7 @@ def sent(compiled) -> dict[str, float]:
     return total
 
 
-@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm"], slow=["lm"]))
+@pytest.mark.parametrize("name", family(["mlp", "lenet", "lm"], slow=["lenet", "lm"]))
 def test_data_parallel_is_the_hand_written_program(name):
     """Collectives and local FLOPs of the planned step equal those of plain jax.jit with a split batch."""
     step, arguments, _, _ = made(name)

@@ -143,7 +143,7 @@ def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch)
     monkeypatch.setattr(Engine, "walk", lambda self, *args: walks.append(args[-1]) or walk(self, *args))
     key = jax.random.key(11)
     first = mcmc(key, step_problem, Budget(num_proposals=2048))
-    assert len(walks) >= 2 * NUM_CHAINS
+    assert len(walks) >= NUM_CHAINS and sum(walks) > 0
     again = mcmc(key, step_problem, Budget(num_proposals=2048))
     assert first.best.strategy.key() == again.best.strategy.key()
     assert first.num_proposals == again.num_proposals <= 2048
