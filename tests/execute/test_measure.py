@@ -41,10 +41,10 @@ def local_step(model):
     return LocalStep(step, graph, binding)
 
 
-MODELS = family(["mlp", "lm_tied_scan_remat", "moe", "resnet", "lm", "rnnlm"], slow=["resnet", "lm", "rnnlm"])
+EVERY_KIND = family(["mlp", "lm_tied_scan_remat", "moe", "resnet", "lm", "rnnlm"], slow=["resnet", "lm", "rnnlm"])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EVERY_KIND)
 def test_every_task_has_a_local_form_with_the_planned_work(model):
     local = local_step(model)
     graph = local.graph
