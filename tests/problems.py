@@ -49,7 +49,8 @@ PROBLEMS = (
     ("rnnlm", "2x4"),
     ("moe", "a100x64"),
 )
-SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"), ("resnet", "dgx1_v100x8"))  # to trace and to compile
+# To trace and to compile.
+SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"), ("resnet", "dgx1_v100x8"), ("rnnlm", "2x4"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

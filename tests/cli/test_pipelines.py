@@ -54,6 +54,7 @@ def test_predicting_anew_gives_the_same_plan_and_a_trace(plan, tmp_path):
     assert {f"backward {m}: stage 0" for m in range(4)} <= passes.keys()
 
 
+@pytest.mark.slow
 def test_a_plan_of_one_program_has_a_trace_too(tmp_path):
     path, trace = tmp_path / "plan.json", tmp_path / "trace.json"
     assert call("plan", "models.mlp", "--topology", "cpu8", *TINY, "--planner", "data_parallel", "-o", path).status == 0

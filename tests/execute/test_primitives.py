@@ -92,7 +92,7 @@ def six_devices():
     return sgd_step(mlp_loss), (mlp_params(6, 12, 3), mlp_batch(9, 6, 3))
 
 
-@case()
+@case(slow=True)
 def clipped_by_global_norm():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     return optax_step(mlp_loss, optimizer), (optax_state(mlp_params(), optimizer), mlp_batch())
