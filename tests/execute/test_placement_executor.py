@@ -21,6 +21,7 @@ from soapjax.topology import load_topology
 MODELS = {
     "mlp": ("mlp", dict(batch=16, width=16, layers=2, features=8)),
     "nmt": ("nmt", dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
+    "inception": ("inception_v3", dict(batch=8, width=1 / 32)),
     "lm_scan": ("transformer_lm", dict(batch=8, seq=8, width=16, layers=2, heads=2, vocab=32, scan=True)),
 }
 
@@ -32,7 +33,7 @@ def made(name, *, topology="cpu8"):
     return step, state, batch, traced, planning_problem(traced, load_topology(topology), space="paper")
 
 
-@pytest.mark.parametrize("name", family(["mlp", "nmt"], slow=["nmt"]))
+@pytest.mark.parametrize("name", family(["mlp", "nmt", "inception"], slow=["nmt", "inception"]))
 def test_random_pinned_plans_are_proven(name):
     _, state, batch, traced, problem = made(name)
     plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(0)))
