@@ -2,7 +2,7 @@
 
 Two messages per dim that is split, the rows before a block and those after it, over the slowest link between blocks: 2a + S/b
 with latency a, bandwidth b and S bytes on both sides together. What other axes split, other spatial dims among them,
-makes the rows shorter (corners of blocks split in two dims are not counted twice, as they are sent).
+makes the rows shorter. Where two dims are split the second exchange sends the corners too: they are not counted, a percent or so.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A change of one operator's config moves
 
-* its own tasks, inner sums, and the layouts of its accesses and of the parameters that it owns;
+* its own tasks, inner collectives, and the layouts of its accesses and of the parameters that it owns;
 * the home layout of tensors that it writes, reads first or owns, or whose common layout as summands it
   decides, and so every conversion of them;
 * its own conversions of tensors that others write;

@@ -3,7 +3,8 @@
 Every operator picks one of its candidates (axes and storage). All durations that the simulator schedules depend on few
 operators, and become *terms*: tables over one operator's candidates or two operators'.
 
-    compute, inner sums       the operator alone
+    compute, and inner        the operator alone
+    collectives
     resolution of a tensor    its producer and its first reader
     conversion                the tensor's producer (its owner, if it is a parameter) and the reader
 

@@ -5,7 +5,7 @@ input that is never converted. So an item is
 
     link       end = when its predecessor ended (+ its duration); folded into the accumulator
     compute    starts when the accumulator is there; empties it
-    follower   an inner sum or the resolution of a result: starts when its predecessor ended
+    follower   an inner collective or the resolution of a result: starts when its predecessor ended
 
 and a step of the simulation reads one end time, whatever the fan-in. An item has a duration per stream: 0 computes,
 1 + l communicates over link level l, one after the other. An item of duration zero occupies no stream.
@@ -52,7 +52,7 @@ class Items(NamedTuple):
         return self.kind == BARRIER
 
     def index(self, num_k: int, num_s: int, num_t: int, num_e: int) -> np.ndarray:
-        """Rows [T] of the figures of K tasks, S inner sums, T' resolutions, E conversions and a row of zeros, stacked."""
+        """Rows [T] of the figures of K tasks, S inner collectives, T' resolutions, E conversions and a row of zeros, stacked."""
         first = np.zeros(6, np.int32)
         first[[COMPUTE, SUM, RESOLVE, CONVERT]] = np.cumsum([0, num_k, num_s, num_t])
         first[[BARRIER, LINK]] = num_k + num_s + num_t + num_e

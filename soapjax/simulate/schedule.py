@@ -3,7 +3,7 @@
 What a strategy changes is durations only; a communication that a strategy does
 not need has duration zero, and then starts when its inputs are there and occupies
 no stream. Streams: 0 computes, 1 + l communicates over link level l. Per graph task:
-conversions of what it reads, the task, its inner sums, the resolution of what it wrote.
+conversions of what it reads, the task, its inner collectives, the resolution of what it wrote.
 Phases end in a barrier.
 """
 

@@ -13,7 +13,6 @@ import cluster_experts  # noqa: E402
 from models import alexnet, rnnlm, transformer_lm  # noqa: E402
 from soapjax.execute.compiled import place  # noqa: E402
 
-SLOW = ("hand: data parallelism", "hand: fully sharded", "hand: one weird trick")
 SMALL = {
     "alexnet": (alexnet, {"batch": 8, "image": 67, "width": 0.0625, "classes": 16, "dropout": 0.0}),
     "lstm": (
@@ -24,7 +23,7 @@ SMALL = {
 }  # fmt: skip
 # What is the same for all models takes long and can break in one place only: by default the special ones are enough.
 CASES = [
-    pytest.param(name, label, marks=[pytest.mark.slow] if label in SLOW else [])
+    pytest.param(name, label, marks=[pytest.mark.slow] if label in ("hand: data parallelism", "hand: fully sharded") else [])
     for name in SMALL
     for label in cluster_experts.EXPERTS[name]
 ]
