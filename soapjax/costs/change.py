@@ -94,6 +94,7 @@ class Machine(NamedTuple):
     pins: bool
     sums_in_place: bool
     combine_bytes: float
+    num_edges: int  # as in CostTables
 
 
 class Base(NamedTuple):
@@ -179,7 +180,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     )  # fmt: skip
     return arrays, Machine(
         tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins,
-        tables.working.sums_in_place, tables.working.combine_bytes,
+        tables.working.sums_in_place, tables.working.combine_bytes, tables.num_edges,
     )  # fmt: skip
 
 
@@ -291,7 +292,8 @@ def change(
     trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])
     seconds = full_s * trips[:, None]
     resolve_s, convert_s, sum_s = jnp.split(seconds, [len(t), len(t) + len(e)])
-    sum_s += halo_cost(inner, rows(arrays.sum_bytes, s), machine.links).seconds * rows(arrays.sum_trips, s)[:, None]
+    borders = halo_cost(inner, rows(arrays.sum_bytes, s), machine.links, machine.num_edges)
+    sum_s += borders.seconds * rows(arrays.sum_trips, s)[:, None]
 
     again = one_row(arrays.storage_regather, storage.astype(jnp.int32)) & rows(arrays.is_backward, e) & (row.edge_again >= 0)
     other_again = (rows(base.key, e)[:, 0] >= 1 << 30) & (row.edge_again < 0)

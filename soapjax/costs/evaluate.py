@@ -183,7 +183,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         seconds = every.seconds * times
         num_e = len(tables.edge_task)
         resolve_s, full_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
-        borders = halo_cost(inner, tables.sum_bytes, tables.links)
+        borders = halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges)
         sum_s += borders.seconds * sum_times[:, None]
         is_paid = jnp.concatenate([jnp.ones(num_t, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
         sent = (every.bytes * times * is_paid[:, None]).sum(0) + (borders.bytes * sum_times[:, None]).sum(0)

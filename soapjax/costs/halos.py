@@ -17,7 +17,6 @@ from soapjax.costs.layouts import split_of
 from soapjax.strategy.layout import HALO, REPLICATED
 
 KIND = "collective-permute"
-MAX_EDGES = 3  # spatial dims of a convolution
 
 
 def inner_source(layout: Array) -> Array:
@@ -30,12 +29,17 @@ def inner_target(layout: Array) -> Array:
     return jnp.where(layout >= 0, layout, REPLICATED).astype(jnp.int8)
 
 
-def halo_cost(layout: Array, size_bytes: Array, links: Links) -> ConversionCost:
-    """Of layouts [S, A], zeros where none has a halo; `size_bytes` [S]: of the rows around a block, as wide as the whole image."""
+def halo_cost(layout: Array, size_bytes: Array, links: Links, num_edges: int) -> ConversionCost:
+    """Of layouts [S, A], zeros where one has no halo.
+
+    Args:
+      size_bytes: [S], of the rows around a block, as wide as the whole image.
+      num_edges: how many codes of halos there are, HALO the first; with none, nothing is computed.
+    """
     sizes = jnp.asarray(links.axis_sizes, jnp.float32)
     local = size_bytes / split_of((layout >= 0) | (layout <= HALO), sizes)
     seconds, total = [jnp.zeros_like(local) for _ in range(links.num_levels)], jnp.zeros_like(local)
-    for code in range(HALO, HALO - MAX_EDGES, -1):
+    for code in range(HALO, HALO - num_edges, -1):
         along = layout == code
         rows = jnp.where(along.any(-1), local * split_of(along, sizes), 0.0)
         total = total + rows

@@ -103,6 +103,11 @@ class CostTables:
     def num_tasks(self) -> int:
         return len(self.task_op)
 
+    @property
+    def num_edges(self) -> int:
+        """Spatial dims with borders in one inner collective, at most; 0 where no convolution has any."""
+        return max(0, HALO + 1 - int(self.sum_map.min(initial=REPLICATED)))
+
 
 def cost_tables(
     graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None

@@ -110,7 +110,7 @@ def test_jitted_cost_equals_the_plain_one():
     rng = np.random.default_rng(0)
     layouts = rng.choice([HALO, HALO - 1, HALO - 2, 0, REPLICATED], size=(200, 4)).astype(np.int8)
     sizes = rng.uniform(1e3, 1e6, 200).astype(np.float32)
-    found = halo_cost(jnp.asarray(layouts), jnp.asarray(sizes), links)
+    found = halo_cost(jnp.asarray(layouts), jnp.asarray(sizes), links, 3)
     for i, (layout, size) in enumerate(zip(layouts, sizes, strict=True)):
         seconds, sent = halo_cost_plainly(layout, float(size), links)
         np.testing.assert_allclose(found.seconds[i], seconds, rtol=1e-6)
