@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from soapjax.execute.block_slice import block_slice
 from soapjax.execute.promote import high, promote, promoted_bind
 from soapjax.graph.phases import module_path
 from soapjax.graph.program import Atom, FlatEqn, Program, flatten
@@ -74,6 +75,8 @@ class Evaluator:
         return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
 
     def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+        if eqn.name == "dynamic_slice":
+            return [block_slice(inputs[0], inputs[1:], params["slice_sizes"])]
         if self.is_float64 and eqn.name == "while":
             return _while_in_float64(params, inputs)
         if self.is_float64 and eqn.name == "cond":

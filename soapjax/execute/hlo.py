@@ -170,7 +170,24 @@ def check_ops(program: Program, text: str, tasks: Iterable[int] | None = None) -
             for f in equal[: count - 1]:
                 missing.remove(f)
             as_planned += count
-    return OpsCheck(planned, as_planned, unchecked + len(missing), tuple(differences.values()))
+    return OpsCheck(planned, as_planned, unchecked + len(missing), (*differences.values(), *namesakes(text)))
+
+
+def namesakes(text: str) -> list[str]:
+    """Instructions of one fusion that XLA's emitters take for one another (block_slice.py), in words."""
+    found = []
+    for computation in re.split(r"^(?=%)", text, flags=re.M):
+        if not computation.startswith("%fused"):
+            continue
+        seen: dict[str, str] = {}
+        for match in filter(None, map(_INSTRUCTION.match, computation.splitlines())):
+            other = seen.setdefault(match.group(1).replace("-", "_"), match.group(1))
+            if other != match.group(1):
+                found.append(
+                    f"{other} and {match.group(1)} of one fusion have one name for XLA's emitters, which then read one of them "
+                    "twice: the program may compute wrong numbers"
+                )
+    return found
 
 
 def replicated_tasks(program: Program, text: str) -> list[str]:

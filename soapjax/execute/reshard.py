@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from soapjax.execute.block_slice import block_slice_in_dim
 from soapjax.execute.heavy import partition_spec
 from soapjax.strategy.layout import Spec, layout_of, spec_of
 from soapjax.strategy.resharding import Exchange, Gather, Order, Permute, Slice, Step, gathered_first, steps_of
@@ -44,7 +45,7 @@ def reshard(x: Any, source: Spec, target: Spec, mesh: Mesh) -> Any:
 def _apply(step: Step, x: Any, names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     if isinstance(step, Slice):
         part = x.shape[step.dim] // sizes[step.axis]
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(names[step.axis]) * part, part, step.dim)
+        return block_slice_in_dim(x, jax.lax.axis_index(names[step.axis]) * part, part, step.dim)
     if isinstance(step, Permute):
         axes, pairs = permutation(step.before, step.after, sizes)
         return jax.lax.ppermute(x, tuple(names[a] for a in axes), pairs)

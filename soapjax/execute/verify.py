@@ -3,13 +3,19 @@
 Loss and gradients are compared leaf by leaf, ||g - g1|| / max(||g1||, 1e-6 ||all gradients||), in float64 (bound 1e-9)
 and in the step's own precision (bound: 1e-5, or three times the single-device step's own distance from float64).
 Gradients, never updated parameters: where a gradient is exactly zero, Adam turns rounding noise into steps.
+
+A value that lies within rounding of where relu or a maximum switches may fall to either side, which moves gradients at once
+(one unit of eight behind a batch norm: by 9 times their own size). One run shows that by chance: where the numbers in the
+step's precision are all that is wrong, its distance from float64 is measured on arguments moved by rounding too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.evaluate import Evaluator
@@ -21,7 +27,9 @@ from soapjax.graph.build import Binding
 from soapjax.graph.trace import TracedStep
 
 FLOAT64_BOUND = 1e-9
-
+OWN_BOUND, OWN_FACTOR = 1e-5, 3
+NUM_MOVED = 8  # runs on moved arguments
+MOVED_BY = 4  # units of the precision, at most: sums in another order lose as much
 
 # Machine code that is run twice needs no polishing; the HLO, which is what is read, is the same.
 _COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -29,6 +37,7 @@ _COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 class Verification(NamedTuple):
     loss_rel_error: float
+    loss_rel_bound: float
     gradient_rel_error: float
     gradient_rel_bound: float
     loss_rel_error_float64: float
@@ -43,18 +52,27 @@ class Verification(NamedTuple):
     @property
     def is_proven(self) -> bool:
         return (
-            self.gradient_rel_error <= self.gradient_rel_bound
-            and self.gradient_rel_error_float64 <= FLOAT64_BOUND
-            and self.loss_rel_error_float64 <= FLOAT64_BOUND
+            self.loss_rel_error <= self.loss_rel_bound
+            and self.gradient_rel_error <= self.gradient_rel_bound
+            and self.is_proven_in_float64
             and self.ops_as_planned == self.planned_ops - self.ops_unchecked
         )
 
+    @property
+    def is_proven_in_float64(self) -> bool:
+        return self.gradient_rel_error_float64 <= FLOAT64_BOUND and self.loss_rel_error_float64 <= FLOAT64_BOUND
+
+
+Numbers = tuple[list, list]  # outputs and gradients, as NumPy arrays
+
 
 class Reference(NamedTuple):
-    """What the step gives on one device: outputs and gradients, in its own precision and in float64."""
+    """What the step gives on one device, in its own precision and in float64; `run` gives the first for other arguments."""
 
-    own: tuple[list, list]
-    float64: tuple[list, list]
+    own: Numbers
+    float64: Numbers
+    run: Callable[[list[Any]], Numbers]
+    arguments: list[Any]
 
 
 def reference(program: Program, arguments: list[Any]) -> Reference:
@@ -73,8 +91,8 @@ def verify(program: Program, arguments: list[Any], single: Reference | None = No
         planned64 = run_stream(PlacedStep(program, donate=False, is_float64=True), arguments, is_float64=True)
         check = inspect_stream(placed.dispatches(), placed.argument_structs()).ops
     else:
-        planned, text = _run(program.evaluator(), program, arguments, gradients)
-        planned64, _ = _run(program.evaluator(is_float64=True), program, arguments, gradients)
+        planned, text = _run_plan(program.evaluator(), program, arguments, gradients)
+        planned64, _ = _run_plan(program.evaluator(is_float64=True), program, arguments, gradients)
         check = check_ops(program, text)
     names = [p.path for p in program.graph.parameters] or list(step.out_paths)
     losses = outputs_compared(step)
@@ -82,30 +100,45 @@ def verify(program: Program, arguments: list[Any], single: Reference | None = No
 
 
 def compared(
-    planned: tuple[list, list], planned64: tuple[list, list], single: Reference, names: list[str], losses: list[int],
-    check: OpsCheck,
-) -> Verification:  # fmt: skip
-    """(outputs, gradients) under a plan, in the step's precision and in float64, beside those of one device.
+    planned: Numbers, planned64: Numbers, single: Reference, names: list[str], losses: list[int], check: OpsCheck
+) -> Verification:
+    """What a plan gave, in the step's precision and in float64, beside what one device gives.
 
     Args:
       names: of the gradients. `losses`: which outputs are compared.
     """
-    own, worst = _gradient_error(planned[1], single.own[1], names)
-    rounding, _ = _gradient_error(single.own[1], single.float64[1], names)
-    error64, worst64 = _gradient_error(planned64[1], single.float64[1], names)
-    return Verification(
-        _output_error(planned[0], single.own[0], losses),
-        own,
-        max(1e-5, 3 * rounding),
-        _output_error(planned64[0], single.float64[0], losses),
-        error64,
-        check.planned_ops,
-        check.ops_as_planned,
-        check.ops_unchecked,
-        len(planned[1]),
-        worst64 or worst,
-        check.differences,
-    )
+
+    def errors(found: Numbers, wanted: Numbers) -> tuple[float, float, str]:
+        return _output_error(found[0], wanted[0], losses), *_gradient_error(found[1], wanted[1], names)
+
+    def verification(rounding: list[tuple[float, float, str]]) -> Verification:
+        loss_bound, gradient_bound = (max(OWN_BOUND, *(OWN_FACTOR * r[k] for r in rounding)) for k in range(2))
+        return Verification(
+            loss, loss_bound, gradient, gradient_bound, loss64, gradient64, check.planned_ops, check.ops_as_planned,
+            check.ops_unchecked, len(planned[1]), worst64 if gradient64 > FLOAT64_BOUND else worst, check.differences,
+        )  # fmt: skip
+
+    loss, gradient, worst = errors(planned, single.own)
+    loss64, gradient64, worst64 = errors(planned64, single.float64)
+    rounding = [errors(single.own, single.float64)] * 2
+    found = verification(rounding)
+    if found.is_proven or not found.is_proven_in_float64:
+        return found
+    rounding += [errors(single.run(moved), single.float64) for moved in _moved(single.arguments)]
+    return verification(rounding)
+
+
+def _moved(arguments: list[Any]) -> Iterator[list[Any]]:
+    """Arguments that differ from the given ones by rounding, some times."""
+    rng = np.random.default_rng(0)
+    for _ in range(NUM_MOVED):
+        moved = []
+        for x in arguments:
+            if hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, np.floating):
+                by = MOVED_BY * float(jnp.finfo(x.dtype).eps) * rng.integers(-1, 2, x.shape)
+                x = (np.asarray(x, np.float64) * (1 + by)).astype(x.dtype)
+            moved.append(x)
+        yield moved
 
 
 def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
@@ -115,29 +148,46 @@ def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
     return tuple(at[p.gradient] for p in binding.phases.parameters)
 
 
+class OneDevice:
+    """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`."""
+
+    def __init__(self, step: TracedStep, gradients: tuple[int, ...]):
+        self._step, self._gradients = step, gradients
+        self._compiled: dict[bool, Any] = {}
+
+    def __call__(self, arguments: list[Any], *, is_float64: bool = False) -> Numbers:
+        with jax.enable_x64(is_float64):
+            if is_float64 not in self._compiled:
+                evaluator = Evaluator(self._step.program, is_float64=is_float64)
+                jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), self._gradients))
+                self._compiled[is_float64] = _compiled(jitted, arguments)
+            outputs, extra = self._compiled[is_float64](*arguments)
+            return list(map(_numpy, outputs)), list(map(_numpy, extra))
+
+
 def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, ...]) -> Reference:
     """Outputs and values `gradients` of a step on one device."""
-    return Reference(*(_run(Evaluator(step.program, is_float64=x), None, arguments, gradients)[0] for x in (False, True)))
+    run = OneDevice(step, gradients)
+    return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
 
 
-def _run(evaluator: Evaluator, program: Program | None, arguments: list[Any], also: tuple[int, ...]) -> tuple[tuple, str]:
-    """(outputs, extra values) as NumPy arrays, and the compiled text of a planned program."""
-
-    def fn(*leaves: Any) -> Any:
-        return evaluator.run(list(leaves), also)
-
+def _run_plan(evaluator: Evaluator, program: Program, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
+    """Outputs and the values `also` under a plan, and the compiled text."""
     with jax.enable_x64(evaluator.is_float64):
-        jitted = jax.jit(fn) if program is None else jax.jit(fn, in_shardings=tuple(program.in_shardings()))
-        if program is not None:
-            shardings = program.in_shardings()
-            arguments = [jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)]
-        compiled = jitted.lower(*arguments).compile(_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None)
+        shardings = tuple(program.in_shardings())
+        arguments = [jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)]
+        jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), also), in_shardings=shardings)
+        compiled = _compiled(jitted, arguments)
         outputs, extra = compiled(*arguments)
-        return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text() if program is not None else ""
+        return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text()
 
 
-def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> tuple[list, list]:
-    """As `_run`, of a `PlacedStep` or `PipelineStep`."""
+def _compiled(jitted: Any, arguments: list[Any]) -> Any:
+    return jitted.lower(*arguments).compile(_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None)
+
+
+def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
+    """Outputs and gradients of a `PlacedStep` or `PipelineStep`."""
     with jax.enable_x64(is_float64):
         outputs, gradients = step.run(arguments, with_gradients=True)
         return list(map(_numpy, outputs)), list(map(_numpy, gradients))

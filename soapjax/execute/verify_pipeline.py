@@ -15,7 +15,17 @@ import numpy as np
 from soapjax.execute.hlo import OpsCheck
 from soapjax.execute.microbatches import MicroStep, joining
 from soapjax.execute.pipeline import PipelineStep
-from soapjax.execute.verify import Reference, Verification, compared, gradient_ids, outputs_compared, reference_of, run_stream
+from soapjax.execute.verify import (
+    Numbers,
+    OneDevice,
+    Reference,
+    Verification,
+    compared,
+    gradient_ids,
+    outputs_compared,
+    reference_of,
+    run_stream,
+)
 from soapjax.graph.build import build_graph
 
 
@@ -50,15 +60,19 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     """One device's outputs and gradients for every micro-batch, put together as the pipeline does."""
     micro = step.micro
     _, binding = build_graph(micro.step)
-    ids = gradient_ids(micro.step, binding)
-    parts = []
-    for m in range(micro.num_microbatches):
-        mine = list(arguments)
-        for k in micro.batch_leaves:
-            mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches)[m]
-        parts.append(reference_of(micro.step, mine, ids))
+    one = OneDevice(micro.step, gradient_ids(micro.step, binding))
     hows = [_joined_by(micro, v, step.reduction) for v in micro.step.program.outputs]
-    return Reference(*(_joined([p[k] for p in parts], hows, step.reduction) for k in range(2)))
+
+    def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
+        parts = []
+        for m in range(micro.num_microbatches):
+            mine = list(arguments)
+            for k in micro.batch_leaves:
+                mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches)[m]
+            parts.append(one(mine, is_float64=is_float64))
+        return _joined(parts, hows, step.reduction)
+
+    return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
 
 
 def _joined_by(micro: MicroStep, value: Any, reduction: str) -> tuple[str, int]:
@@ -66,7 +80,7 @@ def _joined_by(micro: MicroStep, value: Any, reduction: str) -> tuple[str, int]:
     return ("last", 0) if found is None else tuple(found)
 
 
-def _joined(parts: list[tuple[list, list]], hows: list[tuple[str, int]], reduction: str) -> tuple[list, list]:
+def _joined(parts: list[Numbers], hows: list[tuple[str, int]], reduction: str) -> Numbers:
     def join(values: list[Any], how: str, dim: int) -> Any:
         if how == "last" or values[0] is None:
             return values[-1]

@@ -17,7 +17,8 @@ MAX_DIFFERENCES = 12
 def numeric_lines(found: Any) -> list[str]:
     """The comparison with one device (`execute.verify.Verification`)."""
     return [
-        f"loss: relative error {found.loss_rel_error:.2g} (float64: {found.loss_rel_error_float64:.2g})",
+        f"loss: relative error {found.loss_rel_error:.2g}, bound {found.loss_rel_bound:.2g}"
+        f" (float64: {found.loss_rel_error_float64:.2g}, bound 1e-9)",
         f"{found.num_gradients} gradients: relative error {found.gradient_rel_error:.2g}, bound {found.gradient_rel_bound:.2g}"
         f" (float64: {found.gradient_rel_error_float64:.2g}, bound 1e-9; worst leaf {found.worst_leaf or 'none'})",
     ]
