@@ -3,7 +3,8 @@
 XLA's loop emitters (xla/codegen/emitters) make one function per operand of a fusion, named after the instruction with every
 ``-`` made a ``_``. JAX's slice is called ``dynamic_slice.4``, the slice that the partitioner makes of a constraint
 ``dynamic-slice.4``: in one fusion the second function is lost, and the first is read twice. Wrong numbers, without a word
-(jaxlib 0.10.2 on CPUs; tests/execute/test_block_slice.py fails when it is mended). Nobody else's slice is a ``block_slice``.
+(jaxlib 0.10.2: run on CPUs, and seen in what it compiles for CUDA; tests/execute/test_block_slice.py fails when it is mended).
+Nobody else's slice is a ``block_slice``.
 
 What `jax.lax.scan` slices keeps JAX's name: `hlo.namesakes` finds such pairs where a proof fails.
 """
