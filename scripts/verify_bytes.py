@@ -54,7 +54,7 @@ LARGE: dict[str, tuple[str, dict]] = {
         "models.transformer_lm",
         {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768, "scan": True, "remat": True},
     ),
-    "large rnnlm": ("models.rnnlm", {"batch": 256, "seq": 8, "width": 1024}),
+    "large rnnlm": ("models.rnnlm", {"batch": 256, "seq": 8, "hidden": 1024}),
 }  # fmt: skip
 FIELDS = ["target", "topology", "model", "strategy", "predicted_bytes", "compiled_bytes", "predicted_memory", "compiled_memory",
           "usable_memory", "ops", "ops_as_planned", "rematerialised", "replicated", "compile_s",
