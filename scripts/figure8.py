@@ -43,7 +43,7 @@ def moved_bytes(problem: PlanningProblem, strategy: Strategy) -> float:
     target = np.where(target == PARTIAL, home, target)
     source = np.concatenate([layouts.raw, home])
     target = np.concatenate([np.where(layouts.raw == PARTIAL, layouts.home, layouts.raw), target])
-    size = np.concatenate([tables.tensor_bytes, tables.edge_bytes])
+    size = np.concatenate([tables.resolve_bytes, tables.edge_bytes])
     times = np.concatenate([tables.tensor_trips * tables.may_be_partial, tables.edge_trips * ~layouts.is_shared])
     found = conversion_cost(jnp.asarray(source), jnp.asarray(target), size, tables.links, pins=True)
     sent = np.asarray(found.bytes, np.float64) * times[:, None]

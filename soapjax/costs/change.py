@@ -59,6 +59,7 @@ class Arrays(NamedTuple):
     tensor_fixed: Array  # int8 [T + 1, A]
     tensor_shape: Array  # int32 [T + 1, R]
     tensor_bytes: Array  # [T + 1]
+    resolve_bytes: Array  # [T + 1]
     tensor_copies: Array  # [T + 1]
     resolve_trips: Array  # [T + 1]: 0 where it is never partial
     resolve_share: Array  # [T + 1]
@@ -166,6 +167,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         measured_weight=padded(tables.measured.weight),
         tensor_source=padded(tables.tensor_source), tensor_fixed=padded(tables.tensor_fixed, REPLICATED),
         tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
+        resolve_bytes=padded(tables.resolve_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
         resolve_share=padded(tables.resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
         waits=padded(tables.working.waits), scratch=padded(tables.working.scratch),
@@ -284,7 +286,7 @@ def change(
     full_s = conversion_seconds(
         jnp.concatenate([raw, edge_home, inner_source(inner)]),
         jnp.concatenate([resolved, target, inner_target(inner)]),
-        jnp.concatenate([rows(arrays.tensor_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
+        jnp.concatenate([rows(arrays.resolve_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
         jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
         shape=jnp.concatenate([shape, rows(shape, row.edge_tensor), jnp.zeros((len(s), shape.shape[1]), jnp.int32)]),
         pins=machine.pins,
@@ -300,7 +302,7 @@ def change(
     key = keys_of(wanted, again | other_again)[: num[1]]
     since, heir, heir_since = sharing_after(arrays, num, e, base, key)
 
-    local = rows(arrays.tensor_bytes, t) / split_of(raw >= 0, sizes)
+    local = rows(arrays.resolve_bytes, t) / split_of(raw >= 0, sizes)
     on_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), arrays.coordinates)
     on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
     return Change(

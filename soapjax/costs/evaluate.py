@@ -176,7 +176,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         every = conversion_cost(
             jnp.concatenate([found.raw, edge_home, inner_source(inner)]),
             jnp.concatenate([found.resolved, target, inner_target(inner)]),
-            jnp.concatenate([tables.tensor_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, shape=shapes,
+            jnp.concatenate([tables.resolve_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, shape=shapes,
             pins=pins,
         )  # fmt: skip
         times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
@@ -193,7 +193,7 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         stored_bytes = tables.parameter_bytes * tables.state_copies / shards
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
-        local = tables.tensor_bytes / product(found.raw >= 0)
+        local = tables.resolve_bytes / product(found.raw >= 0)
         passing = passing_bytes(
             found.raw, found.resolved, local, tables.working.scratch, in_place=tables.working.sums_in_place
         )

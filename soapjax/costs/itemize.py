@@ -47,7 +47,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
 
     for t in np.flatnonzero(tables.may_be_partial):
         raw, target = found.raw[t], found.resolved[t]
-        add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.tensor_bytes[t], tables.tensor_trips[t])
+        add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.resolve_bytes[t], tables.tensor_trips[t])
     for e in np.flatnonzero(~np.asarray(found.is_shared)):
         t = int(tables.edge_tensor[e])
         home, wanted = found.home[t], found.slots[tables.edge_slot[e]]

@@ -65,6 +65,7 @@ class CostTables:
     tensor_fixed: np.ndarray  # int8 [T, A]
     tensor_shape: np.ndarray  # int32 [T, R]
     tensor_bytes: np.ndarray  # float32 [T]: of one trip
+    resolve_bytes: np.ndarray  # float32 [T]: as it is added up; a gradient in bfloat16, say, that is cast behind the sum
     tensor_copies: np.ndarray  # float32 [T]: alive at once
     tensor_birth: np.ndarray  # int32 [T]: first task that it is alive in
     tensor_death: np.ndarray  # int32 [T]
@@ -141,9 +142,11 @@ def cost_tables(
     t["tensor_copies"] *= 1 + working.relaid
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
+    summed = [x.sum_dtype or x.dtype for x in graph.tensors]
+    t["resolve_bytes"] *= widening(topology.device.platform, summed)
     t["edge_bytes"] *= widened[t["edge_tensor"]]
     t["sum_bytes"] *= widening(topology.device.platform, [graph.tasks[k].dtype for k in t["sum_task"].tolist()])
-    t["resolve_share"] = combined_share(t["tensor_bytes"], is_gradient, links)
+    t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, links)
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
     return CostTables(
         graph=graph, space=space, topology=topology, links=links,

@@ -136,6 +136,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
     t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = sums, shapes, birth, death
     t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
+    t["resolve_bytes"] = np.array([x.summed_bytes for x in graph.tensors], np.float32)
     t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored
     t["tensor_trips"], t["may_be_partial"] = trips, partial
     t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)

@@ -104,6 +104,9 @@ class Tensor(NamedTuple):
     copies: int  # how many of it are alive at once: loop trips for what a loop stacks
     input_leaf: int = -1
     output_leaves: tuple[int, ...] = ()
+    # As which the parts of a sum are added up, where a cast follows; else "" and 0. Not part of the fingerprint.
+    sum_dtype: str = ""
+    sum_itemsize: int = 0
 
     @property
     def size_bytes(self) -> float:
@@ -111,6 +114,11 @@ class Tensor(NamedTuple):
         for n in self.shape:
             size *= n
         return float(size)
+
+    @property
+    def summed_bytes(self) -> float:
+        """While the parts of a sum are added up."""
+        return self.size_bytes / self.itemsize * (self.sum_itemsize or self.itemsize)
 
 
 class Parameter(NamedTuple):

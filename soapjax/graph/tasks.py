@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from soapjax.graph.dims import DimClasses, LabelCache
 from soapjax.graph.flops import flops_of
@@ -46,6 +46,12 @@ class Tensors:
             itemsize = getattr(aval.dtype, "itemsize", 4)
             self.all.append(Tensor(root, tuple(aval.shape), str(aval.dtype), itemsize, copies, self._leaves.get(root, -1)))
         return self.of_root[root]
+
+    def sum_as(self, root: int, dtype: Any) -> None:
+        """The parts of tensor `root` are added up in `dtype`."""
+        k = self.index(root)
+        if str(dtype) != self.all[k].dtype:
+            self.all[k] = self.all[k]._replace(sum_dtype=str(dtype), sum_itemsize=dtype.itemsize)
 
 
 def readers_of(units: list[Unit], updates: list[FlatEqn], program: Program, values: Values) -> dict[int, set[int]]:
@@ -211,6 +217,7 @@ class TaskBuilder:
             if out in results and not readers.get(out) and (unit.heavy is None or len(results) == 1):
                 partial[out] = reduced
                 self.partial_of[e.key] = out
+                self.tensors.sum_as(self.values.of(out).root, self.program.aval(e.outputs[0]).dtype)
             else:
                 root = e.outputs[0]
                 aval = self.program.avals[root]

@@ -144,7 +144,7 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
 
     for t in np.flatnonzero(tables.may_be_partial & (tables.tensor_trips > 0)):
         common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 else None
-        figures = {"size": tables.tensor_bytes[t], "share": tables.resolve_share[t], "times": tables.tensor_trips[t]}
+        figures = {"size": tables.resolve_bytes[t], "share": tables.resolve_share[t], "times": tables.tensor_trips[t]}
         term("resolve_s", int(t), int(t), common, **figures)
     shared = sharing_of(tables, rows)
     for e, t in enumerate(tables.edge_tensor):

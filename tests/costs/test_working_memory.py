@@ -3,12 +3,16 @@
 import functools
 import math
 
+import jax
 import pytest
 
 import soapjax
 from soapjax.costs.working_memory import working_memory
 from soapjax.graph.build import build_graph
 from soapjax.model_source import abstract_model
+from soapjax.planning import planning_problem
+from soapjax.search.planners import get_planner
+from soapjax.search.problem import Budget
 from soapjax.strategy.plan import ModelSource
 
 LIMIT = 1000.0
@@ -69,3 +73,18 @@ def test_max_pooling_needs_indices_and_zeros_in_its_gradient():
         # Windows of two by two: a quarter as many, four indices each, as large as a float each.
         assert task.scratch * image == pytest.approx(2 * image + 4 * image / 4)
     assert not any(t.scratch for t in lenet("average").tasks)
+
+
+@pytest.mark.parametrize(("topology", "times"), [("a100x8", 0.5), ("cpu8", 1)])  # CPUs send bfloat16 as float32
+def test_gradients_are_added_up_before_they_are_cast(topology, times):
+    """Parameters in float32, products in bfloat16: the sums over devices are of bfloat16."""
+    topology = soapjax.load_topology(topology)
+
+    def summed_bytes(dtype):
+        found = abstract_model(ModelSource(path="models.mlp", settings=dict(dtype=dtype)))
+        problem = planning_problem(soapjax.trace(found.step, *found.arguments), topology)
+        strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
+        return problem.simulator.prediction(strategy).bytes_by_collective["all-reduce"]
+
+    scalars = 1000  # loss and metrics, in float32 either way
+    assert summed_bytes("bfloat16") == pytest.approx(times * summed_bytes("float32"), abs=scalars)
