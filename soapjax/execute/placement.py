@@ -81,7 +81,8 @@ class PlacedStep:
             if k + 1 == len(order) or c.stage[order[k + 1][0]] != place:
                 parts.append(make_part(f"program {len(parts)}", place, program, run, free))
                 run = []
-        return with_outputs_for(parts, updates := cut_updates(c, parts)), updates
+        owners = {p.leaf: self._place_of[p.owner] for p in self.program.graph.parameters}
+        return with_outputs_for(parts, updates := cut_updates(c, parts, owners)), updates
 
     def _ordered(self, c: Cutter) -> list[list[str]]:
         """Keys of equations, task by task in plan order (a loop counts as its last task), each after what it reads."""

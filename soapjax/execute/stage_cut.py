@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -153,8 +153,12 @@ class Updates(NamedTuple):
     gradients: tuple[tuple[int, int], ...]
 
 
-def cut_updates(c: Cutter, passes: Sequence[Part]) -> Updates:
-    """The parts of the update, by place, and what crosses into them from `passes` (forward and backward parts)."""
+def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | None = None) -> Updates:
+    """The parts of the update, by place, and what crosses into them from `passes` (forward and backward parts).
+
+    Args:
+      owners: input leaf of a parameter -> the place that keeps and updates it; by default the first that reads it.
+    """
     program, phases = c.program, c.binding.phases
     still = {k for k, s in c.stage.items() if c.phase[k] == FORWARD and k not in c.of_batch}
     free = c.keys(None) | c.keys(UPDATE) | still
@@ -166,7 +170,7 @@ def cut_updates(c: Cutter, passes: Sequence[Part]) -> Updates:
     owner: dict[int, int] = {}  # input leaf -> stage
     site: dict[int, int] = {}
     for parameter, gradient in zip(phases.parameters, gradients, strict=True):
-        stage = min(readers.get(parameter.value, [0]))
+        stage = min(readers.get(parameter.value, [0])) if owners is None else owners[parameter.leaf]
         owner.update(dict.fromkeys((parameter.leaf, *parameter.state_leaves), stage))
         site[gradient] = stage
     # On which stages' gradients every value of the update depends.

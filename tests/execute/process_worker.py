@@ -1,6 +1,6 @@
 """One process of a job that runs steps on several of them, and compares with the single-device step: a JSON line per case.
 
-    JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python process_worker.py mlp/1f1b tied/gpipe mlp/pinned
+    JAX_COORDINATOR_ADDRESS=... JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python process_worker.py mlp/1f1b tied/gpipe nmt/random
 """
 
 import json
@@ -13,7 +13,7 @@ from balanced import balanced_pipeline
 
 import soapjax
 import soapjax.distributed
-from models import mlp, transformer_lm
+from models import mlp, nmt, transformer_lm
 from soapjax.graph.build import build_graph
 from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.placement import model_parallel_strategy
@@ -24,21 +24,25 @@ BOUND = 1e-5  # of a gradient's error relative to its norm
 FLOOR = 4 * float(np.finfo(np.float32).eps) / BOUND  # of the norm of all gradients: below it is rounding (a key's bias has none)
 MODELS = {
     "mlp": (mlp, dict(batch=16, width=16, layers=4, features=8)),
+    "nmt": (nmt, dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
     "tied": (transformer_lm, dict(batch=8, seq=4, width=8, layers=1, heads=1, vocab=16, tie=True)),
 }
 
 
 def sharded_step(step, arguments, kind):
     devices = jax.devices()
-    if kind != "pinned":
+    if kind not in ("pinned", "random"):
         graph, _ = build_graph(soapjax.trace(step, *arguments))
         stages = balanced_pipeline(graph, len(devices), schedule=kind, num_microbatches=4, num_stages=jax.process_count())
         return soapjax.soap_shard(step, devices=devices, pipeline=stages)
     topology = load_topology("cpu8").to_dict()
     topology["levels"][-1]["size"] = len(devices)
     problem = planning_problem(soapjax.trace(step, *arguments), DeviceTopology.from_dict(topology), space="paper")
-    strategy = model_parallel_strategy(problem)[0]  # layers on devices; one over all of them, split by its first dim
-    strategy.axes[next(n for n, op in enumerate(problem.graph.operators) if op.name == "dense1")] = 0
+    if kind == "random":
+        strategy = problem.space.random(np.random.default_rng(0))
+    else:  # layers on devices; one over all of them, split by its first dim
+        strategy = model_parallel_strategy(problem)[0]
+        strategy.axes[next(n for n, op in enumerate(problem.graph.operators) if op.name == "dense1")] = 0
     plan = plan_of_strategy(problem, strategy)
     assert 0 < len(plan.pinned) < len(plan.operators) and len({str(o.axes) for o in plan.operators.values()}) > 2
     return soapjax.soap_shard(step, plan=plan, devices=devices)

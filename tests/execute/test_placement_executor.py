@@ -64,6 +64,22 @@ def test_layers_on_devices_train():
     assert {e.track for e in events if e.name.startswith("program")} >= {f"devices {next(iter(d)).id}" for d in layers.values()}
 
 
+def test_parameters_live_where_their_owners_run():
+    """Unrolled steps share their weights: others read them too, elsewhere."""
+    _, _, _, traced, problem = made("nmt")
+    apart = 0
+    for seed in range(4):
+        plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(seed)))
+        placed = PlacedStep(bind_plan(traced, plan), donate=False)
+        for p in problem.graph.parameters:
+            place = placed.places[placed._place_of[p.owner]]
+            for leaf in (p.leaf, *p.state_leaves):
+                assert placed.in_shardings[leaf].device_set == set(place.mesh.devices.flat)
+            readers = {placed._place_of[t.operator] for t in problem.graph.tasks for a in t.reads if a.tensor == p.tensor}
+            apart += len(readers) > 1
+    assert apart > 10
+
+
 def test_a_part_runs_on_its_own_devices_alone():
     _, state, batch, traced, problem = made("mlp")
     plan = plan_of_strategy(problem, problem.space.random(np.random.default_rng(1)))
