@@ -310,6 +310,8 @@ class PlannedEvaluator(Evaluator):
             return env[atom]
         task = self.graph.tasks[k]
         again = tensor in self._regathered and task.phase != FORWARD
+        if alias.shift == 0 and alias.root in env:
+            atom = alias.root  # the same behind the barriers of rematerialisation: one copy serves both passes
         key = (atom, spec, again)
         cache = env.setdefault("converted", {})
         if key not in cache:

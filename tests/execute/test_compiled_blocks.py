@@ -9,9 +9,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from planned import Case
 
+import soapjax
+from models import transformer_lm
 from soapjax.execute.reshard import reshard
 from soapjax.execute.spmd import bind_plan, mesh_of
+from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.search.planners import get_planner
+from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import replicated
+from soapjax.topology import load_topology
 
 BATCH, WIDTH, WORDS = 16, 24, 56
 
@@ -86,3 +92,20 @@ def test_gathering_any_dim_keeps_the_order_in_memory(case, dim):
     (gather,) = re.findall(r"= f32\[[\d,]*\]\{([\d,]*)\} all-gather", run.lower(placed).compile().as_text())
     order = [int(d) for d in gather.split(",")]
     assert order == sorted(order, reverse=True)
+
+
+def test_rematerialisation_gathers_no_parameter_again():
+    """Behind the barrier stands the same parameter; CPUs take barriers out before they merge gathers, GPUs do not."""
+
+    def num_gathers(remat):
+        step, *arguments = transformer_lm.make(batch=8, seq=8, width=16, layers=1, heads=2, vocab=32, remat=remat)
+        traced = soapjax.trace(step, *arguments)
+        problem = planning_problem(traced, load_topology("cpu8"))
+        strategy = get_planner("fsdp")(jax.random.key(0), problem, Budget()).best.strategy
+        bound = bind_plan(traced, plan_of_strategy(problem, strategy))
+        run = jax.jit(lambda *leaves: bound.evaluator().run(list(leaves))[0], in_shardings=tuple(bound.in_shardings()))
+        text = run.lower(*jax.tree.leaves(arguments)).as_text()
+        assert ("optimization_barrier" in text) == remat
+        return text.count('all_gather"')
+
+    assert num_gathers(True) == num_gathers(False) > 5
