@@ -171,6 +171,7 @@ class PlannedEvaluator(Evaluator):
         self._home |= {t: s for kept in self._kept for t, s in kept.items()}
         self.sums = GradientSums(self, program.binding, self.graph.accumulations if keeps_sums else (), self._home)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
+        self._parameters = {p.tensor for p in self.graph.parameters}
         self._regathered = {
             p.tensor for p in self.graph.parameters
             if plan.operators[self.graph.operators[p.owner].name].storage.endswith("regathered")
@@ -310,8 +311,8 @@ class PlannedEvaluator(Evaluator):
             return env[atom]
         task = self.graph.tasks[k]
         again = tensor in self._regathered and task.phase != FORWARD
-        if alias.shift == 0 and alias.root in env:
-            atom = alias.root  # the same behind the barriers of rematerialisation: one copy serves both passes
+        if tensor in self._parameters and alias.shift == 0 and alias.root in env:
+            atom = alias.root  # one copy serves both sides of a barrier of rematerialisation, which holds back activations
         key = (atom, spec, again)
         cache = env.setdefault("converted", {})
         if key not in cache:
