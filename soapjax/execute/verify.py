@@ -120,7 +120,7 @@ def compared(
 
     loss, gradient, worst = errors(planned, single.own)
     loss64, gradient64, worst64 = errors(planned64, single.float64)
-    rounding = [errors(single.own, single.float64)] * 2
+    rounding = [errors(single.own, single.float64)]
     found = verification(rounding)
     if found.is_proven or not found.is_proven_in_float64:
         return found
