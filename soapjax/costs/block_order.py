@@ -1,154 +1,166 @@
 """When blocks have to change places: the permutes and rounds of a conversion, of many conversions at once.
 
 The same decisions as `strategy/resharding.py`, which the executor follows step by step. A set of mesh axes is an integer with a
-bit per axis, so that a question about all pairs of axes is a few operations on [...] integers, side by side.
+bit per axis, and a layout one such set per dim: what that one asks of all pairs of axes is a few operations per dim here.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-
-from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 
 BITS_PER_FACTOR = 5  # so many bits count the axes of one size; a mesh has fewer than 32
 
 
+class Conversions(NamedTuple):
+    """Layouts before and after, as sets of axes int32 [n]; what is partial on both sides counts as replicated on both."""
+
+    source: list[Array]  # per dim: the axes that split it
+    target: list[Array]
+    partial: Array  # in the source: partial sums
+    replicated: Array  # in the target
+    changes: Array  # other in the target than in the source
+
+    def without(self, gathered: Array) -> Conversions:
+        """The same, once some axes of the source are gathered."""
+        changes = (self.changes & ~gathered) | (gathered & ~self.replicated)
+        return self._replace(source=[s & ~gathered for s in self.source], changes=changes)
+
+
 class FirstGather(NamedTuple):
-    """Of conversions of tensors with dims too small for the axes that leave and those that enter; sets are int32 [...]."""
+    """Of conversions of tensors with dims too small for the axes that leave and those that enter; sets are int32 [n]."""
 
     gathered: Array  # axes, before all other steps
-    permutes: Array  # bool [...]: blocks are put in order for it
+    permutes: Array  # bool [n]: blocks are put in order for it
     moved: Array  # axes over which that permute sends
 
 
 class BlockOrder(NamedTuple):
-    """Of conversions; sets of axes are int32 [...]."""
+    """Of conversions; sets of axes are int32 [n]."""
 
-    is_whole: Array  # bool [...]: blocks only change places; none of the other steps happens
+    is_whole: Array  # bool [n]: blocks only change places; none of the other steps happens
     late: Array  # axes exchanged in the second round
-    num_permutes: Array  # float32 [...]
+    num_permutes: Array  # float32 [n]
     moved: Array  # axes over which a permute sends
 
 
-def axes_where(truths: list[Array]) -> Array:
-    """The set of axes of which `truths` says so, bool [...] each."""
-    found = jnp.int32(0)
-    for a, truth in enumerate(truths):
-        found = found | jnp.where(truth, jnp.int32(1 << a), jnp.int32(0))
+def union(sets: Sequence[Array]) -> Array:
+    """One set of several; there is at least one."""
+    return functools.reduce(operator.or_, sets)
+
+
+def axes_where(truths: Sequence[Array]) -> Array:
+    """The set of axes of which `truths` says so, bool [n] each."""
+    return union([jnp.where(truth, np.int32(1 << a), np.int32(0)) for a, truth in enumerate(truths)])
+
+
+def only_if(truth: Array, axes: Array) -> Array:
+    """The set where `truth`, else none."""
+    return jnp.where(truth, axes, np.int32(0))
+
+
+def behind(axes: Array) -> Array:
+    """All axes behind the first of a set in the mesh; none if it is empty."""
+    return ~(axes ^ (axes - 1))
+
+
+def number_of_parts(axes: Array, axis_sizes: tuple[int, ...], dtype: type) -> Array:
+    """Into how many parts a set of axes splits."""
+    found = jnp.ones(axes.shape, dtype)
+    for size in sorted(set(axis_sizes)):
+        count = jax.lax.population_count(axes & _axes_of_size(size, axis_sizes))
+        if size == 2:
+            found = found * jnp.left_shift(np.int32(1), count).astype(dtype)
+        else:
+            for k in range(axis_sizes.count(size)):
+                found = jnp.where(count > k, found * np.array(size, dtype), found)
     return found
 
 
-def holds(axes: Array, a: int) -> Array:
-    """Whether axis `a` is in a set."""
-    return (axes & (1 << a)) != 0
+def _axes_of_size(size: int, axis_sizes: tuple[int, ...]) -> np.int32:
+    return np.int32(sum(1 << a for a, x in enumerate(axis_sizes) if x == size))
 
 
-def only_if(truth: Array, axes: Array | int) -> Array:
-    """The set where `truth`, else none."""
-    return jnp.where(truth, axes, jnp.int32(0))
+def _name_of_parts(axes: Array, axis_sizes: tuple[int, ...]) -> Array:
+    """Into how many parts a set of axes splits, as an integer that tells products of prime sizes apart."""
+    counts = [jax.lax.population_count(axes & _axes_of_size(size, axis_sizes)) for size in sorted(set(axis_sizes))]
+    return union([count << (BITS_PER_FACTOR * i) for i, count in enumerate(counts)])
 
 
-def first_gather(source: list[Array], target: list[Array], shape: list[Array], axis_sizes: tuple[int, ...]) -> FirstGather:
-    """`strategy/resharding.py`'s `gathered_first` for tensors of shapes [...] per dim; layouts as in `block_order`."""
-    every = range(len(axis_sizes))
-    source, target = _without_pins(source, target)
-    gathered = jnp.zeros_like(axes_where([s >= 0 for s in source]))
-    is_whole = axes_where([s == PARTIAL for s in source]) == 0
+def first_gather(of: Conversions, shape: Sequence[Array], axis_sizes: tuple[int, ...]) -> FirstGather:
+    """`strategy/resharding.py`'s `gathered_first` for tensors of shapes int32 [n] per dim."""
 
-    def parts(axes: Array) -> Array:
-        n = jnp.ones_like(axes)
-        for a, size in enumerate(axis_sizes):
-            n = jnp.where(holds(axes, a), n * size, n)
-        return n
-
-    def divides(n: Array, size: Array) -> Array:
+    def divides(axes: Array, size: Array) -> Array:
+        n = number_of_parts(axes, axis_sizes, np.int32)
         # Integer division is one number per instruction; a power of two needs none.
         return (size & (n - 1)) == 0 if all(x & (x - 1) == 0 for x in axis_sizes) else size % n == 0
 
-    for d, size in enumerate(shape):
-        before, after = (axes_where([x == d for x in layout]) for layout in (source, target))
-        gathered = gathered | only_if(~divides(parts(before | after), size), before & ~after)
-        is_whole &= parts(before) == parts(after)
+    gathered, is_whole = jnp.zeros_like(of.partial), of.partial == 0
+    for before, after, size in zip(of.source, of.target, shape, strict=True):
+        gathered = gathered | only_if(~divides(before | after, size), before & ~after)
+        is_whole &= _name_of_parts(before, axis_sizes) == _name_of_parts(after, axis_sizes)
     gathered = only_if(~is_whole, gathered)
-    follow = jnp.zeros_like(gathered)
-    for a in every:
-        peers = axes_where([source[b] == source[a] if b > a else jnp.zeros_like(is_whole) for b in every])
-        follow = follow | only_if(holds(gathered, a), peers)
-    follow = follow & ~gathered
+    follow = union([s & behind(s & gathered) for s in of.source]) & ~gathered
     return FirstGather(gathered, follow != 0, gathered | follow)
 
 
-def _without_pins(source: list[Array], target: list[Array]) -> list[list[Array]]:
-    """Both layouts, replicated where either is pinned."""
-    is_pinned = [(s <= PINNED) | (t <= PINNED) for s, t in zip(source, target, strict=True)]
-    return [[jnp.where(p, REPLICATED, x) for p, x in zip(is_pinned, layout, strict=True)] for layout in (source, target)]
+def exchanged_first(of: Conversions, source: Sequence[Array], target: Sequence[Array]) -> Array:
+    """The axes of the first round of all-to-alls: axis by axis, none that clashes with one chosen before.
+
+    Args:
+      source: integers [n] per axis, the dim that it splits; anything where it splits none. `target` likewise.
+    """
+    split, wanted = union(of.source), union(of.target)
+    moves = split & wanted & of.changes
+    early = left = entered = jnp.zeros_like(moves)  # the latter are sets of dims
+    for a, (s, t) in enumerate(zip(source, target, strict=True)):
+        was, is_now = (jnp.left_shift(np.int32(1), jnp.maximum(d, 0).astype(jnp.int32)) for d in (s, t))
+        is_free = ((moves & np.int32(1 << a)) != 0) & (((was & entered) | (is_now & left)) == 0)
+        early = early | only_if(is_free, np.int32(1 << a))
+        left, entered = left | only_if(is_free, was), entered | only_if(is_free, is_now)
+    return early
 
 
-def block_order(source: list[Array], target: list[Array], axis_sizes: tuple[int, ...]) -> BlockOrder:
-    """What keeps a conversion from being slices, one all-to-all and one all-gather. Layouts are an int32 [...] per axis."""
-    every = range(len(axis_sizes))
-    source, target = _without_pins(source, target)
-    behind = [sum(1 << b for b in every if b > a) for a in every]  # in the mesh
-
-    split, wanted = axes_where([s >= 0 for s in source]), axes_where([t >= 0 for t in target])
-    same = axes_where([s == t for s, t in zip(source, target, strict=True)])
-    keeps, moves = split & wanted & same, split & wanted & ~same
-    gathers = split & axes_where([t == REPLICATED for t in target])
+def block_order(of: Conversions, early: Array, axis_sizes: tuple[int, ...]) -> BlockOrder:
+    """What keeps a conversion from being slices, one all-to-all and one all-gather; `early` is `exchanged_first`."""
+    split, wanted, changes = union(of.source), union(of.target), of.changes
+    keeps, late = split & wanted & ~changes, split & wanted & changes & ~early
+    gathers = split & of.replicated
     enters = wanted & ~split  # slices, and scatters of partial sums
-    changes = ~same & ((1 << len(axis_sizes)) - 1)
 
-    def peers(layout: list[Array], of: list[Array]) -> list[Array]:
-        """Per axis a: the axes that `layout` has on the dim where `of` has a."""
-        return [axes_where([layout[b] == of[a] for b in every]) for a in every]
-
-    with_source, with_target = peers(source, source), peers(target, target)
-    enters_where_it_was, was_where_it_enters = peers(target, source), peers(source, target)
-
-    def parts(axes: Array) -> Array:
-        """Into how many parts the axes split a dim, as an integer that tells products of prime sizes apart."""
-        found = jnp.zeros_like(axes)
-        for i, size in enumerate(sorted(set(axis_sizes))):
-            among = sum(1 << a for a in every if axis_sizes[a] == size)
-            found = found | (jnp.bitwise_count(axes & among).astype(jnp.int32) << (BITS_PER_FACTOR * i))
-        return found
-
-    # Each dim in as many parts as before; with those that are split before, and all together, none is left.
-    is_whole = (changes != 0) & (parts(split) == parts(wanted)) & (axes_where([s == PARTIAL for s in source]) == 0)
-    for a in every:
-        is_whole &= (source[a] < 0) | (parts(with_source[a]) == parts(enters_where_it_was[a]))
-
-    early = jnp.zeros_like(moves)  # the first round, axis by axis: none that clashes with one chosen before
-    for a in every:
-        is_free = holds(moves, a) & (((enters_where_it_was[a] | was_where_it_enters[a]) & early) == 0)
-        early = early | only_if(is_free, 1 << a)
-    late = moves & ~early
-    first = second = second_unless_first = jnp.zeros_like(moves)
-    for a in every:
-        stays = (with_source[a] & behind[a] & (keeps | gathers)) | (enters_where_it_was[a] & enters)
-        first = first | only_if(holds(early, a), stays | (with_source[a] & behind[a] & late))
-        second = second | only_if(holds(late, a), enters_where_it_was[a] & early)
-        second_unless_first = second_unless_first | only_if(holds(late, a), stays)
-    permutes_first = first != 0
-    permutes_second = (second != 0) | ((second_unless_first != 0) & ~permutes_first)
-    is_in_order = permutes_first | permutes_second
+    is_whole = (changes != 0) & (of.partial == 0)
+    first = second = second_unless_first = jnp.zeros(changes.shape, bool)
+    for before, after in zip(of.source, of.target, strict=True):
+        # Each dim in as many parts as before.
+        is_whole &= _name_of_parts(before, axis_sizes) == _name_of_parts(after, axis_sizes)
+        leaves, leaves_late = early & before, late & before
+        is_entered = (after & enters) != 0
+        first |= ((leaves != 0) & is_entered) | ((before & behind(leaves) & (keeps | gathers | late)) != 0)
+        second |= (leaves_late != 0) & ((after & early) != 0)
+        stays = before & behind(leaves_late) & (keeps | gathers)
+        second_unless_first |= ((leaves_late != 0) & is_entered) | (stays != 0)
+    permutes_second = second | (second_unless_first & ~first)
+    is_in_order = first | permutes_second
 
     # How late an axis joined a dim since blocks were last put in order: an earlier axis of the mesh must not join later.
-    third = late
-    second_on = third | only_if(~permutes_second, early)
-    joined = second_on | only_if(~is_in_order, enters)
+    since_second = late | only_if(~permutes_second, early)
+    joined = since_second | only_if(~is_in_order, enters)
     kept = only_if(~is_in_order, keeps)
-    unsorted, follow = jnp.zeros_like(moves), jnp.zeros_like(moves)
-    for a in every:
-        sooner = only_if(holds(joined, a), ~joined)
-        sooner = jnp.where(holds(second_on, a), ~second_on, sooner)
-        sooner = jnp.where(holds(third, a), ~third, sooner)
-        unsorted = unsorted | (with_target[a] & wanted & behind[a] & sooner)
-        unsorted = unsorted | only_if(holds(gathers, a), enters_where_it_was[a] & (joined | (kept & behind[a])))
-        follow = follow | only_if(holds(changes, a), behind[a] & (with_source[a] | was_where_it_enters[a]))
-    count = permutes_first.astype(jnp.float32) + permutes_second + (unsorted != 0)
+    unsorted, follow = jnp.zeros_like(changes), jnp.zeros_like(changes)
+    for before, after in zip(of.source, of.target, strict=True):
+        for later in (late, since_second, joined):
+            unsorted = unsorted | (after & behind(after & later) & ~later)
+        leaves = gathers & before
+        unsorted = unsorted | only_if(leaves != 0, after & joined) | (after & kept & behind(leaves))
+        follow = follow | (before & keeps & behind(changes & (before | after)))
+    count = first.astype(jnp.float32) + permutes_second + (unsorted != 0)
     # A permute sends over the axes that change and those behind them on their dims.
-    moved = only_if(is_whole | (count > 0), changes | only_if(~is_whole, keeps & follow))
+    moved = only_if(is_whole | (count > 0), changes | only_if(~is_whole, follow))
     return BlockOrder(is_whole, only_if(~is_whole, late), jnp.where(is_whole, 1.0, count), moved)

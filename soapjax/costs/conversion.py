@@ -17,6 +17,7 @@ a message a + S/b, a broadcast one message per step of a tree, shards to or from
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.block_order import axes_where, block_order, first_gather, holds
+from soapjax.costs.block_order import (
+    BlockOrder,
+    Conversions,
+    FirstGather,
+    axes_where,
+    block_order,
+    exchanged_first,
+    first_gather,
+    number_of_parts,
+    only_if,
+    union,
+)
+from soapjax.costs.turns import as_stage, in_turns
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
 from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
@@ -93,7 +106,7 @@ def conversion_cost(
       shape: int32 [..., R] of the tensors; None, and a dim of 0, are large enough to be split in any way.
       pins: whether pinned layouts are looked at.
     """
-    seconds, sent = _side_by_side(links, pins, True)(*_by_axis(source, target, shape, size_bytes, latency_share))
+    seconds, sent = _side_by_side(links, pins, True)(*_args(source, target, shape, size_bytes, latency_share))
     return ConversionCost(jnp.stack(seconds, -1), jnp.stack(sent, -1))
 
 
@@ -102,51 +115,33 @@ def conversion_seconds(
     shape: Array | None = None, pins: bool = False,
 ) -> Array:  # fmt: skip
     """The seconds [..., L] of `conversion_cost` alone."""
-    seconds, _ = _side_by_side(links, pins, False)(*_by_axis(source, target, shape, size_bytes, latency_share))
+    seconds, _ = _side_by_side(links, pins, False)(*_args(source, target, shape, size_bytes, latency_share))
     return jnp.stack(seconds, -1)
 
 
-AT_ONCE = 2048  # conversions of one turn: what they need stays in the nearest cache
+MOST_DIMS = 8  # of a tensor whose shape is not given
 
 
-def _by_axis(source: Array, target: Array, shape: Array | None, size_bytes: Array, share: Array | float) -> tuple[Any, ...]:
-    """Arguments of `_cost_by_axis`: an array [...] per mesh axis or dim of each, and of all the same shape."""
+def _args(source: Array, target: Array, shape: Array | None, size_bytes: Array, share: Array | float) -> tuple[Array, ...]:
+    """Arguments of `_side_by_side`: source, target [..., A], shape [..., R], bytes and share of the latency [...]."""
     lead = source.shape[:-1]
-    layouts = ([x[..., a] for a in range(x.shape[-1])] for x in (source, target))
-    dims = [] if shape is None else [jnp.broadcast_to(shape[..., d], lead) for d in range(shape.shape[-1])]
-    return *layouts, dims, *(jnp.broadcast_to(jnp.asarray(x, jnp.float32), lead) for x in (size_bytes, share))
+    shape = jnp.zeros((*lead, MOST_DIMS), jnp.int32) if shape is None else jnp.broadcast_to(shape, (*lead, shape.shape[-1]))
+    return source, target, shape, *(jnp.broadcast_to(jnp.asarray(x, jnp.float32), lead) for x in (size_bytes, share))
 
 
 def _side_by_side(links: Links, pins: bool, wants_bytes: bool) -> Callable[..., tuple[list[Array], list[Array]]]:
-    """`_cost_by_axis` (seconds per level, bytes by collective) of flat arrays, in turns of a loop; a batch is more of the same.
+    """`_costs` (seconds per level, bytes by collective) of arrays [...], in turns of a loop; a batch is more of the same."""
 
-    XLA would merge a plain call into the code around it, that gathers layouts and interleaves results, and work on
-    one number per instruction: 310 ns per conversion on four axes. What is in a loop of its own is 20.
-    """
-
-    def cost(*of: Any) -> tuple[list[Array], list[Array]]:
-        seconds, sent = _cost_by_axis(*of, links=links, pins=pins)
-        return seconds, [sent[k] for k in COLLECTIVES] if wants_bytes else []
-
-    def flat(*of: Any) -> tuple[list[Array], list[Array]]:
-        of = jax.tree.map(jnp.ravel, of)
-        count = of[-1].size
-        width = min(AT_ONCE, -(-count // 2))  # XLA dissolves a loop of one turn
-
-        def turn(i: Array, found: Any) -> Any:
-            first = jnp.minimum(i * width, count - width)
-            some = cost(*jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, width), of))
-            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, first, 0), found, some)
-
-        none = jax.tree.map(lambda x: jnp.zeros(count, x.dtype), jax.eval_shape(cost, *of))
-        return jax.lax.fori_loop(0, -(-count // width), turn, none) if count else none
+    def flat(*of: Array) -> tuple[list[Array], list[Array]]:
+        per_axis = [[x[..., a].reshape(-1) for a in range(x.shape[-1])] for x in of[:3]]
+        return in_turns(functools.partial(_costs, links, pins, wants_bytes), *per_axis, *(x.reshape(-1) for x in of[3:]))
 
     @jax.custom_batching.custom_vmap
-    def shaped(*of: Any) -> tuple[list[Array], list[Array]]:
+    def shaped(*of: Array) -> tuple[list[Array], list[Array]]:
         return jax.tree.map(lambda x: x.reshape(of[-1].shape), flat(*of))
 
     @shaped.def_vmap
-    def batched(size: int, is_batched: Any, *of: Any) -> tuple[Any, Any]:
+    def batched(size: int, is_batched: Any, *of: Array) -> tuple[Any, Any]:
         whole = jax.tree.map(lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), of, tuple(is_batched))
         found = shaped(*whole)
         return found, jax.tree.map(lambda _: True, found)
@@ -154,39 +149,67 @@ def _side_by_side(links: Links, pins: bool, wants_bytes: bool) -> Callable[..., 
     return shaped
 
 
-def _cost_by_axis(
-    source: list[Array], target: list[Array], shape: list[Array], size_bytes: Array, latency_share: Array, *,
-    links: Links, pins: bool,
-) -> tuple[list[Array], dict[str, Array]]:  # fmt: skip
-    """Seconds [...] per level and bytes [...] by collective, of layouts as one int8 [...] per axis and shapes as one per dim."""
+class Over(NamedTuple):
+    """Which axes a conversion's collectives go over: sets int32 [n], a bit per axis."""
+
+    given: Array  # that split the source, before the first gather
+    held: Array  # that split what the other collectives begin with
+    scattered: Array
+    summed: Array
+    exchanged: Array  # in the first round
+    exchanged_late: Array
+    gathered: Array
+
+
+def _conversions(source: list[Array], target: list[Array], num_dims: int) -> tuple[Conversions, Array]:
+    """Layouts, int8 [n] per axis, as sets; an axis that is pinned on either side is replicated on both. And those: int32 [n]."""
+    is_pinned = axes_where([(s <= PINNED) | (t <= PINNED) for s, t in zip(source, target, strict=True)])
+    was_partial, is_partial = (axes_where([x == PARTIAL for x in layout]) for layout in (source, target))
+    replicated = axes_where([t == REPLICATED for t in target]) | (was_partial & is_partial) | is_pinned
+    changes = axes_where([s != t for s, t in zip(source, target, strict=True)]) & ~is_pinned
+    before, after = ([axes_where([x == d for x in layout]) & ~is_pinned for d in range(num_dims)] for layout in (source, target))
+    return Conversions(before, after, was_partial & ~is_partial & ~is_pinned, replicated, changes), is_pinned
+
+
+def _steps(
+    axis_sizes: tuple[int, ...], pins: bool, source: list[Array], target: list[Array], shape: list[Array]
+) -> tuple[FirstGather, BlockOrder, Over]:
+    """What happens, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
+
+    def gather(of: Conversions, shape: list[Array]) -> tuple[FirstGather, Conversions]:
+        first = first_gather(of, shape, axis_sizes)
+        return first, of.without(first.gathered)
+
+    def over(given: list[Array], of: Conversions, order: BlockOrder, early: Array, is_pinned: Array, source: list[Array]) -> Over:
+        given, split, wanted = union(given), union(of.source), union(of.target)
+        # Where blocks only change places there is nothing else to do.
+        held = split | only_if(~order.is_whole, wanted & ~of.partial)
+        if pins:
+            sent = axes_where([s >= 0 for s in source]) & is_pinned
+            given, held = given | sent, held | sent
+        early, gathered = (only_if(~order.is_whole, x) for x in (early, split & of.replicated))
+        return Over(given, held, of.partial & wanted, of.partial & of.replicated, early, order.late, gathered)
+
+    of, is_pinned = as_stage(lambda s, t: _conversions(s, t, len(shape)), source, target)
+    first, left = as_stage(gather, of, shape)
+    early = as_stage(exchanged_first, left, source, target)
+    order = as_stage(lambda of, early: block_order(of, early, axis_sizes), left, early)
+    return first, order, as_stage(over, of.source, left, order, early, is_pinned, source)
+
+
+def _costs(
+    links: Links, pins: bool, wants_bytes: bool, source: list[Array], target: list[Array], shape: list[Array], size_bytes: Array,
+    latency_share: Array,
+) -> tuple[list[Array], list[Array]]:  # fmt: skip
+    """Seconds [n] per level and bytes [n] by collective, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
     sizes, levels = links.axis_sizes, range(links.num_levels)
-    source, target = ([x.astype(jnp.int32) for x in layout] for layout in (source, target))
-    # What stays a partial sum takes no part.
-    is_kept = [(s == PARTIAL) & (t == PARTIAL) for s, t in zip(source, target, strict=True)]
-    source, target = ([jnp.where(k, REPLICATED, x) for k, x in zip(is_kept, layout, strict=True)] for layout in (source, target))
-    given = axes_where([s >= 0 for s in source])
-    first = first_gather(source, target, shape, sizes)
-    source = [jnp.where(holds(first.gathered, a), REPLICATED, s) for a, s in enumerate(source)]
-    order = block_order(source, target, sizes)
-    # Where blocks only change places there is nothing else to do.
-    source = [
-        jnp.where(order.is_whole & (s > PINNED) & (t > PINNED) if pins else order.is_whole, t, s)
-        for s, t in zip(source, target, strict=True)
-    ]
-    split, wanted = axes_where([s >= 0 for s in source]), axes_where([t >= 0 for t in target])
-    replicated, everywhere = (axes_where([x == REPLICATED for x in layout]) for layout in (source, target))
-    partial = axes_where([s == PARTIAL for s in source])
-    exchanged = split & wanted & axes_where([s != t for s, t in zip(source, target, strict=True)])
+    of_level = [np.int32(sum(1 << a for a, x in enumerate(links.axis_levels) if x == lv)) for lv in levels]
+    first, order, over = _steps(sizes, pins, source, target, shape)
 
     def product(axes: Array, level: int | None = None) -> Array:
-        n = jnp.float32(1)
-        for a, size in enumerate(sizes):
-            if level is None or links.axis_levels[a] == level:
-                n = jnp.where(holds(axes, a), n * size, n)
-        return n
+        return number_of_parts(axes if level is None else axes & of_level[level], sizes, np.float32)
 
-    local = size_bytes / product(split | (replicated & wanted))
-    seconds = [jnp.zeros_like(local) for _ in levels]
+    seconds = [jnp.zeros_like(size_bytes) for _ in levels]
     sent = {}
 
     def run(kind: str, axes: Array, size: Array) -> Array:
@@ -210,26 +233,26 @@ def _cost_by_axis(
         sent["collective-permute"] = sent.get("collective-permute", 0.0) + times * size
         slower = jnp.zeros(jnp.shape(size), bool)
         for lv in levels:
-            crosses = (moved & sum(1 << a for a, x in enumerate(links.axis_levels) if x == lv)) != 0
+            crosses = (moved & of_level[lv]) != 0
             here = jnp.where(crosses & ~slower, times, 0.0)
             slower |= crosses
             rate = links.rate("collective-permute", lv)
             seconds[lv] = seconds[lv] + here * (links.latency_s[lv] * latency_share + size / rate)
 
-    if shape:
-        part = size_bytes / product(given)
-        permute(first.permutes.astype(jnp.float32), first.moved, part)
-        run("all-gather", first.gathered, part)
-    local = run("reduce-scatter", partial & wanted, local)
-    run("all-reduce", partial & everywhere, local)
-    run("all-to-all", exchanged & ~order.late, local)
-    run("all-to-all", exchanged & order.late, local)
+    part = size_bytes / product(over.given)
+    permute(first.permutes.astype(jnp.float32), first.moved, part)
+    run("all-gather", first.gathered, part)
+    local = size_bytes / product(over.held)
+    local = run("reduce-scatter", over.scattered, local)
+    run("all-reduce", over.summed, local)
+    run("all-to-all", over.exchanged, local)
+    run("all-to-all", over.exchanged_late, local)
     permute(order.num_permutes, order.moved, local)
     sent[TRANSFER] = jnp.zeros_like(local)
     if pins:
         local, sent[TRANSFER] = _send(source, target, local, links, seconds, latency_share)
-    run("all-gather", split & everywhere, local)
-    return seconds, sent
+    run("all-gather", over.gathered, local)
+    return seconds, [sent[k] for k in COLLECTIVES] if wants_bytes else []
 
 
 def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_share) -> tuple[Array, Array]:
