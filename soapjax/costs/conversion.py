@@ -176,12 +176,15 @@ def _steps(
 ) -> tuple[FirstGather, BlockOrder, Over]:
     """What happens, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
 
-    def gather(of: Conversions, shape: list[Array]) -> tuple[FirstGather, Conversions]:
-        first = first_gather(of, shape, axis_sizes)
-        return first, of.without(first.gathered)
+    def rounds(of: Conversions, gathered: Array, source: list[Array], target: list[Array]) -> Array:
+        return exchanged_first(of.without(gathered), source, target)
 
-    def over(given: list[Array], of: Conversions, order: BlockOrder, early: Array, is_pinned: Array, source: list[Array]) -> Over:
-        given, split, wanted = union(given), union(of.source), union(of.target)
+    def order(of: Conversions, gathered: Array, early: Array) -> BlockOrder:
+        return block_order(of.without(gathered), early, axis_sizes)
+
+    def over(of: Conversions, gathered: Array, order: BlockOrder, early: Array, is_pinned: Array, source: list[Array]) -> Over:
+        left = of.without(gathered)
+        given, split, wanted = union(of.source), union(left.source), union(left.target)
         # Where blocks only change places there is nothing else to do.
         held = split | only_if(~order.is_whole, wanted & ~of.partial)
         if pins:
@@ -191,10 +194,10 @@ def _steps(
         return Over(given, held, of.partial & wanted, of.partial & of.replicated, early, order.late, gathered)
 
     of, is_pinned = as_stage(lambda s, t: _conversions(s, t, len(shape)), source, target)
-    first, left = as_stage(gather, of, shape)
-    early = as_stage(exchanged_first, left, source, target)
-    order = as_stage(lambda of, early: block_order(of, early, axis_sizes), left, early)
-    return first, order, as_stage(over, of.source, left, order, early, is_pinned, source)
+    first = as_stage(lambda of, shape: first_gather(of, shape, axis_sizes), of, shape)
+    early = as_stage(rounds, of, first.gathered, source, target)
+    found = as_stage(order, of, first.gathered, early)
+    return first, found, as_stage(over, of, first.gathered, found, early, is_pinned, source)
 
 
 def _costs(

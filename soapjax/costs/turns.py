@@ -35,13 +35,15 @@ def as_stage(fn: Callable[..., Any], *of: Any) -> Any:
 def _in_turns(fn: Callable[..., Any], at_once: int, *of: Any) -> Any:
     count = jax.tree.leaves(of)[0].shape[-1]
     width = min(at_once, -(-count // 2))  # XLA dissolves a loop of one turn
-    found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *of))
+    traced = jax.jit(fn, inline=True)  # once, for its results' types and for the turn
+    one = jax.eval_shape(traced, *jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype), of))
+    found = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], count), x.dtype), one)
     if not count:
         return found
 
     def turn(i: Array, found: Any) -> Any:
         first = jnp.minimum(i * width, count - width)
-        some = fn(*jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, width, -1), of))
+        some = traced(*jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, width, -1), of))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, first, x.ndim - 1), found, some)
 
     return jax.lax.fori_loop(0, -(-count // width), turn, found)

@@ -16,8 +16,6 @@ Stützle 2003). These moves have no reverse, so they only make starts: no Markov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from soapjax.search.moves import choices_of, dim_flows
@@ -52,7 +50,7 @@ class Descent:
 
     def round(self, limit: int = BATCH) -> int:
         """Judges up to `limit` new strategies and gives their number."""
-        drawn = list(self._fresh(min(limit, BATCH)))
+        drawn = self._fresh(min(limit, BATCH))
         if not drawn:
             self.is_over = True
             return 0
@@ -64,15 +62,19 @@ class Descent:
         self.is_over = self.quiet >= self.patience
         return len(drawn)
 
-    def _fresh(self, count: int) -> Iterator[Strategy]:
-        waiting = self.merged
-        for _ in range(count):
-            for _ in range(_TRIES):
-                one = waiting.pop(0) if waiting else self.moves.draw(self.rng, self.best.strategy)
-                if one.key() not in self.seen:
+    def _fresh(self, count: int) -> list[Strategy]:
+        """Up to `count` strategies that were not judged before: what was merged, then draws."""
+        found: list[Strategy] = []
+        waiting, self.merged = self.merged, []
+        for _ in range(_TRIES):
+            for one in waiting:
+                if len(found) < count and one.key() not in self.seen:
                     self.seen.add(one.key())
-                    yield one
-                    break
+                    found.append(one)
+            if len(found) == count:
+                break
+            waiting = self.moves.draw(self.rng, [self.best.strategy] * (count - len(found)))
+        return found
 
 
 class Kicks:
@@ -90,10 +92,10 @@ class Kicks:
         if limit < 1:
             return 0
         if self.descent is None:
-            kicked = self.best.strategy
+            kicked = [self.best.strategy]
             for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
                 kicked = self.moves.draw(self.rng, kicked)
-            (start,) = self.problem.evaluate([kicked])
+            (start,) = self.problem.evaluate(kicked)
             self.descent = Descent(self.problem, start, self.rng, moves=self.moves, patience=KICKED_PATIENCE)
             return 1
         judged = self.descent.round(limit)
@@ -130,71 +132,104 @@ def look_alikes(space: SearchSpace) -> np.ndarray:
 
 
 class Assignments:
-    """Draws of the moves above on one space."""
+    """Draws of the moves above on one space, one in each of B strategies side by side."""
 
     def __init__(self, space: SearchSpace):
         self.space = space
         self.values, self.counts = choices_of(space)
+        num_ops, num_axes = self.counts.shape
+        is_choice = np.arange(self.values.shape[2]) < self.counts[..., None]
+        self.lowest = int(self.values.min())
+        self.offers = np.zeros((num_ops, num_axes, int(self.values.max()) - self.lowest + 1), bool)  # by value - lowest
+        n, a, v = np.nonzero(is_choice)
+        self.offers[n, a, self.values[n, a, v] - self.lowest] = True
         # Every set is as likely as any other: what repeats often is one choice.
         free = (self.counts > 1).any(axis=1) | space.owns_parameters
         self.groups, alike = np.array([o.group for o in space.graph.operators]), look_alikes(space)
-        self.movable = [np.flatnonzero(free & (of == k)) for of in (self.groups, alike) for k in np.unique(of[free])]
-        self.owning = [m for m in self.movable if space.owns_parameters[m].any()]
+        movable = [free & (of == k) for of in (self.groups, alike) for k in np.unique(of[free])]
+        self.movable = np.array(movable, bool).reshape(-1, num_ops)
+        self.owning = np.flatnonzero((self.movable & space.owns_parameters).any(axis=1))  # of those
         self.flows = dim_flows(space)
         self.sizes = np.array(space.mesh.axis_sizes)
         moves = (self._together, self._carried, self._alike, self._stored)
-        weights = np.array(WEIGHTS) * [True, True, space.num_axes > 1, bool(self.owning) and len(space.storages) > 1]
+        weights = np.array(WEIGHTS) * [True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
         self.moves, self.weights = moves, weights / weights.sum()
 
-    def draw(self, rng: np.random.Generator, strategy: Strategy) -> Strategy:
-        """One move; operators whose degrees would not divide stay as they are."""
-        proposed = Strategy(strategy.axes.copy(), strategy.storage.copy())
-        self.moves[rng.choice(len(self.moves), p=self.weights)](rng, proposed)
-        split = np.ones(self.space.divisors.shape, np.int64)
-        changed = (proposed.axes != strategy.axes).any(axis=1)
+    def draw(self, rng: np.random.Generator, strategies: list[Strategy]) -> list[Strategy]:
+        """A move from each; operators whose degrees would not divide stay as they are."""
+        before = np.stack([s.axes for s in strategies])
+        axes, storage = before.copy(), np.stack([s.storage for s in strategies])
+        kinds = rng.choice(len(self.moves), size=len(strategies), p=self.weights)
+        for k, move in enumerate(self.moves):
+            at = np.flatnonzero(kinds == k)
+            if len(at):
+                axes[at], storage[at] = move(rng, axes[at], storage[at])
+        lane, n = np.nonzero((axes != before).any(axis=2))
+        changed = axes[lane, n]
+        split = np.ones((len(n), self.space.divisors.shape[1]), np.int64)
         for a, size in enumerate(self.sizes):
-            at = np.flatnonzero(changed & (proposed.axes[:, a] >= 0))
-            split[at, proposed.axes[at, a]] *= size
-        wrong = (self.space.divisors % split != 0).any(axis=1)
-        proposed.axes[wrong] = strategy.axes[wrong]
-        return proposed
+            at = np.flatnonzero(changed[:, a] >= 0)
+            split[at, changed[at, a]] *= size
+        wrong = (self.space.divisors[n] % split != 0).any(axis=1)
+        axes[lane[wrong], n[wrong]] = before[lane[wrong], n[wrong]]
+        return [Strategy(*one) for one in zip(axes, storage, strict=True)]
 
-    def _group(self, rng: np.random.Generator, of: list[np.ndarray]) -> np.ndarray:
-        return of[rng.integers(len(of))]
+    def _some_of(self, rng: np.random.Generator, members: np.ndarray) -> np.ndarray:
+        """int [B]: one of each set, bool [B, N]."""
+        return np.where(members, rng.random(members.shape), -1.0).argmax(axis=1)
 
-    def _may_take(self, members: np.ndarray, a: int, value: int | np.ndarray) -> np.ndarray:
-        """bool [M]: which of `members` offer `value` on axis `a`."""
-        is_offered = np.arange(self.values.shape[2]) < self.counts[members, a, None]
-        return ((self.values[members, a] == np.reshape(value, (-1, 1))) & is_offered).any(axis=1)
+    def _may_take(self, a: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """bool [B, N]: which operators offer `values` [B, N] on axes `a` [B]."""
+        return self.offers[np.arange(values.shape[1]), a[:, None], values - self.lowest]
 
-    def _together(self, rng: np.random.Generator, s: Strategy) -> None:
-        members = self._group(rng, self.movable)
-        model = rng.choice(members)
+    def _chosen(self, rng: np.random.Generator, n: np.ndarray, a: np.ndarray) -> np.ndarray:
+        """A value of operators `n` on axes `a`, of the same shape."""
+        return self.values[n, a, rng.integers(self.counts[n, a])]
+
+    def _together(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, num_axes = len(axes), len(self.sizes)
+        lanes = np.arange(count)
+        members = self.movable[rng.integers(len(self.movable), size=count)]
+        model = self._some_of(rng, members)
         # All that the group's model has, with new values on some axes: members that had drifted apart come together.
-        row = s.axes[model].copy()
-        for a in rng.permutation(len(self.sizes))[: rng.integers(1, MAX_AXES + 1)]:
-            row[a] = self.values[model, a, rng.integers(self.counts[model, a])]
-        for a, value in enumerate(row):
-            s.axes[members, a] = np.where(self._may_take(members, a, value), value, s.axes[members, a])
-        if rng.random() < 0.3:
-            s.storage[members] = s.storage[model]
+        order = rng.random((count, num_axes)).argsort(axis=1)
+        is_new = order < rng.integers(1, MAX_AXES + 1, size=count)[:, None]
+        drawn = self._chosen(rng, model[:, None], np.arange(num_axes)[None])
+        rows = np.where(is_new, drawn, axes[lanes, model])
+        for a in range(num_axes):
+            values = np.broadcast_to(rows[:, a, None], members.shape)
+            takes = members & self._may_take(np.full(count, a), values)
+            axes[:, :, a] = np.where(takes, values, axes[:, :, a])
+        too = members & (rng.random(count) < 0.3)[:, None]
+        return axes, np.where(too, storage[lanes, model][:, None], storage)
 
-    def _carried(self, rng: np.random.Generator, s: Strategy) -> None:
-        n, a = rng.choice(self._group(rng, self.movable)), rng.integers(len(self.sizes))
-        value = max(int(self.values[n, a, rng.integers(self.counts[n, a])]), -1)
-        ids = self.flows[int(rng.random() < 0.7)]
-        has = ids == ids[n, value + 1]
-        members = np.flatnonzero(has.any(axis=1))
-        if value < 0 and rng.random() < 0.5:
-            members = members[self.groups[members] == self.groups[n]]
-        dims = (has[members].argmax(axis=1) - 1).astype(np.int8)
-        s.axes[members, a] = np.where(self._may_take(members, a, dims), dims, s.axes[members, a])
+    def _carried(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count = len(axes)
+        n = self._some_of(rng, self.movable[rng.integers(len(self.movable), size=count)])
+        a = rng.integers(len(self.sizes), size=count)
+        value = np.maximum(self._chosen(rng, n, a), -1)
+        is_tied = rng.random(count) < 0.7
+        in_group = (value < 0) & (rng.random(count) < 0.5)
+        for flow, here in zip(self.flows, (~is_tied, is_tied), strict=True):
+            at = np.flatnonzero(here)
+            has = flow == flow[n[at], value[at] + 1][:, None, None]  # [b, N, D + 1]
+            members = has.any(axis=2) & (~in_group[at, None] | (self.groups == self.groups[n[at], None]))
+            dims = (has.argmax(axis=2) - 1).astype(np.int8)
+            now = axes[at, :, a[at]]
+            axes[at, :, a[at]] = np.where(members & self._may_take(a[at], dims), dims, now)
+        return axes, storage
 
-    def _alike(self, rng: np.random.Generator, s: Strategy) -> None:
-        a, b = rng.permutation(len(self.sizes))[:2]
-        members = np.arange(len(s.axes)) if rng.random() < 0.5 else self._group(rng, self.movable)
-        s.axes[members, a] = np.where(self._may_take(members, a, s.axes[members, b]), s.axes[members, b], s.axes[members, a])
+    def _alike(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, num_axes = len(axes), len(self.sizes)
+        lanes, a = np.arange(count), rng.integers(num_axes, size=count)
+        b = (a + rng.integers(1, num_axes, size=count)) % num_axes
+        members = self.movable[rng.integers(len(self.movable), size=count)] | (rng.random(count) < 0.5)[:, None]
+        values = axes[lanes, :, b]
+        axes[lanes, :, a] = np.where(members & self._may_take(a, values), values, axes[lanes, :, a])
+        return axes, storage
 
-    def _stored(self, rng: np.random.Generator, s: Strategy) -> None:
-        members = np.flatnonzero(self.space.owns_parameters) if rng.random() < 0.3 else self._group(rng, self.owning)
-        s.storage[members] = rng.integers(len(self.space.storages))
+    def _stored(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count = len(axes)
+        members = self.movable[self.owning[rng.integers(len(self.owning), size=count)]]
+        members = np.where((rng.random(count) < 0.3)[:, None], self.space.owns_parameters, members)
+        return axes, np.where(members, rng.integers(len(self.space.storages), size=(count, 1)), storage).astype(np.int8)

@@ -56,7 +56,7 @@ class PlanningProblem:
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
         """Step time, memory and cost of each."""
         scores = self.simulator.step_times(strategies)
-        costs = np.asarray(objective(scores, self.usable_memory_bytes))
+        costs = objective(scores, self.usable_memory_bytes)
         return [
             Evaluation(s, float(t), float(m), bool(m <= self.usable_memory_bytes and not v), float(c))
             for s, t, m, v, c in zip(strategies, *scores, costs, strict=True)
@@ -86,8 +86,9 @@ class SearchResult(NamedTuple):
 Planner = Callable[[Array, PlanningProblem, Budget], SearchResult]
 
 
-def objective(scores: Scores, usable_memory_bytes: float) -> Array:
+def objective(scores: Scores, usable_memory_bytes: float) -> Array | np.ndarray:
     """Step time in seconds, times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
-    excess = jnp.maximum(scores.memory_bytes / usable_memory_bytes - 1, 0)
-    penalised = jnp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
-    return jnp.where(scores.violations > 0, jnp.inf, penalised)
+    xp = jnp if isinstance(scores.step_time_s, Array) else np  # eager operations of JAX are compiled one by one
+    excess = xp.maximum(scores.memory_bytes / usable_memory_bytes - 1, 0)
+    penalised = xp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
+    return xp.where(scores.violations > 0, np.inf, penalised)

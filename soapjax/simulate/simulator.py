@@ -46,7 +46,7 @@ class Simulator:
         self.evaluate_one = evaluator(tables)
         self.items = items_of(tables, self.schedule)
         self.item_arrays = item_arrays(self.items)
-        self._batch = Program(self._scores_and_costs)
+        self._batch = Program(self._scores_and_costs, is_urgent=True)
 
     def batch(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
         """Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N]; one trace."""

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from soapjax.simulate.programs import Program, program_folder
+from soapjax.simulate import programs
+from soapjax.simulate.programs import QUICKLY, Program, program_folder
 
 
 def double_of_sines(x):
@@ -34,6 +35,14 @@ def test_the_second_is_loaded_and_equal(folder):
     assert right(Program(double_of_sines))
     assert [f.stat().st_mtime_ns for f in folder.iterdir()] == [written], "it was compiled again"
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out(folder, monkeypatch):
+    monkeypatch.setattr(programs, "QUICKLY", {"xla_of_a_later_version": True})
+    assert right(Program(double_of_sines, is_urgent=True))
+    monkeypatch.setattr(programs, "QUICKLY", QUICKLY)
+    assert right(Program(double_of_sines, is_urgent=True))
+    assert len(list(folder.iterdir())) == 2, "other options, other programs"
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]])
