@@ -29,6 +29,7 @@ from soapjax.costs.layouts import (
     value_index,
     waiting_bytes,
     with_pins,
+    words_of,
 )
 from soapjax.costs.local import LocalTables, Sharing, sharing
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
@@ -36,8 +37,6 @@ from soapjax.costs.shared_copies import sharing_after
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
-
-AXES_PER_WORD = 5  # layouts as integers of 6 bits per axis, to be compared at once
 
 
 class Arrays(NamedTuple):
@@ -188,14 +187,8 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
 
 def keys_of(layout: Array, regathered: Array) -> Array:
     """int32 [..., W]: equal where two readers could use one copy, layouts [..., A] and the backward pass' own copies."""
-    words = []
-    for first in range(0, layout.shape[-1], AXES_PER_WORD):
-        word = jnp.zeros(layout.shape[:-1], jnp.int32)
-        for a in range(first, min(first + AXES_PER_WORD, layout.shape[-1])):
-            word = word * 64 + (layout[..., a].astype(jnp.int32) + 40)
-        words.append(word)
-    words[0] = words[0] + jnp.where(regathered, 1 << 30, 0)
-    return jnp.stack(words, -1)
+    words = words_of(layout)
+    return jnp.stack([words[0] + jnp.where(regathered, 1 << 30, 0), *words[1:]], -1)
 
 
 def base_of(tables: CostTables, arrays: Arrays, costs: Costs, axes: Array, storage: Array) -> Base:

@@ -15,6 +15,8 @@ from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
 from soapjax.strategy.strategy import FIRST_PIN
 
+AXES_PER_WORD = 5  # 6 bits each
+
 
 def value_index(axes: Array) -> Array:
     """Column of tables that are indexed by config value + 1; a pin replicates within its sub-mesh."""
@@ -24,6 +26,17 @@ def value_index(axes: Array) -> Array:
 def with_pins(layout: Array, axes: Array) -> Array:
     """`layout` where an axis is not pinned."""
     return jnp.where(axes <= FIRST_PIN, axes + jnp.int8(PINNED - FIRST_PIN), layout).astype(jnp.int8)
+
+
+def words_of(layout: Array) -> list[Array]:
+    """Layouts [..., A] as a few integers int32 [...] of less than 2^30 each, to be compared at once."""
+    words = []
+    for first in range(0, layout.shape[-1], AXES_PER_WORD):
+        word = jnp.zeros(layout.shape[:-1], jnp.int32)
+        for a in range(first, min(first + AXES_PER_WORD, layout.shape[-1])):
+            word = word * 64 + (layout[..., a].astype(jnp.int32) + 40)
+        words.append(word)
+    return words
 
 
 def split_of(mask: Array, sizes: np.ndarray) -> Array:
