@@ -4,14 +4,17 @@ Repeated operators (forty time steps of a recurrent layer, the blocks of a resid
 chain that moves one of them at a time crosses a ridge for every one. So the descent draws moves that *assign*:
 
 * together: some axes of one operator, in all members of its group; and their storage;
-* carried: a dim on an axis, in all operators to which tensors carry that dim, in one layer or in all that repeat it;
-* alike: an axis takes what another axis has, in a group or in the whole graph;
+* carried: a dim on an axis, in all operators to which tensors carry that dim, in one layer or in all that repeat it, in the
+  whole graph or in a stretch of it;
+* alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph.
 
-A round draws a batch of them, none judged before, simulates it in full and takes the best if it is better; what else
-was better is tried on top of it in the next round. Where no move helps any more, *kicks* follow: a few moves at once from the
-best, whatever they cost, and a short descent from there, kept where it ends lower (iterated local search, Lourenço, Martin and
-Stützle 2003). These moves have no reverse, so they only make starts: no Markov chain is asked to balance them.
+A round takes a batch of strategies that were not judged before, half from such draws and half from a *sweep*: every value on
+every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
+the best if it is better; what else was better is tried on top of it in the next round. Where a whole sweep has not helped, *kicks*
+follow: a few moves at once from the best, whatever they cost, and a short descent from there, kept where it ends lower
+(iterated local search, Lourenço, Martin and Stützle 2003). These moves have no reverse, so they only make starts: no Markov
+chain is asked to balance them.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from soapjax.strategy.strategy import Strategy
 
 WEIGHTS = (0.4, 0.3, 0.15, 0.15)  # of together, carried, alike, stored
 MAX_AXES = 3  # that one move of a group changes
-PATIENCE = 24  # rounds without an improvement, after which a descent is over
+PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 KICKED_MOVES = (2, 5)  # of one kick, at least and at most
 KICKED_PATIENCE = 6  # of the descent after a kick
 MAX_FAILED = 10  # kicks in a row without an improvement
@@ -39,7 +42,7 @@ class Descent:
 
     def __init__(
         self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, *, moves: Assignments | None = None,
-        patience: int = PATIENCE,
+        patience: int = PATIENCE, sweeps: bool = True,
     ):  # fmt: skip
         self.problem, self.best, self.rng, self.patience = problem, start, rng, patience
         self.moves = Assignments(problem.space) if moves is None else moves
@@ -47,6 +50,8 @@ class Descent:
         self.merged: list[Strategy] = []
         self.quiet = 0
         self.is_over = False
+        self.order = rng.permutation(self.moves.num_single if sweeps else 0)  # of the moves of a sweep
+        self.next = self.since = 0  # of the sweep, and how many of its moves did not help
 
     def round(self, limit: int = BATCH) -> int:
         """Judges up to `limit` new strategies and gives their number."""
@@ -58,12 +63,13 @@ class Descent:
         better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
         self.merged = _overlaid(self.best.strategy, better)
         self.quiet = 0 if better else self.quiet + 1
+        self.since = 0 if better else self.since
         self.best = min(self.best, found[0], key=lambda e: e.cost)
-        self.is_over = self.quiet >= self.patience
+        self.is_over = self.quiet >= self.patience and self.since >= len(self.order)
         return len(drawn)
 
     def _fresh(self, count: int) -> list[Strategy]:
-        """Up to `count` strategies that were not judged before: what was merged, then draws."""
+        """Up to `count` strategies that were not judged before: what was merged, then half of the sweep and half draws."""
         found: list[Strategy] = []
         waiting, self.merged = self.merged, []
         for _ in range(_TRIES):
@@ -71,10 +77,21 @@ class Descent:
                 if len(found) < count and one.key() not in self.seen:
                     self.seen.add(one.key())
                     found.append(one)
-            if len(found) == count:
+            missing = count - len(found)
+            if not missing:
                 break
-            waiting = self.moves.draw(self.rng, [self.best.strategy] * (count - len(found)))
+            swept = self._swept(-(-missing // 2))
+            waiting = swept + self.moves.draw(self.rng, [self.best.strategy] * (missing - len(swept)))
         return found
+
+    def _swept(self, count: int) -> list[Strategy]:
+        """The next `count` moves of the sweep, none once all of them have not helped."""
+        count = min(count, len(self.order) - self.since)
+        if count <= 0:
+            return []
+        chosen = self.order[(self.next + np.arange(count)) % len(self.order)]
+        self.next, self.since = (self.next + count) % len(self.order), self.since + count
+        return self.moves.single(self.best.strategy, chosen)
 
 
 class Kicks:
@@ -96,7 +113,7 @@ class Kicks:
             for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
                 kicked = self.moves.draw(self.rng, kicked)
             (start,) = self.problem.evaluate(kicked)
-            self.descent = Descent(self.problem, start, self.rng, moves=self.moves, patience=KICKED_PATIENCE)
+            self.descent = Descent(self.problem, start, self.rng, moves=self.moves, patience=KICKED_PATIENCE, sweeps=False)
             return 1
         judged = self.descent.round(limit)
         if self.descent.is_over:
@@ -154,9 +171,33 @@ class Assignments:
         moves = (self._together, self._carried, self._alike, self._stored)
         weights = np.array(WEIGHTS) * [True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
         self.moves, self.weights = moves, weights / weights.sum()
+        offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
+        self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
+        self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
+
+    @property
+    def num_single(self) -> int:
+        """How many moves assign one value on one axis, or one storage, to one set of operators."""
+        return len(self.values_of_sets) + len(self.storages_of_sets)
+
+    def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
+        """`strategy` after each of these moves, numbers below `num_single`."""
+        before = np.broadcast_to(strategy.axes, (len(which), *strategy.axes.shape))
+        axes, storage = before.copy(), np.repeat(strategy.storage[None], len(which), axis=0)
+        is_value = which < len(self.values_of_sets)
+        at = np.flatnonzero(is_value)
+        g, a, value = self.values_of_sets[which[at]].T
+        takes = self.movable[g] & self.offers[:, a, value].T
+        axes[at, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[at, :, a])
+        at = np.flatnonzero(~is_value)
+        g, k = self.storages_of_sets[which[at] - len(self.values_of_sets)].T
+        storage[at] = np.where(self.movable[self.owning[g]], k[:, None], storage[at])
+        return self._divided(before, axes, storage)
 
     def draw(self, rng: np.random.Generator, strategies: list[Strategy]) -> list[Strategy]:
         """A move from each; operators whose degrees would not divide stay as they are."""
+        if not strategies:
+            return []
         before = np.stack([s.axes for s in strategies])
         axes, storage = before.copy(), np.stack([s.storage for s in strategies])
         kinds = rng.choice(len(self.moves), size=len(strategies), p=self.weights)
@@ -164,6 +205,10 @@ class Assignments:
             at = np.flatnonzero(kinds == k)
             if len(at):
                 axes[at], storage[at] = move(rng, axes[at], storage[at])
+        return self._divided(before, axes, storage)
+
+    def _divided(self, before: np.ndarray, axes: np.ndarray, storage: np.ndarray) -> list[Strategy]:
+        """The strategies [B, N, A] and [B, N]; operators whose degrees do not divide are as they were `before`."""
         lane, n = np.nonzero((axes != before).any(axis=2))
         changed = axes[lane, n]
         split = np.ones((len(n), self.space.divisors.shape[1]), np.int64)
@@ -177,6 +222,13 @@ class Assignments:
     def _some_of(self, rng: np.random.Generator, members: np.ndarray) -> np.ndarray:
         """int [B]: one of each set, bool [B, N]."""
         return np.where(members, rng.random(members.shape), -1.0).argmax(axis=1)
+
+    def _stretch(self, rng: np.random.Generator, n: np.ndarray) -> np.ndarray:
+        """bool [B, N]: consecutive operators around `n` [B], few to many; half of the time all there are."""
+        count, num_ops = len(n), len(self.groups)
+        before, after = num_ops ** rng.random((2, count)) * np.where(rng.random(count) < 0.5, 1, num_ops)
+        ahead = np.arange(num_ops) - n[:, None]
+        return (ahead > -before[:, None]) & (ahead < after[:, None])
 
     def _may_take(self, a: np.ndarray, values: np.ndarray) -> np.ndarray:
         """bool [B, N]: which operators offer `values` [B, N] on axes `a` [B]."""
@@ -210,10 +262,11 @@ class Assignments:
         value = np.maximum(self._chosen(rng, n, a), -1)
         is_tied = rng.random(count) < 0.7
         in_group = (value < 0) & (rng.random(count) < 0.5)
+        stretch = self._stretch(rng, n)
         for flow, here in zip(self.flows, (~is_tied, is_tied), strict=True):
             at = np.flatnonzero(here)
             has = flow == flow[n[at], value[at] + 1][:, None, None]  # [b, N, D + 1]
-            members = has.any(axis=2) & (~in_group[at, None] | (self.groups == self.groups[n[at], None]))
+            members = stretch[at] & has.any(axis=2) & (~in_group[at, None] | (self.groups == self.groups[n[at], None]))
             dims = (has.argmax(axis=2) - 1).astype(np.int8)
             now = axes[at, :, a[at]]
             axes[at, :, a[at]] = np.where(members & self._may_take(a[at], dims), dims, now)
@@ -223,7 +276,9 @@ class Assignments:
         count, num_axes = len(axes), len(self.sizes)
         lanes, a = np.arange(count), rng.integers(num_axes, size=count)
         b = (a + rng.integers(1, num_axes, size=count)) % num_axes
-        members = self.movable[rng.integers(len(self.movable), size=count)] | (rng.random(count) < 0.5)[:, None]
+        members = self.movable[rng.integers(len(self.movable), size=count)]
+        stretch = self._stretch(rng, rng.integers(members.shape[1], size=count))
+        members = np.where((rng.random(count) < 0.5)[:, None], stretch, members)
         values = axes[lanes, :, b]
         axes[lanes, :, a] = np.where(members & self._may_take(a, values), values, axes[lanes, :, a])
         return axes, storage

@@ -48,7 +48,7 @@ BLOCKS_PER_ROUND = 16  # per chain
 ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: more often, they would take half of the time
 DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
-MAX_DESCENT_ROUNDS = 150
+MAX_DESCENT_ROUNDS = 600
 MAX_KICK_ROUNDS = 300
 
 
