@@ -6,6 +6,8 @@ chain that moves one of them at a time crosses a ridge for every one. So the des
 * together: some axes of one operator, in all members of its group; and their storage;
 * carried: a dim on an axis, in all operators to which tensors carry that dim, in one layer or in all that repeat it, in the
   whole graph or in a stretch of it;
+* ranked: on an axis, dims in random order of rank, and every operator takes the first that it has: whole layers go over
+  from one dim to a chain of others, as from the batch to Megatron's columns and rows;
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph.
 
@@ -27,7 +29,7 @@ from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 
-WEIGHTS = (0.4, 0.3, 0.15, 0.15)  # of together, carried, alike, stored
+WEIGHTS = (0.35, 0.25, 0.15, 0.1, 0.15)  # of together, carried, ranked, alike, stored
 MAX_AXES = 3  # that one move of a group changes
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 KICKED_MOVES = (2, 5)  # of one kick, at least and at most
@@ -168,8 +170,8 @@ class Assignments:
         self.owning = np.flatnonzero((self.movable & space.owns_parameters).any(axis=1))  # of those
         self.flows = dim_flows(space)
         self.sizes = np.array(space.mesh.axis_sizes)
-        moves = (self._together, self._carried, self._alike, self._stored)
-        weights = np.array(WEIGHTS) * [True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
+        moves = (self._together, self._carried, self._ranked, self._alike, self._stored)
+        weights = np.array(WEIGHTS) * [True, True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
         self.moves, self.weights = moves, weights / weights.sum()
         offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
         self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
@@ -270,6 +272,19 @@ class Assignments:
             dims = (has.argmax(axis=2) - 1).astype(np.int8)
             now = axes[at, :, a[at]]
             axes[at, :, a[at]] = np.where(members & self._may_take(a[at], dims), dims, now)
+        return axes, storage
+
+    def _ranked(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, num_ops = axes.shape[:2]
+        stretch = self._stretch(rng, rng.integers(num_ops, size=count))
+        a = rng.integers(len(self.sizes), size=count)
+        flow = self.flows[1]  # -1 where an operator has no such dim: never offered
+        rank = rng.random((count, flow.max() + 1))
+        offered = self.offers[:, a, -1 - self.lowest :].transpose(1, 0, 2)  # [B, N, D + 1], no pins
+        width = offered.shape[2]
+        best = np.where(offered, rank[:, flow[:, :width]], -1.0)
+        dims = (best.argmax(axis=2) - 1).astype(np.int8)
+        axes[np.arange(count), :, a] = np.where(stretch & offered.any(axis=2), dims, axes[np.arange(count), :, a])
         return axes, storage
 
     def _alike(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
