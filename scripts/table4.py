@@ -35,6 +35,7 @@ from paper_tables import CASE_COLUMNS, Rows, guarded, note, parser_of, positive_
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text
 from soapjax.search.problem import Budget, SearchResult
+from soapjax.search.starts import MAX_CONFIGS, most_configs
 
 GPUS = {4: "p100", 8: "p100", 16: "p100", 32: "k80", 64: "k80"}
 CLOCKS = {"wall": time.monotonic, "cpu": time.process_time}
@@ -98,10 +99,12 @@ def look_for_best(case: Case, options, rows: Rows, known: BestKnown) -> None:
 
 
 def look_for_best_additive(case: Case, options, rows: Rows, known: BestKnown) -> None:
-    """OptCNN's plan too: it is quick, and another view."""
+    """OptCNN's plan too: another view, and quick where operators have no more configs than mcmc's own starts allow for."""
+    problem = case.problem()
+    if most_configs(problem) > MAX_CONFIGS:
+        return
 
     def compute() -> dict:
-        problem = case.problem()
         result = search("optcnn", problem, Budget(seconds=options.best_seconds), options.seed)
         known.offer(case, problem, result.best, "table4 optcnn")
         return dict(cost_s=result.best.cost, proposals=result.num_proposals, search_s=result.search_s)

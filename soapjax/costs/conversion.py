@@ -26,19 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.block_order import (
-    BlockOrder,
-    Conversions,
-    FirstGather,
-    axes_where,
-    block_order,
-    exchanged_first,
-    first_gather,
-    number_of_parts,
-    only_if,
-    union,
-)
-from soapjax.costs.turns import as_stage, in_turns
+from soapjax.costs.block_order import number_of_parts
+from soapjax.costs.steps import steps_of_all
+from soapjax.costs.turns import in_turns
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
 from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
@@ -125,7 +115,9 @@ MOST_DIMS = 8  # of a tensor whose shape is not given
 def _args(source: Array, target: Array, shape: Array | None, size_bytes: Array, share: Array | float) -> tuple[Array, ...]:
     """Arguments of `_side_by_side`: source, target [..., A], shape [..., R], bytes and share of the latency [...]."""
     lead = source.shape[:-1]
-    shape = jnp.zeros((*lead, MOST_DIMS), jnp.int32) if shape is None else jnp.broadcast_to(shape, (*lead, shape.shape[-1]))
+    if shape is None or not shape.shape[-1]:
+        shape = jnp.zeros(MOST_DIMS, jnp.int32)
+    shape = jnp.broadcast_to(shape, (*lead, shape.shape[-1]))
     return source, target, shape, *(jnp.broadcast_to(jnp.asarray(x, jnp.float32), lead) for x in (size_bytes, share))
 
 
@@ -149,57 +141,6 @@ def _side_by_side(links: Links, pins: bool, wants_bytes: bool) -> Callable[..., 
     return shaped
 
 
-class Over(NamedTuple):
-    """Which axes a conversion's collectives go over: sets int32 [n], a bit per axis."""
-
-    given: Array  # that split the source, before the first gather
-    held: Array  # that split what the other collectives begin with
-    scattered: Array
-    summed: Array
-    exchanged: Array  # in the first round
-    exchanged_late: Array
-    gathered: Array
-
-
-def _conversions(source: list[Array], target: list[Array], num_dims: int) -> tuple[Conversions, Array]:
-    """Layouts, int8 [n] per axis, as sets; an axis that is pinned on either side is replicated on both. And those: int32 [n]."""
-    is_pinned = axes_where([(s <= PINNED) | (t <= PINNED) for s, t in zip(source, target, strict=True)])
-    was_partial, is_partial = (axes_where([x == PARTIAL for x in layout]) for layout in (source, target))
-    replicated = axes_where([t == REPLICATED for t in target]) | (was_partial & is_partial) | is_pinned
-    changes = axes_where([s != t for s, t in zip(source, target, strict=True)]) & ~is_pinned
-    before, after = ([axes_where([x == d for x in layout]) & ~is_pinned for d in range(num_dims)] for layout in (source, target))
-    return Conversions(before, after, was_partial & ~is_partial & ~is_pinned, replicated, changes), is_pinned
-
-
-def _steps(
-    axis_sizes: tuple[int, ...], pins: bool, source: list[Array], target: list[Array], shape: list[Array]
-) -> tuple[FirstGather, BlockOrder, Over]:
-    """What happens, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
-
-    def rounds(of: Conversions, gathered: Array, source: list[Array], target: list[Array]) -> Array:
-        return exchanged_first(of.without(gathered), source, target)
-
-    def order(of: Conversions, gathered: Array, early: Array) -> BlockOrder:
-        return block_order(of.without(gathered), early, axis_sizes)
-
-    def over(of: Conversions, gathered: Array, order: BlockOrder, early: Array, is_pinned: Array, source: list[Array]) -> Over:
-        left = of.without(gathered)
-        given, split, wanted = union(of.source), union(left.source), union(left.target)
-        # Where blocks only change places there is nothing else to do.
-        held = split | only_if(~order.is_whole, wanted & ~of.partial)
-        if pins:
-            sent = axes_where([s >= 0 for s in source]) & is_pinned
-            given, held = given | sent, held | sent
-        early, gathered = (only_if(~order.is_whole, x) for x in (early, split & of.replicated))
-        return Over(given, held, of.partial & wanted, of.partial & of.replicated, early, order.late, gathered)
-
-    of, is_pinned = as_stage(lambda s, t: _conversions(s, t, len(shape)), source, target)
-    first = as_stage(lambda of, shape: first_gather(of, shape, axis_sizes), of, shape)
-    early = as_stage(rounds, of, first.gathered, source, target)
-    found = as_stage(order, of, first.gathered, early)
-    return first, found, as_stage(over, of, first.gathered, found, early, is_pinned, source)
-
-
 def _costs(
     links: Links, pins: bool, wants_bytes: bool, source: list[Array], target: list[Array], shape: list[Array], size_bytes: Array,
     latency_share: Array,
@@ -207,7 +148,7 @@ def _costs(
     """Seconds [n] per level and bytes [n] by collective, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
     sizes, levels = links.axis_sizes, range(links.num_levels)
     of_level = [np.int32(sum(1 << a for a, x in enumerate(links.axis_levels) if x == lv)) for lv in levels]
-    first, order, over = _steps(sizes, pins, source, target, shape)
+    first, order, over = steps_of_all(sizes, pins, source, target, shape)
 
     def product(axes: Array, level: int | None = None) -> Array:
         return number_of_parts(axes if level is None else axes & of_level[level], sizes, np.float32)

@@ -6,8 +6,8 @@ code around it gathers or interleaves, it works on one number per instruction. W
 kept apart from both. So a long formula runs in turns of a loop, and its stages, whose results are
 used many times, in loops inside.
 
-Measured on the conversions between layouts of 64 devices: 10,900 instead of 29,500 instructions, 1.3 s instead of 3.4 to compile,
-and 130 ns instead of 405 each.
+Measured on the conversions between layouts of 64 devices: 5,000 instead of 29,500 instructions, 1.3 s instead of 3.4 to compile,
+and about 100 ns instead of 405 each.
 """
 
 from __future__ import annotations

@@ -43,11 +43,10 @@ class Descent:
     """One descent from `start`; what it judges depends on `rng` alone."""
 
     def __init__(
-        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, *, moves: Assignments | None = None,
+        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, *,
         patience: int = PATIENCE, sweeps: bool = True,
     ):  # fmt: skip
-        self.problem, self.best, self.rng, self.patience = problem, start, rng, patience
-        self.moves = Assignments(problem.space) if moves is None else moves
+        self.problem, self.best, self.rng, self.moves, self.patience = problem, start, rng, moves, patience
         self.seen = {start.strategy.key()}
         self.merged: list[Strategy] = []
         self.quiet = 0
@@ -99,9 +98,8 @@ class Descent:
 class Kicks:
     """Kicks and short descents from `start` and what they find; what it judges depends on both and `rng` alone."""
 
-    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator):
-        self.problem, self.best, self.rng = problem, start, rng
-        self.moves = Assignments(problem.space)
+    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments):
+        self.problem, self.best, self.rng, self.moves = problem, start, rng, moves
         self.descent: Descent | None = None
         self.failed = 0
         self.is_over = False
@@ -115,7 +113,7 @@ class Kicks:
             for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
                 kicked = self.moves.draw(self.rng, kicked)
             (start,) = self.problem.evaluate(kicked)
-            self.descent = Descent(self.problem, start, self.rng, moves=self.moves, patience=KICKED_PATIENCE, sweeps=False)
+            self.descent = Descent(self.problem, start, self.rng, self.moves, patience=KICKED_PATIENCE, sweeps=False)
             return 1
         judged = self.descent.round(limit)
         if self.descent.is_over:

@@ -33,7 +33,7 @@ from jax import Array
 
 from soapjax.costs.evaluate import Costs
 from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, exchange
-from soapjax.search.descent import Descent, Kicks
+from soapjax.search.descent import Assignments, Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
@@ -209,10 +209,11 @@ def _descended(
 ) -> tuple[list[Evaluation], str | None]:
     """The starts after the best and the worst (a random one) descended side by side, and kicks; and why to stop there."""
     seed = jax.random.randint(key, (), 0, np.iinfo(np.int32).max).item()
-    descents = [Descent(problem, e, np.random.default_rng((seed, i))) for i, e in enumerate((begun[0], begun[-1]))]
+    moves = Assignments(problem.space)
+    descents = [Descent(problem, e, np.random.default_rng((seed, i)), moves) for i, e in enumerate((begun[0], begun[-1]))]
     _side_by_side(descents, MAX_DESCENT_ROUNDS, record, pool)
     best = min((d.best for d in descents), key=lambda e: e.cost)
-    kicks = [Kicks(problem, best, np.random.default_rng((seed, 2 + i))) for i in range(2)]
+    kicks = [Kicks(problem, best, np.random.default_rng((seed, 2 + i)), moves) for i in range(2)]
     _side_by_side(kicks, MAX_KICK_ROUNDS, record, pool)
     found = {e.strategy.key(): e for e in [d.best for d in (*descents, *kicks)] + begun}
     return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), record.stopped_by(has_walked=False)

@@ -77,7 +77,7 @@ def test_descends_to_the_best_of_all_that_are_alike(layers):
     tied_best = min(e.cost for e in layers.evaluate(every))
     rng = np.random.default_rng(3)
     start = layers.evaluate([space.random(rng)])[0]
-    descent = Descent(layers, start, np.random.default_rng(0))
+    descent = Descent(layers, start, np.random.default_rng(0), Assignments(layers.space))
     costs, judged = [start.cost], 0
     while not descent.is_over:
         judged += descent.round()
@@ -95,7 +95,7 @@ def test_the_same_seed_is_the_same_descent():
     problem = PlanningProblem.make(graph, space, place)
     rng = np.random.default_rng(0)
     begun = problem.evaluate([space.random(rng)])[0]
-    first, second = (Descent(problem, begun, np.random.default_rng(5)) for _ in range(2))
+    first, second = (Descent(problem, begun, np.random.default_rng(5), Assignments(space)) for _ in range(2))
     counts = [(first.round(8), second.round(8)) for _ in range(3)]
     assert all(a == b <= 8 for a, b in counts)
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
@@ -104,12 +104,12 @@ def test_the_same_seed_is_the_same_descent():
 def test_kicks_find_what_descents_find_and_count_what_they_judge(layers):
     """From a random strategy: never worse, within the limit of every round, the same again, and as low as a descent ends."""
     start = layers.evaluate([layers.space.random(np.random.default_rng(11))])[0]
-    descent = Descent(layers, start, np.random.default_rng(1))
+    descent = Descent(layers, start, np.random.default_rng(1), Assignments(layers.space))
     while not descent.is_over:
         descent.round()
     found = []
     for _ in range(2):
-        kicks, costs = Kicks(layers, start, np.random.default_rng(0)), [start.cost]
+        kicks, costs = Kicks(layers, start, np.random.default_rng(0), Assignments(layers.space)), [start.cost]
         while not kicks.is_over:
             assert kicks.round(0) == 0
             assert 0 <= kicks.round(7) <= 7
