@@ -2,6 +2,7 @@
 
 The same decisions as `strategy/resharding.py`, which the executor follows step by step. A set of mesh axes is an integer with a
 bit per axis, and a layout one such set per dim: what that one asks of all pairs of axes is a few operations per dim here.
+The integers are as short as the mesh allows: a vector instruction does four times as many of eight bits as of 32.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-BITS_PER_FACTOR = 5  # so many bits count the axes of one size; a mesh has fewer than 32
-
 
 class Conversions(NamedTuple):
-    """Layouts before and after, as sets of axes int32 [n]; what is partial on both sides counts as replicated on both."""
+    """Layouts before and after, as sets of axes [n]; what is partial on both sides counts as replicated on both."""
 
     source: list[Array]  # per dim: the axes that split it
     target: list[Array]
@@ -35,7 +34,7 @@ class Conversions(NamedTuple):
 
 
 class FirstGather(NamedTuple):
-    """Of conversions of tensors with dims too small for the axes that leave and those that enter; sets are int32 [n]."""
+    """Of conversions of tensors with dims too small for the axes that leave and those that enter; sets are integers [n]."""
 
     gathered: Array  # axes, before all other steps
     permutes: Array  # bool [n]: blocks are put in order for it
@@ -43,12 +42,17 @@ class FirstGather(NamedTuple):
 
 
 class BlockOrder(NamedTuple):
-    """Of conversions; sets of axes are int32 [n]."""
+    """Of conversions; sets of axes are integers [n]."""
 
     is_whole: Array  # bool [n]: blocks only change places; none of the other steps happens
     late: Array  # axes exchanged in the second round
     num_permutes: Array  # float32 [n]
     moved: Array  # axes over which a permute sends
+
+
+def type_of_sets(num_axes: int) -> type:
+    """The shortest integers that hold sets of so many axes."""
+    return np.int8 if num_axes <= 8 else np.int16 if num_axes <= 16 else np.int32
 
 
 def union(sets: Sequence[Array]) -> Array:
@@ -58,12 +62,24 @@ def union(sets: Sequence[Array]) -> Array:
 
 def axes_where(truths: Sequence[Array]) -> Array:
     """The set of axes of which `truths` says so, bool [n] each."""
-    return union([jnp.where(truth, np.int32(1 << a), np.int32(0)) for a, truth in enumerate(truths)])
+    alone = sets_of_one(len(truths))
+    return union([jnp.where(truth, alone[a], alone.dtype.type(0)) for a, truth in enumerate(truths)])
 
 
-def only_if(truth: Array, axes: Array) -> Array:
+def sets_of_one(num_axes: int) -> np.ndarray:
+    """The set of each axis alone [A]."""
+    return np.left_shift(1, np.arange(num_axes)).astype(type_of_sets(num_axes))
+
+
+def sets_by(of_axes: Sequence[int]) -> dict[int, np.integer]:
+    """The axes that have each of the values [A]: sizes, or link levels."""
+    alone = sets_of_one(len(of_axes))
+    return {x: np.bitwise_or.reduce(alone[[y == x for y in of_axes]]) for x in sorted(set(of_axes))}
+
+
+def only_if(truth: Array, axes: Array | np.integer) -> Array:
     """The set where `truth`, else none."""
-    return jnp.where(truth, axes, np.int32(0))
+    return jnp.where(truth, axes, axes.dtype.type(0))
 
 
 def behind(axes: Array) -> Array:
@@ -74,24 +90,20 @@ def behind(axes: Array) -> Array:
 def number_of_parts(axes: Array, axis_sizes: tuple[int, ...], dtype: type) -> Array:
     """Into how many parts a set of axes splits."""
     found = jnp.ones(axes.shape, dtype)
-    for size in sorted(set(axis_sizes)):
-        count = jax.lax.population_count(axes & _axes_of_size(size, axis_sizes))
+    for size, those in sets_by(axis_sizes).items():
+        count = jax.lax.population_count(axes & those)
         if size == 2:
-            found = found * jnp.left_shift(np.int32(1), count).astype(dtype)
+            found = found * jnp.left_shift(np.int32(1), count.astype(np.int32)).astype(dtype)
         else:
             for k in range(axis_sizes.count(size)):
                 found = jnp.where(count > k, found * np.array(size, dtype), found)
     return found
 
 
-def _axes_of_size(size: int, axis_sizes: tuple[int, ...]) -> np.int32:
-    return np.int32(sum(1 << a for a, x in enumerate(axis_sizes) if x == size))
-
-
-def _name_of_parts(axes: Array, axis_sizes: tuple[int, ...]) -> Array:
-    """Into how many parts a set of axes splits, as an integer that tells products of prime sizes apart."""
-    counts = [jax.lax.population_count(axes & _axes_of_size(size, axis_sizes)) for size in sorted(set(axis_sizes))]
-    return union([count << (BITS_PER_FACTOR * i) for i, count in enumerate(counts)])
+def _as_many_parts(one: Array, other: Array, axis_sizes: tuple[int, ...]) -> Array:
+    """bool [n]: whether two sets of axes split into as many parts; their sizes are primes."""
+    counts = [[jax.lax.population_count(x & those) for x in (one, other)] for those in sets_by(axis_sizes).values()]
+    return functools.reduce(operator.and_, [x == y for x, y in counts])
 
 
 def first_gather(of: Conversions, shape: Sequence[Array], axis_sizes: tuple[int, ...]) -> FirstGather:
@@ -105,7 +117,7 @@ def first_gather(of: Conversions, shape: Sequence[Array], axis_sizes: tuple[int,
     gathered, is_whole = jnp.zeros_like(of.partial), of.partial == 0
     for before, after, size in zip(of.source, of.target, shape, strict=True):
         gathered = gathered | only_if(~divides(before | after, size), before & ~after)
-        is_whole &= _name_of_parts(before, axis_sizes) == _name_of_parts(after, axis_sizes)
+        is_whole &= _as_many_parts(before, after, axis_sizes)
     gathered = only_if(~is_whole, gathered)
     follow = union([s & behind(s & gathered) for s in of.source]) & ~gathered
     return FirstGather(gathered, follow != 0, gathered | follow)
@@ -119,11 +131,12 @@ def exchanged_first(of: Conversions, source: Sequence[Array], target: Sequence[A
     """
     split, wanted = union(of.source), union(of.target)
     moves = split & wanted & of.changes
-    early = left = entered = jnp.zeros_like(moves)  # the latter are sets of dims
-    for a, (s, t) in enumerate(zip(source, target, strict=True)):
-        was, is_now = (jnp.left_shift(np.int32(1), jnp.maximum(d, 0).astype(jnp.int32)) for d in (s, t))
-        is_free = ((moves & np.int32(1 << a)) != 0) & (((was & entered) | (is_now & left)) == 0)
-        early = early | only_if(is_free, np.int32(1 << a))
+    dims = type_of_sets(len(of.source))
+    early, left, entered = jnp.zeros_like(moves), *(jnp.zeros(moves.shape, dims) for _ in range(2))  # the latter: sets of dims
+    for alone, s, t in zip(sets_of_one(len(source)), source, target, strict=True):
+        was, is_now = (jnp.left_shift(dims(1), jnp.maximum(d, 0).astype(dims)) for d in (s, t))
+        is_free = ((moves & alone) != 0) & (((was & entered) | (is_now & left)) == 0)
+        early = early | only_if(is_free, alone)
         left, entered = left | only_if(is_free, was), entered | only_if(is_free, is_now)
     return early
 
@@ -139,7 +152,7 @@ def block_order(of: Conversions, early: Array, axis_sizes: tuple[int, ...]) -> B
     first = second = second_unless_first = jnp.zeros(changes.shape, bool)
     for before, after in zip(of.source, of.target, strict=True):
         # Each dim in as many parts as before.
-        is_whole &= _name_of_parts(before, axis_sizes) == _name_of_parts(after, axis_sizes)
+        is_whole &= _as_many_parts(before, after, axis_sizes)
         leaves, leaves_late = early & before, late & before
         is_entered = (after & enters) != 0
         first |= ((leaves != 0) & is_entered) | ((before & behind(leaves) & (keeps | gathers | late)) != 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -152,9 +153,8 @@ class Change(NamedTuple):
 def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     shares: Sharing = sharing(tables)
 
-    def padded(x: np.ndarray, value=0) -> Array:
-        last = np.full((1, *x.shape[1:]), value, x.dtype)
-        return jnp.asarray(np.concatenate([x, last]))
+    def padded(x: np.ndarray, value=0) -> np.ndarray:
+        return np.concatenate([x, np.full((1, *x.shape[1:]), value, x.dtype)])
 
     sum_trips = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
     arrays = Arrays(
@@ -170,16 +170,16 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
         resolve_share=padded(tables.resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
         waits=padded(tables.working.waits), scratch=padded(tables.working.scratch),
-        most_waiting=jnp.asarray(tables.working.most_waiting),
+        most_waiting=tables.working.most_waiting,
         edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
         edge_task=padded(tables.edge_task), storage_dim=padded(tables.storage_dim),
         storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
         gradient_shift=padded(tables.gradient_shift), state_bytes=padded(tables.parameter_bytes * tables.state_copies),
-        storage_masks=jnp.asarray(tables.storage_masks), storage_regather=jnp.asarray(tables.storage_regather),
-        row=jnp.asarray(shares.row), column=jnp.asarray(shares.column), group=jnp.asarray(shares.group),
-        is_backward=jnp.asarray(shares.is_backward), coordinates=jnp.asarray(tables.space.groups),
+        storage_masks=tables.storage_masks, storage_regather=tables.storage_regather,
+        row=shares.row, column=shares.column, group=shares.group,
+        is_backward=shares.is_backward, coordinates=np.asarray(tables.space.groups),
     )  # fmt: skip
-    return arrays, Machine(
+    return jax.device_put(arrays), Machine(
         tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins,
         tables.working.sums_in_place, tables.working.combine_bytes, tables.num_edges,
     )  # fmt: skip

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.block_order import number_of_parts
+from soapjax.costs.block_order import number_of_parts, sets_by, type_of_sets
 from soapjax.costs.steps import steps_of_all
 from soapjax.costs.turns import in_turns
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
@@ -147,7 +147,8 @@ def _costs(
 ) -> tuple[list[Array], list[Array]]:  # fmt: skip
     """Seconds [n] per level and bytes [n] by collective, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
     sizes, levels = links.axis_sizes, range(links.num_levels)
-    of_level = [np.int32(sum(1 << a for a, x in enumerate(links.axis_levels) if x == lv)) for lv in levels]
+    on_level = sets_by(links.axis_levels)
+    of_level = [on_level.get(lv, type_of_sets(len(sizes))(0)) for lv in levels]
     first, order, over = steps_of_all(sizes, pins, source, target, shape)
 
     def product(axes: Array, level: int | None = None) -> Array:

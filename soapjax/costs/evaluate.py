@@ -134,9 +134,6 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
     sizes = np.array(tables.links.axis_sizes, np.float32)
     memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
-    shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
-    no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
-    shapes = jnp.concatenate([tables.tensor_shape, tables.tensor_shape[tables.edge_tensor], no_shape])
     resolve_times = tables.tensor_trips * tables.may_be_partial
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
@@ -177,6 +174,9 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         target = slots[tables.edge_slot]
         target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
         inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
+        shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
+        no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
+        shapes = jnp.concatenate([tables.tensor_shape, tables.tensor_shape[tables.edge_tensor], no_shape])
         every = conversion_cost(
             jnp.concatenate([found.raw, edge_home, inner_source(inner)]),
             jnp.concatenate([found.resolved, target, inner_target(inner)]),

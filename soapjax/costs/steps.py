@@ -25,7 +25,7 @@ from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 
 
 class Over(NamedTuple):
-    """Which axes a conversion's collectives go over: sets int32 [n], a bit per axis."""
+    """Which axes a conversion's collectives go over: sets of axes [n]."""
 
     given: Array  # that split the source, before the first gather
     held: Array  # that split what the other collectives begin with
@@ -37,7 +37,7 @@ class Over(NamedTuple):
 
 
 def _conversions(source: list[Array], target: list[Array], num_dims: int) -> tuple[Conversions, Array]:
-    """Layouts, int8 [n] per axis, as sets; an axis that is pinned on either side is replicated on both. And those: int32 [n]."""
+    """Layouts, int8 [n] per axis, as sets; an axis that is pinned on either side is replicated on both. And those."""
     is_pinned = axes_where([(s <= PINNED) | (t <= PINNED) for s, t in zip(source, target, strict=True)])
     was_partial, is_partial = (axes_where([x == PARTIAL for x in layout]) for layout in (source, target))
     replicated = axes_where([t == REPLICATED for t in target]) | (was_partial & is_partial) | is_pinned

@@ -37,7 +37,7 @@ from soapjax.search.descent import Assignments, Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
-from soapjax.search.starts import starts
+from soapjax.search.starts import numpy_rng, starts
 from soapjax.simulate.programs import Program
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
@@ -179,14 +179,13 @@ class Record:
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
-    start_key, descent_key, *chain_keys = jax.random.split(rng_key, 5)
-    begun = starts(start_key, problem, budget)
+    begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
     device, notes = jax.config.jax_default_device, ()
     # A thread has a default device of its own.
     pool = ThreadPoolExecutor(2, initializer=lambda: jax.default_device(device).__enter__())
     try:
-        begun, stopped_by = _descended(descent_key, problem, begun, record, pool)
+        begun, stopped_by = _descended(rng_key, problem, begun, record, pool)
         if stopped_by is None:
             engine = Engine(problem, begun[0].cost)
             needed_s = engine.compile_s()
@@ -194,7 +193,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
                 stopped_by = "seconds"
                 notes = (f"no chain walked: compiling takes about {needed_s:.0f} s, more than was left",)
             else:
-                stopped_by = _walked(chain_keys, engine, begun, record, pool)
+                stopped_by = _walked(jax.random.split(rng_key, 3), engine, begun, record, pool)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
@@ -208,12 +207,11 @@ def _descended(
     key: Array, problem: PlanningProblem, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor
 ) -> tuple[list[Evaluation], str | None]:
     """The starts after the best and the worst (a random one) descended side by side, and kicks; and why to stop there."""
-    seed = jax.random.randint(key, (), 0, np.iinfo(np.int32).max).item()
     moves = Assignments(problem.space)
-    descents = [Descent(problem, e, np.random.default_rng((seed, i)), moves) for i, e in enumerate((begun[0], begun[-1]))]
+    descents = [Descent(problem, e, numpy_rng(key, 1 + i), moves) for i, e in enumerate((begun[0], begun[-1]))]
     _side_by_side(descents, MAX_DESCENT_ROUNDS, record, pool)
     best = min((d.best for d in descents), key=lambda e: e.cost)
-    kicks = [Kicks(problem, best, np.random.default_rng((seed, 2 + i)), moves) for i in range(2)]
+    kicks = [Kicks(problem, best, numpy_rng(key, 3 + i), moves) for i in range(2)]
     _side_by_side(kicks, MAX_KICK_ROUNDS, record, pool)
     found = {e.strategy.key(): e for e in [d.best for d in (*descents, *kicks)] + begun}
     return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), record.stopped_by(has_walked=False)
@@ -232,7 +230,7 @@ def _side_by_side(members: Sequence[Descent | Kicks], most_rounds: int, record: 
         record.tell()
 
 
-def _walked(keys: list[Array], engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
+def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
     """Chains from the starts `begun`, until the budget is spent; why they stopped."""
     chain_key, leap_key, swap_key = keys
     reference_s, waiting = engine.reference_s, _in_turn(begun)

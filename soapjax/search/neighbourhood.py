@@ -76,10 +76,11 @@ class Neighbourhoods:
         class_of, position_of = np.zeros(n, np.int32), np.zeros(n, np.int32)
         for i, c in enumerate(classes):
             class_of[c.operators], position_of[c.operators] = i, np.arange(len(c.operators))
-        self.tables = Tables(
-            arrays, problem.simulator.item_arrays, tuple(jax.tree.map(jnp.asarray, c.tables) for c in classes),
-            jnp.asarray(class_of), jnp.asarray(position_of), jnp.asarray(problem.space.divisors),
-            jnp.float32(problem.usable_memory_bytes),
+        self.tables = jax.device_put(
+            Tables(
+                arrays, problem.simulator.item_arrays, tuple(c.tables for c in classes), class_of, position_of,
+                problem.space.divisors, np.float32(problem.usable_memory_bytes),
+            )
         )  # fmt: skip
         self.overlap = cost_tables.topology.device.overlap
 

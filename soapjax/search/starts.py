@@ -25,9 +25,14 @@ def most_configs(problem: PlanningProblem) -> int:
     return max((math.prod(row.tolist()) for row in counts), default=1)
 
 
+def numpy_rng(rng_key: Array, number: int) -> np.random.Generator:
+    """The generator of this number that belongs to a key; splitting keys would compile programs first."""
+    return np.random.default_rng((*np.asarray(jax.random.key_data(rng_key)).tolist(), number))
+
+
 def starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Evaluation]:
     """Distinct starting points, best first."""
-    rng = np.random.default_rng(int(jax.random.randint(rng_key, (), 0, np.iinfo(np.int32).max)))
+    rng = numpy_rng(rng_key, 0)
     random = [problem.space.random(rng) for _ in range(NUM_RANDOM)]
     found = random
     if not budget.random_start:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -67,7 +66,7 @@ class Simulator:
     def _padded(self, strategies: list[Strategy]) -> tuple[Scores, Costs]:
         padded = strategies + [strategies[-1]] * (BATCH - len(strategies))
         axes, storage = np.stack([s.axes for s in padded]), np.stack([s.storage for s in padded])
-        return jax.tree.map(np.asarray, self.batch(jnp.asarray(axes), jnp.asarray(storage)))
+        return jax.tree.map(np.asarray, self.batch(axes, storage))
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays."""

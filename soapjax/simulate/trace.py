@@ -54,14 +54,15 @@ def item_arrays(items: Items) -> ItemArrays:
     # Each kind of figure has a pad row in a strategy's figures, and so a pad row here.
     sizes = [len(x) + 1 for x in (items.of_compute, items.of_sum, items.of_resolve, items.of_convert)]
 
-    def ints(x: np.ndarray) -> Array:
-        return jnp.asarray(np.asarray(x, np.int32))
+    def ints(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x, np.int32)
 
-    return ItemArrays(
-        ints(items.index(*sizes)), ints(predecessor), jnp.asarray(items.is_link), jnp.asarray(np.append(items.is_compute, False)),
-        jnp.asarray(items.is_barrier), ints(phase), ints(phase_end), ints(slot), jnp.zeros((num_slots, 0)),
+    arrays = ItemArrays(
+        ints(items.index(*sizes)), ints(predecessor), items.is_link, np.append(items.is_compute, False), items.is_barrier,
+        ints(phase), ints(phase_end), ints(slot), np.zeros((num_slots, 0), np.float32),
         *(ints(np.append(x, n)) for x in (items.of_compute, items.of_convert, items.of_resolve, items.of_sum)),
     )  # fmt: skip
+    return jax.device_put(arrays)  # jnp.asarray compiles a program for every shape
 
 
 def _slots(items: Items, predecessor: np.ndarray) -> tuple[np.ndarray, int]:

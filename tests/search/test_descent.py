@@ -88,6 +88,29 @@ def test_descends_to_the_best_of_all_that_are_alike(layers):
     assert layers.evaluate([descent.best.strategy])[0].cost == pytest.approx(descent.best.cost, rel=1e-6)
 
 
+@pytest.mark.parametrize("model, topology, pins", CASES)
+def test_where_a_descent_ends_no_single_move_helps(model, topology, pins):
+    graph, place = graph_of(model), topology_of(topology)
+    space = search_space(graph, factor_mesh(place), pins=pins)
+    problem, moves = PlanningProblem.make(graph, space, place), Assignments(space)
+    start = problem.evaluate([space.random(np.random.default_rng(2))])[0]
+    descent = Descent(problem, start, np.random.default_rng(3), moves)
+    while not descent.is_over:
+        descent.round()
+    best = descent.best
+    singles = moves.single(best.strategy, np.arange(moves.num_single))
+    assert all(space.is_valid(s) for s in singles)
+    changed = [s for s in singles if s.key() != best.strategy.key()]
+    assert changed and best.cost < start.cost
+    assert min(e.cost for e in problem.evaluate(changed)) >= best.cost
+    # All of a set at once: what it does not offer stays, and nothing outside of it moves.
+    for which, s in zip(range(len(moves.values_of_sets)), singles, strict=False):
+        members, a, value = moves.values_of_sets[which]
+        moved = (s.axes != best.strategy.axes).any(axis=1)
+        assert not (moved & ~moves.movable[members]).any()
+        assert (s.axes[moved, a] == value + moves.lowest).all()
+
+
 def test_the_same_seed_is_the_same_descent():
     graph = graph_of("mlp_of_sixes")
     place = topology_of("2x6")
