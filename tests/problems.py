@@ -66,7 +66,7 @@ class Case:
     @functools.cached_property
     def _batch(self):
         def both(items, axes, storage):
-            costs = jax.vmap(evaluator(self.tables))(axes, storage)
+            costs = evaluator(self.tables, is_batched=True)(axes, storage)
             return costs, simulate_batch(
                 items, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
             )

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import conversion_cost
+from soapjax.costs.conversion import ConversionCost, conversion_cost
 from soapjax.costs.halos import halo_cost, inner_source, inner_target
 from soapjax.costs.layouts import (
     gradient_layouts,
@@ -129,8 +130,23 @@ def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Ar
     return since > 0, since
 
 
-def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
-    """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped."""
+class _Asked(NamedTuple):
+    """What is known of a strategy before its conversions are paid for."""
+
+    found: Layouts
+    compute_s: Array  # [K]
+    shards: Array  # [P]: of stored parameters
+    target: Array  # int8 [E, A]
+    inner: Array  # int8 [S, A]: collectives in the middle of operators
+    source: Array  # int8 [T + E + S, A]: of everything that is sent
+    wanted: Array
+
+
+def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Array, Array], Costs]:
+    """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped.
+
+    Of a batch of strategies, with a leading dim everywhere, if `is_batched`: the same as vmapped, but traced in half of the time.
+    """
     sizes = np.array(tables.links.axis_sizes, np.float32)
     memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
@@ -139,26 +155,26 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
 
     pins = tables.space.offers_pins
     coordinates = tables.space.groups
+    is_update = tables.task_parameter >= 0
+    num_u, num_p, num_e = len(tables.access_op), len(tables.parameter_op), len(tables.edge_task)
 
     def product(mask: Array) -> Array:
         return split_of(mask, sizes)
 
-    def evaluate(axes: Array, storage: Array) -> Costs:
+    def asked(axes: Array, storage: Array) -> _Asked:
         found = layouts_of(tables, axes, storage)
         slots, home = found.slots, found.home
         index = value_index(axes)
 
         # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
-        used = slots[: len(tables.access_op)]
+        used = slots[:num_u]
         access_bytes = tables.access_bytes / product(used >= 0)
         moved = jnp.zeros(num_k).at[tables.access_task].add(access_bytes)
         task_index = index[tables.task_op]
         split = product(jnp.take_along_axis(jnp.asarray(tables.work_split), task_index[tables.work_task], axis=1))
         flop_s = jnp.zeros(num_k).at[tables.work_task].add(tables.work_seconds / split)
-        is_update = tables.task_parameter >= 0
-        stored = slots[len(tables.access_op) : len(tables.access_op) + len(tables.parameter_op)]
-        if len(tables.parameter_op):
-            shards = product(stored >= 0)
+        if num_p:
+            shards = product(slots[num_u : num_u + num_p] >= 0)
             update_split = shards[np.maximum(tables.task_parameter, 0)]
             flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
             moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
@@ -169,30 +185,39 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
             at = log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1])[tables.task_op]
             compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
 
-        # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
         edge_home = home[tables.edge_tensor]
         target = slots[tables.edge_slot]
         target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
         inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
+        source = jnp.concatenate([found.raw, edge_home, inner_source(inner)])
+        wanted = jnp.concatenate([found.resolved, target, inner_target(inner)])
+        return _Asked(found, compute_s, shards, target, inner, source, wanted)
+
+    def evaluate(axes: Array, storage: Array) -> Costs:
+        lift = jax.vmap if is_batched else lambda fn: fn
+        of = lift(asked)(axes, storage)
+        # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
         shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
         no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
         shapes = jnp.concatenate([tables.tensor_shape, tables.tensor_shape[tables.edge_tensor], no_shape])
         every = conversion_cost(
-            jnp.concatenate([found.raw, edge_home, inner_source(inner)]),
-            jnp.concatenate([found.resolved, target, inner_target(inner)]),
-            jnp.concatenate([tables.resolve_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links, shares, shape=shapes,
-            pins=pins,
+            of.source, of.wanted, jnp.concatenate([tables.resolve_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links,
+            shares, shape=shapes, pins=pins,
         )  # fmt: skip
+        return lift(paid)(axes, of, every)
+
+    def paid(axes: Array, of: _Asked, every: ConversionCost) -> Costs:
+        found, shards, target, inner = of.found, of.shards, of.target, of.inner
+        home, edge_home = found.home, found.home[tables.edge_tensor]
         times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
         seconds = every.seconds * times
-        num_e = len(tables.edge_task)
         resolve_s, full_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
         borders = halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges)
         sum_s += borders.seconds * sum_times[:, None]
         is_paid = jnp.concatenate([jnp.ones(num_t, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
         # Products of matrices: XLA's sums over the first dim are ten times slower.
         sent = (times[:, 0] * is_paid) @ every.bytes + sum_times @ borders.bytes
-        durations = Durations(compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
+        durations = Durations(of.compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
 
         # Memory, per group of devices where pins tell them apart.
         stored_bytes = tables.parameter_bytes * tables.state_copies / shards
@@ -206,10 +231,11 @@ def evaluator(tables: CostTables) -> Callable[[Array, Array], Costs]:
         parts = Parts(full_s, held, copy, passing, waiting, stored_bytes)
         holding = None
         if pins:
+            stored = found.slots[num_u : num_u + num_p]
             of_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), coordinates)  # [N, G]
             of_home, of_copy, of_stored = (holders(x, coordinates) for x in (home, target, stored))
             of_task = of_op[tables.task_op]
-            if len(tables.parameter_op):
+            if num_p:
                 of_task = jnp.where(is_update[:, None], of_stored[np.maximum(tables.task_parameter, 0)], of_task)
             holding = Holders(
                 of_task, holders(found.raw, coordinates), of_home[tables.edge_tensor] | of_copy,

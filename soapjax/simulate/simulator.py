@@ -43,6 +43,7 @@ class Simulator:
         self.tables = tables
         self.schedule = schedule_of(tables)
         self.evaluate_one = evaluator(tables)
+        self._evaluate_batch = evaluator(tables, is_batched=True)
         self.items = items_of(tables, self.schedule)
         self.item_arrays = item_arrays(self.items)
         self._batch = Program(self._scores_and_costs, is_urgent=True)
@@ -57,7 +58,7 @@ class Simulator:
         return self._batch.compile_s
 
     def _scores_and_costs(self, items: ItemArrays, axes: Array, storage: Array) -> tuple[Scores, Costs]:
-        costs = jax.vmap(self.evaluate_one)(axes, storage)
+        costs = self._evaluate_batch(axes, storage)
         on = None if costs.holders is None else self.items.holders(costs.holders)
         overlap = self.tables.topology.device.overlap
         times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)

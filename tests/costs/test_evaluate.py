@@ -5,13 +5,17 @@ import numpy as np
 import oracles
 import pytest
 from families import family
-from problems import PROBLEMS, SLOW, case, case_with
+from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
 from soapjax.costs.conversion import COLLECTIVES
+from soapjax.costs.evaluate import evaluator
 from soapjax.costs.itemize import sent_items
+from soapjax.costs.tables import cost_tables
 from soapjax.graph.phases import BACKWARD, FORWARD
 from soapjax.strategy.layout import PARTIAL, divides
+from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
+from soapjax.topology import factor_mesh
 
 SECONDS_ERROR = 1e-5
 MEMORY_ERROR = 1e-5
@@ -160,6 +164,19 @@ def test_random_strategies_are_valid_and_all_layouts_divide(model, topology):
         for layout, shape in (*zip(home.tolist(), shapes, strict=True), *zip(slots.tolist(), slot_shapes, strict=False)):
             assert max(layout) < len(shape)
             assert divides(layout, shape, sizes), (layout, shape)
+
+
+@pytest.mark.parametrize("model, topology, pins", [("lm_scan", "cpu8", False), ("mlp", "2x4", True)])
+def test_a_batch_is_the_strategies_one_by_one(model, topology, pins):
+    graph, place = graph_of(model), topology_of(topology)
+    space = search_space(graph, factor_mesh(place), pins=pins)
+    tables, rng = cost_tables(graph, space, place), np.random.default_rng(8)
+    strategies = [space.random(rng) for _ in range(3)]
+    axes, storage = np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
+    together, alone = jax.jit(evaluator(tables, is_batched=True))(axes, storage), jax.jit(evaluator(tables))
+    for b, s in enumerate(strategies):
+        one = alone(s.axes, s.storage)
+        jax.tree.map(lambda x, y, b=b: np.testing.assert_allclose(x[b], y, rtol=1e-6, atol=1e-9), together, one)
 
 
 @names
