@@ -42,8 +42,7 @@ class Simulator:
     def __init__(self, tables: CostTables):
         self.tables = tables
         self.schedule = schedule_of(tables)
-        self.evaluate_one = evaluator(tables)
-        self._evaluate_batch = evaluator(tables, is_batched=True)
+        self._evaluate = evaluator(tables, is_batched=True)
         self.items = items_of(tables, self.schedule)
         self.item_arrays = item_arrays(self.items)
         self._batch = Program(self._scores_and_costs, is_urgent=True)
@@ -58,7 +57,7 @@ class Simulator:
         return self._batch.compile_s
 
     def _scores_and_costs(self, items: ItemArrays, axes: Array, storage: Array) -> tuple[Scores, Costs]:
-        costs = self._evaluate_batch(axes, storage)
+        costs = self._evaluate(axes, storage)
         on = None if costs.holders is None else self.items.holders(costs.holders)
         overlap = self.tables.topology.device.overlap
         times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)

@@ -9,6 +9,7 @@ import pytest
 from families import family
 from problems import graph_of, topology_of
 
+from soapjax.costs.evaluate import evaluator
 from soapjax.costs.fit import fitted_rates
 from soapjax.costs.measured import degrees_behind, local_task, visible_dims
 from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
@@ -87,7 +88,7 @@ def test_a_measured_task_costs_what_was_measured(model):
 def test_the_exact_delta_sees_the_measurements_too(model):
     problem, strategies = measured_problem(model)
     near = Neighbourhoods(problem)
-    evaluate = problem.simulator.evaluate_one
+    evaluate = evaluator(problem.simulator.tables)
     position = jax.jit(lambda t, axes, storage: near.position(t, evaluate(axes, storage), axes, storage))
     judge = jax.jit(near.judge)
     rng = np.random.default_rng(3)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, graph_of, topology_of
 
+from soapjax.costs.evaluate import evaluator
 from soapjax.search.neighbourhood import Neighbourhoods
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
@@ -35,7 +36,7 @@ class Judge:
         space = search_space(graph, factor_mesh(place), pins=pins)
         self.problem = PlanningProblem.make(graph, space, place)
         self.near = Neighbourhoods(self.problem, at_once=AT_ONCE)
-        evaluate = self.problem.simulator.evaluate_one
+        evaluate = evaluator(self.problem.simulator.tables)
         self.position = jax.jit(lambda t, axes, storage: self.near.position(t, evaluate(axes, storage), axes, storage))
 
         def judge_and_move(t, at, n, axes, storage, q):
