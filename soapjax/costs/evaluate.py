@@ -142,13 +142,50 @@ class _Asked(NamedTuple):
     wanted: Array
 
 
+def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
+    """What a strategy's operators take, and what they ask to be converted."""
+    sizes = np.array(tables.links.axis_sizes, np.float32)
+    memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
+    num_k, num_u, num_p = tables.num_tasks, len(tables.access_op), len(tables.parameter_op)
+    is_update = tables.task_parameter >= 0
+    found = layouts_of(tables, axes, storage)
+    slots, home = found.slots, found.home
+    index = value_index(axes)
+
+    # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
+    used = slots[:num_u]
+    access_bytes = tables.access_bytes / split_of(used >= 0, sizes)
+    moved = jnp.zeros(num_k).at[tables.access_task].add(access_bytes)
+    task_index = index[tables.task_op]
+    split = split_of(jnp.take_along_axis(jnp.asarray(tables.work_split), task_index[tables.work_task], axis=1), sizes)
+    flop_s = jnp.zeros(num_k).at[tables.work_task].add(tables.work_seconds / split)
+    if num_p:
+        shards = split_of(slots[num_u : num_u + num_p] >= 0, sizes)
+        update_split = shards[np.maximum(tables.task_parameter, 0)]
+        flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
+        moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
+    else:
+        shards, update_split = jnp.zeros(0), jnp.ones(num_k)
+    compute_s = (jnp.maximum(flop_s, moved / memory_rate) + launch_s) * tables.task_trips
+    if tables.measured:
+        at = log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1])[tables.task_op]
+        compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
+
+    edge_home = home[tables.edge_tensor]
+    target = slots[tables.edge_slot]
+    target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
+    inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
+    source = jnp.concatenate([found.raw, edge_home, inner_source(inner)])
+    wanted = jnp.concatenate([found.resolved, target, inner_target(inner)])
+    return _Asked(found, compute_s, shards, target, inner, source, wanted)
+
+
 def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Array, Array], Costs]:
     """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped.
 
     Of a batch of strategies, with a leading dim everywhere, if `is_batched`: the same as vmapped, but traced in half of the time.
     """
     sizes = np.array(tables.links.axis_sizes, np.float32)
-    memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
     resolve_times = tables.tensor_trips * tables.may_be_partial
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
@@ -161,41 +198,9 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
     def product(mask: Array) -> Array:
         return split_of(mask, sizes)
 
-    def asked(axes: Array, storage: Array) -> _Asked:
-        found = layouts_of(tables, axes, storage)
-        slots, home = found.slots, found.home
-        index = value_index(axes)
-
-        # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
-        used = slots[:num_u]
-        access_bytes = tables.access_bytes / product(used >= 0)
-        moved = jnp.zeros(num_k).at[tables.access_task].add(access_bytes)
-        task_index = index[tables.task_op]
-        split = product(jnp.take_along_axis(jnp.asarray(tables.work_split), task_index[tables.work_task], axis=1))
-        flop_s = jnp.zeros(num_k).at[tables.work_task].add(tables.work_seconds / split)
-        if num_p:
-            shards = product(slots[num_u : num_u + num_p] >= 0)
-            update_split = shards[np.maximum(tables.task_parameter, 0)]
-            flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
-            moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
-        else:
-            shards, update_split = jnp.zeros(0), jnp.ones(num_k)
-        compute_s = (jnp.maximum(flop_s, moved / memory_rate) + launch_s) * tables.task_trips
-        if tables.measured:
-            at = log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1])[tables.task_op]
-            compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
-
-        edge_home = home[tables.edge_tensor]
-        target = slots[tables.edge_slot]
-        target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
-        inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
-        source = jnp.concatenate([found.raw, edge_home, inner_source(inner)])
-        wanted = jnp.concatenate([found.resolved, target, inner_target(inner)])
-        return _Asked(found, compute_s, shards, target, inner, source, wanted)
-
     def evaluate(axes: Array, storage: Array) -> Costs:
         lift = jax.vmap if is_batched else lambda fn: fn
-        of = lift(asked)(axes, storage)
+        of = lift(lambda a, s: _asked(tables, a, s))(axes, storage)
         # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
         shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
         no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
@@ -224,9 +229,7 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
         local = tables.resolve_bytes / product(found.raw >= 0)
-        passing = passing_bytes(
-            found.raw, found.resolved, local, tables.working.scratch, in_place=tables.working.sums_in_place
-        )
+        passing = passing_bytes(found.raw, found.resolved, local, tables.working.scratch, in_place=tables.working.sums_in_place)
         waiting = waiting_bytes(found.raw, found.resolved, local, tables.working.waits, tables.working.combine_bytes, sizes)
         parts = Parts(full_s, held, copy, passing, waiting, stored_bytes)
         holding = None
@@ -260,6 +263,23 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         return Costs(durations, found, sent, memory, _violations(tables, axes), parts, holding)
 
     return evaluate
+
+
+def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, Array, Array]:
+    """What depends on one operator each, of strategies [B, N, A] and [B, N]: no tensor's conversion is paid for.
+
+    Gives slots [B, ., A] as in `Layouts`, `compute_s` [B, K] and `sum_s` [B, S, L] as in `Durations`.
+    """
+    of = jax.vmap(lambda a, s: _asked(tables, a, s))(axes, storage)
+    count, num_s = len(axes), len(tables.sum_task)
+    if not num_s:
+        return of.found.slots, of.compute_s, jnp.zeros((count, 0, tables.links.num_levels))
+    every = conversion_cost(
+        of.source[:, -num_s:], of.wanted[:, -num_s:], tables.sum_bytes, tables.links, np.ones(num_s, np.float32),
+        shape=np.zeros((num_s, tables.tensor_shape.shape[1]), np.int32), pins=tables.space.offers_pins,
+    )  # fmt: skip
+    borders = jax.vmap(lambda inner: halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges).seconds)(of.inner)
+    return of.found.slots, of.compute_s, (every.seconds + borders) * tables.task_trips[tables.sum_task][:, None]
 
 
 def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts) -> Array:

@@ -21,9 +21,9 @@ from scipy.optimize import linprog
 from soapjax.costs.evaluate import Durations
 from soapjax.costs.tables import CostTables
 from soapjax.search.elimination import eliminate, factors_of, order_of
-from soapjax.search.optcnn import seeds
+from soapjax.search.optcnn import seeded_relaxation, seeds
 from soapjax.search.problem import PlanningProblem
-from soapjax.search.relaxation import Relaxation, relax
+from soapjax.search.relaxation import Relaxation, pruned, relax
 
 COMPLETE_CONFIGS = 400  # of an operator, up to which all of them are considered
 PRUNED_TO = 32
@@ -85,7 +85,10 @@ def lower_bound(problem: PlanningProblem, seconds: float = 30.0) -> Bound:
     space = problem.space
     most = max(float(np.prod(space.allowed[n].sum(axis=1, dtype=float))) for n in range(len(space.allowed)))
     complete = most <= COMPLETE_CONFIGS
-    relaxation = relax(problem, max_candidates=None) if complete else relax(problem, max_candidates=PRUNED_TO, seeds=seeds(problem))
+    if complete:
+        relaxation = relax(problem, max_candidates=None)
+    else:
+        relaxation = pruned(seeded_relaxation(problem), PRUNED_TO, seeds(problem))
     value, _ = bound_of(relaxation, deadline=deadline)
     return Bound(value, relaxation.num_candidates, relaxation.is_pruned)
 

@@ -20,9 +20,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
 from soapjax.search.bound import Bound, bound_of, lower_bound
-from soapjax.search.optcnn import MAX_CANDIDATES, conditional_costs, fitting, seeds, tied_solution
+from soapjax.search.optcnn import conditional_costs, fitting, seeded_relaxation, seeds, tied_solution
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
-from soapjax.search.relaxation import Pairwise, relax
+from soapjax.search.relaxation import Pairwise
 from soapjax.strategy.strategy import Strategy
 
 MAX_ENTRIES = 40_000  # of all y together
@@ -107,7 +107,7 @@ def ilp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResul
     begin = time.monotonic()
     seconds = DEFAULT_SECONDS if budget.seconds is None else budget.seconds
     begun = seeds(problem)
-    relaxation = relax(problem, max_candidates=MAX_CANDIDATES, seeds=begun)
+    relaxation = seeded_relaxation(problem)
     strategies: list[Strategy] = fitting(relaxation, lambda p: tied_solution(relaxation, p, begun))
     whole = relaxation.pairwise()
     start = relaxation.choice(whole, strategies[0])

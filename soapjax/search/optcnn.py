@@ -10,6 +10,7 @@ It starts where repeated operators are tied to one choice: that problem is much 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -122,6 +123,12 @@ def seeds(problem: PlanningProblem) -> list[Strategy]:
     return [Strategy(s.axes, np.where(space.owns_parameters, k, 0).astype(np.int8)) for s in plain for k in storages]
 
 
+@functools.lru_cache(maxsize=1)  # planners that are compared ask for the same one, after each other
+def seeded_relaxation(problem: PlanningProblem) -> Relaxation:
+    """The relaxation on the best candidates, those of the baselines among them."""
+    return relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem))
+
+
 def _divides(problem: PlanningProblem, strategy: Strategy) -> bool:
     """Whether every degree divides its dim; all operators at once."""
     space = problem.space
@@ -158,7 +165,7 @@ def fitting(relaxation: Relaxation, minimise: Callable[[Pairwise], Solution]) ->
 def additive_start(problem: PlanningProblem, relaxation: Relaxation | None = None) -> Strategy:
     """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found."""
     begun = seeds(problem)
-    relaxation = relax(problem, max_candidates=MAX_CANDIDATES, seeds=begun) if relaxation is None else relaxation
+    relaxation = seeded_relaxation(problem) if relaxation is None else relaxation
     evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun)))
     if not any(e.is_feasible for e in evaluations):
         evaluations += problem.evaluate(begun)
@@ -170,7 +177,7 @@ def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchRe
     begin = time.monotonic()
     deadline = begin + (budget.seconds if budget.seconds is not None else float("inf"))
     begun = seeds(problem)
-    relaxation = relax(problem, max_candidates=MAX_CANDIDATES, seeds=begun)
+    relaxation = seeded_relaxation(problem)
     exact: list[bool] = []
 
     def minimise(p: Pairwise) -> Solution:

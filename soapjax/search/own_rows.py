@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.conversion import Links, conversion_seconds
-from soapjax.costs.evaluate import evaluator
+from soapjax.costs.evaluate import own_costs
 from soapjax.costs.tables import CostTables
 from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.candidates import Candidates
@@ -19,6 +20,14 @@ from soapjax.strategy.layout import PARTIAL, REPLICATED
 
 _CHUNKS = (256, 8192)  # conversions per call: two sizes, each compiled once
 _BATCH = 64  # strategies per call
+
+
+def layout_names(layouts: np.ndarray) -> np.ndarray:
+    """One int64 per layout: int8 [..., A] -> [...]; A is 15 at most, and so are dims."""
+    out = np.zeros(layouts.shape[:-1], np.int64)
+    for a in range(layouts.shape[-1]):
+        out = out * 16 + (layouts[..., a].astype(np.int64) + 3)
+    return out
 
 
 class OwnRows:
@@ -31,14 +40,8 @@ class OwnRows:
         most = max(self.counts, default=1)
         axes = np.stack([c.axes[np.arange(most) % len(c.storage)] for c in candidates], axis=1)  # [K, N, A]
         storage = np.stack([c.storage[np.arange(most) % len(c.storage)] for c in candidates], axis=1)
-        evaluate = evaluator(tables)
-
-        def own(a, s):
-            costs = evaluate(a, s)
-            return costs.layouts.slots, costs.durations.compute_s, costs.durations.sum_s
-
         batch = min(_BATCH, most)
-        run = jax.jit(jax.vmap(own), compiler_options={"xla_backend_optimization_level": 0})
+        run = jax.jit(functools.partial(own_costs, tables))
         parts = []
         for k in range(0, most, batch):
             at = np.minimum(np.arange(k, k + batch), most - 1)
@@ -49,9 +52,7 @@ class OwnRows:
         self.slot_op = np.concatenate([tables.access_op, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
         self.convert = _converter(tables.links)
-        self.names = np.zeros(self.slots.shape[:2], np.int64)  # [K, slots]: one integer per layout
-        for column in range(self.slots.shape[2]):
-            self.names = self.names * 16 + (self.slots[:, :, column].astype(np.int64) + 3)
+        self.names = layout_names(self.slots)  # [K, slots]
 
     def restricted(self, candidates: list[Candidates], keep: list[np.ndarray]) -> OwnRows:
         """Only these candidates; the arrays are shared."""

@@ -193,9 +193,14 @@ def relax(problem: PlanningProblem, *, max_candidates: int | None = 64, seeds: l
     tables = problem.simulator.tables
     rows = OwnRows(tables, candidates)
     relaxation = Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows), _usage(problem, rows))
-    if max_candidates is not None and any(len(c.storage) > max_candidates for c in candidates):  # where not, nothing to do
-        relaxation = relaxation.restricted(_best_candidates(relaxation, max_candidates, seeds or []))
-    return relaxation
+    return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [])
+
+
+def pruned(relaxation: Relaxation, max_candidates: int, seeds: list[Strategy]) -> Relaxation:
+    """Only the best candidates, as `relax` says."""
+    if all(len(c.storage) <= max_candidates for c in relaxation.candidates):
+        return relaxation
+    return relaxation.restricted(_best_candidates(relaxation, max_candidates, seeds))
 
 
 def _best_candidates(relaxation: Relaxation, count: int, seeds: list[Strategy]) -> list[np.ndarray]:

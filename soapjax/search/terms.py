@@ -5,12 +5,13 @@ See relaxation.py for what they are and what they leave out.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.costs.tables import CostTables
-from soapjax.search.own_rows import OwnRows
+from soapjax.search.own_rows import OwnRows, layout_names
 from soapjax.search.sharing import sharing_of
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 
@@ -33,11 +34,29 @@ def home_layout(raw: np.ndarray, reader: np.ndarray, shape: np.ndarray, sizes: n
     num_axes = len(sizes)
     out_of_order = np.stack([(raw[..., a + 1 :] == reader[..., a : a + 1]).any(-1) for a in range(num_axes)], axis=-1)
     scattered = np.where((raw == PARTIAL) & (reader >= 0) & ~out_of_order, reader, raw)
-    fits = np.ones(raw.shape[:-1], bool)
+    fits = np.ones(scattered.shape[:-1], bool)
     for d, size in enumerate(shape):
         fits &= size % np.where(scattered == d, sizes, 1).prod(-1) == 0
     home = np.where(fits[..., None], scattered, raw)
     return np.where(home == PARTIAL, np.int8(REPLICATED), home)
+
+
+class Picked(NamedTuple):
+    """Layouts that occur, and which of them each of n combinations of candidates has."""
+
+    rows: np.ndarray  # int8 [D, A], distinct
+    of: np.ndarray  # int [n]
+
+
+def picked(rows: np.ndarray, of: np.ndarray) -> Picked:
+    distinct, index = distinct_layouts(rows)
+    return Picked(distinct, index[of])
+
+
+def distinct_layouts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct rows of layouts [n, A], and which one each row is."""
+    _, first, index = np.unique(layout_names(rows), return_index=True, return_inverse=True)
+    return rows[first], index
 
 
 def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
@@ -98,7 +117,7 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
                 sides[n != a].append(name)
         keys = [unique([ingredients[name][1].astype(np.int16) for name in side]) if side else None for side in sides]
         constants = tuple((name, x.tobytes()) for name, (n, x) in ingredients.items() if n < 0)
-        others = np.unique(first, axis=0) if third else first[:1]
+        others = distinct_layouts(first)[0] if third else first[:1]
         shape = tables.tensor_shape[t]
         signature = (
             kind, tuple(sides[0]), tuple(sides[1]), *((None if k is None else (k[0].shape, k[0].tobytes())) for k in keys),
@@ -108,31 +127,43 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
         if signature not in made:
             counts = [1 if k is None else len(k[0]) for k in keys]
             at = np.indices(counts).reshape(2, -1)
-            values = {}
-            for name, (n, x) in ingredients.items():
-                values[name] = np.broadcast_to(x[:1], (at.shape[1], x.shape[1]))
+            found = {name: (x[:1], np.zeros(at.shape[1], np.int64)) for name, (_, x) in ingredients.items()}
             for side, key, index_ in zip(sides, keys, at, strict=True):
                 start = 0
                 for name in side:
                     width = ingredients[name][1].shape[1]
-                    values[name] = key[0][index_, start : start + width]
+                    found[name] = (key[0][:, start : start + width], index_)
                     start += width
-            best = None
-            for other in others if third else [None]:
-                reader = np.broadcast_to(other, values["raw"].shape) if third else values.get("first", values["wanted"])
-                home = home_layout(values["raw"], reader, shape, sizes) if is_partial else values["raw"]
-                if target is None:
-                    found = rows.convert(values["raw"], np.where(values["raw"] == PARTIAL, home, values["raw"]), size, share, shape)
+            made_as, asked_for = picked(*found["raw"]), picked(*found["wanted"])
+            reader = Picked(others, np.zeros(at.shape[1], np.int64)) if third else picked(*found.get("first", found["wanted"]))
+            if is_partial:
+                homes = home_layout(made_as.rows[:, None], reader.rows[None], shape, sizes)  # [raw, reader, A]
+            else:
+                homes = np.repeat(made_as.rows[:, None], len(reader.rows), axis=1)
+            kept, home_of = distinct_layouts(homes.reshape(-1, homes.shape[2]))
+            home_of = home_of.reshape(homes.shape[:2])
+
+            def converted(source: np.ndarray, goal: np.ndarray) -> np.ndarray:
+                """Seconds [X, Y, L] from layouts [X, 1, A] to layouts [X, Y, A]."""
+                source = np.broadcast_to(source, goal.shape).reshape(-1, goal.shape[2])
+                return rows.convert(source, goal.reshape(source.shape), size, share, shape).reshape(*goal.shape[:2], -1)
+
+            if target is None:
+                raw = made_as.rows[:, None]
+                table = converted(raw, np.where(raw == PARTIAL, homes, raw))  # by raw and reader
+                best = table.min(axis=1)[made_as.of] if third else table[made_as.of, reader.of]
+            else:
+                home, wanted = kept[:, None], asked_for.rows[None]
+                goal = np.where(wanted == PARTIAL, np.int8(REPLICATED) if is_summand else home, wanted)
+                table = converted(home, np.where((home == PARTIAL) & (wanted == PARTIAL), home, goal))  # by home and wanted
+                if third:
+                    ways = {way.tobytes(): way for way in home_of.T}.values()  # R readers that differ: [raw]
+                    best = functools.reduce(np.minimum, (table[way] for way in ways))[made_as.of, asked_for.of]
                 else:
-                    wanted = values["wanted"]
-                    if is_summand:
-                        goal = np.where((wanted == PARTIAL) & (home != PARTIAL), np.int8(REPLICATED), wanted)
-                    else:
-                        goal = np.where(wanted == PARTIAL, home, wanted)
-                    found = rows.convert(home, goal, size, share, shape)
-                best = found if best is None else np.minimum(best, found)
+                    best = table[home_of[made_as.of, reader.of], asked_for.of]
             if sharing:
-                best = best * twins.charged(values["again"][:, 0], values["equal"].astype(bool), values["sharers"])[:, None]
+                again, equal, sharers = (x[of] for x, of in (found[name] for name in ("again", "equal", "sharers")))
+                best = best * twins.charged(again[:, 0], equal.astype(bool), sharers)[:, None]
             made[signature] = (best * times).astype(np.float32).reshape(*counts, -1)
         seconds = made[signature]
         if seconds.any():
