@@ -11,16 +11,19 @@ taken and those behind it thrown away. Draws are keyed by the step. Several chai
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
-First the best start and a random one *descend* in moves of whole groups, and are kicked out of where they end (descent.py): that
-needs only the full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains'
-programs are compiled after that, where the budget leaves time for it. Time is looked at between rounds only, so a run
-that time ended is replayed by its number of proposals.
+First the best start and a random one *descend* in moves of whole groups, and are kicked out of where they end (descent.py).
+Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. That needs only the
+full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains'
+programs are compiled after that; where the budget leaves no time for it, kicks and descents from random starts go on to
+its end. Time is looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its
+notes say that time decided what was judged.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +39,7 @@ from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, 
 from soapjax.search.descent import Assignments, Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
+from soapjax.search.optcnn import additive_start, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import numpy_rng, starts
 from soapjax.simulate.programs import Program
@@ -50,6 +54,7 @@ DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 MAX_DESCENT_ROUNDS = 600
 MAX_KICK_ROUNDS = 300
+ADDITIVE_UNTIL = 0.5  # of the budget's seconds: then the additive optimum is given up
 
 
 class Engine:
@@ -181,17 +186,18 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     begin = time.monotonic()
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
-    device, notes = jax.config.jax_default_device, ()
+    device, notes = jax.config.jax_default_device, []
     # A thread has a default device of its own.
     pool = ThreadPoolExecutor(2, initializer=lambda: jax.default_device(device).__enter__())
     try:
-        begun, stopped_by = _descended(rng_key, problem, begun, record, pool)
+        descents = Descents(rng_key, problem, record, pool)
+        begun, stopped_by = descents.run(begun, budget, notes)
         if stopped_by is None:
             engine = Engine(problem, begun[0].cost)
             needed_s = engine.compile_s()
             if budget.seconds is not None and record.elapsed + needed_s > budget.seconds:
-                stopped_by = "seconds"
-                notes = (f"no chain walked: compiling takes about {needed_s:.0f} s, more than was left",)
+                notes.append(f"no chain walked: compiling takes about {needed_s:.0f} s, more than was left; kicks went on instead")
+                stopped_by = descents.go_on(begun[0])
             else:
                 stopped_by = _walked(jax.random.split(rng_key, 3), engine, begun, record, pool)
     except KeyboardInterrupt:
@@ -200,34 +206,69 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         pool.shutdown(wait=True)
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
     history = tuple(record.history)
-    return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
+    return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, tuple(notes), candidates=tuple(good))
 
 
-def _descended(
-    key: Array, problem: PlanningProblem, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor
-) -> tuple[list[Evaluation], str | None]:
-    """The starts after the best and the worst (a random one) descended side by side, and kicks; and why to stop there."""
-    moves = Assignments(problem.space)
-    descents = [Descent(problem, e, numpy_rng(key, 1 + i), moves) for i, e in enumerate((begun[0], begun[-1]))]
-    _side_by_side(descents, MAX_DESCENT_ROUNDS, record, pool)
-    best = min((d.best for d in descents), key=lambda e: e.cost)
-    kicks = [Kicks(problem, best, numpy_rng(key, 3 + i), moves) for i in range(2)]
-    _side_by_side(kicks, MAX_KICK_ROUNDS, record, pool)
-    found = {e.strategy.key(): e for e in [d.best for d in (*descents, *kicks)] + begun}
-    return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), record.stopped_by(has_walked=False)
+class Descents:
+    """Descents and kicks of one search, two side by side."""
 
+    def __init__(self, key: Array, problem: PlanningProblem, record: Record, pool: ThreadPoolExecutor):
+        self.key, self.problem, self.record, self.pool = key, problem, record, pool
+        self.moves = Assignments(problem.space)
+        self.number = 0  # of generators
 
-def _side_by_side(members: Sequence[Descent | Kicks], most_rounds: int, record: Record, pool: ThreadPoolExecutor) -> None:
-    """Rounds of all that are not over, until none is left or the budget is spent."""
-    for _ in range(most_rounds):
-        active = [d for d in members if not d.is_over]
-        if record.stopped_by(has_walked=False) or not active:
-            break
-        limits = [min(BATCH, (record.left() + i) // len(active)) for i in range(len(active))]
-        record.done += sum(pool.map(lambda d, limit: d.round(limit), active, limits))
-        for d in active:
-            record.offer(d.best.strategy, d.best.cost)
-        record.tell()
+    def _rng(self) -> np.random.Generator:
+        self.number += 1
+        return numpy_rng(self.key, self.number)
+
+    def run(self, begun: list[Evaluation], budget: Budget, notes: list[str]) -> tuple[list[Evaluation], str | None]:
+        """All starts and what was found from some of them, best first; and why to stop there."""
+        problem = self.problem
+        if not budget.random_start and has_additive_start(problem):
+            try:
+                deadline = math.inf if budget.seconds is None else self.record.begin + ADDITIVE_UNTIL * budget.seconds
+                begun = problem.evaluate([additive_start(problem, deadline=deadline)]) + begun
+                begun = sorted(begun, key=lambda e: (not e.is_feasible, e.cost))
+                self.record.offer(begun[0].strategy, begun[0].cost)
+            except TimeoutError:
+                notes.append("the additive optimum was no start: it would have taken too long")
+        ends = self._descended([begun[0], begun[-1]])  # the worst is a random one
+        best = min(ends, key=lambda e: e.cost)
+        kicks = [self._kicks(best), self._kicks(best)]
+        self._side_by_side(kicks, MAX_KICK_ROUNDS)
+        found = {e.strategy.key(): e for e in ends + [k.best for k in kicks] + begun}
+        return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), self.record.stopped_by(has_walked=False)
+
+    def go_on(self, best: Evaluation) -> str:
+        """Kicks from the best beside descents from random starts, until the budget is spent; why it stopped."""
+        while not (stopped_by := self.record.stopped_by(has_walked=True)):
+            rng = self._rng()
+            (start,) = self.problem.evaluate([self.problem.space.random(rng)])
+            members = [self._kicks(best), Descent(self.problem, start, rng, self.moves)]
+            self._side_by_side(members, MAX_KICK_ROUNDS)
+            best = min(best, *(d.best for d in members), key=lambda e: e.cost)
+        return stopped_by
+
+    def _kicks(self, best: Evaluation) -> Kicks:
+        return Kicks(self.problem, best, self._rng(), self.moves)
+
+    def _descended(self, begun: list[Evaluation]) -> list[Evaluation]:
+        members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
+        self._side_by_side(members, MAX_DESCENT_ROUNDS)
+        return [d.best for d in members]
+
+    def _side_by_side(self, members: Sequence[Descent | Kicks], most_rounds: int) -> None:
+        """Rounds of all that are not over, until none is left or the budget is spent."""
+        record = self.record
+        for _ in range(most_rounds):
+            active = [d for d in members if not d.is_over]
+            if record.stopped_by(has_walked=False) or not active:
+                break
+            limits = [min(BATCH, (record.left() + i) // len(active)) for i in range(len(active))]
+            record.done += sum(self.pool.map(lambda d, limit: d.round(limit), active, limits))
+            for d in active:
+                record.offer(d.best.strategy, d.best.cost)
+            record.tell()
 
 
 def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:

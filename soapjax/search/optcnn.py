@@ -10,7 +10,7 @@ It starts where repeated operators are tied to one choice: that problem is much 
 
 from __future__ import annotations
 
-import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,11 +20,13 @@ from jax import Array
 
 from soapjax.search.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
+from soapjax.search.moves import choices_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.relaxation import Pairwise, Relaxation, relax
 from soapjax.strategy.strategy import Strategy
 
 MAX_CANDIDATES = 64
+MAX_CONFIGS = 2_000  # of an operator, for a start: the relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, half a minute)
 _STARTS = 4
 _TIED_ROUNDS, _ROUNDS = 20, 8  # of descent, each with other operators held fixed
 _MEMORY_STEPS = 6  # of the price of memory
@@ -123,10 +125,23 @@ def seeds(problem: PlanningProblem) -> list[Strategy]:
     return [Strategy(s.axes, np.where(space.owns_parameters, k, 0).astype(np.int8)) for s in plain for k in storages]
 
 
-@functools.lru_cache(maxsize=1)  # planners that are compared ask for the same one, after each other
-def seeded_relaxation(problem: PlanningProblem) -> Relaxation:
-    """The relaxation on the best candidates, those of the baselines among them."""
-    return relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem))
+class _Last(NamedTuple):
+    problem: PlanningProblem
+    relaxation: Relaxation
+
+
+_last: list[_Last] = []  # planners that are compared ask for the same one, after each other
+
+
+def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> Relaxation:
+    """The relaxation on the best candidates, those of the baselines among them.
+
+    Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
+    """
+    if not _last or _last[0].problem is not problem:
+        made = relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)
+        _last[:] = [_Last(problem, made)]
+    return _last[0].relaxation
 
 
 def _divides(problem: PlanningProblem, strategy: Strategy) -> bool:
@@ -162,10 +177,20 @@ def fitting(relaxation: Relaxation, minimise: Callable[[Pairwise], Solution]) ->
     return found
 
 
-def additive_start(problem: PlanningProblem, relaxation: Relaxation | None = None) -> Strategy:
-    """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found."""
+def has_additive_start(problem: PlanningProblem) -> bool:
+    """Whether the relaxation is quick to make, as starts have to be: no pins, and few configs of every operator."""
+    _, counts = choices_of(problem.space)
+    most = max((math.prod(row.tolist()) for row in counts), default=1)  # before degrees are checked
+    return not problem.space.offers_pins and most <= MAX_CONFIGS
+
+
+def additive_start(problem: PlanningProblem, *, deadline: float = math.inf) -> Strategy:
+    """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found.
+
+    Raises: TimeoutError where the relaxation was not done by `deadline`, of `time.monotonic`.
+    """
     begun = seeds(problem)
-    relaxation = seeded_relaxation(problem) if relaxation is None else relaxation
+    relaxation = seeded_relaxation(problem, deadline)
     evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun)))
     if not any(e.is_feasible for e in evaluations):
         evaluations += problem.evaluate(begun)

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,6 +15,7 @@ from soapjax.costs.evaluate import own_costs
 from soapjax.costs.tables import CostTables
 from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.candidates import Candidates
+from soapjax.simulate.programs import Program
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 
 _CHUNKS = (256, 8192)  # conversions per call: two sizes, each compiled once
@@ -41,7 +41,7 @@ class OwnRows:
         axes = np.stack([c.axes[np.arange(most) % len(c.storage)] for c in candidates], axis=1)  # [K, N, A]
         storage = np.stack([c.storage[np.arange(most) % len(c.storage)] for c in candidates], axis=1)
         batch = min(_BATCH, most)
-        run = jax.jit(functools.partial(own_costs, tables))
+        run = Program(functools.partial(own_costs, tables), is_urgent=True)
         parts = []
         for k in range(0, most, batch):
             at = np.minimum(np.arange(k, k + batch), most - 1)
@@ -84,10 +84,11 @@ class OwnRows:
 def _converter(links: Links) -> Callable[..., np.ndarray]:
     """(source [n, A], target [n, A], bytes, latency share, shape [R]) -> seconds [n, L]."""
 
-    @jax.jit
     def run(source: Array, target: Array, size: Array, share: Array, shape: Array) -> Array:
         shapes = jnp.broadcast_to(shape, (len(source), len(shape)))
         return conversion_seconds(source, target, jnp.full(len(source), size), links, share, shape=shapes)
+
+    programs = {chunk: Program(run, is_urgent=True) for chunk in _CHUNKS}
 
     def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
         out = np.zeros((len(source), links.num_levels), np.float32)
@@ -96,7 +97,7 @@ def _converter(links: Links) -> Callable[..., np.ndarray]:
         for k in range(0, len(moves), chunk):
             at = moves[k : k + chunk]
             padded = np.concatenate([at, np.zeros(chunk - len(at), at.dtype)])
-            found = run(source[padded], target[padded], np.float32(size_bytes), np.float32(share), shape)
+            found = programs[chunk](source[padded], target[padded], np.float32(size_bytes), np.float32(share), shape)
             out[at] = np.asarray(found)[: len(at)]
         return out
 

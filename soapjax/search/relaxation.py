@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -182,17 +183,21 @@ def _expanded(w: np.ndarray, seconds: np.ndarray, of_a: np.ndarray, of_b: np.nda
     return table if is_straight else np.ascontiguousarray(table.T)
 
 
-def relax(problem: PlanningProblem, *, max_candidates: int | None = 64, seeds: list[Strategy] | None = None) -> Relaxation:
+def relax(
+    problem: PlanningProblem, *, max_candidates: int | None = 64, seeds: list[Strategy] | None = None, deadline: float = math.inf
+) -> Relaxation:  # fmt: skip
     """The relaxation of `problem`.
 
     With `max_candidates`, about so many axis assignments per operator, with all storages: those of a `seeds` strategy, and the
     best by the least that the operator and its edges can cost with each (all its neighbours choosing in its favour, summed over
     operators that repeat each other). None keeps all.
+
+    Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
     """
     candidates, is_pruned = enumerate_candidates(problem.space, is_complete=max_candidates is None)
     tables = problem.simulator.tables
     rows = OwnRows(tables, candidates)
-    relaxation = Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows), _usage(problem, rows))
+    relaxation = Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows, deadline), _usage(problem, rows))
     return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [])
 
 

@@ -1,28 +1,17 @@
-"""Where chains begin: every baseline, the additive optimum, the replicated strategy, and random ones."""
+"""Where chains begin: every baseline, the replicated strategy, and random ones."""
 
 from __future__ import annotations
-
-import math
 
 import jax
 import numpy as np
 from jax import Array
 
 from soapjax.search.baselines import BASELINES, replicate_all
-from soapjax.search.moves import choices_of
-from soapjax.search.optcnn import additive_start
 from soapjax.search.placement import model_parallel
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.search.recurrent import expert_rnn
 
 NUM_RANDOM = 4
-MAX_CONFIGS = 2_000  # of an operator: the additive relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, and over a minute)
-
-
-def most_configs(problem: PlanningProblem) -> int:
-    """Of one operator, before degrees are checked."""
-    _, counts = choices_of(problem.space)
-    return max((math.prod(row.tolist()) for row in counts), default=1)
 
 
 def numpy_rng(rng_key: Array, number: int) -> np.random.Generator:
@@ -40,7 +29,5 @@ def starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Eva
         found += [replicate_all(problem), *random]
         if problem.space.offers_pins:
             found += [planner(rng_key, problem, Budget()).best.strategy for planner in (model_parallel, expert_rnn)]
-        elif most_configs(problem) <= MAX_CONFIGS:
-            found.append(additive_start(problem))
     unique = {s.key(): s for s in found}
     return sorted(problem.evaluate(list(unique.values())), key=lambda e: (not e.is_feasible, e.cost))

@@ -6,6 +6,8 @@ See relaxation.py for what they are and what they leave out.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +61,11 @@ def distinct_layouts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[first], index
 
 
-def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
+def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> list[Term]:
+    """All terms; equal tables are one array.
+
+    Raises: TimeoutError where they were not done by `deadline`, of `time.monotonic`.
+    """
     sizes = np.array(tables.links.axis_sizes)
     made: dict[object, np.ndarray] = {}
     distinct: dict[object, tuple[np.ndarray, np.ndarray]] = {}
@@ -125,6 +131,8 @@ def terms_of(tables: CostTables, rows: OwnRows) -> list[Term]:
             twins.crosses if sharing else (), is_summand,
         )  # fmt: skip
         if signature not in made:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the relaxation was not done in time")
             counts = [1 if k is None else len(k[0]) for k in keys]
             at = np.indices(counts).reshape(2, -1)
             found = {name: (x[:1], np.zeros(at.shape[1], np.int64)) for name, (_, x) in ingredients.items()}

@@ -155,10 +155,32 @@ def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch)
     assert step_problem.space.is_valid(first.best.strategy)
 
 
-def test_time_stops_the_same_sequence(step_problem):
+def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     """What a run ended by time found is what its number of proposals finds."""
+    monkeypatch.setattr(Engine, "compile_s", lambda self: 0.0)
     key = jax.random.key(2)
     timed = mcmc(key, step_problem, Budget(seconds=4.0))
     assert timed.stopped_by in ("seconds", "converged")
     replayed = mcmc(key, step_problem, Budget(num_proposals=timed.num_proposals))
     assert timed.best.strategy.key() == replayed.best.strategy.key()
+
+
+def test_kicks_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
+    """Time that chains cannot have is searched in all the same, for half of the budget at least (then nothing improves)."""
+    monkeypatch.setattr(Engine, "compile_s", lambda self: 99.0)
+    monkeypatch.setattr("soapjax.search.mcmc.MAX_DESCENT_ROUNDS", 2)
+    monkeypatch.setattr("soapjax.search.mcmc.MAX_KICK_ROUNDS", 2)
+    found = mcmc(jax.random.key(2), step_problem, Budget(seconds=4.0, random_start=True))
+    assert found.stopped_by in ("seconds", "converged") and found.search_s > 2.0
+    assert found.num_proposals > 2000 and "no chain walked" in found.notes[0]
+    assert found.best.cost <= mcmc(jax.random.key(2), step_problem, Budget(num_proposals=900, random_start=True)).best.cost
+
+
+def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
+    def late(problem, *, deadline):
+        assert deadline < float("inf")
+        raise TimeoutError
+
+    monkeypatch.setattr("soapjax.search.mcmc.additive_start", late)
+    found = mcmc(jax.random.key(2), step_problem, Budget(seconds=2.0))
+    assert "additive optimum" in found.notes[0] and found.best.is_feasible
