@@ -92,11 +92,13 @@ class GradientSums:
         return [resolved(out, one.spec, one.home, self.mesh) if is_total else out]
 
     def kept(self, eqn: FlatEqn, partial: set[str]) -> tuple[str, ...]:
-        """Over which of the axes in `partial` an equation's sums stay apart: none, where no summand comes from it."""
-        one = self._of_product.get(eqn.key)
-        if one is None or eqn.name in ("reduce_max", "reduce_min"):
+        """Over which of the axes in `partial` an equation's sums stay apart: all or, where no summand comes from it, none.
+
+        Some of them may be summed in the layout of all summands, which is that of the value after its relayouts: `summand` does.
+        """
+        if eqn.key not in self._of_product or eqn.name in ("reduce_max", "reduce_min"):
             return ()
-        return tuple(n for n in one.axes if n in partial)
+        return tuple(n for n in self.mesh.axis_names if n in partial)
 
     def made(self, result: Any, kept: tuple[str, ...], spec: Spec) -> Any:
         """What such an equation made, its `kept` sums in leading dims."""

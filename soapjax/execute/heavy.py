@@ -72,14 +72,14 @@ def combined(block: Any, partial: set[str], home_spec: Spec, mesh: Mesh, collect
 
     To be called within `shard_map`. `collective` combines over the other axes: a sum, by default.
     """
-    scattered = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
-    others = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in scattered})
-    for d, n in scattered:
-        block = _scattered(block, n, d)
+    split = [(d, n) for d, names in enumerate(home_spec) for n in names if n in partial]
+    others = tuple(n for n in mesh.axis_names if n in partial and n not in {a for _, a in split})
+    for d, n in split:
+        block = scattered(block, n, d)
     return (collective or jax.lax.psum)(block, others) if others else block
 
 
-def _scattered(block: Any, name: str, d: int) -> Any:
+def scattered(block: Any, name: str, d: int) -> Any:
     """A block summed over an axis, of which a device keeps its part of dim `d`."""
     if d == 0:
         return jax.lax.psum_scatter(block, name, tiled=True)

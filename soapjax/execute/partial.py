@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.heavy import combined, partition_spec
-from soapjax.execute.reshard import reshard
+from soapjax.execute.reshard import reshard, reshard_sums
 from soapjax.strategy.layout import Spec
 
 
@@ -42,11 +42,14 @@ def split_off(x: Any, axes: tuple[str, ...], spec: Spec, mesh: Mesh, source: Spe
 
     Args:
       x: an array, or a Partial over some of `axes`.
-      spec: layout of the value without the sums; none of `axes` is in it.
+      spec: layout of the value without the sums; none of `axes` is in it. Sums over other axes are summed up on the way to it.
       source: the layout that it comes in, where that is known: it then takes the way between the two that costs count.
     """
     partial = x if isinstance(x, Partial) else Partial(x, ())
-    if source is not None and source != spec:
+    if set(partial.axes) - set(axes):
+        kept = tuple(n for n in partial.axes if n in axes)
+        partial = Partial(reshard_sums(partial.blocks, partial.axes, kept, source, spec, mesh), kept)
+    elif source is not None and source != spec:
         sums = tuple((n,) for n in partial.axes)
         partial = Partial(reshard(partial.blocks, (*sums, *source), (*sums, *spec), mesh), partial.axes)
     elif set(axes) - set(partial.axes):

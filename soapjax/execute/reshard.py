@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.block_slice import block_slice_in_dim
-from soapjax.execute.heavy import partition_spec
-from soapjax.strategy.layout import Spec, layout_of, spec_of
+from soapjax.execute.heavy import partition_spec, scattered, with_leading
+from soapjax.strategy.layout import PARTIAL, REPLICATED, Spec, layout_of, spec_of
 from soapjax.strategy.resharding import Exchange, Gather, Order, Permute, Slice, Step, gathered_first, steps_of
 
 
@@ -40,6 +40,57 @@ def reshard(x: Any, source: Spec, target: Spec, mesh: Mesh) -> Any:
     return jax.shard_map(
         body, mesh=mesh, in_specs=partition_spec(source), out_specs=partition_spec(target), axis_names=set(names), check_vma=False
     )(x)
+
+
+def reshard_sums(x: Any, sums: tuple[str, ...], kept: tuple[str, ...], source: Spec, target: Spec, mesh: Mesh) -> Any:
+    """Sums over devices laid out anew, and those over axes that are not `kept` summed up: scattered where `target` has the axis.
+
+    `x` has a leading dim, split by it, for each axis of `sums`; the result for those of `kept`.
+    """
+    names, sizes = mesh.axis_names, tuple(mesh.shape.values())
+    leading = tuple((n,) for n in sums)
+    shape, rank = x.shape[len(sums) :], x.ndim - len(sums)
+    layouts = [layout_of(spec, names) for spec in (source, target)]
+    first = gathered_first(*layouts, shape, sizes)
+    if list(first) != list(layouts[0]):
+        half = spec_of(first, rank=rank, axis_names=names)
+        return reshard_sums(reshard(x, (*leading, *source), (*leading, *half), mesh), sums, kept, half, target, mesh)
+    before, after = list(layouts[0]), layouts[1]
+    for name in sums:
+        before[names.index(name)] = REPLICATED if name in kept else PARTIAL
+    steps = steps_of(before, after, sizes)
+    ways = tuple(n for a, n in enumerate(names) if before[a] == PARTIAL and after[a] < 0)
+
+    def body(block: Any) -> Any:
+        block = _entered(block.reshape(block.shape[len(sums) :]), before, after, names, sizes)
+        block = jax.lax.psum(block, ways) if ways else block
+        for step in steps:
+            block = block if isinstance(step, Slice) else _apply(step, block, names, sizes)
+        return with_leading(block, kept)
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=partition_spec((*leading, *source)), axis_names=set(names), check_vma=False,
+        out_specs=partition_spec((*((n,) for n in kept), *target)),
+    )(x)  # fmt: skip
+
+
+def _entered(x: Any, before: list[int], after: list[int], names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
+    """A device's part of what gets split: sliced first, then sums scattered, which are smaller so; axes in order in each dim."""
+    digits: list[int | None] = []  # of the dims of `shape`: an axis, or what is left of a dim
+    shape: list[int] = []
+    for d, n in enumerate(x.shape):
+        entering = [a for a in range(len(sizes)) if before[a] in (REPLICATED, PARTIAL) and after[a] == d]
+        digits += [*entering, None]
+        shape += [*(sizes[a] for a in entering), n // math.prod(sizes[a] for a in entering)]
+    local = tuple(n for n, a in zip(shape, digits, strict=True) if a is None)
+    x = x.reshape(shape)
+    for k, a in enumerate(digits):
+        if a is not None and before[a] == REPLICATED:
+            x = block_slice_in_dim(x, jax.lax.axis_index(names[a]), 1, k)
+    for k, a in enumerate(digits):
+        if a is not None and before[a] == PARTIAL:
+            x = scattered(x, names[a], k)
+    return x.reshape(local)
 
 
 def _apply(step: Step, x: Any, names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:

@@ -1,6 +1,7 @@
 """Conversions of layout: right values for every pair of layouts, and exactly the collectives that the cost model counts."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from soapjax.costs.conversion import Links, conversion_cost_plainly
 from soapjax.execute.collectives import collectives_of
 from soapjax.execute.heavy import partition_spec
-from soapjax.execute.reshard import permutation, reshard
+from soapjax.execute.reshard import permutation, reshard, reshard_sums
 from soapjax.strategy.layout import spec_of
 from soapjax.strategy.resharding import Exchange, Gather, Permute, rounds_of, steps_of
 
@@ -65,6 +66,43 @@ def test_pairs_of_more_dims(rank):
     rng = np.random.default_rng(rank)
     pairs = [tuple(tuple(map(int, rng.integers(-1, rank, 3))) for _ in range(2)) for _ in range(40)]
     check(pairs, jnp.arange(8.0**rank).reshape((8,) * rank))
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (2, 16)])
+def test_sums_on_the_way(shape):
+    """Summed over some axes and left apart over others: the right total, and the collectives that costs count for it."""
+    rng, m = np.random.default_rng(0), mesh()
+    cases = []
+    while len(cases) < 24:
+        source, target = (tuple(map(int, rng.choice([-2, -1, 0, 1], 3))) for _ in range(2))
+        # Whole values are not made partial here, and what is split is not either.
+        is_way = -2 in source and all(t != -2 or s == -2 for s, t in zip(source, target, strict=True)) and source != target
+        if is_way and all(n % 2 ** sum(a == d for a in layout) == 0 for layout in (source, target) for d, n in enumerate(shape)):
+            cases.append((source, target))
+    values = [rng.integers(-9, 9, (*(2 if s == -2 else 1 for s in source), *shape)) for source, _ in cases]
+
+    for (source, target), x in zip(cases, values, strict=True):
+        sums = tuple(n for n, s in zip(NAMES, source, strict=True) if s == -2)
+        kept = tuple(n for n, t in zip(NAMES, target, strict=True) if t == -2)
+        s, t = (spec_of(layout, rank=len(shape), axis_names=NAMES) for layout in (source, target))
+        blocks = jnp.asarray(x.reshape(*(2 for _ in sums), *shape), jnp.float32)
+        given = NamedSharding(m, partition_spec((*((n,) for n in sums), *s)))
+        run = jax.jit(lambda x, *ways: reshard_sums(x, *ways, m), static_argnums=(1, 2, 3, 4), in_shardings=given)
+        compiled = run.lower(blocks, sums, kept, s, t).compile()
+        y = compiled(jax.device_put(blocks, given))
+        lead = tuple(a for a in range(3) if source[a] == -2 and target[a] != -2)
+        wanted = x.sum(lead, keepdims=True).reshape(y.shape)
+        for shard in y.addressable_shards:
+            np.testing.assert_array_equal(shard.data, wanted[shard.index], err_msg=f"{source} to {target}")
+        fits = [n % 2 ** sum(d in pair for pair in zip(source, target, strict=True)) == 0 for d, n in enumerate(shape)]
+        if all(fits) and len(rounds_of(source, target)) <= 2:
+            summed = tuple(-1 if t == -2 else s for s, t in zip(source, target, strict=True))
+            goal = tuple(max(t, -1) for t in target)
+            _, predicted = conversion_cost_plainly(summed, goal, 4 * math.prod(shape), LINKS, shape=shape)
+            sent = {k: 0.0 for k, v in predicted.items() if v}
+            for c in collectives_of(compiled.as_text(), 8):
+                sent[c.kind] = sent.get(c.kind, 0.0) + c.step_bytes
+            assert {k: v for k, v in predicted.items() if v} == sent, f"{source} to {target}"
 
 
 def test_steps_by_hand():
