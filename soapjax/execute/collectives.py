@@ -12,10 +12,11 @@ all-reduce 2s(n-1)/n, collective-permute s. An instruction in a loop counts once
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from typing import NamedTuple
+
+import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 
@@ -71,7 +72,7 @@ def item_bytes(dtype: str) -> int:
 def collectives_of(text: str, num_devices: int) -> list[Collective]:
     """All collectives in HLO text that move something.
 
-    Raises: SoapjaxError naming collectives of a kind unknown here, whose bytes would be missing.
+    Raises: SoapjaxError naming collectives of a kind, or in groups, unknown here, whose bytes would be missing or wrong.
     """
     computations, entry = _computations(text)
     counts = _call_counts(computations, entry)
@@ -86,12 +87,16 @@ def collectives_of(text: str, num_devices: int) -> list[Collective]:
                 if _GROUPED.search(i.attributes) and not i.opcode.endswith("-done"):
                     unknown.append(f"{i.opcode} (%{i.name})")
                 continue
-            one = _collective(kind, i, shapes, num_devices, counts[name])
+            try:
+                one = _collective(kind, i, shapes, num_devices, counts[name])
+            except ValueError as e:
+                unknown.append(f"{i.opcode} (%{i.name}): {e}")
+                continue
             if one.sent_bytes:
                 found.append(one)
     if unknown:
         raise SoapjaxError(
-            Problem("compiled program", ", ".join(sorted(unknown)[:5]), f"collectives among {', '.join(KINDS)}",
+            Problem("compiled program", ", ".join(sorted(unknown)[:5]), f"collectives among {', '.join(KINDS)}, in groups of a known form",
                     "report it with the plan and the jaxlib version: the bytes of this program cannot be counted")
         )  # fmt: skip
     return found
@@ -113,20 +118,58 @@ def _collective(kind: str, i: _Instruction, shapes: dict[str, str], num_devices:
     return Collective(kind, local * factor, trips, group, task, op_name)
 
 
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+_ORDERED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXIS = re.compile(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?")
+
+
 def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """The first replica group: listed {{0,1},{2,3}}, as an iota [2,4]<=[2,2,2]T(1,0,2), or everyone {}."""
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        shape, dims, order = (tuple(int(x) for x in g.split(",")) if g else None for g in iota.groups())
-        order = order or tuple(range(len(dims)))
-        strides = [math.prod(dims[k + 1 :]) for k in range(len(dims))]
-        flat = (
-            sum(c * strides[k] for c, k in zip(coordinates, order, strict=True))
-            for coordinates in itertools.product(*(range(dims[k]) for k in order))
-        )
-        return tuple(itertools.islice(flat, shape[-1]))
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-    return tuple(int(x) for x in listed.group(1).split(",")) if listed else tuple(range(num_devices))
+    """The first replica group: listed {{0,1},{2,3}}, as an iota [2,4]<=[2,2,2]T(1,0,2), as axes of a mesh, or everyone {}.
+
+    A mesh is written mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'a'}; a part of an axis 'b':(1)2, of size 2 behind one of 1.
+
+    Raises: ValueError where they are written otherwise: to count on would be to guess.
+    """
+    if iota := _IOTA.search(attributes):
+        shape, dims, order = (_numbers(g) for g in iota.groups())
+        return tuple(np.arange(num_devices).reshape(dims).transpose(order or None).reshape(-1)[: shape[-1]].tolist())
+    if mesh := _MESH.search(attributes):
+        return _group_of_mesh(*mesh.groups(), num_devices)
+    listed = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\{\})", attributes)
+    if listed is None and "replica_groups=" in attributes:
+        written = attributes.split("replica_groups=")[1][:60]
+        raise ValueError(f"replica groups written as nothing known here: {written}")
+    return _numbers(listed.group(1)) if listed and listed.group(1) else tuple(range(num_devices))
+
+
+def _group_of_mesh(mesh: str, device_ids: str | None, names: str, num_devices: int) -> tuple[int, ...]:
+    axes = {name: int(size) for name, size in re.findall(r"['\"]([^'\"]+)['\"]=(\d+)", mesh)}
+    ids = np.arange(num_devices)
+    if device_ids and (ordered := _ORDERED.match(device_ids)):
+        dims, order = (_numbers(g) for g in ordered.groups())
+        ids = ids.reshape(dims).transpose(order or None)
+    elif device_ids:
+        ids = np.array(_numbers(device_ids))
+    wanted = [(name, int(before or 1), int(size or axes[name])) for name, before, size in _AXIS.findall(names)]
+    # Axes of which a part is wanted are split: what is before it, itself, and what is behind.
+    shape: list[int] = []
+    at: dict[tuple[str, int], int] = {}
+    for name, whole in axes.items():
+        done = 1
+        for _, before, size in sorted(w for w in wanted if w[0] == name):
+            shape += [before // done, size]
+            at[name, before] = len(shape) - 1
+            done = before * size
+        shape.append(whole // done)
+    chosen = [at[name, before] for name, before, _ in wanted]
+    others = [k for k in range(len(shape)) if k not in chosen]
+    group = ids.reshape(shape).transpose([*others, *chosen]).reshape(-1, math.prod(shape[k] for k in chosen))[0]
+    return tuple(group.tolist())
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split(",") if x) if text else ()
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:

@@ -72,9 +72,23 @@ def test_an_unknown_collective_is_an_error_that_names_it():
         collectives_of(text, 8)
 
 
+def test_groups_in_an_unknown_form_are_an_error():
+    """They are not taken for everyone, which would count bytes that are not sent."""
+    text = TEXT.replace("replica_groups={{0,1},{2,3}}", "replica_groups=ring<0,1>")
+    with pytest.raises(SoapjaxError, match=r"all-reduce \(%ar\): replica groups written as nothing known here: ring<0,1>"):
+        collectives_of(text, 8)
+
+
 def test_groups_and_shapes():
     assert replica_group("replica_groups=[4,2]<=[2,2,2]T(1,0,2)", 8) == (0, 1)
     assert replica_group("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", 8) == (0, 4)
+    assert replica_group("replica_groups={}, dimensions={0}", 3) == (0, 1, 2)
+    # Axes of a mesh, as the partitioner writes them since jaxlib 0.10, the devices in order or permuted.
+    assert replica_group("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, dimensions={0}", 8) == (0, 4)
+    assert replica_group("replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}, dimensions={0}", 8) == (0, 2)
+    assert replica_group("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", 4) == (3, 2)
+    assert replica_group("replica_groups=mesh['a'=2,'b'=8] {'b':(2)2,'a'}", 16) == (0, 8, 2, 10)
+    assert replica_group("replica_groups=mesh['a'=2,'b'=8] {'b':(1)2,'b':(4)2}", 16) == (0, 1, 4, 5)
     assert shape_bytes("(f32[2,3]{1,0}, bf16[4], pred[], s4[8])") == 24 + 8 + 1 + 8
 
 
