@@ -96,8 +96,11 @@ def collectives_of(text: str, num_devices: int) -> list[Collective]:
                 found.append(one)
     if unknown:
         raise SoapjaxError(
-            Problem("compiled program", ", ".join(sorted(unknown)[:5]), f"collectives among {', '.join(KINDS)}, in groups of a known form",
-                    "report it with the plan and the jaxlib version: the bytes of this program cannot be counted")
+            Problem(
+                "compiled program", ", ".join(sorted(unknown)[:5]),
+                f"collectives among {', '.join(KINDS)}, in groups of a known form",
+                "report it with the plan and the jaxlib version: the bytes of this program cannot be counted",
+            )
         )  # fmt: skip
     return found
 
