@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,40 @@ def distinct_layouts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distinct rows of layouts [n, A], and which one each row is."""
     _, first, index = np.unique(layout_names(rows), return_index=True, return_inverse=True)
     return rows[first], index
+
+
+def _converted(
+    rows: OwnRows, size: float, share: float, shape: np.ndarray, source: np.ndarray, goal: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """Seconds [X, Y, L] from layouts [X, 1, A] to layouts [X, Y, A]."""
+    source = np.broadcast_to(source, goal.shape).reshape(-1, goal.shape[2])
+    return rows.convert(source, goal.reshape(source.shape), size, share, shape).reshape(*goal.shape[:2], -1)
+
+
+def _least(
+    converted: Callable[[np.ndarray, np.ndarray], np.ndarray], raw: Picked, homes: np.ndarray, reader: np.ndarray | None,
+    wanted: Picked | None, *, is_summand: bool,
+) -> np.ndarray:  # fmt: skip
+    """Seconds [n, L] of a change of layout, each pair of layouts converted once.
+
+    Args:
+      homes: int8 [D, R, A], where a tensor made as `raw.rows[d]` is kept for the sake of reader r.
+      reader: int [n], which r it is; None takes the one that makes the change cheapest.
+      wanted: what it is converted to; None asks for its resolution, from `raw` to its home.
+    """
+    if wanted is None:
+        made = raw.rows[:, None]
+        table = converted(made, np.where(made == PARTIAL, homes, made))  # by raw and reader
+        return table.min(axis=1)[raw.of] if reader is None else table[raw.of, reader]
+    kept, home_of = distinct_layouts(homes.reshape(-1, homes.shape[2]))
+    home_of = home_of.reshape(homes.shape[:2])
+    home, target = kept[:, None], wanted.rows[None]
+    goal = np.where(target == PARTIAL, np.int8(REPLICATED) if is_summand else home, target)
+    table = converted(home, np.where((home == PARTIAL) & (target == PARTIAL), home, goal))  # by home and wanted
+    if reader is not None:
+        return table[home_of[raw.of, reader], wanted.of]
+    ways = {way.tobytes(): way for way in home_of.T}.values()  # of readers that differ: [D]
+    return functools.reduce(np.minimum, (table[way] for way in ways))[raw.of, wanted.of]
 
 
 def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> list[Term]:
@@ -143,32 +178,13 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
                     found[name] = (key[0][:, start : start + width], index_)
                     start += width
             made_as, asked_for = picked(*found["raw"]), picked(*found["wanted"])
-            reader = Picked(others, np.zeros(at.shape[1], np.int64)) if third else picked(*found.get("first", found["wanted"]))
             if is_partial:
-                homes = home_layout(made_as.rows[:, None], reader.rows[None], shape, sizes)  # [raw, reader, A]
+                readers, reader = (others, None) if third else picked(*found["first"])
+                homes = home_layout(made_as.rows[:, None], readers[None], shape, sizes)  # [raw, reader, A]
             else:
-                homes = np.repeat(made_as.rows[:, None], len(reader.rows), axis=1)
-            kept, home_of = distinct_layouts(homes.reshape(-1, homes.shape[2]))
-            home_of = home_of.reshape(homes.shape[:2])
-
-            def converted(source: np.ndarray, goal: np.ndarray) -> np.ndarray:
-                """Seconds [X, Y, L] from layouts [X, 1, A] to layouts [X, Y, A]."""
-                source = np.broadcast_to(source, goal.shape).reshape(-1, goal.shape[2])
-                return rows.convert(source, goal.reshape(source.shape), size, share, shape).reshape(*goal.shape[:2], -1)
-
-            if target is None:
-                raw = made_as.rows[:, None]
-                table = converted(raw, np.where(raw == PARTIAL, homes, raw))  # by raw and reader
-                best = table.min(axis=1)[made_as.of] if third else table[made_as.of, reader.of]
-            else:
-                home, wanted = kept[:, None], asked_for.rows[None]
-                goal = np.where(wanted == PARTIAL, np.int8(REPLICATED) if is_summand else home, wanted)
-                table = converted(home, np.where((home == PARTIAL) & (wanted == PARTIAL), home, goal))  # by home and wanted
-                if third:
-                    ways = {way.tobytes(): way for way in home_of.T}.values()  # R readers that differ: [raw]
-                    best = functools.reduce(np.minimum, (table[way] for way in ways))[made_as.of, asked_for.of]
-                else:
-                    best = table[home_of[made_as.of, reader.of], asked_for.of]
+                homes, reader = made_as.rows[:, None], np.zeros(at.shape[1], np.int64)
+            convert = functools.partial(_converted, rows, size, share, shape)
+            best = _least(convert, made_as, homes, reader, None if target is None else asked_for, is_summand=is_summand)
             if sharing:
                 again, equal, sharers = (x[of] for x, of in (found[name] for name in ("again", "equal", "sharers")))
                 best = best * twins.charged(again[:, 0], equal.astype(bool), sharers)[:, None]
