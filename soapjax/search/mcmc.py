@@ -39,7 +39,7 @@ from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, 
 from soapjax.search.descent import Assignments, Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
-from soapjax.search.optcnn import additive_start, has_additive_start
+from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import numpy_rng, starts
 from soapjax.simulate.programs import Program
@@ -54,7 +54,7 @@ DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 MAX_DESCENT_ROUNDS = 600
 MAX_KICK_ROUNDS = 300
-ADDITIVE_UNTIL = 0.5  # of the budget's seconds: then the additive optimum is given up
+ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
 
 class Engine:
@@ -223,12 +223,13 @@ class Descents:
 
     def run(self, begun: list[Evaluation], budget: Budget, notes: list[str]) -> tuple[list[Evaluation], str | None]:
         """All starts and what was found from some of them, best first; and why to stop there."""
-        problem = self.problem
+        problem, seconds = self.problem, math.inf if budget.seconds is None else budget.seconds
         if not budget.random_start and has_additive_start(problem):
             try:
-                deadline = math.inf if budget.seconds is None else self.record.begin + ADDITIVE_UNTIL * budget.seconds
-                begun = problem.evaluate([additive_start(problem, deadline=deadline)]) + begun
-                begun = sorted(begun, key=lambda e: (not e.is_feasible, e.cost))
+                if additive_start_s(problem) > ADDITIVE_WITHIN * seconds:
+                    raise TimeoutError
+                found = additive_start(problem, deadline=self.record.begin + ADDITIVE_UNTIL * seconds)
+                begun = sorted([*problem.evaluate([found]), *begun], key=lambda e: (not e.is_feasible, e.cost))
                 self.record.offer(begun[0].strategy, begun[0].cost)
             except TimeoutError:
                 notes.append("the additive optimum was no start: it would have taken too long")

@@ -184,6 +184,13 @@ def has_additive_start(problem: PlanningProblem) -> bool:
     return not problem.space.offers_pins and most <= MAX_CONFIGS
 
 
+def additive_start_s(problem: PlanningProblem) -> float:
+    """About how long it takes, on a machine of the speed that compiling the simulator showed."""
+    tables = problem.simulator.tables
+    terms = tables.num_tasks + len(tables.sum_task) + len(tables.edge_task) + int(tables.may_be_partial.sum())
+    return max(problem.simulator.compile_s, 1.5) * (1 + terms / 2500)
+
+
 def additive_start(problem: PlanningProblem, *, deadline: float = math.inf) -> Strategy:
     """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found.
 

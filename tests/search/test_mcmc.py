@@ -177,10 +177,16 @@ def test_kicks_go_on_where_chains_would_come_too_late(step_problem, monkeypatch)
 
 
 def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
+    asked = []
+
     def late(problem, *, deadline):
-        assert deadline < float("inf")
+        asked.append(deadline)
         raise TimeoutError
 
     monkeypatch.setattr("soapjax.search.mcmc.additive_start", late)
-    found = mcmc(jax.random.key(2), step_problem, Budget(seconds=2.0))
-    assert "additive optimum" in found.notes[0] and found.best.is_feasible
+    monkeypatch.setattr("soapjax.search.mcmc.additive_start_s", lambda problem: 0.5)
+    for seconds, is_tried in ((2.0, True), (1.0, False)):
+        found = mcmc(jax.random.key(2), step_problem, Budget(seconds=seconds))
+        assert "additive optimum" in found.notes[0] and found.best.is_feasible
+        assert len(asked) == is_tried and all(d < float("inf") for d in asked)
+        asked.clear()
