@@ -1,5 +1,7 @@
 """The additive relaxation against the cost model: what is pairwise is exact, and no weighted sum exceeds the true one."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -35,6 +37,13 @@ def drawn(relaxation, count, *, seed=0):
             storage.append(c.storage[k])
         out.append(Strategy(np.stack(axes), np.array(storage, np.int8)))
     return out
+
+
+def test_a_relaxation_that_comes_too_late_is_given_up():
+    problem = problem_of(*PROBLEMS[0])
+    with pytest.raises(TimeoutError):
+        relax(problem, deadline=time.monotonic() - 1)
+    assert relax(problem, max_candidates=4, deadline=time.monotonic() + 600).num_candidates > 0
 
 
 @pytest.mark.parametrize("model, topology", ODD_SIZED)
