@@ -34,8 +34,8 @@ from paper_tables import CASE_COLUMNS, Rows, guarded, note, parser_of, positive_
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text
+from soapjax.search.optcnn import has_additive_start
 from soapjax.search.problem import Budget, SearchResult
-from soapjax.search.starts import MAX_CONFIGS, most_configs
 
 GPUS = {4: "p100", 8: "p100", 16: "p100", 32: "k80", 64: "k80"}
 CLOCKS = {"wall": time.monotonic, "cpu": time.process_time}
@@ -101,7 +101,7 @@ def look_for_best(case: Case, options, rows: Rows, known: BestKnown) -> None:
 def look_for_best_additive(case: Case, options, rows: Rows, known: BestKnown) -> None:
     """OptCNN's plan too: another view, and quick where operators have no more configs than mcmc's own starts allow for."""
     problem = case.problem()
-    if most_configs(problem) > MAX_CONFIGS:
+    if not has_additive_start(problem):
         return
 
     def compute() -> dict:
