@@ -27,7 +27,7 @@ from soapjax.search.problem import Budget
 
 TOPOLOGIES = {"a100x64": ("a100", 64), "p100x16": ("p100", 16), "k80x64": ("k80", 64)}
 MODELS = (*PAPER_MODELS, "vgg", "gnmt", "bert", "transformer_lm", "moe", "unet")
-MCMC_PAPER = "mcmc_paper"  # the search in the space "paper", for those that are
+MCMC_PAPER = "mcmc_paper"  # the search, in the space of the planners that place operators
 IN_PAPER_SPACE = ("model_parallel", "expert_rnn", "reinforce", MCMC_PAPER)
 BOUND = "bound"
 ALL = (*PLANNERS, MCMC_PAPER, BOUND)
@@ -35,10 +35,9 @@ ALL = (*PLANNERS, MCMC_PAPER, BOUND)
 
 def arguments(argv=None):
     parser = parser_of(__doc__)
-    names = list(ALL)
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(MODELS), metavar="MODEL")
     parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
-    parser.add_argument("--planners", nargs="+", choices=names, default=names, metavar="PLANNER", help=", ".join(names))
+    parser.add_argument("--planners", nargs="+", choices=ALL, default=list(ALL), metavar="PLANNER", help=", ".join(ALL))
     parser.add_argument("--bound-seconds", type=positive_float, default=30.0)
     return parser.parse_args(argv)
 

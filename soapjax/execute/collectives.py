@@ -30,6 +30,11 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _MARK = re.compile(r"(?:^|/)sj(\d+)(?:/|$)")
 _GROUPED = re.compile(r"\b(replica_groups|source_target_pairs)=")
+# Replica groups: as an iota of devices, dims permuted; as axes of a mesh, or parts of them.
+_ORDERED = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=" + _ORDERED)
+_MESH = re.compile(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+_AXIS = re.compile(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?")
 # f8 types are one byte each; sub-byte types are stored in bytes of their own.
 _ITEM_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16, "token": 0, "opaque": 0}
 
@@ -121,12 +126,6 @@ def _collective(kind: str, i: _Instruction, shapes: dict[str, str], num_devices:
     return Collective(kind, local * factor, trips, group, task, op_name)
 
 
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
-_ORDERED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_AXIS = re.compile(r"['\"]([^'\"]+)['\"](?::\((\d+)\)(\d+))?")
-
-
 def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
     """The first replica group: listed {{0,1},{2,3}}, as an iota [2,4]<=[2,2,2]T(1,0,2), as axes of a mesh, or everyone {}.
 
@@ -135,8 +134,8 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
     Raises: ValueError where they are written otherwise: to count on would be to guess.
     """
     if iota := _IOTA.search(attributes):
-        shape, dims, order = (_numbers(g) for g in iota.groups())
-        return tuple(np.arange(num_devices).reshape(dims).transpose(order or None).reshape(-1)[: shape[-1]].tolist())
+        shape, dims, order = iota.groups()
+        return tuple(_iota(dims, order).reshape(-1)[: _numbers(shape)[-1]].tolist())
     if mesh := _MESH.search(attributes):
         return _group_of_mesh(*mesh.groups(), num_devices)
     listed = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\{\})", attributes)
@@ -148,12 +147,10 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
 
 def _group_of_mesh(mesh: str, device_ids: str | None, names: str, num_devices: int) -> tuple[int, ...]:
     axes = {name: int(size) for name, size in re.findall(r"['\"]([^'\"]+)['\"]=(\d+)", mesh)}
-    ids = np.arange(num_devices)
-    if device_ids and (ordered := _ORDERED.match(device_ids)):
-        dims, order = (_numbers(g) for g in ordered.groups())
-        ids = ids.reshape(dims).transpose(order or None)
-    elif device_ids:
-        ids = np.array(_numbers(device_ids))
+    if ordered := re.match(_ORDERED, device_ids or ""):
+        ids = _iota(*ordered.groups())
+    else:
+        ids = np.array(_numbers(device_ids) or range(num_devices))
     wanted = [(name, int(before or 1), int(size or axes[name])) for name, before, size in _AXIS.findall(names)]
     # Axes of which a part is wanted are split: what is before it, itself, and what is behind.
     shape: list[int] = []
@@ -169,6 +166,12 @@ def _group_of_mesh(mesh: str, device_ids: str | None, names: str, num_devices: i
     others = [k for k in range(len(shape)) if k not in chosen]
     group = ids.reshape(shape).transpose([*others, *chosen]).reshape(-1, math.prod(shape[k] for k in chosen))[0]
     return tuple(group.tolist())
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Devices 0, 1, ... as an array of `dims`, transposed."""
+    shape = _numbers(dims)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_numbers(order) or None)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -41,9 +41,10 @@ def split_off(x: Any, axes: tuple[str, ...], spec: Spec, mesh: Mesh, source: Spe
     """A whole or partial value as a sum over `axes`: itself in the first place of an axis that it has no sum over, else zeros.
 
     Args:
-      x: an array, or a Partial over some of `axes`.
+      x: an array, or a Partial.
       spec: layout of the value without the sums; none of `axes` is in it. Sums over other axes are summed up on the way to it.
-      source: the layout that it comes in, where that is known: it then takes the way between the two that costs count.
+      source: the layout that it comes in, where that is known, as it has to be of sums over other axes: it then takes the way
+        that costs count.
     """
     partial = x if isinstance(x, Partial) else Partial(x, ())
     if set(partial.axes) - set(axes):

@@ -82,10 +82,7 @@ def streams_of(tables: CostTables) -> Streams:
 def lower_bound(problem: PlanningProblem, seconds: float = 30.0) -> Bound:
     """The largest bound found within about `seconds`; of the whole space where operators have few configs."""
     deadline = time.monotonic() + seconds
-    space = problem.space
-    most = max(float(np.prod(space.allowed[n].sum(axis=1, dtype=float))) for n in range(len(space.allowed)))
-    complete = most <= COMPLETE_CONFIGS
-    if complete:
+    if problem.space.num_assignments.max(initial=1.0) <= COMPLETE_CONFIGS:
         relaxation = relax(problem, max_candidates=None)
     else:
         relaxation = pruned(seeded_relaxation(problem), PRUNED_TO, seeds(problem))

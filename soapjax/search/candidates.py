@@ -43,8 +43,7 @@ def enumerate_candidates(space: SearchSpace, *, is_complete: bool = False) -> tu
 def _axes(space: SearchSpace, n: int, is_complete: bool) -> tuple[np.ndarray, bool]:
     """Valid axis assignments [K, A] of operator `n`, built axis by axis, and whether some were left out."""
     mesh = space.mesh
-    count = np.prod([float(space.allowed[n, a].sum()) for a in range(space.num_axes)])
-    in_order = not is_complete and count > MANY
+    in_order = not is_complete and space.num_assignments[n] > MANY
     rank = np.zeros(space.allowed.shape[2], np.int64)
     rank[0] = 99
     for k, d in enumerate(space.graph.operators[n].dims):

@@ -82,7 +82,7 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
 
 def _check(problem: PlanningProblem) -> None:
     space = problem.space
-    most = max((float(np.prod(a.sum(axis=1, dtype=float))) for a in space.allowed), default=1.0)
+    most = float(space.num_assignments.max(initial=1.0))
     if most > MAX_CONFIGS or problem.graph.num_operators > MAX_OPERATORS:
         found = f"{problem.graph.num_operators} operators of up to {most:.0f} configs"
         expected, remedy = f"at most {MAX_OPERATORS} of {MAX_CONFIGS}", "use planner mcmc, optcnn or ilp here"

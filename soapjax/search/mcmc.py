@@ -23,6 +23,7 @@ FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -146,6 +147,7 @@ class Record:
         self.lowest_s = first.cost
         self.candidates = [first.strategy]
         self.history = [(0, self.elapsed, first.step_time_s)]
+        self.notes: list[str] = []
 
     @property
     def elapsed(self) -> float:
@@ -186,17 +188,18 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     begin = time.monotonic()
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
-    device, notes = jax.config.jax_default_device, []
+    device = jax.config.jax_default_device
     # A thread has a default device of its own.
     pool = ThreadPoolExecutor(2, initializer=lambda: jax.default_device(device).__enter__())
     try:
         descents = Descents(rng_key, problem, record, pool)
-        begun, stopped_by = descents.run(begun, budget, notes)
+        begun, stopped_by = descents.run(begun)
         if stopped_by is None:
             engine = Engine(problem, begun[0].cost)
             needed_s = engine.compile_s()
             if budget.seconds is not None and record.elapsed + needed_s > budget.seconds:
-                notes.append(f"no chain walked: compiling takes about {needed_s:.0f} s, more than was left; kicks went on instead")
+                took = f"compiling takes about {needed_s:.0f} s, more than was left"
+                record.notes.append(f"no chain walked: {took}; kicks went on instead")
                 stopped_by = descents.go_on(begun[0])
             else:
                 stopped_by = _walked(jax.random.split(rng_key, 3), engine, begun, record, pool)
@@ -205,8 +208,8 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     finally:
         pool.shutdown(wait=True)
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
-    history = tuple(record.history)
-    return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, tuple(notes), candidates=tuple(good))
+    history, notes = tuple(record.history), tuple(record.notes)
+    return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
 
 
 class Descents:
@@ -221,18 +224,10 @@ class Descents:
         self.number += 1
         return numpy_rng(self.key, self.number)
 
-    def run(self, begun: list[Evaluation], budget: Budget, notes: list[str]) -> tuple[list[Evaluation], str | None]:
+    def run(self, begun: list[Evaluation]) -> tuple[list[Evaluation], str | None]:
         """All starts and what was found from some of them, best first; and why to stop there."""
-        problem, seconds = self.problem, math.inf if budget.seconds is None else budget.seconds
-        if not budget.random_start and has_additive_start(problem):
-            try:
-                if additive_start_s(problem) > ADDITIVE_WITHIN * seconds:
-                    raise TimeoutError
-                found = additive_start(problem, deadline=self.record.begin + ADDITIVE_UNTIL * seconds)
-                begun = sorted([*problem.evaluate([found]), *begun], key=lambda e: (not e.is_feasible, e.cost))
-                self.record.offer(begun[0].strategy, begun[0].cost)
-            except TimeoutError:
-                notes.append("the additive optimum was no start: it would have taken too long")
+        begun = sorted([*self._additive(), *begun], key=lambda e: (not e.is_feasible, e.cost))
+        self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], begun[-1]])  # the worst is a random one
         best = min(ends, key=lambda e: e.cost)
         kicks = [self._kicks(best), self._kicks(best)]
@@ -249,6 +244,18 @@ class Descents:
             self._side_by_side(members, MAX_KICK_ROUNDS)
             best = min(best, *(d.best for d in members), key=lambda e: e.cost)
         return stopped_by
+
+    def _additive(self) -> list[Evaluation]:
+        """The additive optimum, where it can be had; a note says where it would take too long."""
+        budget, problem = self.record.budget, self.problem
+        if budget.random_start or not has_additive_start(problem):
+            return []
+        seconds = math.inf if budget.seconds is None else budget.seconds
+        if additive_start_s(problem) <= ADDITIVE_WITHIN * seconds:
+            with contextlib.suppress(TimeoutError):
+                return problem.evaluate([additive_start(problem, deadline=self.record.begin + ADDITIVE_UNTIL * seconds)])
+        self.record.notes.append("the additive optimum was no start: it would have taken too long")
+        return []
 
     def _kicks(self, best: Evaluation) -> Kicks:
         return Kicks(self.problem, best, self._rng(), self.moves)

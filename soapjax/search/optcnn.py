@@ -20,7 +20,6 @@ from jax import Array
 
 from soapjax.search.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
-from soapjax.search.moves import choices_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.relaxation import Pairwise, Relaxation, relax
 from soapjax.strategy.strategy import Strategy
@@ -125,12 +124,7 @@ def seeds(problem: PlanningProblem) -> list[Strategy]:
     return [Strategy(s.axes, np.where(space.owns_parameters, k, 0).astype(np.int8)) for s in plain for k in storages]
 
 
-class _Last(NamedTuple):
-    problem: PlanningProblem
-    relaxation: Relaxation
-
-
-_last: list[_Last] = []  # planners that are compared ask for the same one, after each other
+_last: list[Relaxation] = []  # planners that are compared ask for the same one, after each other
 
 
 def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> Relaxation:
@@ -139,9 +133,8 @@ def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> R
     Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
     """
     if not _last or _last[0].problem is not problem:
-        made = relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)
-        _last[:] = [_Last(problem, made)]
-    return _last[0].relaxation
+        _last[:] = [relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)]
+    return _last[0]
 
 
 def _divides(problem: PlanningProblem, strategy: Strategy) -> bool:
@@ -179,9 +172,7 @@ def fitting(relaxation: Relaxation, minimise: Callable[[Pairwise], Solution]) ->
 
 def has_additive_start(problem: PlanningProblem) -> bool:
     """Whether the relaxation is quick to make, as starts have to be: no pins, and few configs of every operator."""
-    _, counts = choices_of(problem.space)
-    most = max((math.prod(row.tolist()) for row in counts), default=1)  # before degrees are checked
-    return not problem.space.offers_pins and most <= MAX_CONFIGS
+    return not problem.space.offers_pins and bool(problem.space.num_assignments.max(initial=1.0) <= MAX_CONFIGS)
 
 
 def additive_start_s(problem: PlanningProblem) -> float:

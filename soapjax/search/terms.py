@@ -88,8 +88,9 @@ def _least(
     kept, home_of = distinct_layouts(homes.reshape(-1, homes.shape[2]))
     home_of = home_of.reshape(homes.shape[:2])
     home, target = kept[:, None], wanted.rows[None]
-    goal = np.where(target == PARTIAL, np.int8(REPLICATED) if is_summand else home, target)
-    table = converted(home, np.where((home == PARTIAL) & (target == PARTIAL), home, goal))  # by home and wanted
+    # What stays a partial sum is no change; a whole summand is masked.
+    unchanged = np.where(home == PARTIAL, home, np.int8(REPLICATED)) if is_summand else home
+    table = converted(home, np.where(target == PARTIAL, unchanged, target))  # by home and wanted
     if reader is not None:
         return table[home_of[raw.of, reader], wanted.of]
     ways = {way.tobytes(): way for way in home_of.T}.values()  # of readers that differ: [D]

@@ -56,6 +56,11 @@ class SearchSpace:
     def num_axes(self) -> int:
         return len(self.mesh.axis_names)
 
+    @property
+    def num_assignments(self) -> np.ndarray:
+        """float64 [N]: axis assignments of each operator, before degrees are checked; without pins and storage."""
+        return self.allowed.sum(axis=2, dtype=float).prod(axis=1)
+
     def is_valid(self, strategy: Strategy) -> bool:
         return not self.violations(strategy)
 

@@ -192,7 +192,6 @@ def test_what_depends_on_one_operator_is_the_evaluators(model, topology):
     np.testing.assert_allclose(sum_s, expected.durations.sum_s, rtol=1e-6)
 
 
-
 @names
 def test_the_listed_sends_add_up_to_the_bytes_by_collective(model, topology):
     c = case(model, topology)
