@@ -1,40 +1,28 @@
-"""Where chains begin, made good before they walk: descent in moves of many operators at once.
+"""Where chains begin, made good before they walk: descents in moves of many operators at once (assignments.py).
 
-Repeated operators (forty time steps of a recurrent layer, the blocks of a residual net) are best off alike, and a
-chain that moves one of them at a time crosses a ridge for every one. So the descent draws moves that *assign*:
-
-* together: some axes of one operator, in all members of its group; and their storage;
-* carried: a dim on an axis, in all operators to which tensors carry that dim, in one layer or in all that repeat it, in the
-  whole graph or in a stretch of it;
-* ranked: on an axis, dims in random order of rank, and every operator takes the first that it has: whole layers go over
-  from one dim to a chain of others, as from the batch to Megatron's columns and rows;
-* alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
-* stored: one storage, in a group or in the whole graph.
-
-A round takes a batch of strategies that were not judged before, half from such draws and half from a *sweep*: every value on
+A round takes a batch of strategies that were not judged before, half from random draws and half from a *sweep*: every value on
 every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
-the best if it is better; what else was better is tried on top of it in the next round. Where a whole sweep has not helped, *kicks*
-follow: a few moves at once from the best, whatever they cost, and a short descent from there, kept where it ends lower
-(iterated local search, Lourenço, Martin and Stützle 2003). These moves have no reverse, so they only make starts: no Markov
-chain is asked to balance them.
+the best if it is better; what else was better is tried on top of it in the next round.
+
+Where a whole sweep has not helped, *kicks* follow (iterated local search, Lourenço, Martin and Stützle 2003). Small ones: a few
+moves at once from the best, whatever they cost, and a short descent from there. Large ones: some axes are ranked anew in the whole
+graph, and a whole descent follows; what keeps a descent from the best is most often how many axes split the batch, how many the
+width, and no move of one axis gets from one to the other. What ends lower is kept.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from soapjax.search.moves import choices_of, dim_flows
+from soapjax.search.assignments import Assignments
 from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.simulate.simulator import BATCH
-from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 
-WEIGHTS = (0.35, 0.25, 0.15, 0.1, 0.15)  # of together, carried, ranked, alike, stored
-MAX_AXES = 3  # that one move of a group changes
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
-KICKED_MOVES = (2, 5)  # of one kick, at least and at most
-KICKED_PATIENCE = 6  # of the descent after a kick
-MAX_FAILED = 10  # kicks in a row without an improvement
+KICKED_MOVES = (2, 5)  # of one small kick, at least and at most
+KICKED_PATIENCE = 6  # of the descent after a small kick
+MOST_RERANKED = 5  # a large kick takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
 _MOST_MERGED = 6  # improvements that are tried together
 _TRIES = 40  # draws for a strategy that was not judged before
 
@@ -96,32 +84,46 @@ class Descent:
 
 
 class Kicks:
-    """Kicks and short descents from `start` and what they find; what it judges depends on both and `rng` alone."""
+    """Kicks from the best known, `start` at first, and descents from there; what it judges depends on that and `rng` alone."""
 
-    def __init__(self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments):
-        self.problem, self.best, self.rng, self.moves = problem, start, rng, moves
+    def __init__(
+        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, *, are_large: bool = False
+    ):  # fmt: skip
+        self.problem, self.best, self.rng, self.moves, self.are_large = problem, start, rng, moves, are_large
         self.descent: Descent | None = None
-        self.failed = 0
-        self.is_over = False
+        self.failed = 0  # kicks in a row without an improvement
+
+    def offer(self, best: Evaluation) -> None:
+        """The next kick is from `best` if that is better."""
+        if best.cost < self.best.cost:
+            self.best, self.failed = best, 0
 
     def round(self, limit: int = BATCH) -> int:
         """One round of the descent after a kick, or the kick itself; the number of strategies judged, `limit` at most."""
         if limit < 1:
             return 0
         if self.descent is None:
-            kicked = [self.best.strategy]
-            for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
-                kicked = self.moves.draw(self.rng, kicked)
-            (start,) = self.problem.evaluate(kicked)
-            self.descent = Descent(self.problem, start, self.rng, self.moves, patience=KICKED_PATIENCE, sweeps=False)
-            return 1
+            kicked = self._reranked(limit) if self.are_large else self._moved()
+            start = min(self.problem.evaluate(kicked), key=lambda e: e.cost)
+            patience = PATIENCE if self.are_large else KICKED_PATIENCE
+            self.descent = Descent(self.problem, start, self.rng, self.moves, patience=patience, sweeps=self.are_large)
+            return len(kicked)
         judged = self.descent.round(limit)
         if self.descent.is_over:
-            is_better = self.descent.best.cost < self.best.cost
-            self.failed = 0 if is_better else self.failed + 1
-            self.best = self.descent.best if is_better else self.best
-            self.descent, self.is_over = None, self.failed >= MAX_FAILED
+            self.failed += 1
+            self.offer(self.descent.best)
+            self.descent = None
         return judged
+
+    def _moved(self) -> list[Strategy]:
+        kicked = [self.best.strategy]
+        for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
+            kicked = self.moves.draw(self.rng, kicked)
+        return kicked
+
+    def _reranked(self, limit: int) -> list[Strategy]:
+        count = min(2 ** self.rng.integers(0, MOST_RERANKED + 1), limit, BATCH)
+        return self.moves.reranked(self.rng, self.best.strategy, count)
 
 
 def _overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:
@@ -132,172 +134,3 @@ def _overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:
         axes = np.where(other.axes != before.axes, other.axes, last.axes)
         out.append(Strategy(axes, np.where(other.storage != before.storage, other.storage, last.storage)))
     return out[1:]
-
-
-def look_alikes(space: SearchSpace) -> np.ndarray:
-    """int32 [N]: a number for each set of operators with the same dims and choices.
-
-    Wider than the groups of repeated operators: the ends of a chain of time steps have other neighbours, and so are
-    groups of their own, but they use the same parameter and want the same split.
-    """
-    ids: dict[object, int] = {}
-    keys = (
-        (tuple((d.size, d.kind, d.is_reduced) for d in op.dims), space.allowed[n].tobytes(), space.divisors[n].tobytes())
-        for n, op in enumerate(space.graph.operators)
-    )
-    return np.array([ids.setdefault(key, len(ids)) for key in keys], np.int32)
-
-
-class Assignments:
-    """Draws of the moves above on one space, one in each of B strategies side by side."""
-
-    def __init__(self, space: SearchSpace):
-        self.space = space
-        self.values, self.counts = choices_of(space)
-        num_ops, num_axes = self.counts.shape
-        is_choice = np.arange(self.values.shape[2]) < self.counts[..., None]
-        self.lowest = int(self.values.min())
-        self.offers = np.zeros((num_ops, num_axes, int(self.values.max()) - self.lowest + 1), bool)  # by value - lowest
-        n, a, v = np.nonzero(is_choice)
-        self.offers[n, a, self.values[n, a, v] - self.lowest] = True
-        # Every set is as likely as any other: what repeats often is one choice.
-        free = (self.counts > 1).any(axis=1) | space.owns_parameters
-        self.groups, alike = np.array([o.group for o in space.graph.operators]), look_alikes(space)
-        movable = [free & (of == k) for of in (self.groups, alike) for k in np.unique(of[free])]
-        self.movable = np.array(movable, bool).reshape(-1, num_ops)
-        self.owning = np.flatnonzero((self.movable & space.owns_parameters).any(axis=1))  # of those
-        self.flows = dim_flows(space)
-        self.sizes = np.array(space.mesh.axis_sizes)
-        moves = (self._together, self._carried, self._ranked, self._alike, self._stored)
-        weights = np.array(WEIGHTS) * [True, True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
-        self.moves, self.weights = moves, weights / weights.sum()
-        offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
-        self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
-        self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
-
-    @property
-    def num_single(self) -> int:
-        """How many moves assign one value on one axis, or one storage, to one set of operators."""
-        return len(self.values_of_sets) + len(self.storages_of_sets)
-
-    def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
-        """`strategy` after each of these moves, numbers below `num_single`."""
-        before = np.broadcast_to(strategy.axes, (len(which), *strategy.axes.shape))
-        axes, storage = before.copy(), np.repeat(strategy.storage[None], len(which), axis=0)
-        is_value = which < len(self.values_of_sets)
-        at = np.flatnonzero(is_value)
-        g, a, value = self.values_of_sets[which[at]].T
-        takes = self.movable[g] & self.offers[:, a, value].T
-        axes[at, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[at, :, a])
-        at = np.flatnonzero(~is_value)
-        g, k = self.storages_of_sets[which[at] - len(self.values_of_sets)].T
-        storage[at] = np.where(self.movable[self.owning[g]], k[:, None], storage[at])
-        return self._divided(before, axes, storage)
-
-    def draw(self, rng: np.random.Generator, strategies: list[Strategy]) -> list[Strategy]:
-        """A move from each; operators whose degrees would not divide stay as they are."""
-        if not strategies:
-            return []
-        before = np.stack([s.axes for s in strategies])
-        axes, storage = before.copy(), np.stack([s.storage for s in strategies])
-        kinds = rng.choice(len(self.moves), size=len(strategies), p=self.weights)
-        for k, move in enumerate(self.moves):
-            at = np.flatnonzero(kinds == k)
-            if len(at):
-                axes[at], storage[at] = move(rng, axes[at], storage[at])
-        return self._divided(before, axes, storage)
-
-    def _divided(self, before: np.ndarray, axes: np.ndarray, storage: np.ndarray) -> list[Strategy]:
-        """The strategies [B, N, A] and [B, N]; operators whose degrees do not divide are as they were `before`."""
-        lane, n = np.nonzero((axes != before).any(axis=2))
-        changed = axes[lane, n]
-        split = np.ones((len(n), self.space.divisors.shape[1]), np.int64)
-        for a, size in enumerate(self.sizes):
-            at = np.flatnonzero(changed[:, a] >= 0)
-            split[at, changed[at, a]] *= size
-        wrong = (self.space.divisors[n] % split != 0).any(axis=1)
-        axes[lane[wrong], n[wrong]] = before[lane[wrong], n[wrong]]
-        return [Strategy(*one) for one in zip(axes, storage, strict=True)]
-
-    def _some_of(self, rng: np.random.Generator, members: np.ndarray) -> np.ndarray:
-        """int [B]: one of each set, bool [B, N]."""
-        return np.where(members, rng.random(members.shape), -1.0).argmax(axis=1)
-
-    def _stretch(self, rng: np.random.Generator, n: np.ndarray) -> np.ndarray:
-        """bool [B, N]: consecutive operators around `n` [B], few to many; half of the time all there are."""
-        count, num_ops = len(n), len(self.groups)
-        before, after = num_ops ** rng.random((2, count)) * np.where(rng.random(count) < 0.5, 1, num_ops)
-        ahead = np.arange(num_ops) - n[:, None]
-        return (ahead > -before[:, None]) & (ahead < after[:, None])
-
-    def _may_take(self, a: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """bool [B, N]: which operators offer `values` [B, N] on axes `a` [B]."""
-        return self.offers[np.arange(values.shape[1]), a[:, None], values - self.lowest]
-
-    def _chosen(self, rng: np.random.Generator, n: np.ndarray, a: np.ndarray) -> np.ndarray:
-        """A value of operators `n` on axes `a`, of the same shape."""
-        return self.values[n, a, rng.integers(self.counts[n, a])]
-
-    def _together(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count, num_axes = len(axes), len(self.sizes)
-        lanes = np.arange(count)
-        members = self.movable[rng.integers(len(self.movable), size=count)]
-        model = self._some_of(rng, members)
-        # All that the group's model has, with new values on some axes: members that had drifted apart come together.
-        order = rng.random((count, num_axes)).argsort(axis=1)
-        is_new = order < rng.integers(1, MAX_AXES + 1, size=count)[:, None]
-        drawn = self._chosen(rng, model[:, None], np.arange(num_axes)[None])
-        rows = np.where(is_new, drawn, axes[lanes, model])
-        for a in range(num_axes):
-            values = np.broadcast_to(rows[:, a, None], members.shape)
-            takes = members & self._may_take(np.full(count, a), values)
-            axes[:, :, a] = np.where(takes, values, axes[:, :, a])
-        too = members & (rng.random(count) < 0.3)[:, None]
-        return axes, np.where(too, storage[lanes, model][:, None], storage)
-
-    def _carried(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count = len(axes)
-        n = self._some_of(rng, self.movable[rng.integers(len(self.movable), size=count)])
-        a = rng.integers(len(self.sizes), size=count)
-        value = np.maximum(self._chosen(rng, n, a), -1)
-        is_tied = rng.random(count) < 0.7
-        in_group = (value < 0) & (rng.random(count) < 0.5)
-        stretch = self._stretch(rng, n)
-        for flow, here in zip(self.flows, (~is_tied, is_tied), strict=True):
-            at = np.flatnonzero(here)
-            has = flow == flow[n[at], value[at] + 1][:, None, None]  # [b, N, D + 1]
-            members = stretch[at] & has.any(axis=2) & (~in_group[at, None] | (self.groups == self.groups[n[at], None]))
-            dims = (has.argmax(axis=2) - 1).astype(np.int8)
-            now = axes[at, :, a[at]]
-            axes[at, :, a[at]] = np.where(members & self._may_take(a[at], dims), dims, now)
-        return axes, storage
-
-    def _ranked(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count, num_ops = axes.shape[:2]
-        stretch = self._stretch(rng, rng.integers(num_ops, size=count))
-        a = rng.integers(len(self.sizes), size=count)
-        flow = self.flows[1]  # -1 where an operator has no such dim: never offered
-        rank = rng.random((count, flow.max() + 1))
-        offered = self.offers[:, a, -1 - self.lowest :].transpose(1, 0, 2)  # [B, N, D + 1], no pins
-        width = offered.shape[2]
-        best = np.where(offered, rank[:, flow[:, :width]], -1.0)
-        dims = (best.argmax(axis=2) - 1).astype(np.int8)
-        axes[np.arange(count), :, a] = np.where(stretch & offered.any(axis=2), dims, axes[np.arange(count), :, a])
-        return axes, storage
-
-    def _alike(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count, num_axes = len(axes), len(self.sizes)
-        lanes, a = np.arange(count), rng.integers(num_axes, size=count)
-        b = (a + rng.integers(1, num_axes, size=count)) % num_axes
-        members = self.movable[rng.integers(len(self.movable), size=count)]
-        stretch = self._stretch(rng, rng.integers(members.shape[1], size=count))
-        members = np.where((rng.random(count) < 0.5)[:, None], stretch, members)
-        values = axes[lanes, :, b]
-        axes[lanes, :, a] = np.where(members & self._may_take(a, values), values, axes[lanes, :, a])
-        return axes, storage
-
-    def _stored(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count = len(axes)
-        members = self.movable[self.owning[rng.integers(len(self.owning), size=count)]]
-        members = np.where((rng.random(count) < 0.3)[:, None], self.space.owns_parameters, members)
-        return axes, np.where(members, rng.integers(len(self.space.storages), size=(count, 1)), storage).astype(np.int8)

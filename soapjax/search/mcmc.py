@@ -11,7 +11,7 @@ taken and those behind it thrown away. Draws are keyed by the step. Several chai
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
-First the best start and a random one *descend* in moves of whole groups, and are kicked out of where they end (descent.py).
+First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
 Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. That needs only the
 full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains'
 programs are compiled after that; where the budget leaves no time for it, kicks and descents from random starts go on to
@@ -36,8 +36,9 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.evaluate import Costs
+from soapjax.search.assignments import Assignments
 from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, exchange
-from soapjax.search.descent import Assignments, Descent, Kicks
+from soapjax.search.descent import Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
@@ -53,8 +54,8 @@ BLOCKS_PER_ROUND = 16  # per chain
 ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: more often, they would take half of the time
 DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
-MAX_DESCENT_ROUNDS = 600
-MAX_KICK_ROUNDS = 300
+MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
+KICKED_UNTIL = 0.6  # of the budget's seconds: what may be spent before chains walk
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
 
@@ -229,20 +230,14 @@ class Descents:
         begun = sorted([*self._additive(), *begun], key=lambda e: (not e.is_feasible, e.cost))
         self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], begun[-1]])  # the worst is a random one
-        best = min(ends, key=lambda e: e.cost)
-        kicks = [self._kicks(best), self._kicks(best)]
-        self._side_by_side(kicks, MAX_KICK_ROUNDS)
-        found = {e.strategy.key(): e for e in ends + [k.best for k in kicks] + begun}
+        kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
+        found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
         return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), self.record.stopped_by(has_walked=False)
 
     def go_on(self, best: Evaluation) -> str:
-        """Kicks from the best beside descents from random starts, until the budget is spent; why it stopped."""
+        """More kicks, until the budget is spent; why it stopped."""
         while not (stopped_by := self.record.stopped_by(has_walked=True)):
-            rng = self._rng()
-            (start,) = self.problem.evaluate([self.problem.space.random(rng)])
-            members = [self._kicks(best), Descent(self.problem, start, rng, self.moves)]
-            self._side_by_side(members, MAX_KICK_ROUNDS)
-            best = min(best, *(d.best for d in members), key=lambda e: e.cost)
+            best = self._kicked(best)
         return stopped_by
 
     def _additive(self) -> list[Evaluation]:
@@ -257,26 +252,33 @@ class Descents:
         self.record.notes.append("the additive optimum was no start: it would have taken too long")
         return []
 
-    def _kicks(self, best: Evaluation) -> Kicks:
-        return Kicks(self.problem, best, self._rng(), self.moves)
-
     def _descended(self, begun: list[Evaluation]) -> list[Evaluation]:
         members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
-        self._side_by_side(members, MAX_DESCENT_ROUNDS)
+        while self.record.stopped_by(has_walked=False) is None and (active := [d for d in members if not d.is_over]):
+            self._one_round(active)
         return [d.best for d in members]
 
-    def _side_by_side(self, members: Sequence[Descent | Kicks], most_rounds: int) -> None:
-        """Rounds of all that are not over, until none is left or the budget is spent."""
-        record = self.record
-        for _ in range(most_rounds):
-            active = [d for d in members if not d.is_over]
-            if record.stopped_by(has_walked=False) or not active:
+    def _kicked(self, best: Evaluation, *, until: float = 1.0) -> Evaluation:
+        """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget's seconds is spent."""
+        record, seconds = self.record, self.record.budget.seconds
+        kicks = [Kicks(self.problem, best, self._rng(), self.moves, are_large=are_large) for are_large in (False, True)]
+        while record.stopped_by(has_walked=False) is None and any(k.failed < MAX_FAILED for k in kicks):
+            if seconds is not None and record.elapsed >= until * seconds:
+                record.notes.append(f"kicks ended after {until:.0%} of the time: what was left was the chains'")
                 break
-            limits = [min(BATCH, (record.left() + i) // len(active)) for i in range(len(active))]
-            record.done += sum(self.pool.map(lambda d, limit: d.round(limit), active, limits))
-            for d in active:
-                record.offer(d.best.strategy, d.best.cost)
-            record.tell()
+            self._one_round(kicks)
+            best = min((k.best for k in kicks), key=lambda e: e.cost)
+            for k in kicks:
+                k.offer(best)
+        return best
+
+    def _one_round(self, members: Sequence[Descent | Kicks]) -> None:
+        record = self.record
+        limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
+        record.done += sum(self.pool.map(lambda d, limit: d.round(limit), members, limits))
+        for d in members:
+            record.offer(d.best.strategy, d.best.cost)
+        record.tell()
 
 
 def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:

@@ -93,10 +93,9 @@ def items_of(tables: CostTables, schedule: Schedule) -> Items:
         rows.append((kind, source, predecessor if predecessor >= start else NONE))
         return len(rows) - 1
 
-    for kind, source, level, needs in zip(
-        schedule.kind.tolist(), schedule.source.tolist(), schedule.level.tolist(), schedule.predecessors.tolist(), strict=True
-    ):  # fmt: skip
-        inputs = [item_of[p] for p in needs if p < schedule.num_tasks]
+    columns = (schedule.kind.tolist(), schedule.source.tolist(), schedule.level.tolist(), schedule.needs())
+    for kind, source, level, needs in zip(*columns, strict=True):
+        inputs = [item_of[p] for p in needs]
         if level > 0:
             item_of.append(item_of[-1])  # goes on with the item of the level before
         elif kind == BARRIER:

@@ -29,8 +29,9 @@ from jax.experimental import serialize_executable
 
 from soapjax.costs.profile import cache_folder
 
-# XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower. Asked for, not needed.
-QUICKLY = {"xla_cpu_use_fusion_emitters": False}
+# XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower; LLVM's first level of optimisation: a
+# tenth less, and no slower. Asked for, not needed.
+QUICKLY = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
 MAX_BYTES = 512 << 20  # of all kept programs; the oldest go first
 _CHECKSUM = 32  # bytes
 
@@ -69,7 +70,7 @@ def program_folder() -> Path | None:
     return cache_folder().parent / "programs"
 
 
-def _compiled(lowered: jax.stages.Lowered, options: dict[str, bool]) -> Callable[..., Any]:
+def _compiled(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> Callable[..., Any]:
     folder = program_folder()
     device = jax.config.jax_default_device or jax.local_devices()[0]  # in a job of several processes, this one's
     if folder is None or getattr(device, "platform", None) != "cpu":
@@ -88,7 +89,7 @@ def _compiled(lowered: jax.stages.Lowered, options: dict[str, bool]) -> Callable
     return compiled
 
 
-def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool]) -> jax.stages.Compiled:
+def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError:  # a version of XLA that does not know them, or another backend

@@ -35,6 +35,11 @@ class Schedule:
     def num_tasks(self) -> int:
         return len(self.kind)
 
+    def needs(self) -> list[list[int]]:
+        """The predecessors of every task, without padding."""
+        counts = (self.predecessors < self.num_tasks).sum(1)  # padding stands behind them
+        return [row[:count].tolist() for row, count in zip(self.predecessors, counts, strict=True)]
+
     def durations(self, d: Durations):
         """Seconds of every scheduled task, [..., T], gathered from the cost model's figures."""
         xp = np if isinstance(d.compute_s, np.ndarray) else _jnp()

@@ -11,7 +11,8 @@ from problems import graph_of, topology_of
 
 import soapjax
 from soapjax.planning import planning_problem
-from soapjax.search.descent import Assignments, Descent, Kicks, look_alikes
+from soapjax.search.assignments import Assignments, look_alikes
+from soapjax.search.descent import Descent, Kicks
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -124,16 +125,18 @@ def test_the_same_seed_is_the_same_descent():
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
 
 
-def test_kicks_find_what_descents_find_and_count_what_they_judge(layers):
+@pytest.mark.parametrize("are_large", (False, True))
+def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, are_large):
     """From a random strategy: never worse, within the limit of every round, the same again, and as low as a descent ends."""
     start = layers.evaluate([layers.space.random(np.random.default_rng(11))])[0]
-    descent = Descent(layers, start, np.random.default_rng(1), Assignments(layers.space))
+    moves = Assignments(layers.space)
+    descent = Descent(layers, start, np.random.default_rng(1), moves)
     while not descent.is_over:
         descent.round()
     found = []
     for _ in range(2):
-        kicks, costs = Kicks(layers, start, np.random.default_rng(0), Assignments(layers.space)), [start.cost]
-        while not kicks.is_over:
+        kicks, costs = Kicks(layers, start, np.random.default_rng(0), moves, are_large=are_large), [start.cost]
+        while kicks.failed < 6:
             assert kicks.round(0) == 0
             assert 0 <= kicks.round(7) <= 7
             costs.append(kicks.best.cost)
@@ -141,3 +144,36 @@ def test_kicks_find_what_descents_find_and_count_what_they_judge(layers):
         found.append(kicks.best)
     assert found[0].strategy.key() == found[1].strategy.key()
     assert found[0].cost <= descent.best.cost * (1 + 1e-6) < start.cost
+
+
+def test_kicks_take_what_others_found(layers):
+    start, other = sorted(layers.evaluate([layers.space.random(np.random.default_rng(k)) for k in (11, 12)]), key=lambda e: -e.cost)
+    kicks = Kicks(layers, start, np.random.default_rng(0), Assignments(layers.space))
+    kicks.failed = 3
+    kicks.offer(other)
+    assert kicks.best is other and kicks.failed == 0
+    kicks.offer(start)
+    assert kicks.best is other
+
+
+@pytest.mark.parametrize("model, topology, pins", CASES)
+def test_reranked_axes_follow_one_order_in_the_whole_graph(model, topology, pins):
+    """Where two operators both offer two dims of the same kind, neither takes one and the other the other."""
+    graph, place = graph_of(model), topology_of(topology)
+    space = search_space(graph, factor_mesh(place), pins=pins)
+    moves, before = Assignments(space), space.random(np.random.default_rng(3))
+    flow = moves.flows[1]
+    some = False
+    for after in moves.reranked(np.random.default_rng(4), before, 24):
+        assert space.is_valid(after), space.violations(after)[:1]
+        assert (after.storage == before.storage).all()
+        changed = [a for a in range(space.num_axes) if (after.axes[:, a] != before.axes[:, a]).any()]
+        some |= len(changed) > 0
+        for a in changed:
+            # Those that moved; others keep what they had where degrees do not divide, or no choice is offered.
+            rows = [n for n in range(len(flow)) if after.axes[n, a] != before.axes[n, a]]
+            chosen = {n: flow[n, after.axes[n, a] + 1] for n in rows}
+            offered = {n: {flow[n, v] for v in np.flatnonzero(space.allowed[n, a])} for n in rows}
+            for n, m in itertools.combinations(rows, 2):
+                assert chosen[n] == chosen[m] or not {chosen[n], chosen[m]} <= (offered[n] & offered[m])
+    assert some

@@ -136,8 +136,7 @@ def test_exchange_is_metropolis():
 
 
 def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch):
-    monkeypatch.setattr("soapjax.search.mcmc.MAX_DESCENT_ROUNDS", 6)  # the chains have their turn
-    monkeypatch.setattr("soapjax.search.mcmc.MAX_KICK_ROUNDS", 4)
+    monkeypatch.setattr("soapjax.search.mcmc.MAX_FAILED", 1)  # the chains have their turn
     walks = []
     walk = Engine.walk
     monkeypatch.setattr(Engine, "walk", lambda self, *args: walks.append(args[-1]) or walk(self, *args))
@@ -168,8 +167,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
 def test_kicks_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
     """Time that chains cannot have is searched in all the same, for half of the budget at least (then nothing improves)."""
     monkeypatch.setattr(Engine, "compile_s", lambda self: 99.0)
-    monkeypatch.setattr("soapjax.search.mcmc.MAX_DESCENT_ROUNDS", 2)
-    monkeypatch.setattr("soapjax.search.mcmc.MAX_KICK_ROUNDS", 2)
+    monkeypatch.setattr("soapjax.search.mcmc.MAX_FAILED", 1)
     found = mcmc(jax.random.key(2), step_problem, Budget(seconds=4.0, random_start=True))
     assert found.stopped_by in ("seconds", "converged") and found.search_s > 2.0
     assert found.num_proposals > 2000 and "no chain walked" in found.notes[0]
