@@ -31,7 +31,8 @@ from soapjax.costs.profile import cache_folder
 
 # XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower; LLVM's first level of optimisation: a
 # tenth less, and no slower. Asked for, not needed.
-QUICKLY = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 1}
+LEVEL = "xla_backend_optimization_level"
+QUICKLY = {"xla_cpu_use_fusion_emitters": False, LEVEL: 1}
 MAX_BYTES = 512 << 20  # of all kept programs; the oldest go first
 _CHECKSUM = 32  # bytes
 
@@ -44,7 +45,9 @@ class Program:
 
     def __init__(self, fn: Callable[..., Any], *, is_urgent: bool = False):
         self._jitted = jax.jit(fn)
-        self._options = QUICKLY if is_urgent else {}
+        self._options = dict(QUICKLY) if is_urgent else {}
+        if jax.config.read("jax_disable_most_optimizations"):
+            self._options.pop(LEVEL, None)  # the user asks for none at all
         self._compiled: Callable[..., Any] | None = None
         self._lock = threading.Lock()
         self.compile_s = 0.0  # what tracing, and compiling or loading took
