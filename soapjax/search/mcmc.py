@@ -13,10 +13,10 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 
 First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
 Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. That needs only the
-full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains'
-programs are compiled after that; where the budget leaves no time for it, kicks and descents from random starts go on to
-its end. Time is looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its
-notes say that time decided what was judged.
+full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains' programs are compiled
+when kicks no longer help, or most of the time is over; where that leaves no time for it, kicks go on to the end. Time is looked
+at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided
+what was judged.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
