@@ -144,7 +144,7 @@ def cost_tables(
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
     summed = [x.sum_dtype or x.dtype for x in graph.tensors]
     t["resolve_bytes"] *= widening(topology.device.platform, summed)
-    t["edge_bytes"] *= widened[t["edge_tensor"]]
+    t["edge_bytes"] *= widening(topology.device.platform, [e.dtype for e in edges])
     t["sum_bytes"] *= widening(topology.device.platform, [graph.tasks[k].dtype for k in t["sum_task"].tolist()])
     t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, links)
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from soapjax.graph.lifetimes import lifetimes
-from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Tensor
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import SearchSpace
@@ -20,6 +20,11 @@ def trip_bytes(graph: OperatorGraph, tensor: int, task: int) -> float:
     found, trips = graph.tensors[tensor], graph.tasks[task].trip_count
     stacked = trips > 1 and found.input_leaf >= 0 and found.shape and found.shape[0] == trips and _is_sliced(graph, tensor)
     return found.size_bytes / (trips if stacked else 1)
+
+
+def itemsize_as(tensor: Tensor, dtype: str) -> int:
+    """Bytes of an element of a tensor that is sent as `dtype`, its own or one that it is cast to."""
+    return tensor.itemsize if dtype == tensor.dtype else np.dtype(dtype).itemsize
 
 
 def _is_sliced(graph: OperatorGraph, tensor: int) -> bool:
@@ -35,6 +40,7 @@ class Edge:
     bytes: float
     trips: int
     parameter: int
+    dtype: str  # as which it is sent
 
 
 def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t: dict) -> list[Edge]:
@@ -80,9 +86,11 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
             if task.parameter >= 0:
                 per_trip *= tensor.copies  # the gradients of all layers of a loop at once
             if sums[i] < 0:
-                edges.append(Edge(i, u, k, per_trip, count, by_parameter.get(i, -1)))
+                dtype = dict(task.casts).get(i, tensor.dtype)
+                sent = per_trip * itemsize_as(tensor, dtype) / tensor.itemsize
+                edges.append(Edge(i, u, k, sent, count, by_parameter.get(i, -1), dtype))
         if tensor.output_leaves and i in writer and state_outputs.intersection(tensor.output_leaves):
-            edges.append(Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1))
+            edges.append(Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1, tensor.dtype))
         if found:
             # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
             reader[i] = found[0][1]
@@ -124,6 +132,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
                     graph.tensors[entry.source].size_bytes,
                     1,
                     -1,
+                    graph.tensors[entry.source].dtype,
                 )
             )
             if entry.source not in by_parameter:
@@ -131,7 +140,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     lives = lifetimes(graph)
     death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, num_k - 1)))
     death = np.where(lives.is_reused & (death == lives.last_use), np.maximum(death - 1, birth), death)
-    edges = [e for e in edges if e.bytes > graph.tensors[e.tensor].itemsize]
+    edges = [e for e in edges if e.bytes > itemsize_as(graph.tensors[e.tensor], e.dtype)]
     edges.sort(key=lambda e: (e.task, e.tensor))
     t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
     t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = sums, shapes, birth, death
@@ -149,7 +158,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
 
 
 def twins(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:
-    """Pairs of conversions that may be one: the same tensor wanted twice in one layout, in the same loop."""
+    """Pairs of conversions that may be one: the same tensor wanted twice in one layout and dtype, in the same loop."""
     last = len(graph.tasks)
     by_tensor: dict[int, list[int]] = {}
     pairs, crosses = [], []
@@ -157,7 +166,7 @@ def twins(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:
         for j in by_tensor.get(e.tensor, []):
             if e.task < last:
                 a, b = graph.tasks[edges[j].task], graph.tasks[e.task]
-                if a.scope == b.scope:
+                if a.scope == b.scope and edges[j].dtype == e.dtype:
                     pairs.append((i, j))
                     crosses.append(a.phase == FORWARD and b.phase in (BACKWARD, UPDATE))
         by_tensor.setdefault(e.tensor, []).append(i)

@@ -300,7 +300,7 @@ class PlannedEvaluator(Evaluator):
         return ((),) * shift + spec if shift > 0 else spec[-shift:]
 
     def as_used(self, k: int, atom: int, operand: int, env: dict[int, Any]) -> Any:
-        """A value in the layout in which task `k` reads it; equal conversions are made once."""
+        """A value in the layout in which task `k` reads it, and cast if it casts it first; equal conversions are made once."""
         alias = self.values.tensor(atom)
         tensor = self.binding.tensor_of.get(alias.root)
         used = self._used[k]
@@ -313,12 +313,15 @@ class PlannedEvaluator(Evaluator):
         again = tensor in self._regathered and task.phase != FORWARD
         if tensor in self._parameters and alias.shift == 0 and alias.root in env:
             atom = alias.root  # one copy serves both sides of a barrier of rematerialisation, which holds back activations
-        key = (atom, spec, again)
+        cast = None if self.is_float64 else dict(task.casts).get(tensor)
+        key = (atom, spec, again, cast)
         cache = env.setdefault("converted", {})
         if key not in cache:
             value = env[atom]
             if again:
                 value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
+            if cast is not None:  # where it is kept: what is sent is narrower
+                value = jax.lax.convert_element_type(value, cast)
             home = self._home.get(tensor)
             source = self.shifted(atom, home) if home is not None else None
             cache[key] = self.convert(atom, value, source, self.shifted(atom, spec))

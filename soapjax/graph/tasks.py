@@ -6,6 +6,8 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from soapjax.graph.dims import DimClasses, LabelCache
 from soapjax.graph.flops import flops_of
 from soapjax.graph.heavy_rules import border_rows, conv_results
@@ -131,7 +133,25 @@ class TaskBuilder:
             -1, heavy.operands, heavy.results[0], tuple(self._recomputed_from(unit, o, results) for o in results),
             self.structure(unit.eqns), self._halos(unit, op),
             scratch_of(unit.heavy, self.program) if unit.heavy is not None else 0.0,
+            self._casts(unit, {access.tensor for access in reads.values()}),
         )  # fmt: skip
+
+    def _casts(self, unit: Unit, tensors: set[int]) -> tuple[tuple[int, str], ...]:
+        """Which of `tensors` all equations of the unit that read them cast to one narrower dtype, and to which."""
+        found: dict[int, set[str | None]] = {}
+        for e in unit.eqns:
+            for a in e.inputs:
+                root = self.values.tensor(a).root if isinstance(a, int) else None
+                if (tensor := self.tensors.of_root.get(root, -1)) in tensors:
+                    is_cast = e.name == "convert_element_type"
+                    found.setdefault(tensor, set()).add(self._narrower(root, e.params["new_dtype"]) if is_cast else None)
+        return tuple((tensor, only) for tensor, dtypes in sorted(found.items()) if len(dtypes) == 1 and (only := min(dtypes)))
+
+    def _narrower(self, root: int, dtype: Any) -> str | None:
+        """The name of a floating dtype that takes fewer bytes than the tensor's own, which is floating too."""
+        own = self.program.avals[root].dtype
+        are_floats = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+        return str(dtype) if are_floats and dtype.itemsize < own.itemsize else None
 
     def local_dims(self, task: Task, eqn: FlatEqn) -> EqnDims:
         """Op dims, or NOT_SPLIT, of the operands and results of one of a task's equations, in their own shapes."""
