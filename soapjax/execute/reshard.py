@@ -50,14 +50,13 @@ def reshard_sums(x: Any, sums: tuple[str, ...], kept: tuple[str, ...], source: S
     names, sizes = mesh.axis_names, tuple(mesh.shape.values())
     leading = tuple((n,) for n in sums)
     shape, rank = x.shape[len(sums) :], x.ndim - len(sums)
-    layouts = [layout_of(spec, names) for spec in (source, target)]
-    first = gathered_first(*layouts, shape, sizes)
-    if list(first) != list(layouts[0]):
-        half = spec_of(first, rank=rank, axis_names=names)
-        return reshard_sums(reshard(x, (*leading, *source), (*leading, *half), mesh), sums, kept, half, target, mesh)
-    before, after = list(layouts[0]), layouts[1]
+    before, after = list(layout_of(source, names)), layout_of(target, names)
     for name in sums:
         before[names.index(name)] = REPLICATED if name in kept else PARTIAL
+    first = gathered_first(before, after, shape, sizes)
+    if list(first) != before:
+        half = spec_of([REPLICATED if d == PARTIAL else d for d in first], rank=rank, axis_names=names)
+        return reshard_sums(reshard(x, (*leading, *source), (*leading, *half), mesh), sums, kept, half, target, mesh)
     steps = steps_of(before, after, sizes)
     ways = tuple(n for a, n in enumerate(names) if before[a] == PARTIAL and after[a] < 0)
 

@@ -72,7 +72,8 @@ def test_pairs_of_more_dims(rank):
 def test_sums_on_the_way(shape):
     """Summed over some axes and left apart over others: the right total, and the collectives that costs count for it."""
     rng, m = np.random.default_rng(0), mesh()
-    cases = []
+    # An axis leaves a dim that the axis of a sum enters: blocks would change places, were it no sum.
+    cases = [((0, -2, -1), (-1, 0, -1)), ((1, 0, -2), (1, -1, 0)), ((0, -2, -2), (1, 0, -2))]
     while len(cases) < 24:
         source, target = (tuple(map(int, rng.choice([-2, -1, 0, 1], 3))) for _ in range(2))
         # Whole values are not made partial here, and what is split is not either.
