@@ -135,7 +135,7 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
     """
     if iota := _IOTA.search(attributes):
         shape, dims, order = iota.groups()
-        return tuple(_iota(dims, order).reshape(-1)[: _numbers(shape)[-1]].tolist())
+        return tuple(_iota(dims, order, num_devices).reshape(-1)[: _numbers(shape)[-1]].tolist())
     if mesh := _MESH.search(attributes):
         return _group_of_mesh(*mesh.groups(), num_devices)
     listed = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\{\})", attributes)
@@ -148,7 +148,7 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
 def _group_of_mesh(mesh: str, device_ids: str | None, names: str, num_devices: int) -> tuple[int, ...]:
     axes = {name: int(size) for name, size in re.findall(r"['\"]([^'\"]+)['\"]=(\d+)", mesh)}
     if ordered := re.match(_ORDERED, device_ids or ""):
-        ids = _iota(*ordered.groups())
+        ids = _iota(*ordered.groups(), num_devices)
     else:
         ids = np.array(_numbers(device_ids) or range(num_devices))
     wanted = [(name, int(before or 1), int(size or axes[name])) for name, before, size in _AXIS.findall(names)]
@@ -168,10 +168,9 @@ def _group_of_mesh(mesh: str, device_ids: str | None, names: str, num_devices: i
     return tuple(group.tolist())
 
 
-def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Devices 0, 1, ... as an array of `dims`, transposed."""
-    shape = _numbers(dims)
-    return np.arange(math.prod(shape)).reshape(shape).transpose(_numbers(order) or None)
+def _iota(dims: str, order: str | None, num_devices: int) -> np.ndarray:
+    """All devices as an array of `dims`, transposed. Raises: ValueError where `dims` are of another number of them."""
+    return np.arange(num_devices).reshape(_numbers(dims)).transpose(_numbers(order) or None)
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -122,7 +122,7 @@ class Kicks:
         return kicked
 
     def _reranked(self, limit: int) -> list[Strategy]:
-        count = min(2 ** self.rng.integers(0, MOST_RERANKED + 1), limit, BATCH)
+        count = min(2 ** self.rng.integers(0, MOST_RERANKED + 1), limit)
         return self.moves.reranked(self.rng, self.best.strategy, count)
 
 

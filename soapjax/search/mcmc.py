@@ -158,6 +158,10 @@ class Record:
         """Proposals."""
         return DEFAULT_PROPOSALS if self.limit is None else self.limit - self.done
 
+    def time_spent(self) -> float:
+        """Which part of the budget's seconds; 0 where they are not limited."""
+        return 0.0 if self.budget.seconds is None else self.elapsed / self.budget.seconds
+
     def offer(self, strategy: Strategy, cost_s: float) -> None:
         if cost_s < self.lowest_s:
             self.lowest_s, self.best_at, self.best_elapsed = cost_s, self.done, self.elapsed
@@ -231,6 +235,8 @@ class Descents:
         self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], begun[-1]])  # the worst is a random one
         kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
+        if self.record.time_spent() >= KICKED_UNTIL:
+            self.record.notes.append(f"kicks ended after {KICKED_UNTIL:.0%} of the time")
         found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
         return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), self.record.stopped_by(has_walked=False)
 
@@ -260,12 +266,9 @@ class Descents:
 
     def _kicked(self, best: Evaluation, *, until: float = 1.0) -> Evaluation:
         """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget's seconds is spent."""
-        record, seconds = self.record, self.record.budget.seconds
+        record = self.record
         kicks = [Kicks(self.problem, best, self._rng(), self.moves, are_large=are_large) for are_large in (False, True)]
-        while record.stopped_by(has_walked=False) is None and any(k.failed < MAX_FAILED for k in kicks):
-            if seconds is not None and record.elapsed >= until * seconds:
-                record.notes.append(f"kicks ended after {until:.0%} of the time: what was left was the chains'")
-                break
+        while any(k.failed < MAX_FAILED for k in kicks) and record.time_spent() < until and not record.stopped_by(has_walked=False):
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)
             for k in kicks:

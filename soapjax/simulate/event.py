@@ -118,8 +118,8 @@ def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
     is_barrier = schedule.is_barrier.tolist()
     inputs, phase = [], []
     barriers: list[int] = []
-    for t, row in enumerate(schedule.predecessors.tolist()):
-        needs = {p for p in row if p < n}
+    for t, row in enumerate(schedule.needs()):
+        needs = set(row)
         if order == "fifo":
             needs.update(barriers[-1:])
         inputs.append(tuple(sorted(needs)))

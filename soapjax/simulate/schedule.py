@@ -37,8 +37,7 @@ class Schedule:
 
     def needs(self) -> list[list[int]]:
         """The predecessors of every task, without padding."""
-        counts = (self.predecessors < self.num_tasks).sum(1)  # padding stands behind them
-        return [row[:count].tolist() for row, count in zip(self.predecessors, counts, strict=True)]
+        return [row[row < self.num_tasks].tolist() for row in self.predecessors]
 
     def durations(self, d: Durations):
         """Seconds of every scheduled task, [..., T], gathered from the cost model's figures."""

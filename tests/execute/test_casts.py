@@ -63,24 +63,23 @@ def planned_in_float32():
     return planning_problem(soapjax.trace(plain, *arguments()), soapjax.load_topology("cpu8")).graph
 
 
-@pytest.mark.parametrize("planner", ["fsdp", "tensor_parallel"])
-def test_results_are_those_of_one_device(planner):
+def jitted(planner):
     traced, _, plan = planned(planner)
     program = bind_plan(traced, plan)
-    flat = jax.tree.leaves(arguments())
-    run = jax.jit(lambda *x: program.evaluator().run(list(x))[0], in_shardings=program.in_shardings())
-    for a, b in zip(run(*flat), jax.tree.leaves(jax.jit(step)(*arguments())), strict=True):
+    return jax.jit(lambda *x: program.evaluator().run(list(x))[0], in_shardings=program.in_shardings())
+
+
+@pytest.mark.parametrize("planner", ["fsdp", "tensor_parallel"])
+def test_results_are_those_of_one_device(planner):
+    found = jitted(planner)(*jax.tree.leaves(arguments()))
+    for a, b in zip(found, jax.tree.leaves(jax.jit(step)(*arguments())), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)  # products of bfloat16 are added up in another order
 
 
 def test_what_is_gathered_is_narrow():
     """In the program before XLA: it also moves such casts by itself, but not all, and not on every backend."""
-    traced, _, plan = planned("fsdp")
-    program = bind_plan(traced, plan)
-    lowered = jax.jit(lambda *x: program.evaluator().run(list(x))[0], in_shardings=program.in_shardings()).lower(
-        *jax.tree.leaves(arguments())
-    )
+    lowered = jitted("fsdp").lower(*jax.tree.leaves(arguments()))
     gathered = re.findall(r'"stablehlo.all_gather".*?-> tensor<[\dx]*x(\w+)>', lowered.as_text(), re.S)
     assert gathered.count("bf16") >= 2
     assert gathered.count("f32") <= 2, "w3, which is also read as it is"
