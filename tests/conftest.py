@@ -24,17 +24,6 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 MOST_BYTES = 2 << 30
-# Modules that take longest: first, so that no worker is left with one at the end.
-LONG = (
-    "test_soap_shard", "test_pipeline", "test_commands", "test_primitives", "test_models", "test_mcmc", "test_planners",
-    "test_neighbourhood", "test_evaluate", "test_placement", "test_multihost", "test_profile_commands", "test_watch",
-    "test_pipeline_processes", "test_placement_executor", "test_verify_pipelines",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items):
-    order = {name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(autouse=True, scope="module")
