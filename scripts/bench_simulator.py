@@ -134,7 +134,7 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
 
     def batched_delta() -> tuple[np.ndarray, np.ndarray]:
         blocks = pool.map(lambda h: np.asarray(judge(tables, at, *h)), halves)
-        return np.concatenate(list(blocks)), np.concatenate([np.asarray(simulator.batch(*x)[0].step_time_s) for x in leaps])
+        return np.concatenate(list(blocks)), np.concatenate([simulator.batch(*x).scores.step_time_s for x in leaps])
 
     delta_s = timed(batched_delta, options.repeat)
     times, leap_times = batched_delta()
@@ -145,7 +145,7 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
     batches = [State(whole.axes[k : k + BATCH], whole.storage[k : k + BATCH]) for k in range(0, len(order), BATCH)]
 
     def batched_full() -> np.ndarray:
-        return np.concatenate(list(pool.map(lambda b: np.asarray(simulator.batch(*b)[0].step_time_s), batches)))
+        return np.concatenate([simulator.batch(*b).scores.step_time_s for b in batches])
 
     full_s = timed(batched_full, options.repeat)
     full = batched_full()
@@ -153,17 +153,17 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
     worst = [_worst(of_order, full)]
     for k, batch in enumerate(leaps):
         count = min(BATCH, len(proposals.leaps.storage) - k * BATCH)
-        worst.append(_worst(leap_times[k * BATCH : k * BATCH + count], np.asarray(simulator.batch(*batch)[0].step_time_s)[:count]))
+        worst.append(_worst(leap_times[k * BATCH : k * BATCH + count], simulator.batch(*batch).scores.step_time_s[:count]))
 
     schedule = simulator.schedule
-    costs = jax.tree.map(np.asarray, simulator.batch(*batches[0])[1])
+    costs = jax.tree.map(lambda *x: np.concatenate(x), *simulator.batch(*batches[0]).parts)
     durations = schedule.durations(costs.durations)[:EVENT_PROPOSALS]
     occupies = [schedule.occupies] * EVENT_PROPOSALS
     if costs.holders is not None:
         held = [jax.tree.map(lambda x, i=i: x[i], costs.holders) for i in range(EVENT_PROPOSALS)]
         occupies = [schedule.occupies_of_groups(h) for h in held]
     own = _whole(at, proposals, np.zeros(1, int), np.zeros(1, int), moves=False)
-    base_costs = jax.tree.map(lambda x: np.asarray(x)[0], simulator.batch(*_filled(own, 0))[1])
+    base_costs = simulator.batch(*own).costs(0)
     delta = DeltaSimulation(
         schedule, schedule.durations(base_costs.durations),
         None if base_costs.holders is None else schedule.occupies_of_groups(base_costs.holders),

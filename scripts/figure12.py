@@ -97,7 +97,7 @@ def metropolis(problem: PlanningProblem, budget: Budget, seed: int) -> list[Impr
     while budget.seconds is None or time.monotonic() - begin < budget.seconds:
         for c, beta in enumerate(betas):
             axes, storage = draws.draw(chains[c])
-            scores, _ = problem.simulator.batch(axes, storage)
+            scores = problem.simulator.batch(axes, storage).scores
             cost = np.asarray(objective(scores, float(problem.usable_memory_bytes)), np.float64) / reference
             accepts = np.isfinite(cost) & (rng.random(BATCH) < np.exp(np.minimum(beta * (chains[c].cost - cost), 0)))
             first = int(np.argmax(accepts)) if accepts.any() else BATCH - 1

@@ -25,7 +25,6 @@ from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded,
 
 from soapjax.search.neighbourhood import Neighbourhoods
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
-from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
 CHUNK = 256  # candidates of one call
@@ -70,9 +69,7 @@ class Neighbours:
 
     def position(self, strategy: Strategy):
         """The strategy taken apart; and its cost as the neighbourhoods see it."""
-        axes, storage = (jnp.asarray(np.stack([x] * BATCH)) for x in (strategy.axes, strategy.storage))
-        _, costs = self.problem.simulator.batch(axes, storage)
-        costs = jax.tree.map(lambda x: x[0], costs)
+        costs = self.problem.simulator.costs(strategy)
         return self._position(self.near.tables, costs, jnp.asarray(strategy.axes), jnp.asarray(strategy.storage))
 
     def costs(self, position, n: int) -> np.ndarray:

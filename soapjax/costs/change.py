@@ -30,11 +30,10 @@ from soapjax.costs.layouts import (
     value_index,
     waiting_bytes,
     with_pins,
-    words_of,
 )
 from soapjax.costs.local import LocalTables, Sharing, sharing
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
-from soapjax.costs.shared_copies import sharing_after
+from soapjax.costs.shared_copies import keys_of, made_again, sharing_after
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED
@@ -185,21 +184,11 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     )  # fmt: skip
 
 
-def keys_of(layout: Array, regathered: Array) -> Array:
-    """int32 [..., W]: equal where two readers could use one copy, layouts [..., A] and the backward pass' own copies."""
-    words = words_of(layout)
-    return jnp.stack([words[0] + jnp.where(regathered, 1 << 30, 0), *words[1:]], -1)
-
-
 def base_of(tables: CostTables, arrays: Arrays, costs: Costs, axes: Array, storage: Array) -> Base:
     """The summands of a strategy from its costs by `evaluator`."""
     parts, found = costs.parts, costs.layouts
     num_e = len(tables.edge_task)
-    again = jnp.zeros(num_e, bool)
-    if len(tables.parameter_op) and num_e:
-        parameter = tables.edge_parameter
-        owner = tables.parameter_op[np.maximum(parameter, 0)]
-        again = arrays.storage_regather[storage[owner].astype(jnp.int32)] & (parameter >= 0) & arrays.is_backward[:-1]
+    again = made_again(tables, storage, np.arange(num_e))
     num_groups = len(tables.space.groups)
 
     def padded(x: Array) -> Array:

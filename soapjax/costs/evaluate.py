@@ -29,9 +29,9 @@ from soapjax.costs.layouts import (
     value_index,
     waiting_bytes,
     with_pins,
-    words_of,
 )
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
+from soapjax.costs.shared_copies import shared_since
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 
@@ -109,25 +109,8 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
         tables.tensor_shape, sizes,
     )  # fmt: skip
     home, resolved = summed_layouts(raw, home, slots[np.maximum(tables.tensor_sum, 0)], tables.tensor_sum >= 0)
-    return Layouts(slots, home, raw, resolved, *_shared(tables, slots, storage))
-
-
-def _shared(tables: CostTables, slots: Array, storage: Array) -> tuple[Array, Array]:
-    num_edges = len(tables.edge_task)
-    if not len(tables.twin):
-        return jnp.zeros(num_edges, bool), jnp.zeros(num_edges, jnp.int32)
-    later, earlier = tables.twin[:, 0], tables.twin[:, 1]
-    same = jnp.ones(len(later), bool)
-    for word in words_of(slots):
-        of_edge = word[tables.edge_slot]
-        same &= of_edge[later] == of_edge[earlier]
-    parameter = tables.edge_parameter[later]
-    if len(tables.parameter_op):
-        op = tables.parameter_op[np.maximum(parameter, 0)]
-        again = jnp.asarray(tables.storage_regather)[storage[op].astype(jnp.int32)] & (parameter >= 0)
-        same &= ~(again & tables.twin_crosses)
-    since = jnp.zeros(num_edges, jnp.int32).at[later].max(jnp.where(same, tables.edge_task[earlier] + 1, 0))
-    return since > 0, since
+    since = shared_since(tables, slots, storage)
+    return Layouts(slots, home, raw, resolved, since > 0, since)
 
 
 class _Asked(NamedTuple):
@@ -138,7 +121,7 @@ class _Asked(NamedTuple):
     shards: Array  # [P]: of stored parameters
     target: Array  # int8 [E, A]
     inner: Array  # int8 [S, A]: collectives in the middle of operators
-    source: Array  # int8 [T + E + S, A]: of everything that is sent
+    source: Array  # int8 [R + E + S, A]: of everything that is sent; R tensors may be partial
     wanted: Array
 
 
@@ -175,8 +158,9 @@ def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
     target = slots[tables.edge_slot]
     target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
     inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
-    source = jnp.concatenate([found.raw, edge_home, inner_source(inner)])
-    wanted = jnp.concatenate([found.resolved, target, inner_target(inner)])
+    partial = np.flatnonzero(tables.may_be_partial)
+    source = jnp.concatenate([found.raw[partial], edge_home, inner_source(inner)])
+    wanted = jnp.concatenate([found.resolved[partial], target, inner_target(inner)])
     return _Asked(found, compute_s, shards, target, inner, source, wanted)
 
 
@@ -187,7 +171,9 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
     """
     sizes = np.array(tables.links.axis_sizes, np.float32)
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
-    resolve_times = tables.tensor_trips * tables.may_be_partial
+    partial = np.flatnonzero(tables.may_be_partial)  # [R]: the others are kept as they are made
+    row_of = np.full(num_t, len(partial), np.int32)  # of a row of zeros
+    row_of[partial] = np.arange(len(partial))
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
 
     pins = tables.space.offers_pins
@@ -202,24 +188,24 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         lift = jax.vmap if is_batched else lambda fn: fn
         of = lift(lambda a, s: _asked(tables, a, s))(axes, storage)
         # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
-        shares = jnp.concatenate([tables.resolve_share, tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
+        shares = jnp.concatenate([tables.resolve_share[partial], tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
         no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
-        shapes = jnp.concatenate([tables.tensor_shape, tables.tensor_shape[tables.edge_tensor], no_shape])
-        every = conversion_cost(
-            of.source, of.wanted, jnp.concatenate([tables.resolve_bytes, tables.edge_bytes, tables.sum_bytes]), tables.links,
-            shares, shape=shapes, pins=pins,
-        )  # fmt: skip
+        shapes = jnp.concatenate([tables.tensor_shape[partial], tables.tensor_shape[tables.edge_tensor], no_shape])
+        sizes_sent = jnp.concatenate([tables.resolve_bytes[partial], tables.edge_bytes, tables.sum_bytes])
+        every = conversion_cost(of.source, of.wanted, sizes_sent, tables.links, shares, shape=shapes, pins=pins)
         return lift(paid)(axes, of, every)
 
     def paid(axes: Array, of: _Asked, every: ConversionCost) -> Costs:
         found, shards, target, inner = of.found, of.shards, of.target, of.inner
         home, edge_home = found.home, found.home[tables.edge_tensor]
-        times = jnp.concatenate([resolve_times, tables.edge_trips, sum_times])[:, None]
-        seconds = every.seconds * times
-        resolve_s, full_s, sum_s = seconds[:num_t], seconds[num_t : num_t + num_e], seconds[num_t + num_e :]
+        times = jnp.concatenate([tables.tensor_trips[partial], tables.edge_trips, sum_times])[:, None]
+        seconds, num_r = every.seconds * times, len(partial)
+        nothing = jnp.zeros((1, seconds.shape[1]), seconds.dtype)
+        resolve_s = jnp.concatenate([seconds[:num_r], nothing])[row_of]
+        full_s, sum_s = seconds[num_r : num_r + num_e], seconds[num_r + num_e :]
         borders = halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges)
         sum_s += borders.seconds * sum_times[:, None]
-        is_paid = jnp.concatenate([jnp.ones(num_t, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
+        is_paid = jnp.concatenate([jnp.ones(num_r, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
         # Products of matrices: XLA's sums over the first dim are ten times slower.
         sent = (times[:, 0] * is_paid) @ every.bytes + sum_times @ borders.bytes
         durations = Durations(of.compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
@@ -286,13 +272,13 @@ def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, foun
     """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
     num_k, waits = tables.num_tasks, tables.working.waits
     birth, death = tables.tensor_birth, tables.tensor_death
-    steps, held_back = jnp.zeros(num_k + 2), jnp.zeros((num_k + 2, 2))
-    alive = death >= 0
-    leaves = np.where(alive, np.where(waits, birth, death) + 1, num_k + 1)
-    steps = steps.at[np.where(alive, birth, num_k + 1)].add(held)
-    steps = steps.at[leaves].add(-held)
-    held_back = held_back.at[leaves].add(waiting)
-    held_back = held_back.at[np.where(alive, death + 1, num_k + 1)].add(-waiting)
+    alive = np.flatnonzero(death >= 0)
+    steps = jnp.zeros(num_k + 2).at[birth[alive]].add(held[alive])
+    steps = steps.at[np.where(waits, birth, death)[alive] + 1].add(-held[alive])
+    late = np.flatnonzero(waits & (death >= 0))
+    held_back = jnp.zeros((num_k + 2, 2))
+    if len(late):
+        held_back = held_back.at[birth[late] + 1].add(waiting[late]).at[death[late] + 1].add(-waiting[late])
     if len(tables.edge_task):
         task = np.minimum(tables.edge_task, num_k - 1)
         start = jnp.where(found.is_shared, found.shared_since, task)

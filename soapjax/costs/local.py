@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.tables import CostTables
-from soapjax.graph.phases import BACKWARD, UPDATE
 
 
 class LocalTables(NamedTuple):
@@ -51,32 +50,27 @@ class LocalTables(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """Readers of one tensor in one loop, that share copies in equal layouts."""
+    """Readers of one tensor, in one dtype and one loop, that share copies in equal layouts."""
 
-    row: np.ndarray  # int32 [E + 1, R]: the conversions of the same tensor in the same loop, in order; E is the pad
+    row: np.ndarray  # int32 [E + 1, R]: the conversions of the same group, in order; E is the pad
     column: np.ndarray  # int32 [E + 1]: where a conversion stands in its row
     is_backward: np.ndarray  # bool [E + 1]: runs after the forward pass
     group: np.ndarray  # int32 [E + 1]
 
 
 def sharing(tables: CostTables) -> Sharing:
-    """Rows of conversions that may be one copy; those at the step's end share nothing."""
-    graph, num_e = tables.graph, len(tables.edge_task)
-    found: dict[object, list[int]] = defaultdict(list)
-    is_backward = np.zeros(num_e + 1, bool)
-    for e, (tensor, k) in enumerate(zip(tables.edge_tensor.tolist(), tables.edge_task.tolist(), strict=True)):
-        if k < len(graph.tasks):
-            is_backward[e] = graph.tasks[k].phase in (BACKWARD, UPDATE)
-            found[tensor, graph.tasks[k].scope].append(e)
-        else:
-            found["end", e].append(e)
+    """Rows of conversions that may be one copy."""
+    num_e = len(tables.edge_task)
+    found: dict[int, list[int]] = defaultdict(list)
+    for e, number in enumerate(tables.edge_group.tolist()):
+        found[number].append(e)
     row = np.full((num_e + 1, max(map(len, found.values()), default=1)), num_e, np.int32)
-    column, group = np.zeros(num_e + 1, np.int32), np.full(num_e + 1, len(found), np.int32)
-    for i, members in enumerate(found.values()):
+    column = np.zeros(num_e + 1, np.int32)
+    for members in found.values():
         row[members, : len(members)] = members
         column[members] = np.arange(len(members))
-        group[members] = i
-    return Sharing(row, column, is_backward, group)
+    group = np.append(tables.edge_group, len(found)).astype(np.int32)
+    return Sharing(row, column, np.append(tables.edge_is_backward, False), group)
 
 
 class _Row(NamedTuple):
@@ -249,6 +243,6 @@ def _padded(tables: CostTables, rows: list[_Row], shares: Sharing, members: np.n
         members.astype(np.int32), num_long, max(1, num_keyed), max(1, num_heirs),
         LocalTables(
             task, access, access_task, parameter, first, task_parameter, other_slot, tensor, tensor_slot, tensor_reader,
-            tensor_sum,            edge, edge_tensor, edge_slot, again, work, work_task, total,
+            tensor_sum, edge, edge_tensor, edge_slot, again, work, work_task, total,
         ),
     )  # fmt: skip

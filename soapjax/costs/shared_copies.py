@@ -1,22 +1,88 @@
-"""Which readers share a converted copy, after one operator's conversions changed: who pays, and since when a copy is held.
+"""Which readers share a converted copy: who pays, and since when a copy is held.
 
 A reader whose copy an earlier reader of the same tensor has made already, in the same layout, is its heir and pays nothing.
+`shared_since` finds out for a whole strategy, `sharing_after` once one operator's conversions changed.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
+from soapjax.costs.layouts import words_of
 from soapjax.costs.local import SHORT
+from soapjax.costs.tables import CostTables
 
 if TYPE_CHECKING:
     from soapjax.costs.change import Arrays, Base
+
+_OWN_COPY = 1 << 30  # in the first word of a key: above all layouts
+
+
+def keys_of(layout: Array, regathered: Array) -> Array:
+    """int32 [..., W]: equal where two readers could use one copy, layouts [..., A] and the backward pass' own copies."""
+    words = words_of(layout)
+    return jnp.stack([words[0] + jnp.where(regathered, _OWN_COPY, 0), *words[1:]], -1)
+
+
+def made_again(tables: CostTables, storage: Array, edge: np.ndarray) -> Array:
+    """Whether readers `edge` [...], a constant, gather their parameter anew for the backward pass, by `storage` [N]."""
+    parameter = tables.edge_parameter[edge]
+    may = (parameter >= 0) & tables.edge_is_backward[edge]
+    if not may.any():
+        return jnp.zeros(edge.shape, bool)
+    again = jnp.asarray(tables.storage_regather)[storage[tables.parameter_op].astype(jnp.int32)]  # [P]
+    return again[np.maximum(parameter, 0)] & may
+
+
+def shared_since(tables: CostTables, slots: Array, storage: Array) -> Array:
+    """int32 [E]: the task after the last earlier reader of the same copy, 0 where it is made for this reader."""
+    num_e = len(tables.edge_task)
+    words = words_of(slots)
+    found, position = [], np.zeros(num_e, np.int32)
+    count = 0
+    for edge in _blocks(tables.edge_group):
+        is_pad = edge == num_e
+        edge = np.where(is_pad, 0, edge)
+        # Of readers a row's are compared with all: a few vector instructions, where a list of the pairs would be gathered.
+        before = np.triu(np.ones((edge.shape[1],) * 2, bool), 1) & ~is_pad[:, :, None] & ~is_pad[:, None, :]
+        same = jnp.asarray(before)  # [C, R, R]: the earlier one first
+        own = jnp.where(made_again(tables, storage, edge), _OWN_COPY, 0)
+        for i, word in enumerate(words):
+            key = word[tables.edge_slot[edge]] + (0 if i else own)
+            same &= key[:, :, None] == key[:, None, :]
+        found.append(jnp.where(same, (tables.edge_task[edge] + 1)[:, :, None], 0).max(1).reshape(-1))
+        position[edge[~is_pad]] = (count + np.arange(edge.size).reshape(edge.shape))[~is_pad]
+        count += edge.size
+    alone = np.bincount(tables.edge_group)[tables.edge_group] == 1 if num_e else np.zeros(0, bool)
+    position[alone] = count
+    return jnp.concatenate([*found, jnp.zeros(1, jnp.int32)])[position]
+
+
+def _blocks(group: np.ndarray) -> list[np.ndarray]:
+    """int32 [C, R] each: the members of groups of about R, in order and padded with E; none of groups of one."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for e, g in enumerate(group.tolist()):
+        members[g].append(e)
+    by_width: dict[int, list[list[int]]] = defaultdict(list)
+    for some in members.values():
+        if len(some) > 1:
+            step = max(1, (1 << (len(some) - 1).bit_length()) // 8)  # four widths from a power of two to the next
+            by_width[max(2, -(-len(some) // step) * step)].append(some)
+    blocks = []
+    for width, rows_ in sorted(by_width.items()):
+        block = np.full((len(rows_), width), len(group), np.int32)
+        for i, some in enumerate(rows_):
+            block[i, : len(some)] = some
+        blocks.append(block)
+    return blocks
 
 
 def sharing_after(

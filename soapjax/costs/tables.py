@@ -20,7 +20,7 @@ import numpy as np
 from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.profile import Profile
-from soapjax.costs.tensor_tables import tensors_and_edges, trip_bytes, twins
+from soapjax.costs.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.costs.working_memory import WorkingMemory, widening, working_memory
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.strategy.layout import HALO, PARTIAL, REPLICATED
@@ -81,8 +81,8 @@ class CostTables:
     # Shares of latency that gradient sums and parameter gathers pay; activations wait for nobody to be merged with.
     resolve_share: np.ndarray  # float32 [T]
     edge_share: np.ndarray  # float32 [E]
-    twin: np.ndarray  # int32 [Q, 2]: (conversion, an earlier one of the same tensor that may have made the same copy)
-    twin_crosses: np.ndarray  # bool [Q]: the earlier one is in the forward pass, the later in the backward pass
+    edge_group: np.ndarray  # int32 [E]: one number for those that share a copy if they want the same layout
+    edge_is_backward: np.ndarray  # bool [E]: after the forward pass
 
     sum_task: np.ndarray  # int32 [S]
     sum_bytes: np.ndarray  # float32 [S]
@@ -120,7 +120,7 @@ def cost_tables(
     _accesses(graph, width, t)
     _parameters(graph, space, t)
     edges = tensors_and_edges(graph, space, num_axes, t)
-    twins(graph, edges, t)
+    reader_groups(graph, edges, t)
     rates = ComputeRates(topology, profile)
     _work(graph, rates, width, t)
     measured = no_points(len(graph.tasks), width - 1)

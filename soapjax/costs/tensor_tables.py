@@ -8,7 +8,7 @@ import numpy as np
 
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Tensor
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.phases import BACKWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import SearchSpace
 
@@ -157,18 +157,11 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     return edges
 
 
-def twins(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:
-    """Pairs of conversions that may be one: the same tensor wanted twice in one layout and dtype, in the same loop."""
+def reader_groups(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:
+    """Which conversions may be one: those of one tensor, into one dtype, for readers in the same loop."""
     last = len(graph.tasks)
-    by_tensor: dict[int, list[int]] = {}
-    pairs, crosses = [], []
-    for i, e in enumerate(edges):
-        for j in by_tensor.get(e.tensor, []):
-            if e.task < last:
-                a, b = graph.tasks[edges[j].task], graph.tasks[e.task]
-                if a.scope == b.scope and edges[j].dtype == e.dtype:
-                    pairs.append((i, j))
-                    crosses.append(a.phase == FORWARD and b.phase in (BACKWARD, UPDATE))
-        by_tensor.setdefault(e.tensor, []).append(i)
-    t["twin"] = np.array(pairs, np.int32).reshape(len(pairs), 2)
-    t["twin_crosses"] = np.array(crosses, bool)
+    numbers: dict[object, int] = {}
+    # What the step's end wants is shared with nobody.
+    keys = ((e.tensor, e.dtype, graph.tasks[e.task].scope) if e.task < last else ("end", i) for i, e in enumerate(edges))
+    t["edge_group"] = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
+    t["edge_is_backward"] = np.array([e.task < last and graph.tasks[e.task].phase in (BACKWARD, UPDATE) for e in edges], bool)

@@ -74,11 +74,7 @@ class Engine:
                 first, first + count, lambda i, w: block(tables, jax.random.fold_in(key, i), beta, w), walker
             )  # fmt: skip
 
-        def position(tables: Tables, costs: Costs, strategies: State, i: Array) -> Position:
-            costs, strategy = jax.tree.map(lambda x: x[i], (costs, strategies))
-            return self.near.position(tables, costs, strategy.axes, strategy.storage)
-
-        self._walk, self._position = Program(walk), Program(position)
+        self._walk, self._position = Program(walk), Program(self.near.position)
         self._propose = Program(jax.vmap(leap(problem.space), (0, None)))
 
     def compile_s(self) -> float:
@@ -103,10 +99,11 @@ class Engine:
 
     def walker(self, strategy: Strategy, cost: float) -> Walker:
         """A chain that begins at `strategy`."""
-        state = State(*(jnp.asarray(np.stack([x] * BATCH)) for x in (strategy.axes, strategy.storage)))
-        _, costs = self.problem.simulator.batch(*state)
-        at = self._position(self.near.tables, costs, state, jnp.int32(0))
+        at = self._at(self.problem.simulator.costs(strategy), strategy.axes, strategy.storage)
         return Walker(at, jnp.float32(cost), jnp.int32(0), jnp.float32(cost), State(at.base.axes, at.base.storage))
+
+    def _at(self, costs: Costs, axes: np.ndarray, storage: np.ndarray) -> Position:
+        return self._position(self.near.tables, costs, axes, storage)
 
     def walk(self, key: Array, beta: float, walker: Walker, first: int, count: int) -> Walker:
         """Blocks `first` to `first + count` of a chain."""
@@ -119,8 +116,9 @@ class Engine:
         move, uniform = jax.random.split(key)
         state = State(walker.at.base.axes, walker.at.base.storage)
         proposed = self._propose(jax.random.split(move, BATCH), state)
-        scores, costs = self.problem.simulator.batch(proposed.axes, proposed.storage)
-        cost = np.asarray(objective(scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
+        proposed = State(np.asarray(proposed.axes), np.asarray(proposed.storage))
+        judged = self.problem.simulator.batch(*proposed)
+        cost = np.asarray(objective(judged.scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
         uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
         now = float(walker.cost)
         accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
@@ -128,10 +126,10 @@ class Engine:
         first = int(np.argmax(accepts)) if accepts.any() else limit - 1
         lowest = int(np.argmin(cost[: first + 1]))
         if cost[lowest] < float(walker.best_cost):
-            best = State(*(jnp.asarray(np.asarray(x)[lowest]) for x in proposed))
+            best = State(*(jnp.asarray(x[lowest]) for x in proposed))
             walker = walker._replace(best=best, best_cost=jnp.float32(cost[lowest]))
         if accepts.any():
-            at = self._position(self.near.tables, costs, proposed, jnp.int32(first))
+            at = self._at(judged.costs(first), proposed.axes[first], proposed.storage[first])
             walker = walker._replace(at=at, cost=jnp.float32(cost[first]), accepted=walker.accepted + 1)
         return walker
 

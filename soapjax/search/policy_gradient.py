@@ -191,7 +191,7 @@ def reinforce(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Searc
             stopped_by = "seconds"
             break
         draw, axes = search.draw(jax.random.fold_in(rng_key, batch), learner.policy)
-        scores = problem.simulator.batch(axes, storage)[0]
+        scores = problem.simulator.batch(axes, storage).scores
         cost = objective(scores, usable)
         learner = search.learn(learner, draw, -jnp.sqrt(cost / first.cost), jnp.asarray(batch == 0))
         counted = np.asarray(cost)[: BATCH if limit is None else min(BATCH, limit - done)]

@@ -29,23 +29,18 @@ class Twins(NamedTuple):
 
 
 def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
-    """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that have twins."""
-    earlier: dict[int, list[tuple[int, bool]]] = {}
-    group: dict[int, int] = {}
-    for (e, before), crosses in zip(tables.twin.tolist(), tables.twin_crosses.tolist(), strict=True):
-        earlier.setdefault(e, []).append((before, crosses))
-        group.setdefault(before, before)
-        group[e] = group[before]
+    """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
+    is_backward = tables.edge_is_backward.tolist()
     members: dict[int, list[int]] = {}
-    for e, g in sorted(group.items()):
+    for e, g in enumerate(tables.edge_group.tolist()):
         members.setdefault(g, []).append(e)
     out = {}
     seen: dict[bytes, frozenset[int]] = {}
-    for g, edges in members.items():
+    for edges in members.values():
+        if len(edges) == 1:
+            continue
         ops = {e: int(rows.slot_op[tables.edge_slot[e]]) for e in edges}
-        # Conversions in the forward pass are those from which one "crosses" into the backward pass.
-        forward = {before for e in edges for before, crosses in earlier.get(e, []) if crosses}
-        p = int(tables.edge_parameter[g])
+        p = int(tables.edge_parameter[edges[0]])
         owner = int(tables.parameter_op[p]) if p >= 0 else -1
         again = np.zeros((1, 1), np.int8)
         if owner >= 0:
@@ -54,16 +49,17 @@ def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
         least = min(float(tables.edge_bytes[e]) for e in edges), min(float(tables.edge_trips[e]) for e in edges)
         packed = {e: rows.name(int(tables.edge_slot[e])) for e in edges}
         layouts = {e: _distinct(packed[e], seen) for e in edges}
-        sides = [edges, [e for e in edges if e in forward], [e for e in edges if e not in forward]]
+        sides = [edges, [e for e in edges if not is_backward[e]], [e for e in edges if is_backward[e]]]
         wanted = [_wanted(side, ops, layouts) for side in sides]
-        for e in edges:
-            own = [(x, c) for x, c in earlier.get(e, []) if ops[x] == ops[e]]
-            equal = np.stack([packed[x] == packed[e] for x, _ in own] or [np.zeros(len(packed[e]), bool)], axis=1)
-            both, alone = wanted[0], wanted[1 if e in forward else 2]
+        for i, e in enumerate(edges):
+            own = [x for x in edges[:i] if ops[x] == ops[e]]
+            equal = np.stack([packed[x] == packed[e] for x in own] or [np.zeros(len(packed[e]), bool)], axis=1)
+            both, alone = wanted[0], wanted[2 if is_backward[e] else 1]
             sharers = np.array([(both[x], alone[x]) for x in packed[e].tolist()], np.int16)
-            twins = Twins(equal.astype(np.int16), tuple(c for _, c in own) or (False,), sharers)
+            crosses = tuple(is_backward[e] and not is_backward[x] for x in own)
+            twins = Twins(equal.astype(np.int16), crosses or (False,), sharers)
             # An own earlier conversion to this layout makes this one free; any other may have paid in its place.
-            others = (x for x, _ in earlier.get(e, []) if ops[x] != ops[e])
+            others = (x for x in edges[:i] if ops[x] != ops[e])
             payers = (*(x for x in others if not layouts[x].isdisjoint(layouts[e])), e)
             out[e] = (((owner, again), twins), payers, *least)
     return out

@@ -1,10 +1,12 @@
 """The simulator that searches and reports use: strategies in, step times and memory out.
 
-One trace per batch size; `step_times` is what a search calls, `costs` and `timeline` are for one strategy.
+One trace; `step_times` and `batch` are what a search calls, `costs` and `timeline` are for one strategy.
 """
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -33,7 +35,27 @@ class Scores(NamedTuple):
     violations: Array  # [B]: degrees that do not divide; such a strategy is in no space
 
 
-BATCH = 32  # strategies per call of `step_times` and `costs`: one size, so that they are traced and compiled once
+BATCH = 32  # strategies that a search asks for at once
+# Strategies per call of the program: one size, so that it is traced and compiled once. Two calls side by side take three quarters
+# of the time of one of twice the size, which leaves the caches, and of which XLA splits only some loops.
+AT_ONCE = 16
+
+
+class Batch(NamedTuple):
+    """Of B strategies: their scores, as NumPy arrays, and their costs, row by row."""
+
+    scores: Scores
+    parts: list[Costs]  # of AT_ONCE strategies each
+
+    def costs(self, i: int) -> Costs:
+        """Of the strategy number i, as NumPy arrays."""
+        part, row = divmod(i, AT_ONCE)
+        return jax.tree.map(lambda x: np.asarray(x)[row], self.parts[part])
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(BATCH // AT_ONCE, thread_name_prefix="simulator")
 
 
 class Simulator:
@@ -47,9 +69,16 @@ class Simulator:
         self.item_arrays = item_arrays(self.items)
         self._batch = Program(self._scores_and_costs, is_urgent=True)
 
-    def batch(self, axes: Array, storage: Array) -> tuple[Scores, Costs]:
-        """Scores and costs of BATCH strategies [BATCH, N, A] and [BATCH, N]; one trace."""
-        return self._batch(self.item_arrays, axes, storage)
+    def batch(self, axes: Array, storage: Array) -> Batch:
+        """Scores and costs of B strategies int8 [B, N, A] and [B, N]; any number, at least one."""
+        axes, storage = np.asarray(axes), np.asarray(storage)
+        count = len(axes)
+        rows = np.minimum(np.arange(-(-count // AT_ONCE) * AT_ONCE), count - 1).reshape(-1, AT_ONCE)
+        calls = [(self.item_arrays, axes[part], storage[part]) for part in rows]
+        self._batch.prepare(*calls[0])  # here: what the caller's thread says of devices holds
+        found = list(_pool().map(lambda call: jax.block_until_ready(self._batch(*call)), calls))
+        scores = jax.tree.map(lambda *x: np.concatenate(x)[:count], *(scores for scores, _ in found))
+        return Batch(scores, [costs for _, costs in found])
 
     @property
     def compile_s(self) -> float:
@@ -63,22 +92,16 @@ class Simulator:
         times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)
         return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
 
-    def _padded(self, strategies: list[Strategy]) -> tuple[Scores, Costs]:
-        padded = strategies + [strategies[-1]] * (BATCH - len(strategies))
-        axes, storage = np.stack([s.axes for s in padded]), np.stack([s.storage for s in padded])
-        return jax.tree.map(np.asarray, self.batch(axes, storage))
-
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays."""
-        parts = [
-            jax.tree.map(lambda x, k=k: x[: len(strategies) - k], self._padded(strategies[k : k + BATCH])[0])
-            for k in range(0, len(strategies), BATCH)
-        ]
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        return self._of(strategies).scores
 
     def costs(self, strategy: Strategy) -> Costs:
         """All figures of one strategy, as NumPy arrays."""
-        return jax.tree.map(lambda x: x[0], self._padded([strategy])[1])
+        return self._of([strategy]).costs(0)
+
+    def _of(self, strategies: list[Strategy]) -> Batch:
+        return self.batch(np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies]))
 
     def timeline(self, strategy: Strategy) -> Timeline:
         costs = self.costs(strategy)

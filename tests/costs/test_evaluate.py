@@ -94,7 +94,9 @@ def test_oracle_covers_the_rules_it_is_there_for():
                         fits = divides(wanted.tolist(), c.graph.tensors[i].shape, sizes)
                         seen.add(("scattered" if home[a] >= 0 else "summed", ordered, fits))
             seen.add(("shared", bool(found.is_shared.any())))
-            seen.add(("crosses", bool(found.is_shared[t.twin[t.twin_crosses, 0]].any())))
+            made = {g: t.edge_is_backward[e] for e, g in reversed(list(enumerate(t.edge_group.tolist())))}  # by the first reader
+            late = [t.edge_is_backward[e] and not made[g] for e, g in enumerate(t.edge_group.tolist())]
+            seen.add(("crosses", bool((found.is_shared & late).any())))
     assert {("scattered", True, True), ("summed", False, True), ("summed", True, False)} <= seen
     assert {("shared", True), ("crosses", True)} <= seen
 
