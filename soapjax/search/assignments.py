@@ -11,12 +11,15 @@ chain that moves one of them at a time crosses a ridge for every one. So these m
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph;
 * single: one value on one axis, or one storage, in a group: all of these are numbered, and a sweep tries one after the other;
+* exchanged: two axes of one size change places in the whole graph;
 * reranked: some axes are ranked anew in the whole graph, all at once: another way to split the step, from which to descend again.
 
 They have no reverse, so no Markov chain is asked to balance them.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
@@ -88,16 +91,38 @@ class Assignments:
         storage[at] = np.where(self.movable[self.owning[g]], k[:, None], storage[at])
         return self._divided(before, axes, storage)
 
-    def reranked(self, rng: np.random.Generator, strategy: Strategy, count: int) -> list[Strategy]:
+    def reranked(
+        self, rng: np.random.Generator, strategy: Strategy, count: int, *, every_axis: bool = False
+    ) -> list[Strategy]:
         """`count` strategies that have one to all of the axes of `strategy` ranked anew."""
         num_ops, num_axes = strategy.axes.shape
         before = np.broadcast_to(strategy.axes, (count, num_ops, num_axes))
         axes = before.copy()
-        is_new = rng.random((count, num_axes)).argsort(axis=1) < rng.integers(1, num_axes + 1, size=count)[:, None]
+        how_many = rng.integers(num_axes if every_axis else 1, num_axes + 1, size=count)
+        is_new = rng.random((count, num_axes)).argsort(axis=1) < how_many[:, None]
         for a in range(num_axes):
             members = np.broadcast_to(is_new[:, a, None], (count, num_ops))
             axes[:, :, a] = self._first_ranks(rng, axes[:, :, a], np.full(count, a), members)
         return self._divided(before, axes, np.repeat(strategy.storage[None], count, axis=0))
+
+    def exchanged(self, rng: np.random.Generator, strategy: Strategy) -> list[Strategy]:
+        """`strategy` with two axes of one size exchanged in the whole graph: every pair that differs, in random order."""
+        pairs = [
+            (a, b) for a, b in itertools.combinations(range(len(self.sizes)), 2)
+            if self.sizes[a] == self.sizes[b] and (strategy.axes[:, a] != strategy.axes[:, b]).any()
+        ]  # fmt: skip
+        order = np.tile(np.arange(len(self.sizes)), (len(pairs), 1))
+        for row, (a, b) in zip(order, rng.permutation(pairs), strict=True):
+            row[[a, b]] = b, a
+        before = np.broadcast_to(strategy.axes, (len(pairs), *strategy.axes.shape))
+        axes = strategy.axes[:, order].transpose(1, 0, 2)
+        return self._divided(before, self._offered(before, axes), np.repeat(strategy.storage[None], len(pairs), axis=0))
+
+    def _offered(self, before: np.ndarray, axes: np.ndarray) -> np.ndarray:
+        """Strategies' `axes` [B, N, A], values that are not offered on an axis as they were `before`."""
+        num_ops, num_axes = axes.shape[1:]
+        may = self.offers[np.arange(num_ops)[:, None], np.arange(num_axes), axes - self.lowest]
+        return np.where(may, axes, before)
 
     def draw(self, rng: np.random.Generator, strategies: list[Strategy]) -> list[Strategy]:
         """A move from each; operators whose degrees would not divide stay as they are."""

@@ -4,13 +4,22 @@ A round takes a batch of strategies that were not judged before, half from rando
 every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
 the best if it is better; what else was better is tried on top of it in the next round.
 
-Where a whole sweep has not helped, *kicks* follow (iterated local search, Lourenço, Martin and Stützle 2003). Small ones: a few
-moves at once from the best, whatever they cost, and a short descent from there. Large ones: some axes are ranked anew in the whole
-graph, and a whole descent follows; what keeps a descent from the best is most often how many axes split the batch, how many the
-width, and no move of one axis gets from one to the other. What ends lower is kept.
+Where a whole sweep has not helped, *kicks* follow (iterated local search, Lourenço, Martin and Stützle 2003), of three kinds:
+
+* moved: a few moves at once from the best, whatever they cost, and a short descent from there;
+* exchanged: two mesh axes of one size change places in the whole graph. Of little consequence by itself, where their links are
+  alike, but the order of axes decides which sums can be scattered, and the descent that follows splits layers in another way;
+* reranked: some axes are ranked anew in the whole graph, and a whole descent follows; what keeps a descent from the best is most
+  often how many axes split the batch, how many the width, and no move of one axis gets from one to the other.
+
+What ends lower is kept.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +31,7 @@ from soapjax.strategy.strategy import Strategy
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 KICKED_MOVES = (2, 5)  # of one small kick, at least and at most
 KICKED_PATIENCE = 6  # of the descent after a small kick
-MOST_RERANKED = 5  # a large kick takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
+MOST_RERANKED = 5  # a kick of that kind takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
 _MOST_MERGED = 6  # improvements that are tried together
 _TRIES = 40  # draws for a strategy that was not judged before
 
@@ -83,43 +92,74 @@ class Descent:
         return self.moves.single(self.best.strategy, chosen)
 
 
+class Kind(NamedTuple):
+    """The descent that follows a kick."""
+
+    patience: int
+    sweeps: bool
+    swept_if_better: bool = False  # goes on with a sweep if it ends below the best
+
+
+KINDS = {
+    "moved": Kind(KICKED_PATIENCE, sweeps=False),
+    "exchanged": Kind(PATIENCE // 2, sweeps=False, swept_if_better=True),
+    "reranked": Kind(PATIENCE, sweeps=True),
+}
+
+
 class Kicks:
-    """Kicks from the best known, `start` at first, and descents from there; what it judges depends on that and `rng` alone."""
+    """Kicks of some kinds in turn, from the best known, `start` at first, and descents from there.
+
+    What it judges depends on the best and `rng` alone.
+    """
 
     def __init__(
-        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, *, are_large: bool = False
-    ):  # fmt: skip
-        self.problem, self.best, self.rng, self.moves, self.are_large = problem, start, rng, moves, are_large
+        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str]
+    ):
+        self.problem, self.best, self.rng, self.moves = problem, start, rng, moves
+        self.kinds, self.kind = itertools.cycle(kinds), KINDS[kinds[0]]
+        self.draws = {"moved": self._moved, "exchanged": self._exchanged, "reranked": self._reranked}
         self.descent: Descent | None = None
         self.failed = 0  # kicks in a row without an improvement
+        self.exchanges: list[Strategy] = []  # of the best, not tried yet
 
     def offer(self, best: Evaluation) -> None:
         """The next kick is from `best` if that is better."""
         if best.cost < self.best.cost:
-            self.best, self.failed = best, 0
+            self.best, self.failed, self.exchanges = best, 0, []
 
     def round(self, limit: int = BATCH) -> int:
         """One round of the descent after a kick, or the kick itself; the number of strategies judged, `limit` at most."""
         if limit < 1:
             return 0
         if self.descent is None:
-            kicked = self._reranked(limit) if self.are_large else self._moved()
+            name = next(self.kinds)
+            kicked, self.kind = self.draws[name](limit), KINDS[name]
             start = min(self.problem.evaluate(kicked), key=lambda e: e.cost)
-            patience = PATIENCE if self.are_large else KICKED_PATIENCE
-            self.descent = Descent(self.problem, start, self.rng, self.moves, patience=patience, sweeps=self.are_large)
+            self.descent = Descent(
+                self.problem, start, self.rng, self.moves, patience=self.kind.patience, sweeps=self.kind.sweeps
+            )
             return len(kicked)
         judged = self.descent.round(limit)
         if self.descent.is_over:
-            self.failed += 1
-            self.offer(self.descent.best)
-            self.descent = None
+            found, is_swept = self.descent.best, len(self.descent.order) > 0
+            goes_on = self.kind.swept_if_better and not is_swept and found.cost < self.best.cost
+            self.failed += not goes_on
+            self.offer(found)
+            self.descent = Descent(self.problem, found, self.rng, self.moves) if goes_on else None
         return judged
 
-    def _moved(self) -> list[Strategy]:
+    def _moved(self, limit: int) -> list[Strategy]:
         kicked = [self.best.strategy]
         for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
             kicked = self.moves.draw(self.rng, kicked)
         return kicked
+
+    def _exchanged(self, limit: int) -> list[Strategy]:
+        """One exchange of the best, each of them once; axes are ranked anew where there is none."""
+        if not self.exchanges:
+            self.exchanges = self.moves.exchanged(self.rng, self.best.strategy)
+        return [self.exchanges.pop()] if self.exchanges else self._reranked(limit)
 
     def _reranked(self, limit: int) -> list[Strategy]:
         count = min(2 ** self.rng.integers(0, MOST_RERANKED + 1), limit)

@@ -215,6 +215,10 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
 
 
+KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
+STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
+
+
 class Descents:
     """Descents and kicks of one search, two side by side."""
 
@@ -231,7 +235,7 @@ class Descents:
         """All starts and what was found from some of them, best first; and why to stop there."""
         begun = sorted([*self._additive(), *begun], key=lambda e: (not e.is_feasible, e.cost))
         self.record.offer(begun[0].strategy, begun[0].cost)
-        ends = self._descended([begun[0], begun[-1]])  # the worst is a random one
+        ends = self._descended([begun[0], self._ranked(begun[-1])])  # the worst is a random one
         kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
         if self.record.time_spent() >= KICKED_UNTIL:
             self.record.notes.append(f"kicks ended after {KICKED_UNTIL:.0%} of the time")
@@ -256,6 +260,13 @@ class Descents:
         self.record.notes.append("the additive optimum was no start: it would have taken too long")
         return []
 
+    def _ranked(self, start: Evaluation) -> Evaluation:
+        """The best of many draws that rank all axes of `start` anew: as random, but what follows one another is split alike."""
+        count = min(STARTING_DRAWS, max(self.record.left(), 0))
+        drawn = self.moves.reranked(self._rng(), start.strategy, count, every_axis=True)
+        self.record.done += len(drawn)
+        return min([start, *(self.problem.evaluate(drawn) if drawn else [])], key=lambda e: e.cost)
+
     def _descended(self, begun: list[Evaluation]) -> list[Evaluation]:
         members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
         while self.record.stopped_by(has_walked=False) is None and (active := [d for d in members if not d.is_over]):
@@ -265,7 +276,7 @@ class Descents:
     def _kicked(self, best: Evaluation, *, until: float = 1.0) -> Evaluation:
         """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget's seconds is spent."""
         record = self.record
-        kicks = [Kicks(self.problem, best, self._rng(), self.moves, are_large=are_large) for are_large in (False, True)]
+        kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
         while any(k.failed < MAX_FAILED for k in kicks) and record.time_spent() < until and not record.stopped_by(has_walked=False):
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)

@@ -13,6 +13,7 @@ import soapjax
 from soapjax.planning import planning_problem
 from soapjax.search.assignments import Assignments, look_alikes
 from soapjax.search.descent import Descent, Kicks
+from soapjax.search.mcmc import KICKS
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -125,8 +126,8 @@ def test_the_same_seed_is_the_same_descent():
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
 
 
-@pytest.mark.parametrize("are_large", (False, True))
-def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, are_large):
+@pytest.mark.parametrize("kinds", (("moved",), ("reranked",), ("exchanged",), KICKS[1]), ids=" then ".join)
+def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, kinds):
     """From a random strategy: never worse, within the limit of every round, the same again, and as low as a descent ends."""
     start = layers.evaluate([layers.space.random(np.random.default_rng(11))])[0]
     moves = Assignments(layers.space)
@@ -135,7 +136,7 @@ def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, are_lar
         descent.round()
     found = []
     for _ in range(2):
-        kicks, costs = Kicks(layers, start, np.random.default_rng(0), moves, are_large=are_large), [start.cost]
+        kicks, costs = Kicks(layers, start, np.random.default_rng(0), moves, kinds), [start.cost]
         while kicks.failed < 6:
             assert kicks.round(0) == 0
             assert 0 <= kicks.round(7) <= 7
@@ -148,12 +149,34 @@ def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, are_lar
 
 def test_kicks_take_what_others_found(layers):
     start, other = sorted(layers.evaluate([layers.space.random(np.random.default_rng(k)) for k in (11, 12)]), key=lambda e: -e.cost)
-    kicks = Kicks(layers, start, np.random.default_rng(0), Assignments(layers.space))
+    kicks = Kicks(layers, start, np.random.default_rng(0), Assignments(layers.space), ("moved",))
     kicks.failed = 3
     kicks.offer(other)
     assert kicks.best is other and kicks.failed == 0
     kicks.offer(start)
     assert kicks.best is other
+
+
+@pytest.mark.parametrize("model, topology, pins", CASES)
+def test_exchanged_axes_are_all_pairs_of_one_size_that_differ(model, topology, pins):
+    graph, place = graph_of(model), topology_of(topology)
+    space = search_space(graph, factor_mesh(place), pins=pins)
+    moves, before = Assignments(space), space.random(np.random.default_rng(3))
+    found = {after.key(): after for after in moves.exchanged(np.random.default_rng(4), before)}
+    expected = set()
+    for a, b in itertools.combinations(range(space.num_axes), 2):
+        axes = before.axes.copy()
+        axes[:, [a, b]] = axes[:, [b, a]]
+        for n, row in enumerate(axes):  # what an axis does not offer an operator stays as it was
+            if any(v not in {c[k] for c in space.configs(n)} for k, v in enumerate(row)):
+                offers = [{c[k] for c in space.configs(n)} for k in (a, b)]
+                for k, offer in zip((a, b), offers, strict=True):
+                    row[k] = row[k] if row[k] in offer else before.axes[n, k]
+        same_size = space.mesh.axis_sizes[a] == space.mesh.axis_sizes[b]
+        if same_size and (before.axes[:, a] != before.axes[:, b]).any():
+            expected.add(Strategy(axes, before.storage).key())
+    assert set(found) == expected and all(space.is_valid(s) for s in found.values())
+    assert [s.key() for s in moves.exchanged(np.random.default_rng(4), before)] == list(found), "a seed's"
 
 
 @pytest.mark.parametrize("model, topology, pins", CASES)
