@@ -34,6 +34,7 @@ class Conversion:
     size: float
     trips: int
     scope: str | None  # None where it is never shared
+    dtype: str  # as which it is sent
     is_shared: bool = False
 
 
@@ -208,17 +209,19 @@ class _Oracle:
                 trips = tasks[k].trip_count if is_sliced or i in made_in_loop else 1
                 if tasks[k].parameter >= 0:
                     size *= tensor.copies  # the gradients of all layers of a loop at once
-                found.append(Conversion(k, i, target, size, trips, tasks[k].scope))
+                dtype = dict(tasks[k].casts).get(i, tensor.dtype)  # cast before it is sent
+                size *= np.dtype(dtype).itemsize / tensor.itemsize if dtype != tensor.dtype else 1
+                found.append(Conversion(k, i, target, size, trips, tasks[k].scope, dtype))
             replaced = {o for _, o in self.graph.state_pairs}
             if i in self.writer and replaced & set(tensor.output_leaves):
-                found.append(Conversion(len(tasks), i, self.nowhere, tensor.size_bytes * tensor.copies, 1, None))
+                found.append(Conversion(len(tasks), i, self.nowhere, tensor.size_bytes * tensor.copies, 1, None, tensor.dtype))
         for entry in self.graph.entries:
             if self.readers[entry.target]:
                 first = self.readers[entry.target][0][0]
                 target = self.raw.get(entry.target, self.nowhere)
                 size = tensors[entry.source].size_bytes
-                found.append(Conversion(first, entry.source, target, size, 1, tasks[first].scope))
-        found = [c for c in found if c.size > tensors[c.tensor].itemsize]
+                found.append(Conversion(first, entry.source, target, size, 1, tasks[first].scope, tensors[entry.source].dtype))
+        found = [c for c in found if c.size > min(tensors[c.tensor].itemsize, np.dtype(c.dtype).itemsize)]
         for c in found:  # a loop carries its sums resolved
             c.target = tuple(h if d == PARTIAL else d for d, h in zip(c.target, self.homes[c.tensor], strict=True))
         return sorted(found, key=lambda c: (c.task, c.tensor))
@@ -226,7 +229,7 @@ class _Oracle:
     def may_share(self, earlier: Conversion, later: Conversion) -> bool:
         if earlier.tensor != later.tensor or earlier.target != later.target or later.scope is None:
             return False
-        if earlier.scope != later.scope:
+        if (earlier.scope, earlier.dtype) != (later.scope, later.dtype):
             return False
         parameter = self.parameter_of.get(later.tensor)
         phases = self.graph.tasks[earlier.task].phase, self.graph.tasks[later.task].phase
@@ -268,7 +271,7 @@ class _Oracle:
         summed = [a for a, (r, h) in enumerate(zip(raw, self.homes[i], strict=True)) if r == PARTIAL != h]
         scattered = [a for a in summed if self.homes[i][a] >= 0]
         kind = "scatter" if scattered else "reduce" if summed else ""
-        return kind, self.graph.tensors[i].size_bytes / self.shards(raw), self.sizes[scattered[0]] if scattered else 1
+        return kind, self.graph.tensors[i].summed_bytes / self.shards(raw), self.sizes[scattered[0]] if scattered else 1
 
     def waiting_bytes(self) -> np.ndarray:
         """By task: of each kind of collective, operands and results of what is merged into one."""
@@ -311,11 +314,11 @@ class _Oracle:
             if i in self.common:  # from a use's own layout to the common one, where a whole value may count as a sum of zeros
                 home = tuple(REPLICATED if h == PARTIAL != r else h for h, r in zip(home, raw, strict=True))
                 trips = tasks[self.writer[i]].trip_count
-                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].size_bytes, trips, shape=tensors[i].shape))
+                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].summed_bytes, trips, shape=tensors[i].shape))
             elif PARTIAL in raw:
                 trips = 1 if i in after_loop else tasks[self.writer[i]].trip_count
                 is_gradient, shape = i in gradients, tensors[i].shape
-                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].size_bytes, trips, is_gradient, shape))
+                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].summed_bytes, trips, is_gradient, shape))
         sum_s = {}
         for k, task in enumerate(tasks):
             for s in task.sums:

@@ -10,6 +10,7 @@ import functools
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from soapjax.costs.evaluate import Costs, evaluator
@@ -48,6 +49,7 @@ PROBLEMS = (
     ("resnet", "dgx1_v100x8"),
     ("rnnlm", "2x4"),
     ("moe", "a100x64"),
+    ("casts", "a100x8"),
 )
 # To trace and to compile.
 SLOW = (("moe", "a100x64"), ("mlp", "a100x64"), ("lm_scan", "2x4"), ("resnet", "dgx1_v100x8"), ("rnnlm", "2x4"))
@@ -105,6 +107,28 @@ class Case:
         return self.graph.in_paths.index(path)
 
 
+def casting_step(params, batch):
+    """Parameters in float32, products in bfloat16; w3 is read in both."""
+
+    def loss(params):
+        x = batch["x"].astype(jnp.bfloat16)
+        x = jnp.tanh(x @ params["w1"].astype(jnp.bfloat16))
+        x = jnp.tanh(x @ params["w2"].astype(jnp.bfloat16))
+        # Also read as it is: not cast before any other use.
+        wide = x.astype(jnp.float32) @ params["w3"] + (x @ params["w3"].astype(jnp.bfloat16)).astype(jnp.float32)
+        return (wide**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@functools.cache
+def casting_arguments(batch: int = 32, width: int = 64):
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {f"w{i}": jax.random.normal(keys[i], (width, width)) / 8 for i in (1, 2, 3)}
+    return params, {"x": jax.random.normal(keys[0], (batch, width))}
+
+
 @functools.cache
 def graph_of(model: str) -> OperatorGraph:
     """The operator graph of a small model; nothing is allocated."""
@@ -113,6 +137,8 @@ def graph_of(model: str) -> OperatorGraph:
 
 def graph_with(model: str, **changes: int) -> OperatorGraph:
     """As `graph_of`, with other sizes."""
+    if model == "casts":
+        return build_graph(trace(casting_step, *casting_arguments(**changes)))[0]
     module, sizes = MODELS[model]
     sizes = {**sizes, **changes}
     made = importlib.import_module(f"models.{module}")

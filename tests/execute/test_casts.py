@@ -4,9 +4,9 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import casting_arguments, casting_step
 
 import soapjax
 from soapjax.execute.spmd import bind_plan
@@ -14,32 +14,10 @@ from soapjax.planning import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 
-BATCH, WIDTH = 32, 64
-
-
-def step(params, batch):
-    def loss(params):
-        x = batch["x"].astype(jnp.bfloat16)
-        x = jnp.tanh(x @ params["w1"].astype(jnp.bfloat16))
-        x = jnp.tanh(x @ params["w2"].astype(jnp.bfloat16))
-        # Also read as it is: not cast before any other use.
-        wide = x.astype(jnp.float32) @ params["w3"] + (x @ params["w3"].astype(jnp.bfloat16)).astype(jnp.float32)
-        return (wide**2).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-@functools.cache
-def arguments():
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {f"w{i}": jax.random.normal(keys[i], (WIDTH, WIDTH)) / 8 for i in (1, 2, 3)}
-    return params, {"x": jax.random.normal(keys[0], (BATCH, WIDTH))}
-
 
 @functools.cache
 def planned(planner, topology="cpu8"):
-    traced = soapjax.trace(step, *arguments())
+    traced = soapjax.trace(casting_step, *casting_arguments())
     problem = planning_problem(traced, soapjax.load_topology(topology))
     return traced, problem, plan_of_strategy(problem, get_planner(planner)(jax.random.key(0), problem, Budget()).best.strategy)
 
@@ -60,7 +38,7 @@ def planned_in_float32():
         grads = jax.grad(lambda p: ((batch["x"] @ p["w1"] @ p["w2"] @ p["w3"]) ** 2).mean())(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
-    return planning_problem(soapjax.trace(plain, *arguments()), soapjax.load_topology("cpu8")).graph
+    return planning_problem(soapjax.trace(plain, *casting_arguments()), soapjax.load_topology("cpu8")).graph
 
 
 def jitted(planner):
@@ -71,15 +49,15 @@ def jitted(planner):
 
 @pytest.mark.parametrize("planner", ["fsdp", "tensor_parallel"])
 def test_results_are_those_of_one_device(planner):
-    found = jitted(planner)(*jax.tree.leaves(arguments()))
-    for a, b in zip(found, jax.tree.leaves(jax.jit(step)(*arguments())), strict=True):
+    found = jitted(planner)(*jax.tree.leaves(casting_arguments()))
+    for a, b in zip(found, jax.tree.leaves(jax.jit(casting_step)(*casting_arguments())), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)  # products of bfloat16 are added up in another order
 
 
 def test_what_is_gathered_is_narrow():
     """In the program before XLA: it also moves such casts by itself, but not all, and not on every backend."""
-    lowered = jitted("fsdp").lower(*jax.tree.leaves(arguments()))
+    lowered = jitted("fsdp").lower(*jax.tree.leaves(casting_arguments()))
     gathered = re.findall(r'"stablehlo.all_gather".*?-> tensor<[\dx]*x(\w+)>', lowered.as_text(), re.S)
     assert gathered.count("bf16") >= 2
     assert gathered.count("f32") <= 2, "w3, which is also read as it is"
