@@ -46,23 +46,21 @@ def shared_since(tables: CostTables, slots: Array, storage: Array) -> Array:
     """int32 [E]: the task after the last earlier reader of the same copy, 0 where it is made for this reader."""
     num_e = len(tables.edge_task)
     words = words_of(slots)
-    found, position = [], np.zeros(num_e, np.int32)
-    count = 0
-    for edge in _blocks(tables.edge_group):
-        is_pad = edge == num_e
-        edge = np.where(is_pad, 0, edge)
-        # Of readers a row's are compared with all: a few vector instructions, where a list of the pairs would be gathered.
-        before = np.triu(np.ones((edge.shape[1],) * 2, bool), 1) & ~is_pad[:, :, None] & ~is_pad[:, None, :]
+    found, count, position = [], 0, np.full(num_e, -1)
+    for block in _blocks(tables.edge_group):
+        is_real = block < num_e
+        edge = np.where(is_real, block, 0)
+        # All readers of a row are compared with all: vector instructions, where a list of pairs would be gathered one by one.
+        before = np.triu(np.ones((edge.shape[1],) * 2, bool), 1) & is_real[:, :, None] & is_real[:, None, :]
         same = jnp.asarray(before)  # [C, R, R]: the earlier one first
         own = jnp.where(made_again(tables, storage, edge), _OWN_COPY, 0)
         for i, word in enumerate(words):
             key = word[tables.edge_slot[edge]] + (0 if i else own)
             same &= key[:, :, None] == key[:, None, :]
         found.append(jnp.where(same, (tables.edge_task[edge] + 1)[:, :, None], 0).max(1).reshape(-1))
-        position[edge[~is_pad]] = (count + np.arange(edge.size).reshape(edge.shape))[~is_pad]
+        position[edge[is_real]] = (count + np.arange(edge.size).reshape(edge.shape))[is_real]
         count += edge.size
-    alone = np.bincount(tables.edge_group)[tables.edge_group] == 1 if num_e else np.zeros(0, bool)
-    position[alone] = count
+    position = np.where(position < 0, count, position)  # those alone in their group: the zero behind
     return jnp.concatenate([*found, jnp.zeros(1, jnp.int32)])[position]
 
 
@@ -77,9 +75,9 @@ def _blocks(group: np.ndarray) -> list[np.ndarray]:
             step = max(1, (1 << (len(some) - 1).bit_length()) // 8)  # four widths from a power of two to the next
             by_width[max(2, -(-len(some) // step) * step)].append(some)
     blocks = []
-    for width, rows_ in sorted(by_width.items()):
-        block = np.full((len(rows_), width), len(group), np.int32)
-        for i, some in enumerate(rows_):
+    for width, alike in sorted(by_width.items()):
+        block = np.full((len(alike), width), len(group), np.int32)
+        for i, some in enumerate(alike):
             block[i, : len(some)] = some
         blocks.append(block)
     return blocks

@@ -55,6 +55,8 @@ ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: 
 DEFAULT_PROPOSALS = 100_000
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
+KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
+STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 KICKED_UNTIL = 0.6  # of the budget's seconds: what may be spent before chains walk
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
@@ -213,10 +215,6 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
-
-
-KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
-STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 
 
 class Descents:

@@ -6,8 +6,9 @@ One trace; `step_times` and `batch` are what a search calls, `costs` and `timeli
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +26,8 @@ from soapjax.simulate.schedule import schedule_of
 from soapjax.simulate.trace import ItemArrays, item_arrays
 from soapjax.strategy.plan import Prediction
 from soapjax.strategy.strategy import Strategy
+
+T = TypeVar("T")
 
 
 class Scores(NamedTuple):
@@ -71,14 +74,16 @@ class Simulator:
 
     def batch(self, axes: Array, storage: Array) -> Batch:
         """Scores and costs of B strategies int8 [B, N, A] and [B, N]; any number, at least one."""
+        found = self._by_parts(lambda scores, costs: (scores, costs), axes, storage)
+        return Batch(_joined([scores for scores, _ in found], len(axes)), [costs for _, costs in found])
+
+    def _by_parts(self, keep: Callable[[Scores, Costs], T], axes: Array, storage: Array) -> list[T]:
+        """What `keep` makes of scores and costs of AT_ONCE strategies each; the last one repeated."""
         axes, storage = np.asarray(axes), np.asarray(storage)
-        count = len(axes)
-        rows = np.minimum(np.arange(-(-count // AT_ONCE) * AT_ONCE), count - 1).reshape(-1, AT_ONCE)
+        rows = np.minimum(np.arange(-(-len(axes) // AT_ONCE) * AT_ONCE), len(axes) - 1).reshape(-1, AT_ONCE)
         calls = [(self.item_arrays, axes[part], storage[part]) for part in rows]
         self._batch.prepare(*calls[0])  # here: what the caller's thread says of devices holds
-        found = list(_pool().map(lambda call: jax.block_until_ready(self._batch(*call)), calls))
-        scores = jax.tree.map(lambda *x: np.concatenate(x)[:count], *(scores for scores, _ in found))
-        return Batch(scores, [costs for _, costs in found])
+        return list(_pool().map(lambda call: keep(*jax.block_until_ready(self._batch(*call))), calls))
 
     @property
     def compile_s(self) -> float:
@@ -93,15 +98,12 @@ class Simulator:
         return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
-        """Scores of any number of strategies, as NumPy arrays."""
-        return self._of(strategies).scores
+        """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""
+        return _joined(self._by_parts(lambda scores, _: scores, *_stacked(strategies)), len(strategies))
 
     def costs(self, strategy: Strategy) -> Costs:
         """All figures of one strategy, as NumPy arrays."""
-        return self._of([strategy]).costs(0)
-
-    def _of(self, strategies: list[Strategy]) -> Batch:
-        return self.batch(np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies]))
+        return self.batch(*_stacked([strategy])).costs(0)
 
     def timeline(self, strategy: Strategy) -> Timeline:
         costs = self.costs(strategy)
@@ -126,6 +128,14 @@ class Simulator:
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
             compute_figures=compute_figures or {},
         )
+
+
+def _stacked(strategies: list[Strategy]) -> tuple[np.ndarray, np.ndarray]:
+    return np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
+
+
+def _joined(parts: list[Scores], count: int) -> Scores:
+    return jax.tree.map(lambda *x: np.concatenate(x)[:count], *parts)
 
 
 def layouts_for_plan(tables: CostTables, costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
