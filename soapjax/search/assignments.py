@@ -7,7 +7,8 @@ chain that moves one of them at a time crosses a ridge for every one. So these m
 * carried: a dim on an axis, in all operators to which tensors carry that dim, in one layer or in all that repeat it, in the
   whole graph or in a stretch of it;
 * ranked: on an axis, dims in random order of rank, and every operator takes the first that it has: whole layers go over
-  from one dim to a chain of others, as from the batch to Megatron's columns and rows;
+  from one dim to a chain of others, as from the batch to Megatron's columns and rows; in a stretch of the graph, or in a module
+  as the names of operators tell it, once or wherever it repeats (one layer of a recurrent net, in all time steps);
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph;
 * single: one value on one axis, or one storage, in a group: all of these are numbered, and a sweep tries one after the other;
@@ -20,6 +21,8 @@ They have no reverse, so no Markov chain is asked to balance them.
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -45,6 +48,31 @@ def look_alikes(space: SearchSpace) -> np.ndarray:
     return np.array([ids.setdefault(key, len(ids)) for key in keys], np.int32)
 
 
+def modules_of(names: Sequence[str]) -> tuple[np.ndarray, list[list[int]]]:
+    """Sets of operators bool [M, N] that belong together by their `names`, paths of modules; and which of them hold each operator.
+
+    All below one path, and all below one path whose number in one component may be any: "blk3/attn", "blk#/attn". None of one
+    operator, none twice.
+    """
+    found: dict[str, set[int]] = {}
+    for n, name in enumerate(names):
+        path = name.split("/")
+        for depth in range(1, len(path) + 1):
+            found.setdefault("/".join(path[:depth]), set()).add(n)
+            for i in range(depth):
+                any_number = re.sub(r"[0-9]+", "#", path[i])
+                if any_number != path[i]:
+                    found.setdefault("/".join((*path[:i], any_number, *path[i + 1 : depth])), set()).add(n)
+    sets = sorted({tuple(sorted(some)) for some in found.values() if len(some) > 1})
+    members = np.zeros((len(sets), len(names)), bool)
+    holding: list[list[int]] = [[] for _ in names]
+    for m, some in enumerate(sets):
+        members[m, list(some)] = True
+        for n in some:
+            holding[n].append(m)
+    return members, holding
+
+
 class Assignments:
     """Draws of the moves above on one space, one in each of B strategies side by side."""
 
@@ -64,6 +92,7 @@ class Assignments:
         self.movable = np.array(movable, bool).reshape(-1, num_ops)
         self.owning = np.flatnonzero((self.movable & space.owns_parameters).any(axis=1))  # of those
         self.flows = dim_flows(space)
+        self.modules, self.modules_of_op = modules_of([o.name for o in space.graph.operators])
         self.sizes = np.array(space.mesh.axis_sizes)
         moves = (self._together, self._carried, self._ranked, self._alike, self._stored)
         weights = np.array(WEIGHTS) * [True, True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
@@ -204,10 +233,14 @@ class Assignments:
 
     def _ranked(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         count, num_ops = axes.shape[:2]
-        stretch = self._stretch(rng, rng.integers(num_ops, size=count))
+        n = rng.integers(num_ops, size=count)
+        members = self._stretch(rng, n)
+        for lane in np.flatnonzero(rng.random(count) < 0.5):
+            if held_by := self.modules_of_op[n[lane]]:
+                members[lane] = self.modules[held_by[rng.integers(len(held_by))]]
         a = rng.integers(len(self.sizes), size=count)
         lanes = np.arange(count)
-        axes[lanes, :, a] = self._first_ranks(rng, axes[lanes, :, a], a, stretch)
+        axes[lanes, :, a] = self._first_ranks(rng, axes[lanes, :, a], a, members)
         return axes, storage
 
     def _first_ranks(self, rng: np.random.Generator, now: np.ndarray, a: np.ndarray, members: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from problems import graph_of, topology_of
 
 import soapjax
 from soapjax.planning import planning_problem
-from soapjax.search.assignments import Assignments, look_alikes
+from soapjax.search.assignments import Assignments, look_alikes, modules_of
 from soapjax.search.descent import Descent, Kicks
 from soapjax.search.mcmc import KICKS
 from soapjax.search.problem import PlanningProblem
@@ -155,6 +155,17 @@ def test_kicks_take_what_others_found(layers):
     assert kicks.best is other and kicks.failed == 0
     kicks.offer(start)
     assert kicks.best is other
+
+
+def test_modules_are_paths_and_paths_of_any_number():
+    names = ["embed", "step0/lstm0/input", "step0/lstm1/input", "step1/lstm0/input", "step1/lstm1/input", "step1/lstm1", "head"]
+    members, holding = modules_of(names)
+    sets = {tuple(np.flatnonzero(m)) for m in members}
+    layer0, layer1 = (1, 3), (2, 4, 5)  # in all time steps
+    assert sets == {layer0, layer1, (2, 4), (1, 2), (3, 4), (3, 4, 5), (4, 5), (1, 2, 3, 4, 5)}
+    assert all(members[m, n] for n, of in enumerate(holding) for m in of)
+    assert [len(of) for of in holding] == members.sum(axis=0).tolist()
+    assert not holding[0] and modules_of([])[0].shape == (0, 0)
 
 
 @pytest.mark.parametrize("model, topology, pins", CASES)
