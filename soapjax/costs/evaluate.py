@@ -18,6 +18,7 @@ from jax import Array
 
 from soapjax.costs.conversion import ConversionCost, conversion_cost
 from soapjax.costs.halos import halo_cost, inner_source, inner_target
+from soapjax.costs.indexing import add, along, rows
 from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
@@ -93,22 +94,22 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
     """Layouts of every access, storage and tensor under a strategy."""
     sizes = np.array(tables.links.axis_sizes)
     index = value_index(axes)  # [N, A]
-    used = jnp.take_along_axis(jnp.asarray(tables.access_map), index[tables.access_op], axis=1)  # [U, A]
+    used = along(jnp.asarray(tables.access_map), rows(index, tables.access_op))  # [U, A]
     if tables.space.offers_pins:
-        used = with_pins(used, axes[tables.access_op])
+        used = with_pins(used, rows(axes, tables.access_op))
     replicated = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
     if len(tables.parameter_op):
-        as_used = jnp.concatenate([used, replicated])[tables.parameter_slot]  # [P, A]
-        masks = jnp.asarray(tables.storage_masks)[storage[tables.parameter_op].astype(jnp.int32)]
+        as_used = rows(jnp.concatenate([used, replicated]), tables.parameter_slot)  # [P, A]
+        masks = rows(jnp.asarray(tables.storage_masks), rows(storage, tables.parameter_op).astype(jnp.int32))
         stored = storage_layouts(as_used, masks, tables.storage_dim, tables.storage_dim_size, tables.storage_fixed, sizes)
     else:
         stored = jnp.zeros((0, len(sizes)), jnp.int8)
     slots = jnp.concatenate([used, stored, gradient_layouts(stored, tables.gradient_shift), replicated])
     raw, home = home_layouts(
-        slots[tables.tensor_slot], slots[tables.tensor_reader], tables.tensor_source, tables.tensor_fixed,
+        rows(slots, tables.tensor_slot), rows(slots, tables.tensor_reader), tables.tensor_source, tables.tensor_fixed,
         tables.tensor_shape, sizes,
     )  # fmt: skip
-    home, resolved = summed_layouts(raw, home, slots[np.maximum(tables.tensor_sum, 0)], tables.tensor_sum >= 0)
+    home, resolved = summed_layouts(raw, home, rows(slots, np.maximum(tables.tensor_sum, 0)), tables.tensor_sum >= 0)
     since = shared_since(tables, slots, storage)
     return Layouts(slots, home, raw, resolved, since > 0, since)
 
@@ -138,29 +139,29 @@ def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
     # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
     used = slots[:num_u]
     access_bytes = tables.access_bytes / split_of(used >= 0, sizes)
-    moved = jnp.zeros(num_k).at[tables.access_task].add(access_bytes)
-    task_index = index[tables.task_op]
-    split = split_of(jnp.take_along_axis(jnp.asarray(tables.work_split), task_index[tables.work_task], axis=1), sizes)
-    flop_s = jnp.zeros(num_k).at[tables.work_task].add(tables.work_seconds / split)
+    moved = add(jnp.zeros(num_k), tables.access_task, access_bytes)
+    task_index = rows(index, tables.task_op)
+    split = split_of(along(jnp.asarray(tables.work_split), rows(task_index, tables.work_task)), sizes)
+    flop_s = add(jnp.zeros(num_k), tables.work_task, tables.work_seconds / split)
     if num_p:
         shards = split_of(slots[num_u : num_u + num_p] >= 0, sizes)
-        update_split = shards[np.maximum(tables.task_parameter, 0)]
+        update_split = rows(shards, np.maximum(tables.task_parameter, 0))
         flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
         moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
     else:
         shards, update_split = jnp.zeros(0), jnp.ones(num_k)
     compute_s = (jnp.maximum(flop_s, moved / memory_rate) + launch_s) * tables.task_trips
     if tables.measured:
-        at = log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1])[tables.task_op]
+        at = rows(log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1]), tables.task_op)
         compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
 
-    edge_home = home[tables.edge_tensor]
-    target = slots[tables.edge_slot]
+    edge_home = rows(home, tables.edge_tensor)
+    target = rows(slots, tables.edge_slot)
     target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
-    inner = jnp.take_along_axis(jnp.asarray(tables.sum_map), task_index[tables.sum_task], axis=1)  # [S, A]
+    inner = along(jnp.asarray(tables.sum_map), rows(task_index, tables.sum_task))  # [S, A]
     partial = np.flatnonzero(tables.may_be_partial)
-    source = jnp.concatenate([found.raw[partial], edge_home, inner_source(inner)])
-    wanted = jnp.concatenate([found.resolved[partial], target, inner_target(inner)])
+    source = jnp.concatenate([rows(found.raw, partial), edge_home, inner_source(inner)])
+    wanted = jnp.concatenate([rows(found.resolved, partial), target, inner_target(inner)])
     return _Asked(found, compute_s, shards, target, inner, source, wanted)
 
 
@@ -197,11 +198,11 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
 
     def paid(axes: Array, of: _Asked, every: ConversionCost) -> Costs:
         found, shards, target, inner = of.found, of.shards, of.target, of.inner
-        home, edge_home = found.home, found.home[tables.edge_tensor]
+        home, edge_home = found.home, rows(found.home, tables.edge_tensor)
         times = jnp.concatenate([tables.tensor_trips[partial], tables.edge_trips, sum_times])[:, None]
         seconds, num_r = every.seconds * times, len(partial)
         nothing = jnp.zeros((1, seconds.shape[1]), seconds.dtype)
-        resolve_s = jnp.concatenate([seconds[:num_r], nothing])[row_of]
+        resolve_s = rows(jnp.concatenate([seconds[:num_r], nothing]), row_of)
         full_s, sum_s = seconds[num_r : num_r + num_e], seconds[num_r + num_e :]
         borders = halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges)
         sum_s += borders.seconds * sum_times[:, None]
@@ -223,12 +224,12 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
             stored = found.slots[num_u : num_u + num_p]
             of_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), coordinates)  # [N, G]
             of_home, of_copy, of_stored = (holders(x, coordinates) for x in (home, target, stored))
-            of_task = of_op[tables.task_op]
+            of_task = rows(of_op, tables.task_op)
             if num_p:
-                of_task = jnp.where(is_update[:, None], of_stored[np.maximum(tables.task_parameter, 0)], of_task)
+                of_task = jnp.where(is_update[:, None], rows(of_stored, np.maximum(tables.task_parameter, 0)), of_task)
             holding = Holders(
-                of_task, holders(found.raw, coordinates), of_home[tables.edge_tensor] | of_copy,
-                of_op[tables.task_op[tables.sum_task]], of_home, of_copy, of_stored,
+                of_task, holders(found.raw, coordinates), rows(of_home, tables.edge_tensor) | of_copy,
+                rows(of_op, tables.task_op[tables.sum_task]), of_home, of_copy, of_stored,
             )  # fmt: skip
             live = jnp.stack(
                 [
@@ -273,23 +274,24 @@ def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, foun
     num_k, waits = tables.num_tasks, tables.working.waits
     birth, death = tables.tensor_birth, tables.tensor_death
     alive = np.flatnonzero(death >= 0)
-    steps = jnp.zeros(num_k + 2).at[birth[alive]].add(held[alive])
-    steps = steps.at[np.where(waits, birth, death)[alive] + 1].add(-held[alive])
+    of_alive = rows(held, alive)
+    steps = add(jnp.zeros(num_k + 2), birth[alive], of_alive)
+    steps = add(steps, np.where(waits, birth, death)[alive] + 1, -of_alive)
     late = np.flatnonzero(waits & (death >= 0))
     held_back = jnp.zeros((num_k + 2, 2))
     if len(late):
-        held_back = held_back.at[birth[late] + 1].add(waiting[late]).at[death[late] + 1].add(-waiting[late])
+        of_late = rows(waiting, late)
+        held_back = add(add(held_back, birth[late] + 1, of_late), death[late] + 1, -of_late)
     if len(tables.edge_task):
         task = np.minimum(tables.edge_task, num_k - 1)
         start = jnp.where(found.is_shared, found.shared_since, task)
-        steps = steps.at[start].add(copy)
-        steps = steps.at[task + 1].add(-copy)
+        steps = add(add(steps, start, copy), task + 1, -copy)
     return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], tables.working.most_waiting).sum(1)
 
 
 def _made(tables: CostTables, passing: Array) -> Array:
     """Bytes beside the results of each task [K] while they are made."""
-    return jnp.zeros(tables.num_tasks).at[tables.tensor_birth].add(passing)
+    return add(jnp.zeros(tables.num_tasks), tables.tensor_birth, passing)
 
 
 def _violations(tables: CostTables, axes: Array) -> Array:

@@ -16,6 +16,11 @@ def rows(x: Array, index: Array) -> Array:
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
+def along(x: Array, index: Array) -> Array:
+    """`x[i, index[i, j]]` [N, J] of `x` [N, D] and `index` [N, J]."""
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+
+
 def row(x: Array, i: Array) -> Array:
     """`x[i]` of one index."""
     return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)

@@ -38,8 +38,8 @@ def made_again(tables: CostTables, storage: Array, edge: np.ndarray) -> Array:
     may = (parameter >= 0) & tables.edge_is_backward[edge]
     if not may.any():
         return jnp.zeros(edge.shape, bool)
-    again = jnp.asarray(tables.storage_regather)[storage[tables.parameter_op].astype(jnp.int32)]  # [P]
-    return again[np.maximum(parameter, 0)] & may
+    again = rows(jnp.asarray(tables.storage_regather), rows(storage, tables.parameter_op).astype(jnp.int32))  # [P]
+    return rows(again, np.maximum(parameter, 0)) & may
 
 
 def shared_since(tables: CostTables, slots: Array, storage: Array) -> Array:
@@ -55,13 +55,13 @@ def shared_since(tables: CostTables, slots: Array, storage: Array) -> Array:
         same = jnp.asarray(before)  # [C, R, R]: the earlier one first
         own = jnp.where(made_again(tables, storage, edge), _OWN_COPY, 0)
         for i, word in enumerate(words):
-            key = word[tables.edge_slot[edge]] + (0 if i else own)
+            key = rows(word, tables.edge_slot[edge]) + (0 if i else own)
             same &= key[:, :, None] == key[:, None, :]
         found.append(jnp.where(same, (tables.edge_task[edge] + 1)[:, :, None], 0).max(1).reshape(-1))
         position[edge[is_real]] = (count + np.arange(edge.size).reshape(edge.shape))[is_real]
         count += edge.size
     position = np.where(position < 0, count, position)  # those alone in their group: the zero behind
-    return jnp.concatenate([*found, jnp.zeros(1, jnp.int32)])[position]
+    return rows(jnp.concatenate([*found, jnp.zeros(1, jnp.int32)]), position)
 
 
 def _blocks(group: np.ndarray) -> list[np.ndarray]:
@@ -72,8 +72,9 @@ def _blocks(group: np.ndarray) -> list[np.ndarray]:
     by_width: dict[int, list[list[int]]] = defaultdict(list)
     for some in members.values():
         if len(some) > 1:
-            step = max(1, (1 << (len(some) - 1).bit_length()) // 8)  # four widths from a power of two to the next
-            by_width[max(2, -(-len(some) // step) * step)].append(some)
+            power = 1 << (len(some) - 1).bit_length()
+            step = power // 8 if power > 8 else power  # of long ones four widths to a power of two
+            by_width[-(-len(some) // step) * step].append(some)
     blocks = []
     for width, alike in sorted(by_width.items()):
         block = np.full((len(alike), width), len(group), np.int32)
