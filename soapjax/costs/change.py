@@ -175,8 +175,8 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
         gradient_shift=padded(tables.gradient_shift), state_bytes=padded(tables.parameter_bytes * tables.state_copies),
         storage_masks=tables.storage_masks, storage_regather=tables.storage_regather,
-        row=shares.row, column=shares.column, group=shares.group,
-        is_backward=shares.is_backward, coordinates=np.asarray(tables.space.groups),
+        row=shares.row, column=shares.column, group=padded(tables.edge_group, -1),
+        is_backward=padded(tables.edge_is_backward), coordinates=np.asarray(tables.space.groups),
     )  # fmt: skip
     return jax.device_put(arrays), Machine(
         tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins,
@@ -184,7 +184,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     )  # fmt: skip
 
 
-def base_of(tables: CostTables, arrays: Arrays, costs: Costs, axes: Array, storage: Array) -> Base:
+def base_of(tables: CostTables, costs: Costs, axes: Array, storage: Array) -> Base:
     """The summands of a strategy from its costs by `evaluator`."""
     parts, found = costs.parts, costs.layouts
     num_e = len(tables.edge_task)

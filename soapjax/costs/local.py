@@ -54,23 +54,17 @@ class Sharing(NamedTuple):
 
     row: np.ndarray  # int32 [E + 1, R]: the conversions of the same group, in order; E is the pad
     column: np.ndarray  # int32 [E + 1]: where a conversion stands in its row
-    is_backward: np.ndarray  # bool [E + 1]: runs after the forward pass
-    group: np.ndarray  # int32 [E + 1]
 
 
 def sharing(tables: CostTables) -> Sharing:
     """Rows of conversions that may be one copy."""
-    num_e = len(tables.edge_task)
-    found: dict[int, list[int]] = defaultdict(list)
-    for e, number in enumerate(tables.edge_group.tolist()):
-        found[number].append(e)
-    row = np.full((num_e + 1, max(map(len, found.values()), default=1)), num_e, np.int32)
+    num_e, groups = len(tables.edge_task), tables.reader_groups()
+    row = np.full((num_e + 1, max(map(len, groups), default=1)), num_e, np.int32)
     column = np.zeros(num_e + 1, np.int32)
-    for members in found.values():
+    for members in groups:
         row[members, : len(members)] = members
         column[members] = np.arange(len(members))
-    group = np.append(tables.edge_group, len(found)).astype(np.int32)
-    return Sharing(row, column, np.append(tables.edge_is_backward, False), group)
+    return Sharing(row, column)
 
 
 class _Row(NamedTuple):

@@ -28,8 +28,11 @@ _OWN_COPY = 1 << 30  # in the first word of a key: above all layouts
 
 def keys_of(layout: Array, regathered: Array) -> Array:
     """int32 [..., W]: equal where two readers could use one copy, layouts [..., A] and the backward pass' own copies."""
-    words = words_of(layout)
-    return jnp.stack([words[0] + jnp.where(regathered, _OWN_COPY, 0), *words[1:]], -1)
+    return jnp.stack(_keys_of_words(words_of(layout), regathered), -1)
+
+
+def _keys_of_words(words: list[Array], regathered: Array) -> list[Array]:
+    return [words[0] + jnp.where(regathered, _OWN_COPY, 0), *words[1:]]
 
 
 def made_again(tables: CostTables, storage: Array, edge: np.ndarray) -> Array:
@@ -47,15 +50,14 @@ def shared_since(tables: CostTables, slots: Array, storage: Array) -> Array:
     num_e = len(tables.edge_task)
     words = words_of(slots)
     found, count, position = [], 0, np.full(num_e, -1)
-    for block in _blocks(tables.edge_group):
+    for block in _blocks(tables):
         is_real = block < num_e
         edge = np.where(is_real, block, 0)
         # All readers of a row are compared with all: vector instructions, where a list of pairs would be gathered one by one.
         before = np.triu(np.ones((edge.shape[1],) * 2, bool), 1) & is_real[:, :, None] & is_real[:, None, :]
         same = jnp.asarray(before)  # [C, R, R]: the earlier one first
-        own = jnp.where(made_again(tables, storage, edge), _OWN_COPY, 0)
-        for i, word in enumerate(words):
-            key = rows(word, tables.edge_slot[edge]) + (0 if i else own)
+        of_block = [rows(word, tables.edge_slot[edge]) for word in words]
+        for key in _keys_of_words(of_block, made_again(tables, storage, edge)):
             same &= key[:, :, None] == key[:, None, :]
         found.append(jnp.where(same, (tables.edge_task[edge] + 1)[:, :, None], 0).max(1).reshape(-1))
         position[edge[is_real]] = (count + np.arange(edge.size).reshape(edge.shape))[is_real]
@@ -64,20 +66,17 @@ def shared_since(tables: CostTables, slots: Array, storage: Array) -> Array:
     return rows(jnp.concatenate([*found, jnp.zeros(1, jnp.int32)]), position)
 
 
-def _blocks(group: np.ndarray) -> list[np.ndarray]:
-    """int32 [C, R] each: the members of groups of about R, in order and padded with E; none of groups of one."""
-    members: dict[int, list[int]] = defaultdict(list)
-    for e, g in enumerate(group.tolist()):
-        members[g].append(e)
+def _blocks(tables: CostTables) -> list[np.ndarray]:
+    """int32 [C, R] each: the members of groups of readers of about R, in order and padded with E; none of groups of one."""
     by_width: dict[int, list[list[int]]] = defaultdict(list)
-    for some in members.values():
+    for some in tables.reader_groups():
         if len(some) > 1:
             power = 1 << (len(some) - 1).bit_length()
             step = power // 8 if power > 8 else power  # of long ones four widths to a power of two
             by_width[-(-len(some) // step) * step].append(some)
     blocks = []
     for width, alike in sorted(by_width.items()):
-        block = np.full((len(alike), width), len(group), np.int32)
+        block = np.full((len(alike), width), len(tables.edge_group), np.int32)
         for i, some in enumerate(alike):
             block[i, : len(some)] = some
         blocks.append(block)

@@ -104,6 +104,13 @@ class CostTables:
     def num_tasks(self) -> int:
         return len(self.task_op)
 
+    def reader_groups(self) -> list[list[int]]:
+        """The conversions of each `edge_group`, in order."""
+        members: dict[int, list[int]] = {}
+        for e, number in enumerate(self.edge_group.tolist()):
+            members.setdefault(number, []).append(e)
+        return list(members.values())
+
     @property
     def num_edges(self) -> int:
         """Spatial dims with borders in one inner collective, at most; 0 where no convolution has any."""

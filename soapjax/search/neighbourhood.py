@@ -85,7 +85,7 @@ class Neighbourhoods:
         self.overlap = cost_tables.topology.device.overlap
 
     def position(self, tables: Tables, costs: Costs, axes: Array, storage: Array) -> Position:
-        return self._at(tables, base_of(self.cost_tables, tables.arrays, costs, axes, storage))
+        return self._at(tables, base_of(self.cost_tables, costs, axes, storage))
 
     def _at(self, tables: Tables, base: Base) -> Position:
         traced = trace_of(tables.items, base, overlap=self.overlap, pins=self.machine.pins)

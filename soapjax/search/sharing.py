@@ -31,12 +31,9 @@ class Twins(NamedTuple):
 def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
     """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
     is_backward = tables.edge_is_backward.tolist()
-    members: dict[int, list[int]] = {}
-    for e, g in enumerate(tables.edge_group.tolist()):
-        members.setdefault(g, []).append(e)
     out = {}
     seen: dict[bytes, frozenset[int]] = {}
-    for edges in members.values():
+    for edges in tables.reader_groups():
         if len(edges) == 1:
             continue
         ops = {e: int(rows.slot_op[tables.edge_slot[e]]) for e in edges}
