@@ -47,6 +47,8 @@ def main() -> int:
         begin = time.monotonic()
         ended = subprocess.run(command, capture_output=True, text=True)
         took = time.monotonic() - begin
+        if ended.returncode not in (0, 3):
+            sys.exit(f"instance {name}: {SOLVER.name} ended with status {ended.returncode}:\n{ended.stderr[-2000:]}")
         score = load_problem(found[0]).score(np.array(json.loads(ended.stdout.splitlines()[-1])))
         bound = re.search(r"no solution costs less than (\d+)", ended.stderr)
         ratio = score.cost / int(entry["best_team"])

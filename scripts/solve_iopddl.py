@@ -14,19 +14,19 @@ import time
 BEGIN = time.monotonic()  # --seconds counts from here, loading included
 
 import argparse  # noqa: E402
-import contextlib  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
+from typing import Any  # noqa: E402
 
 from soapjax.errors import Problem, SoapjaxError  # noqa: E402
 from soapjax.search.additive.iopddl import load_problem  # noqa: E402
 from soapjax.search.additive.problem import Score  # noqa: E402
 from soapjax.search.additive.solve import Best, solve  # noqa: E402
 
+AGAIN_S = 0.2  # between interrupts, if one is not enough
 START_S = 0.5  # of a process, and of printing: kept free at the end
 MAX_SEED = 2**63 - 1
 
@@ -40,8 +40,25 @@ def _described(score: Score, usage_limit: int) -> str:
     return text
 
 
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
+class Signals:
+    """Signals, and the alarm, end what is under way by KeyboardInterrupt, until they are no longer heard.
+
+    Again and again: an exception in a finalizer, or in JAX's hook after every garbage collection, is printed and forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.are_heard = True
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(name, self._handle)
+
+    def _handle(self, *_: Any) -> None:
+        if self.are_heard:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+            raise KeyboardInterrupt
+
+    def ignore(self) -> None:
+        self.are_heard = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _arguments() -> argparse.Namespace:
@@ -83,28 +100,29 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(name, _interrupt)
+    signals = Signals()
     try:
         options = _arguments()
         problem = options.problem
         best = Best(
             problem, lambda s, t: print(f"{t:8.2f} s  {_described(s, problem.usage_limit)}", file=sys.stderr, flush=True), BEGIN
         )
+        seconds = options.seconds - min(START_S + 0.02 * options.seconds, 0.2 * options.seconds)
     except SoapjaxError as e:
         for failure in e.problems:
             print(f"error: {failure}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        signals.ignore()
         print("interrupted before the problem was read", file=sys.stderr)
         return 130
-    seconds = options.seconds - min(START_S + 0.02 * options.seconds, 0.2 * options.seconds)
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         # No step may outlast the budget, however large the problem.
         signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds - (time.monotonic() - BEGIN)))
         solve(best, seconds, options.seed, is_alone=options.one_process)
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-        signal.signal(name, signal.SIG_IGN)
+        signals.ignore()  # in here: the alarm comes just when the search ends by itself
+    except KeyboardInterrupt:
+        signals.ignore()
     best.close()
     bound = ""
     if best.bound is not None and best.infeasible is None:

@@ -403,6 +403,28 @@ def test_a_signal_ends_the_search_with_the_best_so_far(tmp_path, name):
     assert score.is_feasible and f"best: cost {score.cost}" in err
 
 
+def test_an_interrupt_that_is_lost_comes_again(tmp_path):
+    """As one is that comes in a finalizer: the search ends all the same, with what it has."""
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import solve_iopddl
+
+def deaf(*_, **__):
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(60)
+
+solve_iopddl.solve = deaf
+sys.argv = ["solve_iopddl.py", {str(hard_problem(tmp_path))!r}, "--seconds", "1"]
+sys.exit(solve_iopddl.main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert ended.returncode in (0, 3) and "Traceback" not in ended.stderr
+    assert len(json.loads(ended.stdout.splitlines()[-1])) == load_problem(tmp_path / "hard.json").num_nodes
+
+
 @needs_data
 def test_the_contests_example():
     problem = load_problem(SHARED / "example.json")
