@@ -120,6 +120,7 @@ class _Asked(NamedTuple):
     found: Layouts
     compute_s: Array  # [K]
     shards: Array  # [P]: of stored parameters
+    edge_home: Array  # int8 [E, A]: of the tensors that conversions start from
     target: Array  # int8 [E, A]
     inner: Array  # int8 [S, A]: collectives in the middle of operators
     source: Array  # int8 [R + E + S, A]: of everything that is sent; R tensors may be partial
@@ -159,10 +160,10 @@ def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
     target = rows(slots, tables.edge_slot)
     target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
     inner = along(jnp.asarray(tables.sum_map), rows(task_index, tables.sum_task))  # [S, A]
-    partial = np.flatnonzero(tables.may_be_partial)
+    partial = tables.partial
     source = jnp.concatenate([rows(found.raw, partial), edge_home, inner_source(inner)])
     wanted = jnp.concatenate([rows(found.resolved, partial), target, inner_target(inner)])
-    return _Asked(found, compute_s, shards, target, inner, source, wanted)
+    return _Asked(found, compute_s, shards, edge_home, target, inner, source, wanted)
 
 
 def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Array, Array], Costs]:
@@ -172,7 +173,7 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
     """
     sizes = np.array(tables.links.axis_sizes, np.float32)
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
-    partial = np.flatnonzero(tables.may_be_partial)  # [R]: the others are kept as they are made
+    partial = tables.partial  # [R]: the others are kept as they are made
     row_of = np.full(num_t, len(partial), np.int32)  # of a row of zeros
     row_of[partial] = np.arange(len(partial))
     sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
@@ -197,8 +198,8 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         return lift(paid)(axes, of, every)
 
     def paid(axes: Array, of: _Asked, every: ConversionCost) -> Costs:
-        found, shards, target, inner = of.found, of.shards, of.target, of.inner
-        home, edge_home = found.home, rows(found.home, tables.edge_tensor)
+        found, shards, edge_home, target, inner = of.found, of.shards, of.edge_home, of.target, of.inner
+        home = found.home
         times = jnp.concatenate([tables.tensor_trips[partial], tables.edge_trips, sum_times])[:, None]
         seconds, num_r = every.seconds * times, len(partial)
         nothing = jnp.zeros((1, seconds.shape[1]), seconds.dtype)

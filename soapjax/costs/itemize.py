@@ -45,7 +45,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
             moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))
 
-    for t in np.flatnonzero(tables.may_be_partial):
+    for t in tables.partial:
         raw, target = found.raw[t], found.resolved[t]
         add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.resolve_bytes[t], tables.tensor_trips[t])
     for e in np.flatnonzero(~np.asarray(found.is_shared)):

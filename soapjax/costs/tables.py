@@ -104,6 +104,11 @@ class CostTables:
     def num_tasks(self) -> int:
         return len(self.task_op)
 
+    @property
+    def partial(self) -> np.ndarray:
+        """int [R]: the tensors that may be resolved."""
+        return np.flatnonzero(self.may_be_partial)
+
     def reader_groups(self) -> list[list[int]]:
         """The conversions of each `edge_group`, in order."""
         members: dict[int, list[int]] = {}

@@ -14,7 +14,8 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
 Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. That needs only the
 full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains' programs are compiled
-when kicks no longer help, or most of the time is over; where that leaves no time for it, kicks go on to the end. Time is looked
+when kicks no longer help, or most of the time is over; where that leaves no time for it, kicks go on to the end. A space with pins
+is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is looked
 at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided
 what was judged.
 
@@ -58,6 +59,7 @@ MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large o
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 KICKED_UNTIL = 0.6  # of the budget's seconds: what may be spent before chains walk
+WITHOUT_PINS = 0.4  # of the budget
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
 
@@ -197,6 +199,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     # A thread has a default device of its own.
     pool = ThreadPoolExecutor(2, initializer=lambda: jax.default_device(device).__enter__())
     try:
+        begun += _without_pins(rng_key, problem, record)
         descents = Descents(rng_key, problem, record, pool)
         begun, stopped_by = descents.run(begun)
         if stopped_by is None:
@@ -215,6 +218,24 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
+
+
+def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
+    """What a search of the space without pins finds, where this one has them."""
+    if not problem.space.offers_pins:
+        return []
+    budget = record.budget
+    proposals = None if record.limit is None else int(WITHOUT_PINS * record.limit)
+    seconds = None if budget.seconds is None else WITHOUT_PINS * budget.seconds
+    found = mcmc(key, problem.without_pins(), budget._replace(num_proposals=proposals, seconds=seconds))
+    record.done += found.num_proposals
+    if found.stopped_by == "seconds":
+        record.notes.append(f"the space without pins was searched for {WITHOUT_PINS:.0%} of the time")
+    best = problem.evaluate([found.best.strategy])
+    record.offer(best[0].strategy, best[0].cost)
+    if found.stopped_by == "interrupted":
+        raise KeyboardInterrupt
+    return best
 
 
 class Descents:

@@ -49,6 +49,12 @@ class PlanningProblem:
     ) -> PlanningProblem:
         return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)))
 
+    def without_pins(self) -> PlanningProblem:
+        """The same where no operator may be pinned: a smaller space, whose strategies cost the same and are judged faster."""
+        tables = self.simulator.tables
+        space = dataclasses.replace(self.space, offers_pins=False)
+        return self.make(self.graph, space, tables.topology, tables.profile)
+
     @property
     def usable_memory_bytes(self) -> int:
         return self.simulator.tables.usable_memory_bytes

@@ -95,8 +95,10 @@ def _compiled(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> Ca
 def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
     try:
         return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError:  # a version of XLA that does not know them, or another backend
-        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "option" not in str(error):
+            raise
+        return lowered.compile()  # a version of XLA that does not know them, or another backend
 
 
 @functools.cache

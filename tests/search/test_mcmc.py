@@ -11,7 +11,7 @@ import soapjax
 from soapjax.planning import planning_problem
 from soapjax.search.baselines import BASELINES
 from soapjax.search.chain import Walker, exchange
-from soapjax.search.mcmc import NUM_CHAINS, Engine, mcmc
+from soapjax.search.mcmc import NUM_CHAINS, WITHOUT_PINS, Engine, mcmc
 from soapjax.search.moves import State, leap
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import Strategy
@@ -32,15 +32,18 @@ def tiny():
     return problem_of(lambda w, v, x: jnp.tanh(x @ w) @ v, (64, 128), (128, 32), (16, 64))
 
 
-@pytest.fixture(scope="module")
-def step_problem():
+def traced_step():
     def train(params, x):
         loss = lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)  # noqa: E731
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
-    topology = load_topology("cpu8")
     params = {"a": jax.ShapeDtypeStruct((64, 256), "float32"), "b": jax.ShapeDtypeStruct((256, 64), "float32")}
-    return planning_problem(soapjax.trace(train, params, jax.ShapeDtypeStruct((64, 64), "float32")), topology)
+    return soapjax.trace(train, params, jax.ShapeDtypeStruct((64, 64), "float32"))
+
+
+@pytest.fixture(scope="module")
+def step_problem():
+    return planning_problem(traced_step(), load_topology("cpu8"))
 
 
 def enumerate_states(problem) -> list[State]:
@@ -152,6 +155,20 @@ def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch)
         found = planner(key, step_problem, Budget()).best
         assert first.best.cost <= found.cost * (1 + 1e-6)
     assert step_problem.space.is_valid(first.best.strategy)
+
+
+def test_a_space_with_pins_is_searched_without_them_first():
+    """So that the larger space has the better plan, as it should."""
+    traced, topology = traced_step(), load_topology("cpu8")
+    pinned = planning_problem(traced, topology, space="paper")
+    plain = planning_problem(traced, topology)
+    rng = np.random.default_rng(0)
+    some = [plain.space.random(rng) for _ in range(8)]
+    np.testing.assert_allclose([e.cost for e in pinned.evaluate(some)], [e.cost for e in plain.evaluate(some)], rtol=1e-5)
+    key = jax.random.key(5)
+    found = mcmc(key, pinned, Budget(num_proposals=1000))
+    assert found.num_proposals == 1000
+    assert found.best.cost <= mcmc(key, plain, Budget(num_proposals=int(1000 * WITHOUT_PINS))).best.cost * (1 + 1e-5)
 
 
 def test_time_stops_the_same_sequence(step_problem, monkeypatch):
