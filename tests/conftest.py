@@ -24,6 +24,7 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 MOST_BYTES = 2 << 30
+gc.set_threshold(100_000, 10, 10)  # tracing makes many objects that stay
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "execute": {"graph", "topology", "strategy"},
     "report": {"strategy", "simulate"},
 }
-HELPERS = {"errors", "files"}
+HELPERS = {"errors", "files", "garbage"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "cli", "commands", "distributed", "interrupts", "measuring_commands",

@@ -6,6 +6,7 @@ best. A degree that does not divide is lowered to the largest that does, and a n
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -19,7 +20,8 @@ from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.strategy import Strategy, replicated
 
 
-def largest_split(divisor: int, axes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+@functools.cache
+def largest_split(divisor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The subset of `axes` with the largest product that divides `divisor`; the first such, slowest axes first."""
     best: tuple[int, ...] = ()
     for r in range(len(axes), 0, -1):
@@ -47,7 +49,8 @@ def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None 
         if op.fixed is not None:
             strategy.axes[n] = _only_config(problem, n)
         elif dim is not None:
-            chosen = largest_split(op.dims[dim].divisor, [a for a in axes if space.allowed[n, a, dim + 1]], mesh.axis_sizes)
+            may_split = tuple(a for a in axes if space.allowed[n, a, dim + 1])
+            chosen = largest_split(op.dims[dim].divisor, may_split, mesh.axis_sizes)
             strategy.axes[n, list(chosen)] = dim
             reached = math.prod(mesh.axis_sizes[a] for a in chosen)
             if reached < wanted:

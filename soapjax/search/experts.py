@@ -39,7 +39,7 @@ def expert_cnn_strategy(problem: PlanningProblem) -> tuple[Strategy, tuple[str, 
             dim = next((d for d in dims if d != NOT_SPLIT and not op.dims[d].is_reduced), None)
         if dim is None:
             continue
-        size, axes = op.dims[dim].divisor, [a for a in range(space.num_axes) if space.allowed[n, a, dim + 1]]
+        size, axes = op.dims[dim].divisor, tuple(a for a in range(space.num_axes) if space.allowed[n, a, dim + 1])
         chosen = largest_split(size, axes, mesh.axis_sizes)
         reached = math.prod(mesh.axis_sizes[a] for a in chosen)
         if reached < mesh.num_devices:

@@ -168,7 +168,8 @@ def _split_words(problem: PlanningProblem, strategy: Strategy, operators: tuple[
         strategy.axes[n, axes] = REPLICATE
         if dim is None:
             continue
-        chosen = largest_split(op.dims[dim].divisor, [a for a in axes if space.allowed[n, a, dim + 1]], sizes)
+        may_split = tuple(a for a in axes if space.allowed[n, a, dim + 1])
+        chosen = largest_split(op.dims[dim].divisor, may_split, sizes)
         strategy.axes[n, list(chosen)] = dim
         words |= {a.tensor: a.dims.index(dim) for a in first.writes if dim in a.dims}
 

@@ -28,6 +28,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 from soapjax.costs.profile import cache_folder
+from soapjax.garbage import fewer_collections
 
 # XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower; LLVM's first level of optimisation: a
 # tenth less, and no slower. Asked for, not needed.
@@ -54,7 +55,7 @@ class Program:
 
     def prepare(self, *args: Any) -> None:
         """Compiles for arguments like these: arrays or `jax.ShapeDtypeStruct`s."""
-        with self._lock:
+        with self._lock, fewer_collections():
             if self._compiled is None:
                 begin = time.monotonic()
                 self._compiled = _compiled(self._jitted.lower(*args), self._options)
