@@ -4,7 +4,8 @@
 
 The best cost is printed as it improves, on standard error; the last line of standard output is the solution, a JSON list
 of one strategy index per node. Ctrl-C or SIGTERM end the search early with the best so far. Exit status: 0, a
-feasible solution; 2, bad input; 3, no feasible solution exists or was found (the least violating one is printed).
+feasible solution; 1, the solver failed (the best so far is printed all the same); 2, bad input; 3, no feasible solution exists or
+was found (the least violating one is printed).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
+import traceback  # noqa: E402
 from typing import Any  # noqa: E402
 
 from soapjax.errors import Problem, SoapjaxError  # noqa: E402
@@ -116,6 +118,7 @@ def main() -> int:
         signals.ignore()
         print("interrupted before the problem was read", file=sys.stderr)
         return 130
+    is_sound = True
     try:
         # No step may outlast the budget, however large the problem.
         signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds - (time.monotonic() - BEGIN)))
@@ -123,6 +126,10 @@ def main() -> int:
         signals.ignore()  # in here: the alarm comes just when the search ends by itself
     except KeyboardInterrupt:
         signals.ignore()
+    except Exception:  # a fault of the solver's: it is shown, and what was found is not lost
+        signals.ignore()
+        traceback.print_exc()
+        is_sound = False
     best.close()
     bound = ""
     if best.bound is not None and best.infeasible is None:
@@ -132,6 +139,8 @@ def main() -> int:
     if not best.score.is_feasible:
         print(f"infeasible: {best.infeasible or 'no solution within the limits was found'}", file=sys.stderr)
     print(json.dumps(best.strategies.tolist()), flush=True)
+    if not is_sound:
+        return 1
     return 0 if best.score.is_feasible else 3
 
 

@@ -234,6 +234,16 @@ def test_rounds_reach_an_optimum_that_is_best_at_no_price():
     assert core.cost(choice) == min(fitting)
 
 
+@pytest.mark.parametrize("rate", [1.0, 1e-300, 3e-323, 5e-324, 0.0])
+def test_sizes_are_drawn_however_long_no_round_has_gained(rate):
+    """Gains per second fall by a fifth with every round that brings nothing, down to what floats cannot tell from zero."""
+    improver = Improver(Core(reduce_problem(random_problem(620))), np.random.default_rng(0))
+    improver.region_sizes = [1, 2, 4, 8]
+    improver.rates = rate * np.array([1.0, 0.6, 0.3, 0.9])
+    drawn = [improver.draw_size() for _ in range(400)]
+    assert set(drawn) == {0, 1, 2, 3}
+
+
 def test_what_cannot_fit_is_said_with_the_least_excess():
     problem = random_problem(3, 5, forbidden=0.0)
     least = np.minimum.reduceat(problem.usages, problem.node_offsets[:-1])
@@ -405,24 +415,42 @@ def test_a_signal_ends_the_search_with_the_best_so_far(tmp_path, name):
 
 def test_an_interrupt_that_is_lost_comes_again(tmp_path):
     """As one is that comes in a finalizer: the search ends all the same, with what it has."""
-    program = f"""
-import sys, time
-sys.path.insert(0, {str(SCRIPT.parent)!r})
-import solve_iopddl
-
+    program = """
 def deaf(*_, **__):
     try:
         time.sleep(60)
     except KeyboardInterrupt:
         time.sleep(60)
-
-solve_iopddl.solve = deaf
-sys.argv = ["solve_iopddl.py", {str(hard_problem(tmp_path))!r}, "--seconds", "1"]
-sys.exit(solve_iopddl.main())
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    ended = solved_by(program, "deaf", hard_problem(tmp_path))
     assert ended.returncode in (0, 3) and "Traceback" not in ended.stderr
     assert len(json.loads(ended.stdout.splitlines()[-1])) == load_problem(tmp_path / "hard.json").num_nodes
+
+
+def test_a_solver_that_fails_says_so_and_keeps_its_best(tmp_path):
+    program = """
+def failing(best, *_, **__):
+    best.offer(best.strategies + 1)
+    raise ValueError("probabilities do not sum to 1")
+"""
+    ended = solved_by(program, "failing", hard_problem(tmp_path))
+    assert ended.returncode == 1 and "probabilities do not sum to 1" in ended.stderr
+    score = load_problem(tmp_path / "hard.json").score(np.array(json.loads(ended.stdout.splitlines()[-1])))
+    assert f"best: cost {score.cost}" in ended.stderr
+
+
+def solved_by(program: str, name: str, path: Path) -> subprocess.CompletedProcess:
+    """The script, with another solver."""
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import solve_iopddl
+{program}
+solve_iopddl.solve = {name}
+sys.argv = ["solve_iopddl.py", {str(path)!r}, "--seconds", "1"]
+sys.exit(solve_iopddl.main())
+"""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
 
 
 @needs_data

@@ -39,7 +39,7 @@ class Improver:
             return int(untried[0])
         total = self.rates.sum()
         weight = np.full(len(self.rates), 1 / len(self.rates))
-        if total > 0:
+        if total >= np.finfo(float).smallest_normal:  # below it, where thousands of rounds without a gain lead, quotients are wrong
             weight = 0.5 * weight + 0.5 * self.rates / total
         return int(self.rng.choice(len(weight), p=weight))
 
