@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 NEW_OBJECTS = 100_000  # between collections of the young; Python's own is 700
 
+_lock = threading.Lock()
+_outside: list[tuple[int, int, int]] = []  # one entry per caller that is inside; the first is what thresholds were before
+
 
 @contextlib.contextmanager
 def fewer_collections() -> Iterator[None]:
-    """Collects seldom in here, also as a decorator; not at all where the caller had turned collections off."""
-    before = gc.get_threshold()
-    if before[0]:
-        gc.set_threshold(max(before[0], NEW_OBJECTS), *before[1:])
+    """Collects seldom in here, also as a decorator; not at all where the caller had turned collections off.
+
+    May be nested, and entered by several threads: the last to leave puts the thresholds back.
+    """
+    with _lock:
+        before = gc.get_threshold()
+        _outside.append(before)
+        if before[0]:
+            gc.set_threshold(max(before[0], NEW_OBJECTS), *before[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _lock:
+            if len(_outside) == 1:
+                gc.set_threshold(*_outside[0])
+            _outside.pop()
