@@ -22,7 +22,6 @@ import rich.progress
 import tyro
 
 from soapjax.errors import InfeasibleError, SoapjaxError
-from soapjax.garbage import fewer_collections
 from soapjax.interrupts import Interrupts
 
 errors = rich.console.Console(stderr=True, soft_wrap=True)
@@ -223,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         # What the user's own modules print must not reach --json's standard output.
-        with contextlib.redirect_stdout(sys.stderr), fewer_collections():
+        with contextlib.redirect_stdout(sys.stderr):
             result, text, status = commands.run(command, interrupts.checked(_progress(command)))
     except SoapjaxError as e:
         for problem in e.problems:

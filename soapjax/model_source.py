@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.garbage import fewer_collections
 from soapjax.strategy.plan import ModelSource
 
 Setting = bool | int | float | str
@@ -57,6 +58,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Setting]:
     return settings
 
 
+@fewer_collections()
 def abstract_model(source: ModelSource) -> Model:
     """The model with shapes in place of arrays.
 

@@ -17,7 +17,6 @@ from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
-from soapjax.garbage import fewer_collections
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
@@ -52,7 +51,6 @@ class Planned(NamedTuple):
         return self.problem.graph
 
 
-@fewer_collections()
 def plan(
     fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
     proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
@@ -110,7 +108,6 @@ def plan(
     return Planned(made, result, baselines, problem, step)
 
 
-@fewer_collections()
 def plan_pipeline(
     fn: Callable[..., Any], *args: Any, pipeline: str, topology: str | DeviceTopology = "local", microbatches: int | None = None,
     stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from soapjax.garbage import fewer_collections
 from soapjax.graph import accumulation as traced
 from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.naming import grouped, operator_names
@@ -54,6 +55,7 @@ class Binding:
     local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
 
 
+@fewer_collections()
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     """The operator graph of a traced step, checked."""
     builder = _Builder(step)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.garbage import fewer_collections
 from soapjax.graph.program import Program, flatten
 
 
@@ -59,6 +60,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
+@fewer_collections()
 def trace(
     fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (), **kwargs: Any
 ) -> TracedStep:

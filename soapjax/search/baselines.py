@@ -10,14 +10,21 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax import Array
 
 from soapjax.graph.operators import NOT_SPLIT, Operator
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
+from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy, replicated
+
+
+def split_axes(space: SearchSpace, n: int, dim: int, axes: Iterable[int]) -> tuple[int, ...]:
+    """Which of `axes` split dim `dim` of operator `n`: as far as its size divides."""
+    may_split = tuple(a for a in axes if space.allowed[n, a, dim + 1])
+    return largest_split(space.graph.operators[n].dims[dim].divisor, may_split, space.mesh.axis_sizes)
 
 
 @functools.cache
@@ -49,8 +56,7 @@ def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None 
         if op.fixed is not None:
             strategy.axes[n] = _only_config(problem, n)
         elif dim is not None:
-            may_split = tuple(a for a in axes if space.allowed[n, a, dim + 1])
-            chosen = largest_split(op.dims[dim].divisor, may_split, mesh.axis_sizes)
+            chosen = split_axes(space, n, dim, axes)
             strategy.axes[n, list(chosen)] = dim
             reached = math.prod(mesh.axis_sizes[a] for a in chosen)
             if reached < wanted:

@@ -13,7 +13,7 @@ import time
 from jax import Array
 
 from soapjax.graph.operators import NOT_SPLIT
-from soapjax.search.baselines import data_parallel_strategy, largest_split
+from soapjax.search.baselines import data_parallel_strategy, split_axes
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.strategy import REPLICATE, Strategy
 
@@ -39,10 +39,10 @@ def expert_cnn_strategy(problem: PlanningProblem) -> tuple[Strategy, tuple[str, 
             dim = next((d for d in dims if d != NOT_SPLIT and not op.dims[d].is_reduced), None)
         if dim is None:
             continue
-        size, axes = op.dims[dim].divisor, tuple(a for a in range(space.num_axes) if space.allowed[n, a, dim + 1])
-        chosen = largest_split(size, axes, mesh.axis_sizes)
+        chosen = split_axes(space, n, dim, range(space.num_axes))
         reached = math.prod(mesh.axis_sizes[a] for a in chosen)
         if reached < mesh.num_devices:
+            size = op.dims[dim].divisor
             lowered[f"{op.name}: a feature dim of {size} does not split {mesh.num_devices} ways: {reached} used"] = None
         strategy.axes[n] = REPLICATE
         strategy.axes[n, list(chosen)] = dim

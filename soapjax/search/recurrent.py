@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.search.baselines import data_parallel_strategy, largest_split
+from soapjax.search.baselines import data_parallel_strategy, split_axes
 from soapjax.search.layers import LOOP, Layer, forward_edges, layers_of, steps_of, transitive
 from soapjax.search.placement import balanced_runs, operator_seconds, pins_of_devices, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
@@ -155,7 +155,7 @@ def expert_rnn_strategies(problem: PlanningProblem) -> tuple[list[Strategy], tup
 
 def _split_words(problem: PlanningProblem, strategy: Strategy, operators: tuple[int, ...], axes: list[int]) -> None:
     """The softmax layer by its output features, and what follows likewise as far as their dims go on."""
-    graph, space, sizes = problem.graph, problem.space, problem.space.mesh.axis_sizes
+    graph, space = problem.graph, problem.space
     words: dict[int, int] = {}  # tensor -> its dim of words
     for n in sorted(operators, key=lambda n: graph.operators[n].tasks[0]):
         op, first = graph.operators[n], graph.tasks[graph.operators[n].tasks[0]]
@@ -168,8 +168,7 @@ def _split_words(problem: PlanningProblem, strategy: Strategy, operators: tuple[
         strategy.axes[n, axes] = REPLICATE
         if dim is None:
             continue
-        may_split = tuple(a for a in axes if space.allowed[n, a, dim + 1])
-        chosen = largest_split(op.dims[dim].divisor, may_split, sizes)
+        chosen = split_axes(space, n, dim, axes)
         strategy.axes[n, list(chosen)] = dim
         words |= {a.tensor: a.dims.index(dim) for a in first.writes if dim in a.dims}
 

@@ -198,7 +198,7 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
                 of[0] = np.zeros(rows.counts[a], np.int32)
             terms.append(Term(kind, index, a, b, seconds, of[0], of[1], payers))
 
-    for t in tables.partial[tables.tensor_trips[tables.partial] > 0]:
+    for t in np.flatnonzero(tables.may_be_partial & (tables.tensor_trips > 0)):
         common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 else None
         figures = {"size": tables.resolve_bytes[t], "share": tables.resolve_share[t], "times": tables.tensor_trips[t]}
         term("resolve_s", int(t), int(t), common, **figures)
