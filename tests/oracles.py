@@ -288,9 +288,12 @@ class _Oracle:
         """By task: its partial results before they are summed up, and work space."""
         found = np.zeros(len(self.graph.tasks))
         for i, k in self.writer.items():
-            kind, local, _ = self.resolution(i)
-            if kind == "scatter" or (kind and not self.is_gpu):
+            kind, local, parts = self.resolution(i)
+            if kind and not self.is_gpu:
                 found[k] += local
+            elif kind == "scatter":  # the operand and the result of the first one; what is left in the end counts as kept
+                left = math.prod(n for n, r, h in zip(self.sizes, self.raw[i], self.homes[i], strict=True) if r == PARTIAL != h >= 0)
+                found[k] += local * (1 + 1 / parts - 1 / left)
         for k, task in enumerate(self.graph.tasks):
             if task.scratch and self.is_gpu:
                 largest = max((a.tensor for a in task.writes), key=lambda i: self.graph.tensors[i].size_bytes)

@@ -291,7 +291,7 @@ def change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
         held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(home >= 0, sizes),
         copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
-        passing=passing_bytes(raw, resolved, local, rows(arrays.scratch, t), in_place=machine.sums_in_place),
+        passing=passing_bytes(raw, resolved, local, rows(arrays.scratch, t), sizes, in_place=machine.sums_in_place),
         waiting=waiting_bytes(raw, resolved, local, rows(arrays.waits, t), machine.combine_bytes, sizes),
         stored=rows(arrays.state_bytes, p) / shards,
         heir=heir, heir_since=heir_since,

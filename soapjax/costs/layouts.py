@@ -93,16 +93,26 @@ def summed_layouts(raw: Array, home: Array, common: Array, is_summand: Array) ->
 
 
 def passing_bytes(
-    raw: Array, resolved: Array, local_bytes: Array, scratch: Array, *, in_place: bool
+    raw: Array, resolved: Array, local_bytes: Array, scratch: Array, sizes: np.ndarray, *, in_place: bool
 ) -> Array:
     """Bytes [T] beside a tensor of `local_bytes` while it is made and its partial sums are summed up.
 
     `scratch`: work space per byte. An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
-    what it makes a part of.
+    what it makes a part of, one axis after the other: the first one's result is the largest.
     """
     summed = (raw == PARTIAL) & (resolved != PARTIAL)
-    needed = (summed & (resolved >= 0)) if in_place else summed
-    return jnp.where(needed.any(-1), local_bytes, 0.0) + scratch * local_bytes
+    scattered = summed & (resolved >= 0)
+    if in_place:
+        first = _first_part(scattered, sizes)
+        beside = jnp.where(scattered.any(-1), 1 + first - 1 / split_of(scattered, sizes), 0.0)
+    else:
+        beside = summed.any(-1)
+    return (beside + scratch) * local_bytes
+
+
+def _first_part(scattered: Array, sizes: np.ndarray) -> Array:
+    """The share [T] of a tensor that the first of several reduce-scatters leaves."""
+    return 1 / jnp.asarray(sizes, jnp.float32)[jnp.argmax(scattered, -1)]
 
 
 def waiting_bytes(raw: Array, resolved: Array, local_bytes: Array, waits: Array, combine_bytes: float, sizes: np.ndarray) -> Array:
@@ -112,8 +122,7 @@ def waiting_bytes(raw: Array, resolved: Array, local_bytes: Array, waits: Array,
     """
     summed = (raw == PARTIAL) & (resolved != PARTIAL)
     scattered = summed & (resolved >= 0)
-    parts = jnp.asarray(sizes, jnp.float32)[jnp.argmax(scattered, -1)]
-    result = local_bytes / jnp.where(scattered.any(-1), parts, 1)
+    result = local_bytes * jnp.where(scattered.any(-1), _first_part(scattered, sizes), 1)
     both = jnp.where(waits & summed.any(-1) & (result <= combine_bytes), local_bytes + result, 0.0)
     return jnp.stack([jnp.where(scattered.any(-1), 0.0, both), jnp.where(scattered.any(-1), both, 0.0)], -1)
 

@@ -39,8 +39,9 @@ class Values:
         self.carries: dict[int, Carry] = {}  # body argument -> its carry
         self.order: dict[str, int] = {}  # equation key -> position in program order, bodies in place
         self.scope: dict[str, tuple[str, ...]] = {}
-        self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value
+        self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value, as its argument or as its result
         self._visit(program, ())
+        self.stacked = {self.tensor(atom).root for atom in self.stacked}
 
     def of(self, atom: Atom) -> Alias | None:
         """The root of an atom; None for a literal."""
@@ -78,7 +79,7 @@ class Values:
                 continue
             shift = 0 if k < num_carry else 1
             if shift:
-                self.stacked.add(found.root)
+                self.stacked.add(result)
             self.alias[out] = Alias(found.root, found.shift + shift)
 
     def sources(self, eqn: FlatEqn) -> set[int]:
