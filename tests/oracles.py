@@ -277,28 +277,75 @@ class _Oracle:
         """By task: of each kind of collective, operands and results of what is merged into one."""
         limit = self.links.combine_bytes
         pools = {"reduce": np.zeros(len(self.graph.tasks)), "scatter": np.zeros(len(self.graph.tasks))}
+        last = max((self.writer[i] for i in self.waiting & self.writer.keys()), default=0)
         for i in self.waiting & self.raw.keys():
             kind, local, parts = self.resolution(i)
             if kind and local / parts <= limit:
-                after = [k for k, _ in self.readers[i]]
-                pools[kind][self.writer[i] + 1 : max(after, default=-1) + 1] += local * (1 + 1 / parts)
+                end = max((k for k, _ in self.readers[i]), default=-1) + 1
+                both, share = local * (1 + 1 / parts), self.sizes[0] / (1 + self.sizes[0]) if kind == "scatter" else 1 / 2
+                pools[kind][self.writer[i] + 1 : end] += share * both
+                pools[kind][last + 1 : end] += (1 - share) * both
         return np.minimum(pools["reduce"], 2 * limit) + np.minimum(pools["scatter"], (1 + self.sizes[0]) * limit)
 
     def passing_bytes(self) -> np.ndarray:
         """By task: its partial results before they are summed up, and work space."""
-        found = np.zeros(len(self.graph.tasks))
-        for i, k in self.writer.items():
-            kind, local, parts = self.resolution(i)
+        found, spans = np.zeros(len(self.graph.tasks)), self.spans
+        for i in self.writer:
+            (kind, local, parts), k = self.resolution(i), spans[i][0]
             if kind and not self.is_gpu:
                 found[k] += local
             elif kind == "scatter":  # the operand and the result of the first one; what is left in the end counts as kept
-                left = math.prod(n for n, r, h in zip(self.sizes, self.raw[i], self.homes[i], strict=True) if r == PARTIAL != h >= 0)
+                pairs = zip(self.sizes, self.raw[i], self.homes[i], strict=True)
+                left = math.prod(n for n, raw, home in pairs if raw == PARTIAL and home >= 0)
                 found[k] += local * (1 + 1 / parts - 1 / left)
         for k, task in enumerate(self.graph.tasks):
             if task.scratch and self.is_gpu:
                 largest = max((a.tensor for a in task.writes), key=lambda i: self.graph.tensors[i].size_bytes)
                 found[k] += task.scratch * self.graph.tensors[largest].size_bytes / self.shards(self.raw[largest])
         return found
+
+    def parts_alive(self, i: int) -> int:
+        """Into how many parts a tensor is split as it lies in memory: a mere slice is cut out by those who read it."""
+        raw, home = self.raw.get(i, self.homes[i]), self.homes[i]
+        if all(r == h or r == REPLICATED for r, h in zip(raw, home, strict=True)):
+            return self.shards(tuple(REPLICATED if r == REPLICATED else h for r, h in zip(raw, home, strict=True)))
+        return self.shards(home)
+
+    @property
+    def spans(self) -> dict[int, list[int]]:
+        """First and last task at which a tensor that is no parameter is alive; summands are put off on GPUs."""
+        last, lives, spans = len(self.graph.tasks) - 1, lifetimes(self.graph), {}
+        for i, tensor in enumerate(self.graph.tensors):
+            if i in self.parameter_of:
+                continue
+            born = self.writer.get(i, 0)
+            ends = [born, *(k for k, _ in self.readers[i])]
+            for e in self.graph.entries:
+                if e.source == i and self.readers[e.target]:
+                    ends.append(self.readers[e.target][0][0])
+            ends.append(int(lives.last_use[i]))
+            if lives.is_reused[i] and max(ends) == lives.last_use[i] > born:
+                ends = [max(ends) - 1]
+            spans[i] = [born, last if tensor.output_leaves else max(ends)]
+        makers = {a.tensor: task for task in self.graph.tasks for a in task.writes}
+        groups: list[tuple[set[int], set[int]]] = []  # products, and the activations that they read
+        for chain in self.graph.accumulations if self.is_gpu else ():
+            for i in chain.summands:
+                if not chain.is_carried and makers[i].heavy and makers[i].trip_count == 1:
+                    read = {a.tensor for a in makers[i].reads}
+                    own = {i}, {t for t in read if t not in makers or makers[t].phase == FORWARD}
+                    alike = [g for g in groups if g[1] & own[1]]
+                    groups = [g for g in groups if g not in alike]
+                    groups.append(tuple(set().union(*(g[side] for g in (own, *alike))) for side in (0, 1)))
+        before = {i: list(span) for i, span in spans.items()}
+        for products, _ in groups:
+            first = min(before[i][1] for i in products)
+            for i in products:
+                spans[i][0] = max(before[i][0], first)
+                for access in makers[i].reads:
+                    if access.tensor in spans:
+                        spans[access.tensor][1] = max(spans[access.tensor][1], spans[i][0])
+        return spans
 
     def costs(self) -> PlainCosts:
         tasks, tensors = self.graph.tasks, self.graph.tensors
@@ -354,23 +401,11 @@ class _Oracle:
                 for k in range(since, here + 1):
                     live[k] += c.size / self.shards(c.target)
 
-        last = len(tasks) - 1
-        lives = lifetimes(self.graph)
-        images = self.images()
-        for i, tensor in enumerate(tensors):
-            if i in self.parameter_of:
-                continue
-            born = self.writer.get(i, 0)
-            ends = [born, *(k for k, _ in self.readers[i])]
-            for e in self.graph.entries:
-                if e.source == i and self.readers[e.target]:
-                    ends.append(self.readers[e.target][0][0])
-            ends.append(int(lives.last_use[i]))
-            if lives.is_reused[i] and max(ends) == lives.last_use[i] > born:
-                ends = [max(ends) - 1]
-            dead = born if i in self.waiting else last if tensor.output_leaves else max(ends)
-            for k in range(born, dead + 1):
-                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] * (1 + (i in images)) / self.shards(self.homes[i])
+        lives, images, spans = lifetimes(self.graph), self.images(), self.spans
+        for i, (born, dead) in spans.items():
+            tensor = tensors[i]
+            for k in range(born, (born if i in self.waiting else dead) + 1):
+                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] * (1 + (i in images)) / self.parts_alive(i)
         live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
         peak = int(np.argmax(live + passing))
         persistent = sum(

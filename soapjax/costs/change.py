@@ -23,6 +23,7 @@ from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
     home_layouts,
+    is_held_split,
     passing_bytes,
     split_of,
     storage_layouts,
@@ -67,6 +68,8 @@ class Arrays(NamedTuple):
     waits: Array  # bool [T + 1]: from its birth on it only waits for its parameter's update
     scratch: Array  # [T + 1]
     most_waiting: Array  # [2]: of what waits, as much is alive at once
+    operand_share: Array  # [2]
+    merged_at: Array  # int32
     edge_bytes: Array  # [E + 1]
     edge_trips: Array  # [E + 1]
     edge_share: Array  # [E + 1]
@@ -167,9 +170,10 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
         resolve_bytes=padded(tables.resolve_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
-        resolve_share=padded(tables.resolve_share), birth=padded(tables.tensor_birth), death=padded(tables.tensor_death, -1),
+        resolve_share=padded(tables.resolve_share), birth=padded(tables.alive_since), death=padded(tables.alive_until, -1),
         waits=padded(tables.working.waits), scratch=padded(tables.working.scratch),
-        most_waiting=tables.working.most_waiting,
+        most_waiting=tables.working.most_waiting, operand_share=tables.working.operand_share,
+        merged_at=np.int32(tables.working.merged_at),
         edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
         edge_task=padded(tables.edge_task), storage_dim=padded(tables.storage_dim),
         storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
@@ -289,7 +293,7 @@ def change(
     on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
     return Change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
-        held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(home >= 0, sizes),
+        held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(is_held_split(raw, home), sizes),
         copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
         passing=passing_bytes(raw, resolved, local, rows(arrays.scratch, t), sizes, in_place=machine.sums_in_place),
         waiting=waiting_bytes(raw, resolved, local, rows(arrays.waits, t), machine.combine_bytes, sizes),

@@ -8,7 +8,8 @@ slowest link between), to all (a broadcast), in shards, or gathered from shards.
 Slice first, then reduce, then exchange, then send, then gather:
 the fewest bytes; what a small dim cannot hold beside the axes that enter it is gathered before
 (strategy/resharding.py). Groups that span link levels run level by level, fastest first where
-the data shrinks, slowest first where it grows.
+the data shrinks, slowest first where it grows; or, where a topology says so, as one ring through all of the group's
+devices, which together have the links of their host.
 
 With n devices per group, S bytes of the group's full tensor, latency a per step, bandwidth b per device:
 all-gather and reduce-scatter (n-1)a + S(n-1)/n/b, all-reduce their sum, all-to-all (n-1)a + S/n(n-1)/n/b,
@@ -18,6 +19,7 @@ a message a + S/b, a broadcast one message per step of a tree, shards to or from
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
 
 TRANSFER = "transfer"  # from one group of devices to another
 COLLECTIVES = (*COLLECTIVE_KINDS, TRANSFER)
+RINGS = ("reduce-scatter", "all-reduce", "all-gather")
 
 
 # XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
@@ -52,6 +55,7 @@ class Links(NamedTuple):
     bytes_per_s: tuple[float, ...]
     combine_bytes: float = 0.0  # the compiler merges small collectives of parameters up to this size; 0: it does not
     fractions: tuple[tuple[float, ...], ...] = ()  # per level, by COLLECTIVES: of the rate above; 1 if empty
+    rings_across_levels: bool = False  # of RINGS
 
     @property
     def num_levels(self) -> int:
@@ -70,6 +74,7 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
         tuple(lv.achieved_bytes_per_s for lv in topology.levels),
         COMBINE_BYTES.get(topology.device.platform, 0.0),
         tuple(tuple(lv.collective_fraction.get(kind, 1.0) for kind in COLLECTIVES) for lv in topology.levels),
+        topology.rings_across_levels,
     )
 
 
@@ -160,18 +165,37 @@ def _costs(
     def run(kind: str, axes: Array, size: Array) -> Array:
         """Adds one collective over `axes` to `seconds` and `sent`; gives the bytes per device after it."""
         spread = kind in ("all-gather", "all-to-all")  # to all others: over the slowest links first
+        times = 2 if kind == "all-reduce" else 1
+        is_ring = links.rings_across_levels and kind in RINGS
+        total = jnp.zeros_like(size)
         for lv in levels if spread else reversed(levels):
             n = product(axes, lv)
             if kind == "all-gather":
                 size = size * n
-            moved, steps = size * (n - 1) / n, n - 1
-            if kind == "all-reduce":
-                moved, steps = 2 * moved, 2 * steps
-            seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.rate(kind, lv)
-            sent[kind] = sent.get(kind, 0.0) + moved
+            moved = times * size * (n - 1) / n
+            if not is_ring:
+                seconds[lv] = seconds[lv] + times * (n - 1) * links.latency_s[lv] * latency_share + moved / links.rate(kind, lv)
+            total = total + moved
             if kind != "all-gather":
                 size = size / n
+        sent[kind] = sent.get(kind, 0.0) + total
+        if is_ring:
+            ring(kind, axes, total, times)
         return size
+
+    def ring(kind: str, axes: Array, moved: Array, times: int) -> None:
+        """Adds a ring in which each device sends `moved`, to the slowest links that it crosses."""
+        whole = product(axes)
+        behind, wire_s = whole, jnp.zeros_like(moved)
+        for lv in levels:
+            behind = behind / product(axes, lv)  # devices that have the links of this level together
+            wire_s = jnp.maximum(wire_s, jnp.where(product(axes, lv) > 1, moved / (links.rate(kind, lv) * behind), 0.0))
+        slower = jnp.zeros(jnp.shape(moved), bool)
+        for lv in levels:
+            crosses = product(axes, lv) > 1
+            ring_s = times * (whole - 1) * links.latency_s[lv] * latency_share + wire_s
+            seconds[lv] = seconds[lv] + jnp.where(crosses & ~slower, ring_s, 0.0)
+            slower |= crosses
 
     def permute(times: Array, moved: Array, size: Array) -> None:
         """Adds so many permutes, over the slowest links that any of the axes in `moved` crosses."""
@@ -274,16 +298,31 @@ def conversion_cost_plainly(
         seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.rate(kind, level)
         sent[kind] += moved
 
+    def ring(kind: str, wanted, whole: float, times: int = 1) -> None:
+        """One collective over all levels, of `whole` bytes in each device's full copy."""
+        parts = {lv: n for lv in slow_first if (n := group(lv, wanted)) > 1}
+        if not parts:
+            return
+        n = math.prod(parts.values())
+        sent[kind] += times * whole * (n - 1) / n
+        beside = {lv: math.prod(m for other, m in parts.items() if other > lv) for lv in parts}
+        wire_s = max(times * whole * (n - 1) / n / (links.rate(kind, lv) * beside[lv]) for lv in parts)
+        seconds[min(parts)] += times * (n - 1) * links.latency_s[min(parts)] * latency_share + wire_s
+
+    def reduced(kind: str, wanted, size: float, times: int = 1) -> float:
+        """A reduce-scatter or an all-reduce; the bytes after the former."""
+        if links.rings_across_levels:
+            ring(kind, wanted, size, times)
+        for lv in reversed(slow_first):
+            n = group(lv, wanted)
+            if not links.rings_across_levels:
+                run(kind, lv, n, size, times)
+            size /= n
+        return size
+
     slow_first = range(links.num_levels)
-    for lv in reversed(slow_first):
-        n = group(lv, lambda a: source[a] == PARTIAL and target[a] >= 0)
-        run("reduce-scatter", lv, n, local)
-        local /= n
-    size = local
-    for lv in reversed(slow_first):
-        n = group(lv, lambda a: source[a] == PARTIAL and target[a] == REPLICATED)
-        run("all-reduce", lv, n, size, times=2)
-        size /= n
+    local = reduced("reduce-scatter", lambda a: source[a] == PARTIAL and target[a] >= 0, local)
+    reduced("all-reduce", lambda a: source[a] == PARTIAL and target[a] == REPLICATED, local, times=2)
     for step in steps:
         if isinstance(step, Exchange):
             size, moving = local, {a for a, _, _ in step.moves}
@@ -311,8 +350,15 @@ def conversion_cost_plainly(
         n = group(lv, lambda a: source[a] >= 0 and target[a] <= PINNED)
         local *= n
         run(TRANSFER, lv, n, local)
+
+    def is_gathered(a: int) -> bool:
+        return source[a] >= 0 and target[a] == REPLICATED and not _is_whole(steps)
+
+    if links.rings_across_levels:
+        ring("all-gather", is_gathered, local * math.prod(group(lv, is_gathered) for lv in slow_first))
+        return seconds, sent
     for lv in slow_first:
-        n = group(lv, lambda a: source[a] >= 0 and target[a] == REPLICATED and not _is_whole(steps))
+        n = group(lv, is_gathered)
         local *= n
         run("all-gather", lv, n, local)
     return seconds, sent

@@ -23,12 +23,14 @@ from soapjax.costs.layouts import (
     gradient_layouts,
     holders,
     home_layouts,
+    is_held_split,
     passing_bytes,
     split_of,
     storage_layouts,
     summed_layouts,
     value_index,
     waiting_bytes,
+    waiting_spans,
     with_pins,
 )
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
@@ -214,7 +216,7 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
 
         # Memory, per group of devices where pins tell them apart.
         stored_bytes = tables.parameter_bytes * tables.state_copies / shards
-        held = tables.tensor_bytes * tables.tensor_copies / product(home >= 0)
+        held = tables.tensor_bytes * tables.tensor_copies / product(is_held_split(found.raw, home))
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
         local = tables.resolve_bytes / product(found.raw >= 0)
         in_place = tables.working.sums_in_place
@@ -273,8 +275,8 @@ def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, A
 
 def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts) -> Array:
     """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
-    num_k, waits = tables.num_tasks, tables.working.waits
-    birth, death = tables.tensor_birth, tables.tensor_death
+    num_k, working, waits = tables.num_tasks, tables.working, tables.working.waits
+    birth, death = tables.alive_since, tables.alive_until
     alive = np.flatnonzero(death >= 0)
     of_alive = rows(held, alive)
     steps = add(jnp.zeros(num_k + 2), birth[alive], of_alive)
@@ -283,17 +285,18 @@ def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, foun
     held_back = jnp.zeros((num_k + 2, 2))
     if len(late):
         of_late = rows(waiting, late)
-        held_back = add(add(held_back, birth[late] + 1, of_late), death[late] + 1, -of_late)
+        for bytes_, since in waiting_spans(of_late, birth[late], working.operand_share, working.merged_at):
+            held_back = add(add(held_back, since, bytes_), np.maximum(death[late] + 1, since), -bytes_)
     if len(tables.edge_task):
         task = np.minimum(tables.edge_task, num_k - 1)
         start = jnp.where(found.is_shared, found.shared_since, task)
         steps = add(add(steps, start, copy), task + 1, -copy)
-    return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], tables.working.most_waiting).sum(1)
+    return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], working.most_waiting).sum(1)
 
 
 def _made(tables: CostTables, passing: Array) -> Array:
     """Bytes beside the results of each task [K] while they are made."""
-    return add(jnp.zeros(tables.num_tasks), tables.tensor_birth, passing)
+    return add(jnp.zeros(tables.num_tasks), tables.alive_since, passing)
 
 
 def _violations(tables: CostTables, axes: Array) -> Array:

@@ -92,6 +92,16 @@ def summed_layouts(raw: Array, home: Array, common: Array, is_summand: Array) ->
     return jnp.where(summand, common, home).astype(jnp.int8), jnp.where(summand, masked, target).astype(jnp.int8)
 
 
+def is_held_split(raw: Array, home: Array) -> Array:
+    """bool [T, A]: which axes split what is alive of a tensor.
+
+    Where nothing is sent, slices of what each device has whole are cut out by the tensor's readers.
+    """
+    is_sliced = (raw == REPLICATED) & (home >= 0)
+    is_sent = ((raw != home) & ~is_sliced).any(-1, keepdims=True)
+    return (home >= 0) & ~(is_sliced & ~is_sent)
+
+
 def passing_bytes(
     raw: Array, resolved: Array, local_bytes: Array, scratch: Array, sizes: np.ndarray, *, in_place: bool
 ) -> Array:
@@ -125,6 +135,11 @@ def waiting_bytes(raw: Array, resolved: Array, local_bytes: Array, waits: Array,
     result = local_bytes * jnp.where(scattered.any(-1), _first_part(scattered, sizes), 1)
     both = jnp.where(waits & summed.any(-1) & (result <= combine_bytes), local_bytes + result, 0.0)
     return jnp.stack([jnp.where(scattered.any(-1), 0.0, both), jnp.where(scattered.any(-1), both, 0.0)], -1)
+
+
+def waiting_spans(waiting: Array, birth: Array, operand_share: Array, merged_at: Array | int) -> list[tuple[Array, Array]]:
+    """What waits [n, ..., 2], and from which task on [n]: operands since they are made, results behind the last of all."""
+    return [(waiting * operand_share, birth + 1), (waiting * (1 - operand_share), merged_at + 0 * birth)]
 
 
 def holders(layout: Array, coordinates: np.ndarray) -> Array:

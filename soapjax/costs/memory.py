@@ -15,6 +15,7 @@ from jax import Array
 
 from soapjax.costs.change import Arrays, Base, Change
 from soapjax.costs.indexing import add, rows
+from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.local import LocalTables
 
 
@@ -46,7 +47,9 @@ def _tensor_steps(
     used = add(add(used, birth, held + passing), leaves + 1, -held)
     used = add(used, birth + 1, -passing)
     waits = jnp.zeros((num_tasks + 2, *waiting.shape[1:]))
-    return used, add(add(waits, leaves + 1, waiting), death + 1, -waiting)
+    for size, since in waiting_spans(waiting, leaves, arrays.operand_share, arrays.merged_at):
+        waits = add(add(waits, since, size), jnp.maximum(death + 1, since), -size)
+    return used, waits
 
 
 def alive(arrays: Arrays, base: Base) -> Alive:

@@ -25,6 +25,8 @@ class WorkingMemory(NamedTuple):
     waits: np.ndarray  # bool [T]: gradients that wait for nothing but their parameters' updates
     combine_bytes: float  # collectives of gradients are merged up to so many bytes of results
     most_waiting: np.ndarray  # float32 [2]: how much waits for an all-reduce, and for a reduce-scatter, at the most
+    operand_share: np.ndarray  # float32 [2]: of what waits; the other part are results, which come last
+    merged_at: int  # the task behind the last gradient that waits
     sums_in_place: bool
     scratch: np.ndarray  # float32 [T]: bytes of work space per byte of a tensor while it is made
     relaid: np.ndarray  # float32 [T]: further copies of a tensor, in the order of dims that its readers want
@@ -40,7 +42,7 @@ def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, fi
     num = len(graph.tensors)
     waits, scratch, relaid = np.zeros(num, bool), np.zeros(num, np.float32), np.zeros(num, np.float32)
     if platform not in GPUS:
-        return WorkingMemory(waits, 0.0, np.zeros(2, np.float32), False, scratch, relaid)
+        return WorkingMemory(waits, 0.0, np.zeros(2, np.float32), np.ones(2, np.float32), 0, False, scratch, relaid)
     readers: dict[int, set[int]] = {}
     for k, task in enumerate(graph.tasks):
         for access in task.reads:
@@ -60,6 +62,8 @@ def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, fi
         if task.scratch and task.writes:
             largest = max((a.tensor for a in task.writes), key=lambda i: graph.tensors[i].size_bytes)
             scratch[largest] = task.scratch
+    merged_at = max((k + 1 for k, task in enumerate(graph.tasks) for a in task.writes if waits[a.tensor]), default=0)
     # Operands and results of one merged collective.
-    most = np.array([2, 1 + first_parts], np.float32) * np.float32(combine_bytes)
-    return WorkingMemory(waits, combine_bytes, most, True, scratch, relaid)
+    both = np.array([2, 1 + first_parts], np.float32)
+    share = np.array([1, first_parts], np.float32) / both
+    return WorkingMemory(waits, combine_bytes, both * np.float32(combine_bytes), share, merged_at, True, scratch, relaid)

@@ -112,6 +112,8 @@ class DeviceTopology:
     device: DeviceKind
     levels: tuple[LinkLevel, ...]
     fake: bool = False  # devices of one machine that share its cores: timings mean nothing
+    # Collectives of groups on several levels are one ring through all devices, as NCCL's; else they go level by level.
+    rings_across_levels: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -137,7 +139,8 @@ class DeviceTopology:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data in the schema of the TOML files, in base units."""
         device = self.device
-        return {
+        rings = {"rings_across_levels": True} if self.rings_across_levels else {}
+        return rings | {
             "name": self.name,
             "fake": self.fake,
             "device": {
@@ -194,6 +197,7 @@ def _read_topology(reader: TableReader) -> DeviceTopology:
         device=_read_device(reader.table("device")),
         levels=tuple(_read_level(r) for r in reader.tables("levels", at_most=MAX_LEVELS)),
         fake=reader.boolean("fake", default=False),
+        rings_across_levels=reader.boolean("rings_across_levels", default=False),
     )
     names = [level.name for level in topology.levels if level.name]
     for name in sorted({n for n in names if names.count(n) > 1}):

@@ -17,6 +17,7 @@ host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full
 
     name = "mybox"
     fake = false                            # optional; true: devices share one machine's cores
+    rings_across_levels = false             # optional; true: a collective over hosts is one ring through all GPUs, as NCCL's
 
     [device]
     name = "A100-SXM4-80GB"

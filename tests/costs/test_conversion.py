@@ -31,6 +31,11 @@ MESHES = (
     Links((3, 2, 5), (0, 0, 1), (3e-6, 1e-6), (1e9, 3e11)),
     Links((2, 2, 3, 2, 7), (0, 1, 1, 2, 2), (1e-4, 8e-6, 2e-6), (1e8, 2e10, 2.25e11)),
     links_of(load_topology("a100x64"), factor_mesh(load_topology("a100x64"))),
+    TWO_LEVELS._replace(rings_across_levels=True),
+    Links(
+        (2, 2, 3, 2, 7), (0, 1, 1, 2, 2), (1e-4, 8e-6, 2e-6), (1e8, 2e10, 2.25e11), rings_across_levels=True,
+        fractions=((0.9, 1.0, 0.5, 0.8, 0.4, 1.0), (1.0, 1.0, 0.7, 1.0, 0.6, 1.0), (0.7, 1.0, 1.0, 0.9, 1.0, 1.0)),
+    ),
 )
 BATCH = 64
 
@@ -128,6 +133,20 @@ def test_all_reduce_over_two_levels_by_hand():
     seconds, sent = one((P, P, P), (R, R, R), 800.0, TWO_LEVELS)
     assert seconds == pytest.approx([2 * (8 + 100 / 10), 2 * (3 * 2 + 600 / 100)])
     assert sent["all-reduce"] == 1400
+
+
+def test_a_ring_over_two_levels_by_hand():
+    # Every device sends 2 * 800 * 7/8 in 14 steps; four devices share a host's four links of 10 bytes/s.
+    ring = TWO_LEVELS._replace(rings_across_levels=True)
+    seconds, sent = one((P, P, P), (R, R, R), 800.0, ring)
+    assert seconds == pytest.approx([14 * 8 + 1400 / 40, 0])
+    assert sent["all-reduce"] == 1400
+    # One device per host has its own link only; within the host nothing changes.
+    assert one((P, R, R), (R, R, R), 800.0, ring) == one((P, R, R), (R, R, R), 800.0, TWO_LEVELS)
+    assert one((R, 0, 0), (R, R, R), 800.0, ring) == one((R, 0, 0), (R, R, R), 800.0, TWO_LEVELS)
+    # Links within the host that are slower than those between hosts together hold it up.
+    slow = ring._replace(bytes_per_s=(100.0, 10.0))
+    assert one((0, 0, 0), (R, R, R), 800.0, slow)[0] == pytest.approx([7 * 8 + 700 / 10, 0])
 
 
 def test_all_to_all_over_two_levels_by_hand():

@@ -4,9 +4,11 @@ import functools
 import math
 
 import jax
+import numpy as np
 import pytest
 
 import soapjax
+from soapjax.costs.late_products import late_products
 from soapjax.costs.working_memory import working_memory
 from soapjax.graph.build import build_graph
 from soapjax.model_source import abstract_model
@@ -88,3 +90,35 @@ def test_gradients_are_added_up_before_they_are_cast(topology, times):
 
     scalars = 1000  # loss and metrics, in float32 either way
     assert summed_bytes("bfloat16") == pytest.approx(times * summed_bytes("float32"), abs=scalars)
+
+
+def test_a_block_s_input_is_kept_for_every_layer_of_a_loop():
+    """With rematerialisation nothing else is: the loop's carried value, stacked, though it is read as the body's argument."""
+    layers, sizes = 6, dict(batch=4, seq=8, width=16, heads=2, vocab=32, scan=True, remat=True)
+    graph = graph_of("transformer_lm", layers=layers, **sizes)
+    kept = [t for t in graph.tensors if t.copies > 1 and t.input_leaf < 0 and t.shape == (4, 8, 16)]
+    assert [t.copies for t in kept] == [layers]
+    passed_on = {a.tensor for k in graph.tasks for a in k.writes if k.phase == 0 and k.trip_count == layers}
+    assert [t.copies for i, t in enumerate(graph.tensors) if i in passed_on and t.copies > 1] == [layers]
+
+
+def test_products_of_one_sum_are_made_right_before_it():
+    graph = graph_of("rnnlm", batch=8, seq=3, hidden=32, layers=2, vocab=64)
+    maker = {a.tensor: k for k, task in enumerate(graph.tasks) for a in task.writes}
+    birth = np.array([maker.get(i, 0) for i in range(len(graph.tensors))])
+    readers = {i: [k for k, task in enumerate(graph.tasks) for a in task.reads if a.tensor == i] for i in range(len(birth))}
+    death = np.array([max(readers[i], default=birth[i]) for i in range(len(birth))])
+    since, until = late_products(graph, birth, death)
+    late = {i for chain in graph.accumulations for i in chain.summands if graph.tasks[maker[i]].heavy}
+    assert len(late) > 3 and (since >= birth).all() and (until >= death).all()
+    assert {i for i in range(len(birth)) if since[i] != birth[i]} <= late
+    sums = {death[i] for i in late}
+    for i in late:
+        assert since[i] in {birth[i], *sums} and since[i] <= max(birth[i], death[i])
+        assert all(until[a.tensor] >= since[i] for a in graph.tasks[maker[i]].reads)
+    # At any time fewer are alive than in program order.
+
+    def most_alive(start):
+        return max(sum(start[i] <= k <= death[i] for i in late) for k in range(len(graph.tasks)))
+
+    assert most_alive(since) < most_alive(birth)
