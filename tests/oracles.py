@@ -15,7 +15,7 @@ import numpy as np
 from soapjax.costs.conversion import COLLECTIVES, conversion_cost_plainly, links_of
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
-from soapjax.graph.phases import FORWARD
+from soapjax.graph.phases import BACKWARD, FORWARD
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
@@ -275,7 +275,7 @@ class _Oracle:
 
     def waiting_bytes(self) -> np.ndarray:
         """By task: of each kind of collective, operands and results of what is merged into one."""
-        limit = self.links.combine_bytes
+        limit, spans = self.links.combine_bytes, self.spans
         pools = {"reduce": np.zeros(len(self.graph.tasks)), "scatter": np.zeros(len(self.graph.tasks))}
         last = max((self.writer[i] for i in self.waiting & self.writer.keys()), default=0)
         for i in self.waiting & self.raw.keys():
@@ -283,7 +283,7 @@ class _Oracle:
             if kind and local / parts <= limit:
                 end = max((k for k, _ in self.readers[i]), default=-1) + 1
                 both, share = local * (1 + 1 / parts), self.sizes[0] / (1 + self.sizes[0]) if kind == "scatter" else 1 / 2
-                pools[kind][self.writer[i] + 1 : end] += share * both
+                pools[kind][spans[i][0] + 1 : end] += share * both
                 pools[kind][last + 1 : end] += (1 - share) * both
         return np.minimum(pools["reduce"], 2 * limit) + np.minimum(pools["scatter"], (1 + self.sizes[0]) * limit)
 
@@ -312,6 +312,20 @@ class _Oracle:
         return self.shards(home)
 
     @property
+    def swapped(self) -> list[int]:
+        """Tasks of weights' gradients, each right before the product of the same layer that reads the weight; on GPUs."""
+        summed = {p.gradient for p in self.graph.parameters} | {i for c in self.graph.accumulations for i in c.summands}
+        found: list[int] = []
+        for k, (one, two) in enumerate(zip(self.graph.tasks[:-1], self.graph.tasks[1:], strict=True)):
+            is_layer = one.operator == two.operator and one.scope == two.scope and one.heavy and two.heavy
+            is_backward = one.phase == two.phase == BACKWARD
+            made = {a.tensor for a in one.writes}
+            read = {a.tensor for a in two.reads}
+            if self.is_gpu and is_layer and is_backward and made & summed and read & self.parameter_of.keys() and not made & read:
+                found += [k] if k - 1 not in found else []
+        return found
+
+    @property
     def spans(self) -> dict[int, list[int]]:
         """First and last task at which a tensor that is no parameter is alive; summands are put off on GPUs."""
         last, lives, spans = len(self.graph.tasks) - 1, lifetimes(self.graph), {}
@@ -327,6 +341,14 @@ class _Oracle:
             if lives.is_reused[i] and max(ends) == lives.last_use[i] > born:
                 ends = [max(ends) - 1]
             spans[i] = [born, last if tensor.output_leaves else max(ends)]
+        for k in self.swapped:
+            read, next_read = ({a.tensor for a in self.graph.tasks[j].reads} for j in (k, k + 1))
+            for i, (born, dead) in spans.items():
+                # Where the two change places: whoever of them needs a tensor last, needs it at the place of the other.
+                if dead in (k, k + 1) and i in read | next_read:
+                    dead = max(n for n, by in ((k + 1, read), (k, next_read)) if i in by)
+                born = {k: k + 1, k + 1: k}.get(born, born)
+                spans[i] = [born, max(born, dead)]
         makers = {a.tensor: task for task in self.graph.tasks for a in task.writes}
         groups: list[tuple[set[int], set[int]]] = []  # products, and the activations that they read
         for chain in self.graph.accumulations if self.is_gpu else ():
@@ -386,18 +408,19 @@ class _Oracle:
         live = [0.0] * len(tasks)
         convert_s: dict[tuple[int, int], np.ndarray] = {}
         done: list[Conversion] = []
+        place = {k: k + 1 for k in self.swapped} | {k + 1: k for k in self.swapped}
         for c in self.conversions():
             home = self.homes[c.tensor]
             before = [e for e in done if self.may_share(e, c)]
             done.append(c)
-            here = min(c.task, len(tasks) - 1)
+            here = min(place.get(c.task, c.task), len(tasks) - 1)
             seconds = np.zeros(self.links.num_levels)
             if not before:
                 is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape
                 seconds = add(*self.conversion(home, c.target, c.size, c.trips, is_parameter, shape))
             convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
             if c.target != home:
-                since = max(e.task for e in before) + 1 if before else here
+                since = min(max(e.task for e in before) + 1, here) if before else here
                 for k in range(since, here + 1):
                     live[k] += c.size / self.shards(c.target)
 

@@ -74,6 +74,7 @@ class Arrays(NamedTuple):
     edge_trips: Array  # [E + 1]
     edge_share: Array  # [E + 1]
     edge_task: Array  # int32 [E + 1]
+    read_at: Array  # int32 [E + 1]: its reader in the order of what is alive
     storage_dim: Array  # int32 [P + 1]
     storage_dim_size: Array  # int32 [P + 1]
     storage_fixed: Array  # int8 [P + 1, A]
@@ -170,12 +171,12 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
         resolve_bytes=padded(tables.resolve_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
-        resolve_share=padded(tables.resolve_share), birth=padded(tables.alive_since), death=padded(tables.alive_until, -1),
+        resolve_share=padded(tables.resolve_share), birth=padded(tables.order.since), death=padded(tables.order.until, -1),
         waits=padded(tables.working.waits), scratch=padded(tables.working.scratch),
         most_waiting=tables.working.most_waiting, operand_share=tables.working.operand_share,
         merged_at=np.int32(tables.working.merged_at),
         edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
-        edge_task=padded(tables.edge_task), storage_dim=padded(tables.storage_dim),
+        edge_task=padded(tables.edge_task), read_at=padded(tables.order.read_at), storage_dim=padded(tables.storage_dim),
         storage_dim_size=padded(tables.storage_dim_size, 1), storage_fixed=padded(tables.storage_fixed, NOT_FIXED),
         gradient_shift=padded(tables.gradient_shift), state_bytes=padded(tables.parameter_bytes * tables.state_copies),
         storage_masks=tables.storage_masks, storage_regather=tables.storage_regather,

@@ -276,7 +276,7 @@ def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, A
 def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts) -> Array:
     """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
     num_k, working, waits = tables.num_tasks, tables.working, tables.working.waits
-    birth, death = tables.alive_since, tables.alive_until
+    birth, death, read_at = tables.order
     alive = np.flatnonzero(death >= 0)
     of_alive = rows(held, alive)
     steps = add(jnp.zeros(num_k + 2), birth[alive], of_alive)
@@ -288,15 +288,15 @@ def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, foun
         for bytes_, since in waiting_spans(of_late, birth[late], working.operand_share, working.merged_at):
             held_back = add(add(held_back, since, bytes_), np.maximum(death[late] + 1, since), -bytes_)
     if len(tables.edge_task):
-        task = np.minimum(tables.edge_task, num_k - 1)
-        start = jnp.where(found.is_shared, found.shared_since, task)
+        task = np.minimum(read_at, num_k - 1)
+        start = jnp.where(found.is_shared, jnp.minimum(found.shared_since, task), task)
         steps = add(add(steps, start, copy), task + 1, -copy)
     return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], working.most_waiting).sum(1)
 
 
 def _made(tables: CostTables, passing: Array) -> Array:
     """Bytes beside the results of each task [K] while they are made."""
-    return add(jnp.zeros(tables.num_tasks), tables.alive_since, passing)
+    return add(jnp.zeros(tables.num_tasks), tables.order.since, passing)
 
 
 def _violations(tables: CostTables, axes: Array) -> Array:

@@ -29,8 +29,8 @@ class Alive(NamedTuple):
 
 def _spans(arrays: Arrays, edge: Array, since: Array, num_tasks: int) -> tuple[Array, Array]:
     """First task of a converted copy and the one behind its last."""
-    task = jnp.minimum(rows(arrays.edge_task, edge), num_tasks - 1)
-    return jnp.where(since > 0, since, task), task + 1
+    task = jnp.minimum(rows(arrays.read_at, edge), num_tasks - 1)
+    return jnp.where(since > 0, jnp.minimum(since, task), task), task + 1
 
 
 def _tensor_steps(

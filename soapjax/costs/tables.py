@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from soapjax.costs.conversion import Links, combined_share, links_of
-from soapjax.costs.late_products import late_products
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
+from soapjax.costs.memory_order import MemoryOrder, gpu_order, program_order
 from soapjax.costs.profile import Profile
 from soapjax.costs.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.costs.working_memory import GPUS, WorkingMemory, widening, working_memory
@@ -70,8 +70,7 @@ class CostTables:
     tensor_copies: np.ndarray  # float32 [T]: alive at once
     tensor_birth: np.ndarray  # int32 [T]: the task that makes it
     tensor_death: np.ndarray  # int32 [T]: the last task that needs it
-    alive_since: np.ndarray  # int32 [T]: as the compiler schedules it (late_products.py)
-    alive_until: np.ndarray  # int32 [T]
+    order: MemoryOrder  # when tensors are alive, as the compiler schedules them
     tensor_trips: np.ndarray  # float32 [T]: how often it is made
     may_be_partial: np.ndarray  # bool [T]: may be resolved: partial as it is made, or kept in another layout than it is made in
 
@@ -155,9 +154,8 @@ def cost_tables(
     is_gradient[[chain.total for chain in graph.accumulations]] = True
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.relaid
-    t["alive_since"], t["alive_until"] = t["tensor_birth"], t["tensor_death"]
-    if topology.device.platform in GPUS:
-        t["alive_since"], t["alive_until"] = late_products(graph, t["tensor_birth"], t["tensor_death"])
+    when = t["tensor_birth"], t["tensor_death"], t["edge_task"]
+    order = gpu_order(graph, *when) if topology.device.platform in GPUS else program_order(*when)
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
     summed = [x.sum_dtype or x.dtype for x in graph.tensors]
@@ -168,7 +166,7 @@ def cost_tables(
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
     return CostTables(
         graph=graph, space=space, topology=topology, links=links,
-        usable_memory_bytes=topology.device.usable_memory_bytes, working=working, profile=profile, rates=rates,
+        usable_memory_bytes=topology.device.usable_memory_bytes, working=working, order=order, profile=profile, rates=rates,
         measured=measured, **t,
     )  # fmt: skip
 

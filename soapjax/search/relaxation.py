@@ -252,8 +252,8 @@ def _usage(problem: PlanningProblem, rows: OwnRows) -> list[np.ndarray]:
         held = tables.parameter_bytes[p] * tables.state_copies[p] / np.where(stored >= 0, sizes, 1).prod(axis=1)
         usage[n] += held[:, None]
     for t in range(len(tables.tensor_bytes)):
-        alive = (tables.alive_since[t] <= times) & (times <= tables.alive_until[t])
-        if tables.alive_until[t] < 0 or not alive.any():
+        alive = (tables.order.since[t] <= times) & (times <= tables.order.until[t])
+        if tables.order.until[t] < 0 or not alive.any():
             continue
         n, raw = rows.raw(t)
         if n >= 0:

@@ -285,13 +285,16 @@ class _Part:
         is_kept = self._kept()
         kept = arrives = batch = 0.0
         steps, merging = np.zeros(tables.num_tasks + 2), np.zeros((tables.num_tasks + 2, 2))
+        makers = self.maker[self.gradients]
+        merged_at = int(makers[(makers >= 0) & self.mine[self.operator[np.maximum(makers, 0)]]].max(initial=-1)) + 1
         for tensor, size in enumerate(figures.shard_bytes):
             k = int(self.maker[tensor])
             made_here = k >= 0 and self.mine[self.operator[k]]
             mine = reads.get(tensor, [])
             if self.gradients[tensor] and made_here:
-                merging[k + 1] += figures.merging_bytes[tensor]
-                merging[int(tables.tensor_death[tensor]) + 1] -= figures.merging_bytes[tensor]
+                merging[k + 1] += figures.merging_bytes[tensor] * tables.working.operand_share
+                merging[merged_at] += figures.merging_bytes[tensor] * (1 - tables.working.operand_share)
+                merging[max(int(tables.tensor_death[tensor]) + 1, merged_at)] -= figures.merging_bytes[tensor]
             if tensor in parameters or self.gradients[tensor] or not (mine or made_here) or (k >= 0 and phases[k] == UPDATE):
                 continue
             if not made_here and tables.tensor_death[tensor] < 0:

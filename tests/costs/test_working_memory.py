@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.costs.late_products import late_products
+from soapjax.costs.memory_order import late_products
 from soapjax.costs.working_memory import working_memory
 from soapjax.graph.build import build_graph
 from soapjax.model_source import abstract_model
