@@ -319,12 +319,13 @@ class _Part:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[k + 1] -= figures.copy_bytes[e]
         waiting = np.minimum(np.cumsum(merging, 0), tables.working.most_waiting).sum(1)
-        working = float((np.cumsum(steps) + waiting).max(initial=0.0))
         own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
-        passing = float(figures.passing_bytes[own].max(initial=0.0))
+        passing = np.zeros(len(steps))
+        np.add.at(passing, self.maker[own], figures.passing_bytes[own])
+        working = float((np.cumsum(steps) + waiting + passing).max(initial=0.0))
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
             gradient_bytes=float(figures.shard_bytes[[p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]].sum()),
-            batch_bytes=batch, input_bytes=arrives, kept_bytes=kept, working_bytes=working + passing,
+            batch_bytes=batch, input_bytes=arrives, kept_bytes=kept, working_bytes=working,
         )  # fmt: skip
