@@ -229,7 +229,10 @@ class _Oracle:
     def may_share(self, earlier: Conversion, later: Conversion) -> bool:
         if earlier.tensor != later.tensor or earlier.target != later.target or later.scope is None:
             return False
-        if (earlier.scope, earlier.dtype) != (later.scope, later.dtype):
+        is_outside = later.tensor in self.parameter_of and earlier.trips == later.trips == 1  # of the loops, if any
+        if earlier.scope != later.scope and not is_outside:
+            return False
+        if earlier.dtype != later.dtype:
             return False
         parameter = self.parameter_of.get(later.tensor)
         phases = self.graph.tasks[earlier.task].phase, self.graph.tasks[later.task].phase

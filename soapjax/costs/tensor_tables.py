@@ -158,10 +158,16 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
 
 
 def reader_groups(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:
-    """Which conversions may be one: those of one tensor, into one dtype, for readers in the same loop."""
+    """Which conversions may be one: those of one tensor, into one dtype, for readers in the same loop.
+
+    A parameter that every trip uses is converted before the loop.
+    """
     last = len(graph.tasks)
     numbers: dict[object, int] = {}
     # What the step's end wants is shared with nobody.
-    keys = ((e.tensor, e.dtype, graph.tasks[e.task].scope) if e.task < last else ("end", i) for i, e in enumerate(edges))
+    keys = (
+        (e.tensor, e.dtype, "" if e.trips == 1 and e.parameter >= 0 else graph.tasks[e.task].scope) if e.task < last else ("end", i)
+        for i, e in enumerate(edges)
+    )
     t["edge_group"] = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
     t["edge_is_backward"] = np.array([e.task < last and graph.tasks[e.task].phase in (BACKWARD, UPDATE) for e in edges], bool)
