@@ -19,8 +19,7 @@ a message a + S/b, a broadcast one message per step of a tree, shards to or from
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,8 +30,7 @@ from jax import Array
 from soapjax.costs.block_order import number_of_parts, sets_by, type_of_sets
 from soapjax.costs.steps import steps_of_all
 from soapjax.costs.turns import in_turns
-from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
-from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
+from soapjax.strategy.layout import PINNED, REPLICATED
 from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
 
 TRANSFER = "transfer"  # from one group of devices to another
@@ -266,104 +264,3 @@ def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_sh
         seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
         total = total + moved
     return local, total
-
-
-def conversion_cost_plainly(
-    source, target, size_bytes: float, links: Links, latency_share: float = 1.0, shape: Sequence[int] = ()
-) -> tuple[list[float], dict[str, float]]:
-    """The same, one tensor at a time in plain Python: the oracle of the tests, and of hand calculations."""
-    sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
-    pairs = list(zip(source, target, strict=True))
-    is_pinned = [min(p) <= PINNED for p in pairs]
-    unpinned = [[REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target)]
-    first = gathered_first(*unpinned, shape, sizes)
-    if list(first) != unpinned[0]:
-        half = [s if on else f for s, f, on in zip(source, first, is_pinned, strict=True)]
-        gathers_s, gathered = conversion_cost_plainly(unpinned[0], first, size_bytes, links, latency_share)
-        rest_s, rest = conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape)
-        return [a + b for a, b in zip(gathers_s, rest_s, strict=True)], {k: gathered[k] + rest[k] for k in COLLECTIVES}
-    steps = steps_of(*unpinned, sizes, is_counted=True)
-    local = size_bytes
-    for a, (s, t) in enumerate(pairs):
-        if s >= 0 or (s == REPLICATED and t >= 0 and not _is_whole(steps)):
-            local /= sizes[a]
-    seconds = [0.0] * links.num_levels
-    sent = dict.fromkeys(COLLECTIVES, 0.0)
-
-    def group(level: int, wanted) -> int:
-        return int(np.prod([sizes[a] for a in axes if links.axis_levels[a] == level and wanted(a)]))
-
-    def run(kind: str, level: int, n: int, size: float, times: int = 1) -> None:
-        moved = times * size * (n - 1) / n
-        seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.rate(kind, level)
-        sent[kind] += moved
-
-    def ring(kind: str, wanted, whole: float, times: int = 1) -> None:
-        """One collective over all levels, of `whole` bytes in each device's full copy."""
-        parts = {lv: n for lv in slow_first if (n := group(lv, wanted)) > 1}
-        if not parts:
-            return
-        n = math.prod(parts.values())
-        sent[kind] += times * whole * (n - 1) / n
-        beside = {lv: math.prod(m for other, m in parts.items() if other > lv) for lv in parts}
-        wire_s = max(times * whole * (n - 1) / n / (links.rate(kind, lv) * beside[lv]) for lv in parts)
-        seconds[min(parts)] += times * (n - 1) * links.latency_s[min(parts)] * latency_share + wire_s
-
-    def reduced(kind: str, wanted, size: float, times: int = 1) -> float:
-        """A reduce-scatter or an all-reduce; the bytes after the former."""
-        if links.rings_across_levels:
-            ring(kind, wanted, size, times)
-        for lv in reversed(slow_first):
-            n = group(lv, wanted)
-            if not links.rings_across_levels:
-                run(kind, lv, n, size, times)
-            size /= n
-        return size
-
-    slow_first = range(links.num_levels)
-    local = reduced("reduce-scatter", lambda a: source[a] == PARTIAL and target[a] >= 0, local)
-    reduced("all-reduce", lambda a: source[a] == PARTIAL and target[a] == REPLICATED, local, times=2)
-    for step in steps:
-        if isinstance(step, Exchange):
-            size, moving = local, {a for a, _, _ in step.moves}
-            for lv in slow_first:
-                n = group(lv, lambda a: a in moving)
-                run("all-to-all", lv, n, size)
-                size /= n
-    times = sum(isinstance(s, Permute) for s in steps)
-    if times:
-        changed = [a for a in axes if source[a] != target[a] and not is_pinned[a]]
-        behind = [b for b in axes for a in changed if a < b and source[b] == target[b] >= 0 and source[b] in pairs[a]]
-        lv = min(links.axis_levels[a] for a in (changed if _is_whole(steps) else changed + behind))
-        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.rate("collective-permute", lv))
-        sent["collective-permute"] += times * local
-    for lv in slow_first:
-        n = group(lv, lambda a: source[a] <= PINNED and target[a] >= 0)
-        run(TRANSFER, lv, n, local)
-        local /= n
-    crossed = [links.axis_levels[a] for a in axes if source[a] <= PINNED and target[a] <= PINNED and source[a] != target[a]]
-    spread = [(links.axis_levels[a], sizes[a] - 1) for a in axes if source[a] <= PINNED and target[a] == REPLICATED]
-    for lv, times in ([(min(crossed), 1)] if crossed else []) + spread:
-        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
-        sent[TRANSFER] += times * local
-    for lv in reversed(slow_first):
-        n = group(lv, lambda a: source[a] >= 0 and target[a] <= PINNED)
-        local *= n
-        run(TRANSFER, lv, n, local)
-
-    def is_gathered(a: int) -> bool:
-        return source[a] >= 0 and target[a] == REPLICATED and not _is_whole(steps)
-
-    if links.rings_across_levels:
-        ring("all-gather", is_gathered, local * math.prod(group(lv, is_gathered) for lv in slow_first))
-        return seconds, sent
-    for lv in slow_first:
-        n = group(lv, is_gathered)
-        local *= n
-        run("all-gather", lv, n, local)
-    return seconds, sent
-
-
-def _is_whole(steps: tuple[Step, ...]) -> bool:
-    """Whether blocks only change places."""
-    return len(steps) == 1 and isinstance(steps[0], Permute)

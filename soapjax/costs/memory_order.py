@@ -35,9 +35,10 @@ def program_order(birth: np.ndarray, death: np.ndarray, edge_task: np.ndarray) -
 
 def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, edge_task: np.ndarray) -> MemoryOrder:
     """As `program_order`, as GPU compilers put tasks off."""
-    since, until = late_products(graph, *inputs_first(graph, birth, death))
+    swapped = weights_before_inputs(graph)
+    since, until = late_products(graph, *inputs_first(graph, swapped, birth, death))
     read_at = edge_task.copy()
-    for k in weights_before_inputs(graph):
+    for k in swapped:
         read_at[edge_task == k], read_at[edge_task == k + 1] = k + 1, k
     return MemoryOrder(since, until, read_at)
 
@@ -61,10 +62,12 @@ def weights_before_inputs(graph: OperatorGraph) -> list[int]:
     return found
 
 
-def inputs_first(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From when and until when tensors are alive, int32 [T] each, where these tasks change places."""
+def inputs_first(
+    graph: OperatorGraph, swapped: list[int], birth: np.ndarray, death: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """From when and until when tensors are alive, int32 [T] each, where the tasks `swapped` change places with the next ones."""
     since, until = birth.copy(), death.copy()
-    for k in weights_before_inputs(graph):
+    for k in swapped:
         weights, inputs = graph.tasks[k], graph.tasks[k + 1]
         read = {a.tensor for a in weights.reads}
         for i in read:
