@@ -55,6 +55,19 @@ LARGE: dict[str, tuple[str, dict]] = {
         {"batch": 128, "seq": 512, "width": 1024, "layers": 4, "heads": 16, "vocab": 32768, "scan": True, "remat": True},
     ),
     "large rnnlm": ("models.rnnlm", {"batch": 256, "seq": 8, "hidden": 1024}),
+    "large bert bfloat16": (
+        "models.bert", {"batch": 256, "seq": 128, "width": 1024, "layers": 4, "heads": 16, "vocab": 30720, "dtype": "bfloat16"},
+    ),
+    "large gpt3 remat bfloat16": (
+        "models.gpt3",
+        {"size": "1.3B", "layers": 4, "batch": 128, "seq": 1024, "vocab": 51200, "remat": True, "dtype": "bfloat16"},
+    ),
+    "large moe": (
+        "models.moe",
+        {"batch": 128, "seq": 256, "width": 512, "layers": 4, "heads": 8, "vocab": 32768, "experts": 16, "top": 2},
+    ),
+    "large unet": ("models.unet", {"batch": 128, "image": 128, "channels": 4, "classes": 4, "width": 64, "levels": 3}),
+    "large vgg": ("models.vgg", {"batch": 256, "image": 224, "classes": 1024, "depth": 16, "width": 1.0}),
 }  # fmt: skip
 FIELDS = ["target", "topology", "model", "strategy", "predicted_bytes", "compiled_bytes", "predicted_memory", "compiled_memory",
           "usable_memory", "ops", "ops_as_planned", "rematerialised", "replicated", "compile_s",

@@ -104,7 +104,9 @@ class _Builder:
         parameters, update_tasks = self._parameters(tasks)
         tasks = self._ordered([*tasks, *update_tasks])
         entries = self._entries()
+        accumulations = self._accumulations(tasks, parameters)
         self._mark_outputs()
+        self._mark_summands(accumulations)
         tasks_of: list[list[int]] = [[] for _ in order]
         for t, task in enumerate(tasks):
             tasks_of[task.operator].append(t)
@@ -132,7 +134,7 @@ class _Builder:
             self.step.out_paths,
             tuple(sorted(self.step.state_pairs.items())),
             self.phases.is_single_phase or not self.phases.parameters,
-            tuple(self._accumulations(tasks, parameters)),
+            tuple(accumulations),
         )
 
     def _classes(self, members: list[int]) -> DimClasses:
@@ -255,6 +257,11 @@ class _Builder:
             if root in self.tensors.of_root:
                 k = self.tensors.of_root[root]
                 self.tensors.all[k] = self.tensors.all[k]._replace(output_leaves=tuple(found))
+
+    def _mark_summands(self, accumulations: list[Accumulation]) -> None:
+        """They are added up as what they are cast to: over devices too, since their sums stay apart until then."""
+        for i in {i for chain in accumulations for i in chain.summands}:
+            self.tensors.all[i] = self.tensors.all[i]._replace(sum_dtype="", sum_itemsize=0)
 
 
 def _fixed_axes(unit: Unit) -> tuple[tuple[str, ...], ...] | None:
