@@ -94,18 +94,30 @@ def test_gathering_any_dim_keeps_the_order_in_memory(case, dim):
     assert order == sorted(order, reverse=True)
 
 
+def lowered(planner, **sizes):
+    """A Transformer's step under a planner's strategy on CPUs, as it is given to XLA."""
+    step, *arguments = transformer_lm.make(batch=8, seq=8, width=16, layers=1, heads=2, vocab=32, **sizes)
+    traced = soapjax.trace(step, *arguments)
+    problem = planning_problem(traced, load_topology("cpu8"))
+    strategy = get_planner(planner)(jax.random.key(0), problem, Budget()).best.strategy
+    bound = bind_plan(traced, plan_of_strategy(problem, strategy))
+    run = jax.jit(lambda *leaves: bound.evaluator().run(list(leaves))[0], in_shardings=tuple(bound.in_shardings()))
+    return run.lower(*jax.tree.leaves(arguments)).as_text()
+
+
 def test_rematerialisation_gathers_no_parameter_again():
     """Behind the barrier stands the same parameter; CPUs take barriers out before they merge gathers, GPUs do not."""
 
     def num_gathers(remat):
-        step, *arguments = transformer_lm.make(batch=8, seq=8, width=16, layers=1, heads=2, vocab=32, remat=remat)
-        traced = soapjax.trace(step, *arguments)
-        problem = planning_problem(traced, load_topology("cpu8"))
-        strategy = get_planner("fsdp")(jax.random.key(0), problem, Budget()).best.strategy
-        bound = bind_plan(traced, plan_of_strategy(problem, strategy))
-        run = jax.jit(lambda *leaves: bound.evaluator().run(list(leaves))[0], in_shardings=tuple(bound.in_shardings()))
-        text = run.lower(*jax.tree.leaves(arguments)).as_text()
+        text = lowered("fsdp", remat=remat)
         assert ("optimization_barrier" in text) == remat
         return text.count('all_gather"')
 
     assert num_gathers(True) == num_gathers(False) > 5
+
+
+def test_a_use_of_a_tied_weight_is_summed_before_its_gradient_is_cast():
+    """The embedding's rows are added up in bfloat16, since another task casts them; the head's product casts its own."""
+    text = lowered("data_parallel", tie=True, dtype="bfloat16")
+    sums = re.findall(r"\}\) : \(tensor<(?:32x16|16x32)x(\w+)>\) -> tensor<(?:32x16|16x32)x\w+>", text)
+    assert sorted(sums) == ["bf16", "f32"]
