@@ -172,8 +172,9 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         read = {values.of(a).root for e in eqns for a in e.inputs if isinstance(a, int)} - inside - generated
         hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
         host = next(iter(hosts.values())) if len(hosts) == 1 and read <= inputs | set(heavy_unit) else None
-        finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in ("dot", "conv", "gather")
-        if finishes and (phase != FORWARD and not is_recompute(eqns[0])):
+        kinds = ("dot", "conv", "gather", "scatter")
+        finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
+        if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
             finishes = all(e.name in LAYOUT_ONLY for e in eqns)
         if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):
             host.eqns += eqns
