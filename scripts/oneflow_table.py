@@ -118,7 +118,6 @@ class Simulated(NamedTuple):
     def memory_bytes(self) -> float:
         return float(self.problem.simulator.costs(self.strategy).memory_bytes[3])
 
-
     def gradient_bytes(self) -> float:
         """As they are added up over micro-batches, in the parameters' own type and layout."""
         tables, parts = self.problem.simulator.tables, self.problem.simulator.costs(self.strategy).parts

@@ -7,6 +7,7 @@ the cost tables. Where the tables have an order of their own, figures are summed
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 
@@ -315,7 +316,7 @@ class _Oracle:
             return self.shards(tuple(REPLICATED if r == REPLICATED else h for r, h in zip(raw, home, strict=True)))
         return self.shards(home)
 
-    @property
+    @functools.cached_property
     def swapped(self) -> list[int]:
         """Tasks of weights' gradients, each right before the product of the same layer that reads the weight; on GPUs."""
         summed = {p.gradient for p in self.graph.parameters} | {i for c in self.graph.accumulations for i in c.summands}
@@ -329,7 +330,7 @@ class _Oracle:
                 found += [k] if k - 1 not in found else []
         return found
 
-    @property
+    @functools.cached_property
     def spans(self) -> dict[int, list[int]]:
         """First and last task at which a tensor that is no parameter is alive; summands are put off on GPUs."""
         last, lives, spans = len(self.graph.tasks) - 1, lifetimes(self.graph), {}

@@ -181,6 +181,14 @@ def _costs(
             ring(kind, axes, total, times)
         return size
 
+    def on_slowest(axes: Array, level_s: Callable[[int], Array]) -> None:
+        """Adds what it takes to the slowest links that any of `axes` crosses: `level_s` of that level."""
+        slower = jnp.zeros(jnp.shape(axes), bool)
+        for lv in levels:
+            crosses = (axes & of_level[lv]) != 0
+            seconds[lv] = seconds[lv] + jnp.where(crosses & ~slower, level_s(lv), 0.0)
+            slower |= crosses
+
     def ring(kind: str, axes: Array, moved: Array, times: int) -> None:
         """Adds a ring in which each device sends `moved`, to the slowest links that it crosses."""
         whole = product(axes)
@@ -188,23 +196,13 @@ def _costs(
         for lv in levels:
             behind = behind / product(axes, lv)  # devices that have the links of this level together
             wire_s = jnp.maximum(wire_s, jnp.where(product(axes, lv) > 1, moved / (links.rate(kind, lv) * behind), 0.0))
-        slower = jnp.zeros(jnp.shape(moved), bool)
-        for lv in levels:
-            crosses = product(axes, lv) > 1
-            ring_s = times * (whole - 1) * links.latency_s[lv] * latency_share + wire_s
-            seconds[lv] = seconds[lv] + jnp.where(crosses & ~slower, ring_s, 0.0)
-            slower |= crosses
+        on_slowest(axes, lambda lv: times * (whole - 1) * links.latency_s[lv] * latency_share + wire_s)
 
     def permute(times: Array, moved: Array, size: Array) -> None:
         """Adds so many permutes, over the slowest links that any of the axes in `moved` crosses."""
-        sent["collective-permute"] = sent.get("collective-permute", 0.0) + times * size
-        slower = jnp.zeros(jnp.shape(size), bool)
-        for lv in levels:
-            crosses = (moved & of_level[lv]) != 0
-            here = jnp.where(crosses & ~slower, times, 0.0)
-            slower |= crosses
-            rate = links.rate("collective-permute", lv)
-            seconds[lv] = seconds[lv] + here * (links.latency_s[lv] * latency_share + size / rate)
+        kind = "collective-permute"
+        sent[kind] = sent.get(kind, 0.0) + times * size
+        on_slowest(moved, lambda lv: times * (links.latency_s[lv] * latency_share + size / links.rate(kind, lv)))
 
     part = size_bytes / product(over.given)
     permute(first.permutes.astype(jnp.float32), first.moved, part)

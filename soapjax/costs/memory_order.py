@@ -28,13 +28,12 @@ class MemoryOrder(NamedTuple):
     read_at: np.ndarray  # int32 [E]: when the reader of a conversion runs
 
 
-def program_order(birth: np.ndarray, death: np.ndarray, edge_task: np.ndarray) -> MemoryOrder:
-    """`birth`, `death`: the task that makes a tensor, and the last that needs it; `edge_task`: a conversion's reader."""
-    return MemoryOrder(birth, death, edge_task)
-
-
 def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, edge_task: np.ndarray) -> MemoryOrder:
-    """As `program_order`, as GPU compilers put tasks off."""
+    """As GPU compilers put tasks off.
+
+    `birth`, `death`: the task that makes a tensor, and the last that needs it, in program order.
+    `edge_task`: the reader of each conversion.
+    """
     swapped = weights_before_inputs(graph)
     since, until = late_products(graph, *inputs_first(graph, swapped, birth, death))
     read_at = edge_task.copy()

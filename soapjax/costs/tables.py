@@ -19,7 +19,7 @@ import numpy as np
 
 from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
-from soapjax.costs.memory_order import MemoryOrder, gpu_order, program_order
+from soapjax.costs.memory_order import MemoryOrder, gpu_order
 from soapjax.costs.profile import Profile
 from soapjax.costs.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.costs.working_memory import GPUS, WorkingMemory, widening, working_memory
@@ -155,7 +155,7 @@ def cost_tables(
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.relaid
     when = t["tensor_birth"], t["tensor_death"], t["edge_task"]
-    order = gpu_order(graph, *when) if topology.device.platform in GPUS else program_order(*when)
+    order = gpu_order(graph, *when) if topology.device.platform in GPUS else MemoryOrder(*when)
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
     summed = [x.sum_dtype or x.dtype for x in graph.tensors]

@@ -67,9 +67,7 @@ class GradientSums:
                 self._made_as[root] = evaluator.spec_from(operator, made.dims), bool(evaluator.axes_on(operator, made.reduced))
             self._of_start.update(dict.fromkeys(chain.starts, one))
             self._of_addition.update(dict.fromkeys(chain.additions, one))
-            # What another task casts or transposes is a tensor of its own, and summed up as such: before a cast.
-            apart = {product for eqn, product in chain.relayouts.items() if binding.task_of[eqn] != binding.task_of[product]}
-            self._of_product.update(dict.fromkeys(set(chain.relayouts.values()) - apart, one))
+            self._of_product.update(dict.fromkeys(chain.relayouts.values(), one))
             self._of_product.update((binding.values.producer[r].key, one) for r in chain.summands)
             self._of_total[chain.total] = one
             self._relayouts |= chain.relayouts.keys()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from soapjax.costs.itemize import sent_parts
+from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.measured import ComputeRates, linked, without_links
 from soapjax.costs.profile import Profile
 from soapjax.graph.lifetimes import Lifetimes, lifetimes
@@ -285,16 +286,16 @@ class _Part:
         is_kept = self._kept()
         kept = arrives = batch = 0.0
         steps, merging = np.zeros(tables.num_tasks + 2), np.zeros((tables.num_tasks + 2, 2))
-        makers = self.maker[self.gradients]
-        merged_at = int(makers[(makers >= 0) & self.mine[self.operator[np.maximum(makers, 0)]]].max(initial=-1)) + 1
+        is_own = (self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]]
+        merged_at = int(self.maker[is_own & self.gradients].max(initial=-1)) + 1
         for tensor, size in enumerate(figures.shard_bytes):
             k = int(self.maker[tensor])
-            made_here = k >= 0 and self.mine[self.operator[k]]
+            made_here = is_own[tensor]
             mine = reads.get(tensor, [])
             if self.gradients[tensor] and made_here:
-                merging[k + 1] += figures.merging_bytes[tensor] * tables.working.operand_share
-                merging[merged_at] += figures.merging_bytes[tensor] * (1 - tables.working.operand_share)
-                merging[max(int(tables.tensor_death[tensor]) + 1, merged_at)] -= figures.merging_bytes[tensor]
+                for waiting, since in waiting_spans(figures.merging_bytes[tensor], k, tables.working.operand_share, merged_at):
+                    merging[since] += waiting
+                    merging[max(int(tables.tensor_death[tensor]) + 1, since)] -= waiting
             if tensor in parameters or self.gradients[tensor] or not (mine or made_here) or (k >= 0 and phases[k] == UPDATE):
                 continue
             if not made_here and tables.tensor_death[tensor] < 0:
@@ -319,9 +320,8 @@ class _Part:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[k + 1] -= figures.copy_bytes[e]
         waiting = np.minimum(np.cumsum(merging, 0), tables.working.most_waiting).sum(1)
-        own = np.flatnonzero((self.maker >= 0) & self.mine[self.operator[np.maximum(self.maker, 0)]])
         passing = np.zeros(len(steps))
-        np.add.at(passing, self.maker[own], figures.passing_bytes[own])
+        np.add.at(passing, self.maker[is_own], figures.passing_bytes[is_own])
         working = float((np.cumsum(steps) + waiting + passing).max(initial=0.0))
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),

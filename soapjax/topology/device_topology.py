@@ -139,8 +139,7 @@ class DeviceTopology:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data in the schema of the TOML files, in base units."""
         device = self.device
-        rings = {"rings_across_levels": True} if self.rings_across_levels else {}
-        return rings | {
+        return {
             "name": self.name,
             "fake": self.fake,
             "device": {
@@ -168,7 +167,7 @@ class DeviceTopology:
                 | ({"collective_fraction": dict(level.collective_fraction)} if level.collective_fraction else {})
                 for level in self.levels
             ],
-        }
+        } | ({"rings_across_levels": True} if self.rings_across_levels else {})
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, place: str = "topology") -> DeviceTopology:

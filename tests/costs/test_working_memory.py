@@ -116,9 +116,8 @@ def test_products_of_one_sum_are_made_right_before_it():
     for i in late:
         assert since[i] in {birth[i], *sums} and since[i] <= max(birth[i], death[i])
         assert all(until[a.tensor] >= since[i] for a in graph.tasks[maker[i]].reads)
-    # At any time fewer are alive than in program order.
 
     def most_alive(start):
         return max(sum(start[i] <= k <= death[i] for i in late) for k in range(len(graph.tasks)))
 
-    assert most_alive(since) < most_alive(birth)
+    assert most_alive(since) < most_alive(birth)  # fewer at once than in program order
