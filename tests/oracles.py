@@ -78,11 +78,15 @@ class _Oracle:
             for access in task.writes:
                 self.writer[access.tensor] = k
                 self.raw[access.tensor] = self.layout(task, access)
-        self.common: dict[int, Layout] = {}  # of what adds up to a gradient, partial sums included
+        self.common: dict[int, Layout] = {}  # of summands, partial sums included
         for chain in graph.accumulations:
             layout = self.raw[chain.layout_of]
             self.common.update(dict.fromkeys((*chain.summands, *chain.running), layout))
             self.raw.update(dict.fromkeys((*chain.running, chain.total), layout))
+        for joint in graph.joint_sums:
+            *others, last = joint.summands
+            if PARTIAL in self.raw[last]:
+                self.common.update({i: self.raw[i] for i in others if self.raw[i] == self.raw[last]})
         self.homes = [self.home(i) for i in range(len(graph.tensors))]
 
     # Layouts.

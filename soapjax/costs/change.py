@@ -20,6 +20,7 @@ from soapjax.costs.halos import halo_cost, inner_source, inner_target
 from soapjax.costs.indexing import put, rows
 from soapjax.costs.indexing import row as one_row
 from soapjax.costs.layouts import (
+    as_read,
     gradient_layouts,
     holders,
     home_layouts,
@@ -36,7 +37,7 @@ from soapjax.costs.local import LocalTables, Sharing, sharing
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
 from soapjax.costs.shared_copies import keys_of, made_again, sharing_after
 from soapjax.costs.tables import CostTables
-from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.layout import REPLICATED
 from soapjax.strategy.space import NOT_FIXED
 
 
@@ -57,6 +58,7 @@ class Arrays(NamedTuple):
     measured_weight: Array  # [K + 1, M]
     tensor_source: Array  # int32 [T + 1]
     tensor_fixed: Array  # int8 [T + 1, A]
+    is_joint: Array  # bool [T + 1]
     tensor_shape: Array  # int32 [T + 1, R]
     tensor_bytes: Array  # [T + 1]
     resolve_bytes: Array  # [T + 1]
@@ -168,7 +170,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         measured_degrees=padded(tables.measured.degrees), measured_log_ratio=padded(tables.measured.log_ratio),
         measured_weight=padded(tables.measured.weight),
         tensor_source=padded(tables.tensor_source), tensor_fixed=padded(tables.tensor_fixed, REPLICATED),
-        tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
+        is_joint=padded(tables.is_joint), tensor_shape=padded(tables.tensor_shape, 1), tensor_bytes=padded(tables.tensor_bytes),
         resolve_bytes=padded(tables.resolve_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
         resolve_share=padded(tables.resolve_share), birth=padded(tables.order.since), death=padded(tables.order.until, -1),
@@ -241,7 +243,8 @@ def change(
         rows(every, row.tensor_slot), rows(every, row.tensor_reader), rows(arrays.tensor_source, t), rows(arrays.tensor_fixed, t),
         shape, sizes,
     )  # fmt: skip
-    home, resolved = summed_layouts(raw, home, rows(every, jnp.maximum(row.tensor_sum, 0)), row.tensor_sum >= 0)
+    common = rows(every, jnp.maximum(row.tensor_sum, 0))
+    home, resolved = summed_layouts(raw, home, common, row.tensor_sum >= 0, rows(arrays.is_joint, t))
 
     # Compute: sums over few entries, as products with one-hot matrices.
     num_tasks = len(row.task)
@@ -268,7 +271,7 @@ def change(
     e, s = row.edge, row.sum
     edge_home = rows(home, row.edge_tensor)
     wanted = rows(every, row.edge_slot)
-    target = jnp.where(wanted == PARTIAL, edge_home, wanted)
+    target = as_read(edge_home, wanted)
     inner = rows(rows(arrays.sum_map, s).T, index).T  # [s, A]
     full_s = conversion_seconds(
         jnp.concatenate([raw, edge_home, inner_source(inner)]),

@@ -20,6 +20,7 @@ from soapjax.costs.conversion import ConversionCost, conversion_cost
 from soapjax.costs.halos import halo_cost, inner_source, inner_target
 from soapjax.costs.indexing import add, along, rows
 from soapjax.costs.layouts import (
+    as_read,
     gradient_layouts,
     holders,
     home_layouts,
@@ -36,7 +37,7 @@ from soapjax.costs.layouts import (
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
 from soapjax.costs.shared_copies import shared_since
 from soapjax.costs.tables import CostTables
-from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.layout import REPLICATED
 
 
 class Durations(NamedTuple):
@@ -52,7 +53,7 @@ class Layouts(NamedTuple):
     """The layouts that a strategy implies; the executor's specs come from these."""
 
     slots: Array  # int8 [U + 2P + 1, A]: accesses, parameter storages, gradient storages, replicated
-    home: Array  # int8 [T, A]: of each tensor as it is kept; PARTIAL for summands of a gradient only
+    home: Array  # int8 [T, A]: of each tensor as it is kept; PARTIAL for summands only
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     resolved: Array  # int8 [T, A]: what its resolution costs the way to
     is_shared: Array  # bool [E]: the conversion was made before for another reader
@@ -111,7 +112,8 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
         rows(slots, tables.tensor_slot), rows(slots, tables.tensor_reader), tables.tensor_source, tables.tensor_fixed,
         tables.tensor_shape, sizes,
     )  # fmt: skip
-    home, resolved = summed_layouts(raw, home, rows(slots, np.maximum(tables.tensor_sum, 0)), tables.tensor_sum >= 0)
+    common = rows(slots, np.maximum(tables.tensor_sum, 0))
+    home, resolved = summed_layouts(raw, home, common, tables.tensor_sum >= 0, tables.is_joint)
     since = shared_since(tables, slots, storage)
     return Layouts(slots, home, raw, resolved, since > 0, since)
 
@@ -159,8 +161,7 @@ def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
         compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
 
     edge_home = rows(home, tables.edge_tensor)
-    target = rows(slots, tables.edge_slot)
-    target = jnp.where(target == PARTIAL, edge_home, target)  # a loop carries its sums resolved
+    target = as_read(edge_home, rows(slots, tables.edge_slot))
     inner = along(jnp.asarray(tables.sum_map), rows(task_index, tables.sum_task))  # [S, A]
     partial = tables.partial
     source = jnp.concatenate([rows(found.raw, partial), edge_home, inner_source(inner)])

@@ -13,7 +13,7 @@ import numpy as np
 from soapjax.costs.conversion import COLLECTIVES
 from soapjax.costs.evaluate import Layouts
 from soapjax.costs.halos import halo_cost_plainly, inner_target
-from soapjax.costs.layouts import value_index
+from soapjax.costs.layouts import as_read, value_index
 from soapjax.costs.plain_conversion import conversion_cost_plainly
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import HALO, PARTIAL, spec_of
@@ -52,7 +52,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
     for e in np.flatnonzero(~np.asarray(found.is_shared)):
         t = int(tables.edge_tensor[e])
         home, wanted = found.home[t], found.slots[tables.edge_slot[e]]
-        target = np.where(wanted == PARTIAL, home, wanted)
+        target = np.asarray(as_read(home, wanted))
         add(int(tables.edge_task[e]), t, "convert", home, target, tables.edge_bytes[e], tables.edge_trips[e])
     if len(tables.sum_task):
         index = np.asarray(value_index(strategy.axes))[tables.task_op[tables.sum_task]]

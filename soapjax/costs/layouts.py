@@ -81,15 +81,26 @@ def home_layouts(
     return raw.astype(jnp.int8), jnp.where(home == PARTIAL, jnp.int8(REPLICATED), home).astype(jnp.int8)
 
 
-def summed_layouts(raw: Array, home: Array, common: Array, is_summand: Array) -> tuple[Array, Array]:
-    """(home, target) [T, A] where summands of a gradient are kept in a `common` layout, partial sums included.
+def summed_layouts(raw: Array, home: Array, common: Array, is_summand: Array, is_joint: Array) -> tuple[Array, Array]:
+    """(home, target) [T, A] where summands are kept in a `common` layout, partial sums included.
 
+    Those of a gradient always; a product of a joint sum where it is a partial sum in that layout as it is made.
     `target` is what resolving a tensor costs the way to: a partial sum made of a whole value is a mask, free.
     """
+    waits = ((raw == common) & (raw == PARTIAL).any(-1, keepdims=True)).all(-1)
+    is_summand = is_summand & (waits | ~is_joint)
     target = jnp.where(raw == PARTIAL, home, raw)
     masked = jnp.where((common == PARTIAL) & (raw != PARTIAL), jnp.int8(REPLICATED), common)
     summand = is_summand[:, None]
     return jnp.where(summand, common, home).astype(jnp.int8), jnp.where(summand, masked, target).astype(jnp.int8)
+
+
+def as_read(home: Array, wanted: Array) -> Array:
+    """What tensors kept as `home` are converted to for a reader, layouts [E, A].
+
+    A loop carries its sums resolved, and what is still a partial sum is summed up with the last product of its sum.
+    """
+    return jnp.where((wanted == PARTIAL) | (home == PARTIAL).any(-1, keepdims=True), home, wanted)
 
 
 def is_held_split(raw: Array, home: Array) -> Array:

@@ -62,7 +62,8 @@ class CostTables:
     tensor_source: np.ndarray  # int32 [T]: FROM_*
     tensor_slot: np.ndarray  # int32 [T]: the slot its layout comes from
     tensor_reader: np.ndarray  # int32 [T]: slot of the first reader (or of "replicated")
-    tensor_sum: np.ndarray  # int32 [T]: slot whose layout, partial sums included, a summand of a gradient is kept in; -1
+    tensor_sum: np.ndarray  # int32 [T]: slot whose layout, partial sums included, a summand is kept in; -1
+    is_joint: np.ndarray  # bool [T]: a summand only where it is a partial sum in that layout as it is made
     tensor_fixed: np.ndarray  # int8 [T, A]
     tensor_shape: np.ndarray  # int32 [T, R]
     tensor_bytes: np.ndarray  # float32 [T]: of one trip

@@ -66,9 +66,12 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     shapes = np.ones((n, rank), np.int32)
     birth, death, trips = np.zeros(n, np.int32), np.zeros(n, np.int32), np.ones(n, np.float32)
     partial = np.zeros(n, bool)
-    sums = np.full(n, -1, np.int32)
+    sums, is_joint = np.full(n, -1, np.int32), np.zeros(n, bool)
     for chain in graph.accumulations:
         sums[[*chain.summands, *chain.running]] = writer[chain.layout_of]
+    for joint in graph.joint_sums:
+        *others, last = joint.summands
+        sums[others], is_joint[others] = writer[last], True
     edges: list[Edge] = []
     for i, tensor in enumerate(graph.tensors):
         shapes[i, : len(tensor.shape)] = tensor.shape
@@ -85,7 +88,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
             count = task.trip_count if made_inside or sliced else 1
             if task.parameter >= 0:
                 per_trip *= tensor.copies  # the gradients of all layers of a loop at once
-            if sums[i] < 0:
+            if sums[i] < 0 or is_joint[i]:
                 dtype = dict(task.casts).get(i, tensor.dtype)
                 sent = per_trip * itemsize_as(tensor, dtype) / tensor.itemsize
                 edges.append(Edge(i, u, k, sent, count, by_parameter.get(i, -1), dtype))
@@ -143,7 +146,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     edges = [e for e in edges if e.bytes > itemsize_as(graph.tensors[e.tensor], e.dtype)]
     edges.sort(key=lambda e: (e.task, e.tensor))
     t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
-    t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = sums, shapes, birth, death
+    t["is_joint"], t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = is_joint, sums, shapes, birth, death
     t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
     t["resolve_bytes"] = np.array([x.summed_bytes for x in graph.tensors], np.float32)
     t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored

@@ -6,7 +6,7 @@ what the plan says. Both run inside `jax.jit`, so the walk over equations happen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -114,6 +114,9 @@ class Evaluator:
 
     def enter(self, env: dict[int, Any]) -> None:
         """Called with the arguments in place."""
+
+    def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
+        """Called with everything made: others go on with `values`."""
 
     def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
         """Called before a loop; returns the first carry."""

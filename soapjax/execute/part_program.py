@@ -111,6 +111,7 @@ def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int,
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
     evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
+    evaluator.leave(env, part.outputs)
     return env
 
 

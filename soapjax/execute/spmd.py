@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.evaluate import Evaluator, task_mark
 from soapjax.execute.gradient_sums import GradientSums
 from soapjax.execute.heavy import axes_of, contracted_axes, partition_spec, run_heavy
+from soapjax.execute.joint_sums import JointSums
 from soapjax.execute.partial import Partial
 from soapjax.execute.reduce import REDUCTIONS, run_reduction
 from soapjax.execute.reshard import reshard
@@ -29,7 +30,7 @@ from soapjax.execute.scatter import run_scatter_add, runs_on_blocks
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD, PHASE_NAMES
-from soapjax.graph.program import FlatEqn
+from soapjax.graph.program import Atom, FlatEqn
 from soapjax.graph.trace import TracedStep
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import Plan, TaskPart, parse_spec
@@ -170,6 +171,7 @@ class PlannedEvaluator(Evaluator):
         }  # fmt: skip
         self._home |= {t: s for kept in self._kept for t, s in kept.items()}
         self.sums = GradientSums(self, program.binding, self.graph.accumulations if keeps_sums else (), self._home)
+        self.joint = JointSums(self, program.binding)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._parameters = {p.tensor for p in self.graph.parameters}
         self._regathered = {
@@ -188,6 +190,9 @@ class PlannedEvaluator(Evaluator):
     def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
         if self.sums.is_on_way(eqn, env):
             return self.sums.run(eqn, env)
+        if self.joint.is_on_way(eqn, env):
+            k = self.binding.task_of[eqn.key]
+            return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, self.joint.run(eqn, env), strict=True)]
         k = self.binding.task_of.get(eqn.key)
         inputs = [self.read(a, env) for a in eqn.inputs]
         if k is None:
@@ -197,15 +202,13 @@ class PlannedEvaluator(Evaluator):
             read = [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)]
             return self.bind(eqn, read, eqn.params)
         is_heavy = eqn.key == task.heavy
-        for j, a in enumerate(eqn.inputs):
-            if isinstance(a, int) and self.values.of(a).root not in self._made[k]:
-                inputs[j] = self.as_used(k, a, j if is_heavy else -1, env)
+        inputs = [self.operand(k, a, j if is_heavy else -1, env) for j, a in enumerate(eqn.inputs)]
         if is_heavy and task.kind in ("dot", "conv"):
             in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
             raw = self.spec_from(task.operator, task.result_dims)
             inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
             partial = contracted_axes(in_specs, raw)
-            kept = self.sums.kept(eqn, partial)
+            kept = self.kept(eqn, partial)
             home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
             bind, order = functools.partial(self.bind, eqn), self.bound.orders.get(eqn.outputs[0])
             result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept, order)
@@ -236,6 +239,18 @@ class PlannedEvaluator(Evaluator):
         else:
             results = self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
+
+    def operand(self, k: int, atom: Atom, position: int, env: dict[int, Any]) -> Any:
+        """What an equation of task `k` reads: its own task's values as they are, others as the task uses them."""
+        if isinstance(atom, int) and self.values.of(atom).root not in self._made[k]:
+            return self.as_used(k, atom, position, env)
+        return self.read(atom, env)
+
+    def kept(self, eqn: FlatEqn, partial: set[str]) -> tuple[str, ...]:
+        """Over which of the axes in `partial` a product stays apart: it is a summand of a gradient, or of a joint sum."""
+        if self.joint.is_product(eqn):
+            return tuple(n for n in self.bound.mesh.axis_names if n in partial)
+        return self.sums.kept(eqn, partial)
 
     def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
         """The spec of an operand from its operator's config."""
@@ -299,6 +314,14 @@ class PlannedEvaluator(Evaluator):
         shift = self.values.tensor(atom).shift
         return ((),) * shift + spec if shift > 0 else spec[-shift:]
 
+    def home_of(self, tensor: int) -> Spec:
+        """The layout in which a tensor is kept."""
+        return self._home[tensor]
+
+    def used_by(self, k: int, tensor: int) -> Spec | None:
+        """The layout in which a region, task `k`, reads a tensor."""
+        return self._used[k].get((tensor, -1))
+
     def as_used(self, k: int, atom: int, operand: int, env: dict[int, Any]) -> Any:
         """A value in the layout in which task `k` reads it, and cast if it casts it first; equal conversions are made once."""
         alias = self.values.tensor(atom)
@@ -327,7 +350,12 @@ class PlannedEvaluator(Evaluator):
             cache[key] = self.convert(atom, value, source, self.shifted(atom, spec))
         return cache[key]
 
+    def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
+        env.update({v: self.joint.leave(v, env[v]) for v in values})
+
     def as_kept(self, k: int, out: int, x: Any) -> Any:
+        if x is None:  # a sum on the way, which nobody else reads
+            return None
         if isinstance(x, Partial) or self.sums.is_summand(out):
             return self.sums.summand(out, x)
         spec = self._kept[k].get(self.binding.tensor_of.get(out, -1))

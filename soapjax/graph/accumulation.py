@@ -11,10 +11,8 @@ import dataclasses
 
 from soapjax.graph.phases import BACKWARD, Phases
 from soapjax.graph.program import FlatEqn, Program
-from soapjax.graph.units import is_relayout
-from soapjax.graph.values import Values
-
-ADDITIONS = {"add_any", "add"}
+from soapjax.graph.units import ADDITIONS, is_relayout
+from soapjax.graph.values import Uses, Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +47,10 @@ class _Context:
 
     def __init__(self, program: Program, values: Values, phases: Phases):
         self.program, self.values, self.phases = program, values, phases
-        self.readers: dict[int, list[FlatEqn]] = {}
-        for eqn, _ in program.walk():
-            if eqn.body is None:
-                for a in eqn.inputs:
-                    if isinstance(a, int):
-                        self.readers.setdefault(values.of(a).root, []).append(eqn)
-        self.outputs = {values.of(o).root for o in program.outputs if isinstance(o, int)}
-        self.carried = {values.of(c.result).root for c in values.carries.values() if isinstance(c.result, int)}
+        self.uses = Uses(program, values)
 
     def order(self, root: int) -> int:
         return self.values.order[self.values.producer[root].key]
-
-    def is_private(self, root: int, reader: FlatEqn) -> bool:
-        """Whether nothing but `reader` reads it: it need not have its true value."""
-        return root not in self.outputs and all(e is reader for e in self.readers.get(root, []))
 
     def backward(self, root: int) -> FlatEqn | None:
         eqn = self.values.producer.get(root)
@@ -87,7 +74,7 @@ class _Walk:
         eqn = self.context.backward(root)
         while eqn is not None and is_relayout(eqn, self.program) and isinstance(eqn.inputs[0], int):
             before = self.values.of(eqn.inputs[0])
-            if before.shift or not self.context.is_private(before.root, eqn):
+            if before.shift or not self.context.uses.is_private(before.root, eqn):
                 break
             root, eqn = before.root, self.context.backward(before.root)
         return root
@@ -101,7 +88,7 @@ class _Walk:
         if any(not isinstance(a, int) or self.program.avals[a].shape != shape for a in eqn.inputs):
             return False
         operands = [self.values.of(a) for a in eqn.inputs]
-        if any(o.shift or not self.context.is_private(o.root, eqn) for o in operands):
+        if any(o.shift or not self.context.uses.is_private(o.root, eqn) for o in operands):
             return False
         self.additions.add(eqn.key)
         if not is_total:
@@ -129,14 +116,14 @@ class _Walk:
     def _summand(self, root: int) -> None:
         self.summands.append(root)
         eqn = self.context.backward(root)
-        if eqn is None or root in self.context.carried:
+        if eqn is None or root in self.context.uses.carried:
             self.is_broken = True
             return
         between: list[FlatEqn] = []
         while is_relayout(eqn, self.program) and isinstance(eqn.inputs[0], int):
             before = self.values.of(eqn.inputs[0])
             maker = self.context.backward(before.root)
-            if maker is None or before.shift or not self.context.is_private(before.root, eqn):
+            if maker is None or before.shift or not self.context.uses.is_private(before.root, eqn):
                 break
             if self.values.scope[maker.key] != self.values.scope[eqn.key]:
                 break

@@ -13,6 +13,7 @@ import numpy as np
 
 from soapjax.garbage import fewer_collections
 from soapjax.graph import accumulation as traced
+from soapjax.graph import joint_sums as joint
 from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
@@ -20,6 +21,7 @@ from soapjax.graph.operators import (
     Access,
     Accumulation,
     Dim,
+    JointSum,
     LoopEntry,
     Operator,
     OperatorGraph,
@@ -50,6 +52,7 @@ class Binding:
     tensor_of: dict[int, int]  # root -> tensor
     phases: Phases
     sums: dict[int, traced.Accumulation]  # parameter -> how its gradient is summed up
+    joint_sums: list[joint.JointSum]  # as in the graph
     dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
     partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
     local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
@@ -64,7 +67,7 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
     b, made = builder, builder.tasks
     return graph, Binding(
-        b.values, task_of, b.tensors.of_root, b.phases, b.sums, made.dims_of, made.partial_of, made.local_dims,
+        b.values, task_of, b.tensors.of_root, b.phases, b.sums, b.joint_sums, made.dims_of, made.partial_of, made.local_dims,
     )  # fmt: skip
 
 
@@ -77,6 +80,7 @@ class _Builder:
         self.sums = traced.find_accumulations(self.program, self.values, self.phases)
         additions = frozenset(key for found in self.sums.values() for key in found.additions)
         self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
+        self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
         self.labels = LabelCache(self.program)
         data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
         self.samples = sample_nodes(self.program, self.values, self.labels, data)
@@ -105,6 +109,7 @@ class _Builder:
         tasks = self._ordered([*tasks, *update_tasks])
         entries = self._entries()
         accumulations = self._accumulations(tasks, parameters)
+        joint_sums = self._joint_sums(tasks)
         self._mark_outputs()
         self._mark_summands(accumulations)
         tasks_of: list[list[int]] = [[] for _ in order]
@@ -135,6 +140,7 @@ class _Builder:
             tuple(sorted(self.step.state_pairs.items())),
             self.phases.is_single_phase or not self.phases.parameters,
             tuple(accumulations),
+            tuple(joint_sums),
         )
 
     def _classes(self, members: list[int]) -> DimClasses:
@@ -232,6 +238,13 @@ class _Builder:
                 carried = any(self.values.tensor(a).root == chain.total for a in chain.starts)
                 found.append(Accumulation(p, summands, running, self.tensors.of_root[chain.total], carried, (own or summands)[-1]))
         return found
+
+    def _joint_sums(self, tasks: list[Task]) -> list[JointSum]:
+        """Only products that some config makes partial sums take part."""
+        partial = {a.tensor: a for task in tasks for a in task.writes if a.reduced}
+        found = [one.with_summands(s for s in one.summands if self.tensors.of_root.get(s) in partial) for one in self.joint_sums]
+        self.joint_sums = [one for one in found if len(one.summands) > 1]
+        return [JointSum(tuple(self.tensors.of_root[s] for s in one.summands)) for one in self.joint_sums]
 
     def _entries(self) -> list[LoopEntry]:
         entries = []

@@ -149,6 +149,12 @@ class Accumulation(NamedTuple):
     layout_of: int  # the summand that says how it is laid out
 
 
+class JointSum(NamedTuple):
+    """Products that one task adds up: those that are partial sums in the layout of the last one are summed over devices with it."""
+
+    summands: tuple[int, ...]  # tensors, in the order in which they are made; two at least
+
+
 class LoopEntry(NamedTuple):
     """The first value of a loop-carried tensor: converted once to the layout in which the loop carries it."""
 
@@ -178,6 +184,7 @@ class OperatorGraph:
     state_pairs: tuple[tuple[int, int], ...]
     is_single_phase: bool
     accumulations: tuple[Accumulation, ...] = ()
+    joint_sums: tuple[JointSum, ...] = ()  # not part of the fingerprint
 
     @property
     def num_operators(self) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 from soapjax.graph.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import is_known
-from soapjax.graph.values import IDENTITIES, Values
+from soapjax.graph.values import IDENTITIES, Uses, Values
 
 HEAVY = {
     "dot_general": "dot",
@@ -39,6 +39,7 @@ HEAVY = {
     "cond": "loop",
     "sharding_constraint": "constraint",
 }
+ADDITIONS = {"add_any", "add"}
 LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"}
 # What may follow a heavy equation as part of it (bias, activation): nothing that sums over its result.
 _NO_EPILOGUE = ("reduce", "arg", "cum", "concatenate", "split", "slice", "dynamic", "pad", "rev", "random", "iota")
@@ -118,6 +119,7 @@ def find_units(
         return deepest
 
     visit(program, 1, 0)
+    _sink_additions(light, keys, values, Uses(program, values))
     units += _regions(light, keys, depth, values, generated, heavy_unit, program)
     for unit in units:
         unit.eqns.sort(key=lambda e: values.order[e.key])
@@ -181,6 +183,18 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         else:
             units.append(Unit(eqns, phase, scope, "fused", None, trips))
     return units
+
+
+def _sink_additions(light, keys, values: Values, uses: Uses) -> None:
+    """Sums of many values are added up by one region, the last: what comes early waits there (joint_sums.py)."""
+    additions = {e.outputs[0]: e for e, _ in light if e.name in ADDITIONS}
+    for eqn in reversed(additions.values()):
+        for a in eqn.inputs:
+            before = additions.get(a) if isinstance(a, int) else None
+            if before is None or not uses.is_private(a, eqn) or values.of(a).root != a:
+                continue
+            if a not in uses.carried and keys[before.key][:2] == keys[eqn.key][:2]:
+                keys[before.key] = keys[eqn.key]
 
 
 def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit) -> set[str]:

@@ -114,3 +114,21 @@ class Values:
         """
         alias = self.of(atom)
         return (alias.root, dim - alias.shift) if alias is not None and dim >= alias.shift else None
+
+
+class Uses:
+    """Who reads which value: what only one equation reads need not have its true value until then."""
+
+    def __init__(self, program: Program, values: Values):
+        self._readers: dict[int, list[FlatEqn]] = {}
+        for eqn, _ in program.walk():
+            if eqn.body is None:
+                for a in eqn.inputs:
+                    if isinstance(a, int):
+                        self._readers.setdefault(values.of(a).root, []).append(eqn)
+        self._outputs = {values.of(o).root for o in program.outputs if isinstance(o, int)}
+        self.carried = {values.of(c.result).root for c in values.carries.values() if isinstance(c.result, int)}
+
+    def is_private(self, root: int, reader: FlatEqn) -> bool:
+        """Whether no equation but `reader` reads it, nor the program's caller; loops may carry it."""
+        return root not in self._outputs and all(e is reader for e in self._readers.get(root, []))
