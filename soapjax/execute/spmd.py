@@ -351,7 +351,7 @@ class PlannedEvaluator(Evaluator):
         return cache[key]
 
     def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
-        env.update({v: self.joint.leave(v, env[v]) for v in values})
+        env.update({v: self.joint.leave(v, env[v]) for v in values if v in env})  # the caller adds some
 
     def as_kept(self, k: int, out: int, x: Any) -> Any:
         if x is None:  # a sum on the way, which nobody else reads
