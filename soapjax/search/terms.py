@@ -207,7 +207,7 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
             terms.append(Term(kind, index, a, b, seconds, of[0], of[1], payers))
 
     for t in np.flatnonzero(tables.may_be_partial & (tables.tensor_trips > 0)):
-        common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 else None
+        common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 and not tables.is_joint[t] else None
         figures = {"size": tables.resolve_bytes[t], "share": tables.resolve_share[t], "times": tables.tensor_trips[t]}
         term("resolve_s", int(t), int(t), common, **figures)
     shared = sharing_of(tables, rows)
