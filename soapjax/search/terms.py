@@ -133,14 +133,15 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
         """A change of layout: from the tensor's home (raw layout for a resolution) to slot `target` (home).
 
         A summand of a gradient is resolved to the slot that all of them share, where it may stay a partial sum. A product of
-        a joint sum costs nothing where it waits for the last one; its reader does not know whether it does.
+        a joint sum costs nothing where it waits for the last one; its reader does not know whether it does, only whether it can.
         """
         is_summand = tables.tensor_sum[t] >= 0 and not tables.is_joint[t]
         p, raw = rows.raw(t)
         is_partial = tables.may_be_partial[t] and not is_summand and (raw == PARTIAL).any()
         q, first = rows.slot(int(tables.tensor_reader[t])) if is_partial else (-1, raw[:1])
         r, wanted = rows.slot(target) if target is not None else (q, first)
-        last = rows.slot(int(tables.tensor_sum[t])) if tables.is_joint[t] and target is None else None
+        last = rows.slot(int(tables.tensor_sum[t])) if tables.is_joint[t] else None
+        may_wait = None
         again_of, twins = sharing if sharing else ((), [])
         # Ingredients: name -> (operator, rows). An unrelated first reader is minimised over.
         ingredients = {"raw": (p, raw), "wanted": (r, wanted)}
@@ -150,8 +151,11 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
             ingredients["again"] = again_of
             ingredients["equal"] = (r, twins.equal)
             ingredients["sharers"] = (r, twins.sharers)
-        if last is not None:
-            ingredients["last"], r = last, last[0]
+        if last is not None and (target is None or last[0] in (p, r)):
+            ingredients["last"] = last
+            r = last[0] if target is None else r
+        elif last is not None:
+            may_wait = distinct_layouts(last[1])[0]
         third = is_partial and q >= 0 and q not in (p, r)
         operators = [n for n in dict.fromkeys((p, r)) if n >= 0]
         if not operators:
@@ -168,7 +172,7 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
         signature = (
             kind, tuple(sides[0]), tuple(sides[1]), *((None if k is None else (k[0].shape, k[0].tobytes())) for k in keys),
             constants, others.tobytes() if third else b"", shape.tobytes(), float(size), float(share), float(times),
-            twins.crosses if sharing else (), is_summand, bool(tables.is_joint[t]),
+            twins.crosses if sharing else (), is_summand, last is not None, b"" if may_wait is None else may_wait.tobytes(),
         )  # fmt: skip
         if signature not in made:
             if time.monotonic() > deadline:
@@ -190,10 +194,14 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
                 homes, reader = made_as.rows[:, None], np.zeros(at.shape[1], np.int64)
             convert = functools.partial(_converted, rows, size, share, shape)
             best = _least(convert, made_as, homes, reader, None if target is None else asked_for, is_summand=is_summand)
-            if tables.is_joint[t]:
-                (raw_rows, of), (last_rows, of_last) = found["raw"], found["last" if last is not None else "raw"]
-                waits = (raw_rows == PARTIAL).any(-1)[of] & (raw_rows[of] == last_rows[of_last]).all(-1)
-                best = np.where(waits[:, None], 0.0, best)
+            if last is not None:
+                made_rows, of = found["raw"]
+                if may_wait is None:
+                    asked_rows, of_last = found["last"]
+                    waits = (made_rows[of] == asked_rows[of_last]).all(-1)
+                else:
+                    waits = np.isin(layout_names(made_rows), layout_names(may_wait))[of]
+                best = np.where((waits & (made_rows == PARTIAL).any(-1)[of])[:, None], 0.0, best)
             if sharing:
                 again, equal, sharers = (x[of] for x, of in (found[name] for name in ("again", "equal", "sharers")))
                 best = best * twins.charged(again[:, 0], equal.astype(bool), sharers)[:, None]
