@@ -109,7 +109,7 @@ def is_held_split(raw: Array, home: Array) -> Array:
     Where nothing is sent, slices of what each device has whole are cut out by the tensor's readers.
     """
     is_sliced = (raw == REPLICATED) & (home >= 0)
-    is_sent = ((raw != home) & ~is_sliced).any(-1, keepdims=True)
+    is_sent = ((raw != home) & (raw != REPLICATED)).any(-1, keepdims=True)  # a whole value as a partial sum is a mask
     return (home >= 0) & ~(is_sliced & ~is_sent)
 
 
