@@ -95,8 +95,9 @@ class _Flattener:
         return len(self.avals) - 1
 
     def inline(
-        self, jaxpr: Any, consts: list[Atom], args: list[Atom], stack: str, out: list[dict], barrier: bool = False
-    ) -> list[Atom]:
+        self, jaxpr: Any, consts: list[Atom], args: list[Atom], stack: str, out: list[dict], *, barrier: bool = False,
+        in_scan: bool = False,
+    ) -> list[Atom]:  # fmt: skip
         """Appends the equations of an open jaxpr to `out`; returns its outputs as atoms."""
         env: dict[Any, Atom] = {}
         env.update(zip(jaxpr.constvars, consts, strict=True))
@@ -116,10 +117,12 @@ class _Flattener:
                 sub = eqn.params[CALL_PRIMITIVES[name]]
                 open_jaxpr = getattr(sub, "jaxpr", sub)
                 sub_consts = [self._const(c, out) for c in getattr(sub, "consts", ())]
-                # Without the barrier XLA merges the recomputation of remat with the original and the memory is kept.
-                is_remat = name in ("remat2", "checkpoint")
-                keep = is_remat and eqn.params.get("prevent_cse", False) and eqn.params.get("differentiated", False)
-                results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=bool(keep))
+                # Without the barrier XLA merges the recomputation of remat with the original and the memory is kept. In a loop
+                # nothing can be merged (prevent_cse=False), but XLA's GPU compiler takes a trip out of it, and computes that layer
+                # again before the head's gradient is there: its activations would lie beside the logits.
+                is_again = name in ("remat2", "checkpoint") and eqn.params.get("differentiated", False)
+                keep = bool(is_again and (in_scan or eqn.params.get("prevent_cse", False)))
+                results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=keep, in_scan=in_scan)
             elif name == "scan" and self.unroll:
                 results = self._unrolled(eqn, inputs, path, out)
             else:
@@ -171,7 +174,7 @@ class _Flattener:
         # Constants of the body are values of the outermost level: a body has no constants of its own.
         consts = [self._const(c, out) for c in closed.consts]
         args = [self.fresh(v.aval) for v in closed.jaxpr.invars]
-        results = self.inline(closed.jaxpr, list(consts), list(args), path, inner)
+        results = self.inline(closed.jaxpr, list(consts), list(args), path, inner, in_scan=True)
         out.extend(e for e in inner if "const" in e)
         return args, results, [e for e in inner if "const" not in e]
 
@@ -185,7 +188,7 @@ class _Flattener:
         for t in reversed(range(length)) if p["reverse"] else range(length):
             step = f"{path}/t{t}"
             slices = [self._traced(lambda x, t=t: x[t], [x], step, out)[0] for x in xs]
-            results = self.inline(closed.jaxpr, body_consts, [*consts, *carry, *slices], step, out)
+            results = self.inline(closed.jaxpr, body_consts, [*consts, *carry, *slices], step, out, in_scan=True)
             carry = results[:num_carry]
             for column, y in zip(ys, results[num_carry:], strict=True):
                 column.append(y)
