@@ -3,7 +3,7 @@
 Read off the memory plans of compiled programs (scripts/verify_bytes.py). GPUs: a parameter is updated as soon as its gradient is
 summed, so that only those gradients wait that XLA merges into one collective; an all-reduce writes over its operand; float32
 convolutions want channels before pixels, so that images that come as arguments exist twice; some equations
-need work space (graph/scratch.py). CPUs: all gradients are summed in one instruction; what is bfloat16 in the step is float32 in
+need work space (graph/gpu_rewrites.py). CPUs: all gradients are summed in one instruction; what is bfloat16 in the step is float32 in
 between, in collectives too.
 """
 

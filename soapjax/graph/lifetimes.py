@@ -3,7 +3,8 @@
 The derivative of an activation is read by the backward pass, yet never stored: the compiler fuses it into its readers, which
 compute it from the value before, and that one stays alive instead. Stored are results of heavy
 equations, what heavy equations read, what leaves the step or a loop, and what is summed or drawn. A light task
-writes its result over an operand of the same size that nobody reads any more.
+writes its result over an operand of the same size that nobody reads any more. A sum that something is scattered into has a place
+of its own: what it was computed from is free when it is cast.
 """
 
 from __future__ import annotations
@@ -65,10 +66,19 @@ def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
 def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, kept: set[int]) -> np.ndarray:
     reused = np.zeros(len(graph.tensors), bool)
     made = {a.tensor for t in graph.tasks for a in t.writes}
+    sources = {a.tensor: s for t in graph.tasks for a, s in zip(t.writes, t.recomputed_from, strict=False)}
+    scattered = {a.tensor for t in graph.tasks if t.adds_to_sum for a in t.writes}
     for k, task in enumerate(graph.tasks):
         if task.heavy:
             continue
-        free = [a.tensor for a in task.reads if last_use[a.tensor] == k and a.tensor in made - kept and is_stored[a.tensor]]
+        read = dict.fromkeys(a.tensor for a in task.reads)
+        queue = list(read) if scattered & read.keys() else []
+        while queue:
+            i = queue.pop()
+            more = () if is_stored[i] else [s for s in sources.get(i) or () if s != HEAVY_RESULT and s not in read]
+            read.update(dict.fromkeys(more))
+            queue += more
+        free = [i for i in read if last_use[i] == k and i in made - kept and is_stored[i]]
         for access in task.writes:
             size = graph.tensors[access.tensor].size_bytes
             place = next((i for i in free if graph.tensors[i].size_bytes == size and not reused[i]), None)

@@ -91,9 +91,10 @@ class Task(NamedTuple):
     recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
     structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
     halos: tuple[Halo, ...] = ()  # not part of it either
-    scratch: float = 0.0  # bytes of work space per byte of the largest result, on GPUs (scratch.py); not part of it either
+    scratch: float = 0.0  # bytes of work space per byte of the largest result, on GPUs (gpu_rewrites.py); not part of it either
     # (tensor, narrower dtype) of what the task casts before any other use: cast where it is kept, and sent as that. Nor this.
     casts: tuple[tuple[int, str], ...] = ()
+    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (gpu_rewrites.py). Nor this
 
 
 class Tensor(NamedTuple):

@@ -14,10 +14,10 @@ from soapjax.graph.heavy_rules import border_rows, conv_results
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, Tensor, Work
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, LIGHT
-from soapjax.graph.scratch import scratch_of
+from soapjax.graph.gpu_rewrites import adds_to_sum, scratch_of
 from soapjax.graph.structure import structure_of
 from soapjax.graph.units import Unit, is_relayout
-from soapjax.graph.values import Values
+from soapjax.graph.values import Uses, Values
 
 
 class EqnDims(NamedTuple):
@@ -77,7 +77,7 @@ class TaskBuilder:
         readers: dict[int, set[int]],
     ):  # fmt: skip
         self.units, self.program, self.values, self.labels = units, program, values, labels
-        self.generated, self.readers = generated, readers
+        self.generated, self.readers, self.uses = generated, readers, Uses(program, values)
         self.tensors = Tensors(program, values)
         self.dims_of: dict[str, EqnDims] = {}  # equation key -> op dims of its operands and results
         self.partial_of: dict[str, int] = {}  # key of an equation partial up to the task's result -> the latter's root
@@ -134,6 +134,7 @@ class TaskBuilder:
             self.structure(unit.eqns), self._halos(unit, op),
             scratch_of(unit.heavy, self.program) if unit.heavy is not None else 0.0,
             self._casts(unit, {access.tensor for access in reads.values()}),
+            unit.heavy is not None and adds_to_sum(unit.heavy, self.program, self.values, self.uses),
         )  # fmt: skip
 
     def _casts(self, unit: Unit, tensors: set[int]) -> tuple[tuple[int, str], ...]:

@@ -132,3 +132,9 @@ class Uses:
     def is_private(self, root: int, reader: FlatEqn) -> bool:
         """Whether no equation but `reader` reads it, nor the program's caller; loops may carry it."""
         return root not in self._outputs and all(e is reader for e in self._readers.get(root, []))
+
+    def only_reader(self, root: int) -> FlatEqn | None:
+        """The one equation that reads it, where the program's caller and the next trip of a loop do not."""
+        readers = self._readers.get(root, [])
+        is_private = len(readers) == 1 and root not in self._outputs | self.carried
+        return readers[0] if is_private else None
