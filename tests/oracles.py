@@ -247,6 +247,17 @@ class _Oracle:
             return not (phases[0] == FORWARD and phases[1] != FORWARD)
         return True
 
+    @functools.cached_property
+    def pooled_at(self) -> dict[tuple[int, int], int]:
+        """Where the image is needed that a pooling's gradient reads: at the pooling."""
+        found = {}
+        for k, task in enumerate(self.graph.tasks):
+            for j, pool in enumerate(self.graph.tasks[:k]):
+                is_read = any(a.tensor == task.choices_of and a.operand >= 0 for a in pool.reads)
+                if task.choices_of >= 0 and pool.phase == FORWARD and pool.heavy and is_read:
+                    found[k, task.choices_of] = j
+        return found
+
     # Memory that GPU compilers need besides (costs/working_memory.py).
 
     @property
@@ -297,7 +308,7 @@ class _Oracle:
         return np.minimum(pools["reduce"], 2 * limit) + np.minimum(pools["scatter"], (1 + self.sizes[0]) * limit)
 
     def passing_bytes(self) -> np.ndarray:
-        """By task: its partial results before they are summed up, and work space."""
+        """By task: its partial results before they are summed up."""
         found, spans = np.zeros(len(self.graph.tasks)), self.spans
         for i in self.writer:
             (kind, local, parts), k = self.resolution(i), spans[i][0]
@@ -307,10 +318,6 @@ class _Oracle:
                 pairs = zip(self.sizes, self.raw[i], self.homes[i], strict=True)
                 left = math.prod(n for n, raw, home in pairs if raw == PARTIAL and home >= 0)
                 found[k] += local * (1 + 1 / parts - 1 / left)
-        for k, task in enumerate(self.graph.tasks):
-            if task.scratch and self.is_gpu:
-                largest = max((a.tensor for a in task.writes), key=lambda i: self.graph.tensors[i].size_bytes)
-                found[k] += task.scratch * self.graph.tensors[largest].size_bytes / self.shards(self.raw[largest])
         return found
 
     def parts_alive(self, i: int) -> int:
@@ -342,7 +349,7 @@ class _Oracle:
             if i in self.parameter_of:
                 continue
             born = self.writer.get(i, 0)
-            ends = [born, *(k for k, _ in self.readers[i])]
+            ends = [born, *(self.pooled_at.get((k, i), k) for k, _ in self.readers[i])]
             for e in self.graph.entries:
                 if e.source == i and self.readers[e.target]:
                     ends.append(self.readers[e.target][0][0])
@@ -422,7 +429,8 @@ class _Oracle:
             home = self.homes[c.tensor]
             before = [e for e in done if self.may_share(e, c)]
             done.append(c)
-            here = min(place.get(c.task, c.task), len(tasks) - 1)
+            here = self.pooled_at.get((c.task, c.tensor), c.task)
+            here = min(place.get(here, here), len(tasks) - 1)
             seconds = np.zeros(self.links.num_levels)
             if not before:
                 is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape
@@ -437,7 +445,7 @@ class _Oracle:
         for i, (born, dead) in spans.items():
             tensor = tensors[i]
             for k in range(born, (born if i in self.waiting else dead) + 1):
-                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] * (1 + (i in images)) / self.parts_alive(i)
+                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] * lives.scale[i] * (1 + (i in images)) / self.parts_alive(i)
         live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
         peak = int(np.argmax(live + passing))
         persistent = sum(

@@ -68,7 +68,6 @@ class Arrays(NamedTuple):
     birth: Array  # int32 [T + 1]
     death: Array  # int32 [T + 1]: -1 where it is counted elsewhere
     waits: Array  # bool [T + 1]: from its birth on it only waits for its parameter's update
-    scratch: Array  # [T + 1]
     most_waiting: Array  # [2]: of what waits, as much is alive at once
     operand_share: Array  # [2]
     merged_at: Array  # int32
@@ -174,7 +173,7 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         resolve_bytes=padded(tables.resolve_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
         resolve_share=padded(tables.resolve_share), birth=padded(tables.order.since), death=padded(tables.order.until, -1),
-        waits=padded(tables.working.waits), scratch=padded(tables.working.scratch),
+        waits=padded(tables.working.waits),
         most_waiting=tables.working.most_waiting, operand_share=tables.working.operand_share,
         merged_at=np.int32(tables.working.merged_at),
         edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
@@ -299,7 +298,7 @@ def change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
         held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(is_held_split(raw, home), sizes),
         copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
-        passing=passing_bytes(raw, resolved, local, rows(arrays.scratch, t), sizes, in_place=machine.sums_in_place),
+        passing=passing_bytes(raw, resolved, local, sizes, in_place=machine.sums_in_place),
         waiting=waiting_bytes(raw, resolved, local, rows(arrays.waits, t), machine.combine_bytes, sizes),
         stored=rows(arrays.state_bytes, p) / shards,
         heir=heir, heir_since=heir_since,

@@ -221,7 +221,7 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
         local = tables.resolve_bytes / product(found.raw >= 0)
         in_place = tables.working.sums_in_place
-        passing = passing_bytes(found.raw, found.resolved, local, tables.working.scratch, sizes, in_place=in_place)
+        passing = passing_bytes(found.raw, found.resolved, local, sizes, in_place=in_place)
         waiting = waiting_bytes(found.raw, found.resolved, local, tables.working.waits, tables.working.combine_bytes, sizes)
         parts = Parts(full_s, held, copy, passing, waiting, stored_bytes)
         holding = None

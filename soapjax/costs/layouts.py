@@ -113,12 +113,10 @@ def is_held_split(raw: Array, home: Array) -> Array:
     return (home >= 0) & ~(is_sliced & ~is_sent)
 
 
-def passing_bytes(
-    raw: Array, resolved: Array, local_bytes: Array, scratch: Array, sizes: np.ndarray, *, in_place: bool
-) -> Array:
+def passing_bytes(raw: Array, resolved: Array, local_bytes: Array, sizes: np.ndarray, *, in_place: bool) -> Array:
     """Bytes [T] beside a tensor of `local_bytes` while it is made and its partial sums are summed up.
 
-    `scratch`: work space per byte. An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
+    An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
     what it makes a part of, one axis after the other: the first one's result is the largest.
     """
     summed = (raw == PARTIAL) & (resolved != PARTIAL)
@@ -128,7 +126,7 @@ def passing_bytes(
         beside = jnp.where(scattered.any(-1), 1 + first - 1 / split_of(scattered, sizes), 0.0)
     else:
         beside = summed.any(-1)
-    return (beside + scratch) * local_bytes
+    return beside * local_bytes
 
 
 def _first_part(scattered: Array, sizes: np.ndarray) -> Array:

@@ -28,17 +28,17 @@ class MemoryOrder(NamedTuple):
     read_at: np.ndarray  # int32 [E]: when the reader of a conversion runs
 
 
-def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, edge_task: np.ndarray) -> MemoryOrder:
+def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, needed: np.ndarray) -> MemoryOrder:
     """As GPU compilers put tasks off.
 
     `birth`, `death`: the task that makes a tensor, and the last that needs it, in program order.
-    `edge_task`: the reader of each conversion.
+    `needed`: the reader of each conversion.
     """
     swapped = weights_before_inputs(graph)
     since, until = late_products(graph, *inputs_first(graph, swapped, birth, death))
-    read_at = edge_task.copy()
+    read_at = needed.copy()
     for k in swapped:
-        read_at[edge_task == k], read_at[edge_task == k + 1] = k + 1, k
+        read_at[needed == k], read_at[needed == k + 1] = k + 1, k
     return MemoryOrder(since, until, read_at)
 
 

@@ -155,7 +155,7 @@ def cost_tables(
     is_gradient[[chain.total for chain in graph.accumulations]] = True
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.relaid
-    when = t["tensor_birth"], t["tensor_death"], t["edge_task"]
+    when = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
     order = gpu_order(graph, *when) if topology.device.platform in GPUS else MemoryOrder(*when)
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)

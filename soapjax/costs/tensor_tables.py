@@ -9,6 +9,7 @@ import numpy as np
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Tensor
 from soapjax.graph.phases import BACKWARD, UPDATE
+from soapjax.graph.pools import needed_at
 from soapjax.strategy.layout import PARTIAL, REPLICATED
 from soapjax.strategy.space import SearchSpace
 
@@ -73,6 +74,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
         *others, last = joint.summands
         sums[others], is_joint[others] = writer[last], True
     edges: list[Edge] = []
+    early = needed_at(graph)
     for i, tensor in enumerate(graph.tensors):
         shapes[i, : len(tensor.shape)] = tensor.shape
         found = sorted(readers.get(i, []))
@@ -97,7 +99,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
         if found:
             # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
             reader[i] = found[0][1]
-        last = max([k for k, _ in found], default=0)
+        last = max([early.get((k, i), k) for k, _ in found], default=0)
         death[i] = num_k - 1 if tensor.output_leaves else last
         if i in by_parameter:
             source[i], slot[i] = FROM_STORAGE, num_u + by_parameter[i]
@@ -149,11 +151,12 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     t["is_joint"], t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = is_joint, sums, shapes, birth, death
     t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
     t["resolve_bytes"] = np.array([x.summed_bytes for x in graph.tensors], np.float32)
-    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored
+    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored * lives.scale
     t["tensor_trips"], t["may_be_partial"] = trips, partial
     t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)
     t["edge_slot"] = np.array([e.slot for e in edges], np.int32)
     t["edge_task"] = np.array([e.task for e in edges], np.int32)
+    t["edge_read_at"] = np.array([early.get((e.task, e.tensor), e.task) for e in edges], np.int32)
     t["edge_bytes"] = np.array([e.bytes for e in edges], np.float32)
     t["edge_trips"] = np.array([e.trips for e in edges], np.float32)
     t["edge_parameter"] = np.array([e.parameter for e in edges], np.int32)

@@ -2,9 +2,8 @@
 
 Read off the memory plans of compiled programs (scripts/verify_bytes.py). GPUs: a parameter is updated as soon as its gradient is
 summed, so that only those gradients wait that XLA merges into one collective; an all-reduce writes over its operand; float32
-convolutions want channels before pixels, so that images that come as arguments exist twice; some equations
-need work space (graph/gpu_rewrites.py). CPUs: all gradients are summed in one instruction; what is bfloat16 in the step is float32 in
-between, in collectives too.
+convolutions want channels before pixels, so that images that come as arguments exist twice. CPUs: all gradients are
+summed in one instruction; what is bfloat16 in the step is float32 in between, in collectives too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class WorkingMemory(NamedTuple):
     operand_share: np.ndarray  # float32 [2]: of what waits; the other part are results, which come last
     merged_at: int  # the task behind the last gradient that waits
     sums_in_place: bool
-    scratch: np.ndarray  # float32 [T]: bytes of work space per byte of a tensor while it is made
     relaid: np.ndarray  # float32 [T]: further copies of a tensor, in the order of dims that its readers want
 
 
@@ -40,9 +38,9 @@ def widening(platform: str, dtypes: Iterable[str]) -> np.ndarray:
 def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, first_parts: int) -> WorkingMemory:
     """`combine_bytes`: up to which size the compiler merges collectives; `first_parts`: of the first of the mesh's axes."""
     num = len(graph.tensors)
-    waits, scratch, relaid = np.zeros(num, bool), np.zeros(num, np.float32), np.zeros(num, np.float32)
+    waits, relaid = np.zeros(num, bool), np.zeros(num, np.float32)
     if platform not in GPUS:
-        return WorkingMemory(waits, 0.0, np.zeros(2, np.float32), np.ones(2, np.float32), 0, False, scratch, relaid)
+        return WorkingMemory(waits, 0.0, np.zeros(2, np.float32), np.ones(2, np.float32), 0, False, relaid)
     readers: dict[int, set[int]] = {}
     for k, task in enumerate(graph.tasks):
         for access in task.reads:
@@ -58,12 +56,8 @@ def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, fi
         others = [k for k in readers.get(gradient, ()) if graph.tasks[k].parameter != p]
         in_loop = gradient in made_by and made_by[gradient].trip_count > 1
         waits[gradient] = not (others or in_loop or graph.tensors[gradient].output_leaves)
-    for task in graph.tasks:
-        if task.scratch and task.writes:
-            largest = max((a.tensor for a in task.writes), key=lambda i: graph.tensors[i].size_bytes)
-            scratch[largest] = task.scratch
     merged_at = max((k + 1 for k, task in enumerate(graph.tasks) for a in task.writes if waits[a.tensor]), default=0)
     # Operands and results of one merged collective.
     both = np.array([2, 1 + first_parts], np.float32)
     share = np.array([1, first_parts], np.float32) / both
-    return WorkingMemory(waits, combine_bytes, both * np.float32(combine_bytes), share, merged_at, True, scratch, relaid)
+    return WorkingMemory(waits, combine_bytes, both * np.float32(combine_bytes), share, merged_at, True, relaid)

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.block_slice import block_slice
+from soapjax.execute.max_pool import pool_gradient
 from soapjax.execute.promote import high, promote, promoted_bind
 from soapjax.graph.phases import module_path
+from soapjax.graph.pools import is_made_of_choices
 from soapjax.graph.program import Atom, FlatEqn, Program, flatten
 
 
@@ -77,6 +79,8 @@ class Evaluator:
     def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
         if eqn.name == "dynamic_slice":
             return [block_slice(inputs[0], inputs[1:], params["slice_sizes"])]
+        if is_made_of_choices(eqn):
+            return [pool_gradient(inputs[0], inputs[1], params)]
         if self.is_float64 and eqn.name == "while":
             return _while_in_float64(params, inputs)
         if self.is_float64 and eqn.name == "cond":

@@ -213,6 +213,10 @@ class PlannedEvaluator(Evaluator):
             bind, order = functools.partial(self.bind, eqn), self.bound.orders.get(eqn.outputs[0])
             result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept, order)
             results = [self.sums.made(result, kept, home)]
+        elif is_heavy and eqn.name == "select_and_scatter_add":  # dims are split between windows: blocks are images
+            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
+            raw = self.spec_from(task.operator, task.result_dims)
+            results = [run_heavy(eqn, inputs, in_specs, raw, raw, self.bound.mesh, functools.partial(self.bind, eqn))]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
         elif is_heavy and runs_on_blocks(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph, Task
+from soapjax.graph.pools import needed_at
 
 
 class Lifetimes(NamedTuple):
@@ -23,13 +24,15 @@ class Lifetimes(NamedTuple):
     last_use: np.ndarray  # int32 [T]: the last task that reads it, or computes from it what is not stored; -1 where none does
     is_reused: np.ndarray  # bool [T]: the task of its last use writes a result in its place
     is_stand_in: np.ndarray  # bool [T]: counted for a heavy equation's own result, which is no tensor: that one is kept
+    scale: np.ndarray  # float32 [T]: how many times as large what is kept is: a sign may stand for the number that it is of
 
 
 def lifetimes(graph: OperatorGraph) -> Lifetimes:
     """Goes backward through the tasks: what is not stored lengthens the lives of what it is made from."""
     num = len(graph.tensors)
     is_stored, last_use = np.ones(num, bool), np.full(num, -1, np.int32)
-    is_stand_in = np.zeros(num, bool)
+    is_stand_in, scale = np.zeros(num, bool), np.ones(num, np.float32)
+    early = needed_at(graph)
     kept = {i for e in graph.entries for i in e} | {p.gradient for p in graph.parameters} | {p.tensor for p in graph.parameters}
     kept |= {i for i, t in enumerate(graph.tensors) if t.output_leaves or t.copies > 1}
     is_fused = np.ones(num, bool)  # by every reader
@@ -37,13 +40,14 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
     for k, task in enumerate(graph.tasks):
         for access in task.reads:
             i = access.tensor
-            last_use[i] = max(last_use[i], k)
+            last_use[i] = max(last_use[i], early.get((k, i), k))
             is_fused[i] &= access.operand < 0 and task.parameter < 0 and scope.get(i, "") == task.scope
     for task in reversed(graph.tasks):
         free = [i not in kept and is_fused[i] and last_use[i] >= 0 for i in (a.tensor for a in task.writes)]
         stands_for = _stand_in(graph, task, free)
         if stands_for >= 0:
             is_stand_in[stands_for] = True
+            scale[stands_for] = task.result_bytes / graph.tensors[stands_for].size_bytes
         for access, sources, is_free in zip(task.writes, task.recomputed_from, free, strict=False):
             i = access.tensor
             if is_free and sources is not None and i != stands_for:
@@ -51,7 +55,7 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
                 for s in sources:
                     s = stands_for if s == HEAVY_RESULT else s
                     last_use[s] = max(last_use[s], last_use[i])
-    return Lifetimes(is_stored, last_use, _reused(graph, is_stored, last_use, kept), is_stand_in)
+    return Lifetimes(is_stored, last_use, _reused(graph, is_stored, last_use, kept), is_stand_in, scale)
 
 
 def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:

@@ -87,14 +87,15 @@ class Task(NamedTuple):
     # The heavy equation's operands and first result in their own shapes, whether they leave the task or not.
     operand_dims: tuple[tuple[int, ...], ...] = ()
     result_dims: tuple[int, ...] = ()
+    result_bytes: float = 0.0  # of that result
     # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
     recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
     structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
     halos: tuple[Halo, ...] = ()  # not part of it either
-    scratch: float = 0.0  # bytes of work space per byte of the largest result, on GPUs (gpu_rewrites.py); not part of it either
     # (tensor, narrower dtype) of what the task casts before any other use: cast where it is kept, and sent as that. Nor this.
     casts: tuple[tuple[int, str], ...] = ()
-    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (gpu_rewrites.py). Nor this
+    choices_of: int = -1  # the image, a tensor, of which a pooling's gradient needs its choices only (pools.py). Nor this
+    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (loss_gradients.py). Nor this
 
 
 class Tensor(NamedTuple):

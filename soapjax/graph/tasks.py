@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from soapjax.graph.dims import DimClasses, LabelCache
 from soapjax.graph.flops import flops_of
 from soapjax.graph.heavy_rules import border_rows, conv_results
+from soapjax.graph.loss_gradients import adds_to_sum
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, Tensor, Work
+from soapjax.graph.pools import IMAGE, is_made_of_choices
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, LIGHT
-from soapjax.graph.gpu_rewrites import adds_to_sum, scratch_of
 from soapjax.graph.structure import structure_of
 from soapjax.graph.units import Unit, is_relayout
 from soapjax.graph.values import Uses, Values
@@ -130,12 +131,24 @@ class TaskBuilder:
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, heavy.operands, heavy.results[0], tuple(self._recomputed_from(unit, o, results) for o in results),
+            -1, heavy.operands, heavy.results[0], self._result_bytes(unit.heavy), tuple(self._recomputed_from(unit, o, results) for o in results),
             self.structure(unit.eqns), self._halos(unit, op),
-            scratch_of(unit.heavy, self.program) if unit.heavy is not None else 0.0,
             self._casts(unit, {access.tensor for access in reads.values()}),
-            unit.heavy is not None and adds_to_sum(unit.heavy, self.program, self.values, self.uses),
+            self._image(unit.heavy),
+            unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
         )  # fmt: skip
+
+    def _result_bytes(self, heavy: FlatEqn | None) -> float:
+        if heavy is None:
+            return 0.0
+        aval = self.program.aval(heavy.outputs[0])
+        return float(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4))
+
+    def _image(self, heavy: FlatEqn | None) -> int:
+        """The tensor that a pooling's gradient makes its choices in, -1 of other equations."""
+        if heavy is None or not is_made_of_choices(heavy) or not isinstance(heavy.inputs[IMAGE], int):
+            return -1
+        return self.tensors.of_root.get(self.values.tensor(heavy.inputs[IMAGE]).root, -1)
 
     def _casts(self, unit: Unit, tensors: set[int]) -> tuple[tuple[int, str], ...]:
         """Which of `tensors` all equations of the unit that read them cast to one narrower dtype, and to which."""
