@@ -445,7 +445,8 @@ class _Oracle:
         for i, (born, dead) in spans.items():
             tensor = tensors[i]
             for k in range(born, (born if i in self.waiting else dead) + 1):
-                live[k] += tensor.size_bytes * tensor.copies * lives.is_stored[i] * lives.scale[i] * (1 + (i in images)) / self.parts_alive(i)
+                size = tensor.size_bytes * tensor.copies * lives.is_stored[i] * lives.scale[i]
+                live[k] += size * (1 + (i in images)) / self.parts_alive(i)
         live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
         peak = int(np.argmax(live + passing))
         persistent = sum(

@@ -131,7 +131,8 @@ class TaskBuilder:
         return Task(
             op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
             tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, heavy.operands, heavy.results[0], self._result_bytes(unit.heavy), tuple(self._recomputed_from(unit, o, results) for o in results),
+            -1, heavy.operands, heavy.results[0], self._result_bytes(unit.heavy),
+            tuple(self._recomputed_from(unit, o, results) for o in results),
             self.structure(unit.eqns), self._halos(unit, op),
             self._casts(unit, {access.tensor for access in reads.values()}),
             self._image(unit.heavy),

@@ -269,6 +269,15 @@ def flops_by_name(step):
     return found
 
 
+@pytest.mark.parametrize("unroll", [False, True])
+def test_layers_that_a_scan_computes_again_wait_for_their_cotangent(unroll):
+    """Though they are marked as needing no barrier against merging: the compiler would compute one layer too early."""
+    step, state, batch = made("lm_scan_remat")
+    program = trace(step, state, batch, unroll=unroll).program
+    barriers = [(e, body) for e, body in program.walk() if e.name == "optimization_barrier"]
+    assert len(barriers) == (LAYERS if unroll else 1)
+
+
 @pytest.mark.parametrize("name", sorted(LOOPED))
 def test_unrolled_graphs_have_the_flops_of_the_loop(name):
     step, graph, _ = built(name)

@@ -24,7 +24,7 @@ FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
 UNPINNED = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "lenet", "resnet", "casts")]
 CASES = [(*p, False) for p in UNPINNED] + [(*p, True) for p in PINNED]
-QUICK = (("mlp", "2x4", True), ("lenet", "dgx1_v100x8", False), ("casts", "a100x8", False))  # compiling is what takes time
+QUICK = (("mlp", "2x4", True), ("casts", "a100x8", False))  # compiling is what takes time
 every_case = pytest.mark.parametrize("model, topology, pins", family(CASES, slow=set(CASES) - set(QUICK)))
 
 
