@@ -273,6 +273,19 @@ class _Oracle:
             and min(self.graph.tensors[a.tensor].shape) > 1
         }  # fmt: skip
 
+    def computed_in_float32(self) -> set[int]:
+        """Of bfloat16, made and read by light equations alone: what is between two of them is not rounded."""
+        found = set()
+        for task in self.graph.tasks:
+            for a, sources in zip(task.writes, task.recomputed_from, strict=False):
+                readers = [(t, b) for t in self.graph.tasks for b in t.reads if b.tensor == a.tensor]
+                is_light = all(t.parameter < 0 and b.operand < 0 for t, b in readers)
+                tensor = self.graph.tensors[a.tensor]
+                is_made_light = sources is not None or not task.heavy
+                if self.is_gpu and readers and is_light and is_made_light and not tensor.output_leaves:
+                    found |= {a.tensor} if tensor.dtype == "bfloat16" else set()
+        return found
+
     @property
     def waiting(self) -> set[int]:
         """Gradients that nothing but their own parameter's update reads."""
@@ -317,7 +330,9 @@ class _Oracle:
             elif kind == "scatter":  # the operand and the result of the first one; what is left in the end counts as kept
                 pairs = zip(self.sizes, self.raw[i], self.homes[i], strict=True)
                 left = math.prod(n for n, raw, home in pairs if raw == PARTIAL and home >= 0)
-                found[k] += local * (1 + 1 / parts - 1 / left)
+                dims = [home for raw, home in zip(self.raw[i], self.homes[i], strict=True) if raw == PARTIAL and home >= 0]
+                is_anew = self.graph.tasks[self.writer[i]].kind == "dot" and len(self.graph.tensors[i].shape) > 2 and min(dims) > 0
+                found[k] += local * (1 + (1 if is_anew else 1 / parts) - 1 / left)
         return found
 
     def parts_alive(self, i: int) -> int:
@@ -375,11 +390,11 @@ class _Oracle:
                     alike = [g for g in groups if g[1] & own[1]]
                     groups = [g for g in groups if g not in alike]
                     groups.append(tuple(set().union(*(g[side] for g in (own, *alike))) for side in (0, 1)))
-        before = {i: list(span) for i, span in spans.items()}
+        before, self.late = {i: list(span) for i, span in spans.items()}, {}
         for products, _ in groups:
             first = min(before[i][1] for i in products)
             for i in products:
-                spans[i][0] = max(before[i][0], first)
+                spans[i][0] = self.late[self.writer[i]] = max(before[i][0], first)
                 for access in makers[i].reads:
                     if access.tensor in spans:
                         spans[access.tensor][1] = max(spans[access.tensor][1], spans[i][0])
@@ -421,7 +436,8 @@ class _Oracle:
                 sum_s[k] = sum_s.get(k, 0.0) + add(*self.borders(halo, self.strategy.axes[task.operator], task.trip_count))
 
         # A converted copy lives from the reader it is made for to the last one that shares it.
-        live = [0.0] * len(tasks)
+        spans = self.spans
+        live, read, needed = [0.0] * len(tasks), {}, {}
         convert_s: dict[tuple[int, int], np.ndarray] = {}
         done: list[Conversion] = []
         place = {k: k + 1 for k in self.swapped} | {k + 1: k for k in self.swapped}
@@ -430,23 +446,31 @@ class _Oracle:
             before = [e for e in done if self.may_share(e, c)]
             done.append(c)
             here = self.pooled_at.get((c.task, c.tensor), c.task)
-            here = min(place.get(here, here), len(tasks) - 1)
+            made = min(place.get(here, here), len(tasks) - 1)
+            here = max(made, self.late.get(c.task, -1))
             seconds = np.zeros(self.links.num_levels)
             if not before:
                 is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape
                 seconds = add(*self.conversion(home, c.target, c.size, c.trips, is_parameter, shape))
             convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
             if c.target != home:
-                since = min(max(e.task for e in before) + 1, here) if before else here
+                since = min(max(e.task for e in before) + 1, here) if before else made
                 for k in range(since, here + 1):
                     live[k] += c.size / self.shards(c.target)
+            is_sent = any(h != t and h != REPLICATED for h, t in zip(home, c.target, strict=True))
+            read[c.tensor] = max(read.get(c.tensor, -1), here)
+            needed[c.tensor] = max(needed.get(c.tensor, -1), here if not is_sent else -1 if before else made)
 
-        lives, images, spans = lifetimes(self.graph), self.images(), self.spans
+        lives, images, computed_as = lifetimes(self.graph), self.images(), self.computed_in_float32()
+        summands = {i for chain in self.graph.accumulations for i in (*chain.summands, *chain.running, chain.total)}
         for i, (born, dead) in spans.items():
-            tensor = tensors[i]
+            tensor, computed = tensors[i], min(int(lives.computed_until[i]), len(tasks) - 1)
+            # Where nothing else keeps a tensor it goes when its last readers have a copy.
+            if i in read and not (tensor.output_leaves or i in summands or i in self.waiting or dead > max(read[i], computed)):
+                dead = min(dead, max(needed[i], born, computed))
             for k in range(born, (born if i in self.waiting else dead) + 1):
                 size = tensor.size_bytes * tensor.copies * lives.is_stored[i] * lives.scale[i]
-                live[k] += size * (1 + (i in images)) / self.parts_alive(i)
+                live[k] += size * (1 + (i in images) + (i in computed_as)) / self.parts_alive(i)
         live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
         peak = int(np.argmax(live + passing))
         persistent = sum(

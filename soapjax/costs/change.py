@@ -25,6 +25,7 @@ from soapjax.costs.layouts import (
     holders,
     home_layouts,
     is_held_split,
+    is_sent,
     passing_bytes,
     split_of,
     storage_layouts,
@@ -67,6 +68,8 @@ class Arrays(NamedTuple):
     resolve_share: Array  # [T + 1]
     birth: Array  # int32 [T + 1]
     death: Array  # int32 [T + 1]: -1 where it is counted elsewhere
+    at_least: Array  # int32 [T + 1]: until when it is kept also where its readers share a copy
+    is_product: Array  # bool [T + 1]
     waits: Array  # bool [T + 1]: from its birth on it only waits for its parameter's update
     most_waiting: Array  # [2]: of what waits, as much is alive at once
     operand_share: Array  # [2]
@@ -76,6 +79,8 @@ class Arrays(NamedTuple):
     edge_share: Array  # [E + 1]
     edge_task: Array  # int32 [E + 1]
     read_at: Array  # int32 [E + 1]: its reader in the order of what is alive
+    made_at: Array  # int32 [E + 1]
+    edge_tensor: Array  # int32 [E + 1]
     storage_dim: Array  # int32 [P + 1]
     storage_dim_size: Array  # int32 [P + 1]
     storage_fixed: Array  # int8 [P + 1, A]
@@ -119,6 +124,7 @@ class Base(NamedTuple):
     passing: Array  # [T + 1]
     waiting: Array  # [T + 1, 2]
     stored: Array  # [P + 1]
+    sent: Array  # bool [E + 1]: makes a copy of its own
     on_compute: Array  # bool [K + 1, G]
     on_resolve: Array  # bool [T + 1, G]
     on_convert: Array  # bool [E + 1, G]
@@ -143,6 +149,7 @@ class Change(NamedTuple):
     passing: Array  # [t]
     waiting: Array  # [t, 2]
     stored: Array  # [p]
+    sent: Array  # bool [e]
     heir: Array  # int32 [2o]: conversions of others that inherit a payment, or lose it; E where there is none
     heir_since: Array  # int32 [2o]
     on_compute: Array  # bool [k, G]
@@ -173,7 +180,9 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
         resolve_bytes=padded(tables.resolve_bytes),
         tensor_copies=padded(tables.tensor_copies), resolve_trips=padded(tables.tensor_trips * tables.may_be_partial),
         resolve_share=padded(tables.resolve_share), birth=padded(tables.order.since), death=padded(tables.order.until, -1),
-        waits=padded(tables.working.waits),
+        at_least=padded(tables.order.at_least, -1), made_at=padded(tables.order.made_at),
+        edge_tensor=padded(tables.edge_tensor, len(tables.tensor_bytes)),
+        is_product=padded(tables.is_product), waits=padded(tables.working.waits),
         most_waiting=tables.working.most_waiting, operand_share=tables.working.operand_share,
         merged_at=np.int32(tables.working.merged_at),
         edge_bytes=padded(tables.edge_bytes), edge_trips=padded(tables.edge_trips), edge_share=padded(tables.edge_share),
@@ -209,7 +218,7 @@ def base_of(tables: CostTables, costs: Costs, axes: Array, storage: Array) -> Ba
         axes, storage, found.slots, padded(keys_of(found.slots[tables.edge_slot], again)), padded(found.shared_since),
         padded(d.compute_s), padded(d.resolve_s), padded(parts.convert_s), padded(d.sum_s), padded(parts.held_bytes),
         padded(parts.copy_bytes), padded(parts.passing_bytes), padded(parts.waiting_bytes), padded(parts.stored_bytes),
-        on("compute", tables.num_tasks), on("resolve", len(tables.tensor_bytes)), on("convert", num_e),
+        padded(parts.is_sent), on("compute", tables.num_tasks), on("resolve", len(tables.tensor_bytes)), on("convert", num_e),
         on("sum", len(tables.sum_task)), on("home", len(tables.tensor_bytes)), on("copy", num_e),
         on("stored", len(tables.parameter_op)),
     )  # fmt: skip
@@ -298,9 +307,9 @@ def change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
         held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(is_held_split(raw, home), sizes),
         copy=jnp.where((edge_home != target).any(-1), rows(arrays.edge_bytes, e) / split_of(target >= 0, sizes), 0.0),
-        passing=passing_bytes(raw, resolved, local, sizes, in_place=machine.sums_in_place),
+        passing=passing_bytes(raw, resolved, local, rows(arrays.is_product, t), sizes, in_place=machine.sums_in_place),
         waiting=waiting_bytes(raw, resolved, local, rows(arrays.waits, t), machine.combine_bytes, sizes),
-        stored=rows(arrays.state_bytes, p) / shards,
+        stored=rows(arrays.state_bytes, p) / shards, sent=is_sent(edge_home, target),
         heir=heir, heir_since=heir_since,
         on_compute=jnp.where(is_update[:, None], rows(on_stored, updated), on_op), on_resolve=holders(raw, arrays.coordinates),
         on_convert=rows(on_home, row.edge_tensor) | on_copy, on_sum=jnp.broadcast_to(on_op, (len(s), len(on_op))),
@@ -330,7 +339,7 @@ def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Arra
         convert_s=put(base.convert_s, e, found.convert_s), sum_s=put(base.sum_s, s, found.sum_s),
         held=put(base.held, t, found.held), copy=put(base.copy, e, found.copy),
         passing=put(base.passing, t, found.passing), waiting=put(base.waiting, t, found.waiting),
-        stored=put(base.stored, p, found.stored),
+        stored=put(base.stored, p, found.stored), sent=put(base.sent, e, found.sent),
         on_compute=put(base.on_compute, k, found.on_compute), on_resolve=put(base.on_resolve, t, found.on_resolve),
         on_convert=put(base.on_convert, e, found.on_convert), on_sum=put(base.on_sum, s, found.on_sum),
         on_home=put(base.on_home, t, found.on_home), on_copy=put(base.on_copy, e, found.on_copy),

@@ -22,9 +22,12 @@ from soapjax.costs.indexing import add, along, rows
 from soapjax.costs.layouts import (
     as_read,
     gradient_layouts,
+    held_until,
     holders,
     home_layouts,
     is_held_split,
+    is_sent,
+    needed_until,
     passing_bytes,
     split_of,
     storage_layouts,
@@ -69,6 +72,7 @@ class Parts(NamedTuple):
     passing_bytes: Array  # [T]: while it is made: of partial sums before they are resolved, and work space
     waiting_bytes: Array  # [T, 2]: of gradients that wait to be summed in one collective
     stored_bytes: Array  # [P]: of a parameter with its optimizer state
+    is_sent: Array  # bool [E]: the conversion makes a copy of its own
 
 
 class Holders(NamedTuple):
@@ -221,9 +225,10 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
         local = tables.resolve_bytes / product(found.raw >= 0)
         in_place = tables.working.sums_in_place
-        passing = passing_bytes(found.raw, found.resolved, local, sizes, in_place=in_place)
+        passing = passing_bytes(found.raw, found.resolved, local, tables.is_product, sizes, in_place=in_place)
         waiting = waiting_bytes(found.raw, found.resolved, local, tables.working.waits, tables.working.combine_bytes, sizes)
-        parts = Parts(full_s, held, copy, passing, waiting, stored_bytes)
+        sent_copy = is_sent(edge_home, target)
+        parts = Parts(full_s, held, copy, passing, waiting, stored_bytes, sent_copy)
         holding = None
         if pins:
             stored = found.slots[num_u : num_u + num_p]
@@ -238,14 +243,16 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
             )  # fmt: skip
             live = jnp.stack(
                 [
-                    _liveness(tables, held * of_home[:, g], waiting * of_home[:, g, None], copy * of_copy[:, g], found)
+                    _liveness(
+                        tables, held * of_home[:, g], waiting * of_home[:, g, None], copy * of_copy[:, g], found, sent_copy
+                    )
                     for g in range(len(coordinates))
                 ]
             )
             made = jnp.stack([_made(tables, passing * holding.resolve[:, g]) for g in range(len(coordinates))])
             persistent = (stored_bytes[:, None] * of_stored).sum(0)
         else:
-            live, made = _liveness(tables, held, waiting, copy, found)[None], _made(tables, passing)[None]
+            live, made = _liveness(tables, held, waiting, copy, found, sent_copy)[None], _made(tables, passing)[None]
             persistent = stored_bytes.sum(keepdims=True)
         if not num_k:
             live = made = jnp.zeros((len(persistent), 1))
@@ -274,14 +281,15 @@ def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, A
     return of.found.slots, of.compute_s, (every.seconds + borders) * tables.task_trips[tables.sum_task][:, None]
 
 
-def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts) -> Array:
-    """Bytes alive during each task [K]: tensors from birth to death, converted copies while a reader may reuse them."""
+def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts, sent: Array) -> Array:
+    """Bytes alive during each task [K]: tensors until nobody needs them, converted copies while a reader may reuse them."""
     num_k, working, waits = tables.num_tasks, tables.working, tables.working.waits
-    birth, death, read_at = tables.order
+    birth, death, read_at, made_at, at_least = tables.order
     alive = np.flatnonzero(death >= 0)
     of_alive = rows(held, alive)
     steps = add(jnp.zeros(num_k + 2), birth[alive], of_alive)
-    steps = add(steps, np.where(waits, birth, death)[alive] + 1, -of_alive)
+    until = held_until(needed_until(found.shared_since, sent, made_at, read_at), tables.edge_tensor, at_least, death)
+    steps = add(steps, rows(jnp.where(waits, birth, until), alive) + 1, -of_alive)
     late = np.flatnonzero(waits & (death >= 0))
     held_back = jnp.zeros((num_k + 2, 2))
     if len(late):
@@ -290,7 +298,7 @@ def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, foun
             held_back = add(add(held_back, since, bytes_), np.maximum(death[late] + 1, since), -bytes_)
     if len(tables.edge_task):
         task = np.minimum(read_at, num_k - 1)
-        start = jnp.where(found.is_shared, jnp.minimum(found.shared_since, task), task)
+        start = jnp.where(found.is_shared, jnp.minimum(found.shared_since, task), np.minimum(made_at, task))
         steps = add(add(steps, start, copy), task + 1, -copy)
     return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], working.most_waiting).sum(1)
 

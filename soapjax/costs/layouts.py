@@ -113,7 +113,27 @@ def is_held_split(raw: Array, home: Array) -> Array:
     return (home >= 0) & ~(is_sliced & ~is_sent)
 
 
-def passing_bytes(raw: Array, resolved: Array, local_bytes: Array, sizes: np.ndarray, *, in_place: bool) -> Array:
+def is_sent(home: Array, target: Array) -> Array:
+    """bool [E]: conversions that make a copy of their own; slices of a whole value are cut out of it."""
+    return ((home != target) & (home != REPLICATED)).any(-1)
+
+
+def needed_until(since: Array, sent: Array, made_at: Array, read_at: Array) -> Array:
+    """int32 [E]: until when a conversion needs the tensor itself; -1 where an earlier reader has made its copy."""
+    return jnp.where(sent, jnp.where(since > 0, -1, made_at), read_at)
+
+
+def held_until(needed: Array, edge_tensor: Array, at_least: Array, until: Array) -> Array:
+    """int32 [T]: until when tensors are kept, by what all conversions need [E]."""
+    last = jnp.full(len(until), -1, jnp.int32).at[edge_tensor].max(
+        needed, mode="promise_in_bounds", wrap_negative_indices=False
+    )  # fmt: skip
+    return jnp.clip(last, at_least, until)
+
+
+def passing_bytes(
+    raw: Array, resolved: Array, local_bytes: Array, is_product: Array, sizes: np.ndarray, *, in_place: bool
+) -> Array:
     """Bytes [T] beside a tensor of `local_bytes` while it is made and its partial sums are summed up.
 
     An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
@@ -122,7 +142,9 @@ def passing_bytes(raw: Array, resolved: Array, local_bytes: Array, sizes: np.nda
     summed = (raw == PARTIAL) & (resolved != PARTIAL)
     scattered = summed & (resolved >= 0)
     if in_place:
-        first = _first_part(scattered, sizes)
+        # Along another dim than the first a product is laid out anew, whole, to be scattered.
+        is_leading = jnp.where(scattered, resolved, jnp.int8(127)).min(-1) == 0
+        first = jnp.where(is_product & ~is_leading, 1.0, _first_part(scattered, sizes))
         beside = jnp.where(scattered.any(-1), 1 + first - 1 / split_of(scattered, sizes), 0.0)
     else:
         beside = summed.any(-1)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from soapjax.costs.change import Arrays, Base, Change
-from soapjax.costs.indexing import add, rows
-from soapjax.costs.layouts import waiting_spans
+from soapjax.costs.indexing import add, put, rows
+from soapjax.costs.layouts import held_until, needed_until, waiting_spans
 from soapjax.costs.local import LocalTables
 
 
@@ -25,23 +25,27 @@ class Alive(NamedTuple):
     used: Array  # [G, K]: gradients and activations, converted copies, work space
     waiting: Array  # [G, K, 2]: gradients that wait for an all-reduce, and for a reduce-scatter
     persistent: Array  # [G]: parameters and optimizer state
+    needed: Array  # int32 [E + 1]: until when each conversion needs its tensor
+    until: Array  # int32 [T + 1]: until when each tensor is kept
 
 
 def _spans(arrays: Arrays, edge: Array, since: Array, num_tasks: int) -> tuple[Array, Array]:
     """First task of a converted copy and the one behind its last."""
     task = jnp.minimum(rows(arrays.read_at, edge), num_tasks - 1)
-    return jnp.where(since > 0, jnp.minimum(since, task), task), task + 1
+    made = jnp.minimum(rows(arrays.made_at, edge), task)
+    return jnp.where(since > 0, jnp.minimum(since, task), made), task + 1
 
 
 def _tensor_steps(
-    arrays: Arrays, t: Array, held: Array, passing: Array, waiting: Array, num_tasks: int
+    arrays: Arrays, t: Array, until: Array, held: Array, passing: Array, waiting: Array, num_tasks: int
 ) -> tuple[Array, Array]:
     """By how much tensors `t` change what is used [K + 2, G] and what waits [K + 2, G, 2], task by task.
 
-    held, passing [t, G] and waiting [t, G, 2]: bytes while it is read, while it is made, and until its parameter's update.
+    until [t]: the last task that needs it. held, passing [t, G] and waiting [t, G, 2]: bytes until then, while it is made, and
+    until its parameter's update.
     """
     birth, death = rows(arrays.birth, t), rows(arrays.death, t)
-    leaves = jnp.where(rows(arrays.waits, t), birth, death)
+    leaves = jnp.where(rows(arrays.waits, t), birth, until)
     held = jnp.where((death >= 0)[:, None], held, 0.0)
     used = jnp.zeros((num_tasks + 2, held.shape[1]))
     used = add(add(used, birth, held + passing), leaves + 1, -held)
@@ -60,10 +64,12 @@ def alive(arrays: Arrays, base: Base) -> Alive:
     copies = base.copy[:, None] * base.on_copy
     held, passing = base.held[:, None] * base.on_home, base.passing[:, None] * base.on_resolve
     waiting = base.waiting[:, None] * base.on_home[..., None]
-    used, waits = _tensor_steps(arrays, jnp.arange(len(base.held)), held, passing, waiting, num_tasks)
+    needed = needed_until(base.since, base.sent, arrays.made_at, arrays.read_at).at[-1].set(-1)
+    until = held_until(needed, arrays.edge_tensor, arrays.at_least, arrays.death)
+    used, waits = _tensor_steps(arrays, jnp.arange(len(base.held)), until, held, passing, waiting, num_tasks)
     used = add(add(used, start, copies), stop, -copies)
     used, waits = (jnp.swapaxes(jnp.cumsum(x, 0)[:num_tasks], 0, 1) for x in (used, waits))
-    return Alive(used, waits, (base.stored[:, None] * base.on_stored).sum(0))
+    return Alive(used, waits, (base.stored[:, None] * base.on_stored).sum(0), needed, until)
 
 
 def memory_after(
@@ -86,6 +92,17 @@ def memory_after(
     added = (jnp.where(counted, more[0], 0.0) + more[1] + more[2].sum(-1)).sum(1)
     added = added + (found.copy[..., None] * found.on_copy).sum(1)
     added = added + jnp.where(found.heir < len(base.copy) - 1, rows(base.copy, found.heir), 0.0).sum(1)[:, None]
+    # Who has a copy no more, or one less, needs the tensor itself longer.
+    num_heirs = found.heir.shape[1] // 2
+    own_needed = needed_until(found.since, found.sent, rows(arrays.made_at, e), rows(arrays.read_at, e))  # [Q, e]
+    heir_places = rows(arrays.made_at, found.heir), rows(arrays.read_at, found.heir)
+    heir_needed = needed_until(found.heir_since, rows(base.sent, found.heir), *heir_places)
+    heir_needed = jnp.where(found.heir < len(base.copy) - 1, heir_needed, -1)  # [Q, 2o]
+    own_longer, heir_longer = own_needed > rows(now.needed, e), heir_needed > rows(now.needed, found.heir)
+    kept = jnp.where(counted, after[0], 0.0)  # [Q, t, G]
+    heir_tensor = jnp.tile(row.edge_tensor[:num_heirs], 2)
+    added = added + (jnp.where(own_longer[..., None], kept[:, row.edge_tensor], 0.0)).sum(1)
+    added = added + (jnp.where(heir_longer[..., None], kept[:, heir_tensor], 0.0)).sum(1)
 
     def peak_of(used: Array, waits: Array) -> Array:
         """[G]"""
@@ -97,11 +114,15 @@ def memory_after(
         num_tasks = now.used.shape[1]
         old_start, stop = _spans(arrays, e, rows(base.since, e), num_tasks)
         old_copy = rows(base.copy, e)[:, None] * rows(base.on_copy, e)
-        own_used, own_waits = (-x for x in _tensor_steps(arrays, t, *before, num_tasks))
+        own_used, own_waits = (-x for x in _tensor_steps(arrays, t, rows(now.until, t), *before, num_tasks))
         own_used = add(add(own_used, old_start, -old_copy), stop, old_copy)
 
-        def peak(after: tuple[Array, Array, Array], found: Change, persistent: Array) -> Array:
-            used, waits = _tensor_steps(arrays, t, *after, num_tasks)
+        def peak(
+            after: tuple[Array, Array, Array], found: Change, persistent: Array, own_needed: Array, heir_needed: Array
+        ) -> Array:  # fmt: skip
+            needed = put(put(now.needed, found.heir, heir_needed), e, own_needed).at[-1].set(-1)
+            until = held_until(needed, arrays.edge_tensor, arrays.at_least, arrays.death)
+            used, waits = _tensor_steps(arrays, t, rows(until, t), *after, num_tasks)
             start, _ = _spans(arrays, e, found.since, num_tasks)
             copy = found.copy[:, None] * found.on_copy
             steps = add(add(own_used + used, start, copy), stop, -copy)
@@ -115,6 +136,6 @@ def memory_after(
             used, waits = (jnp.swapaxes(jnp.cumsum(x, 0)[:num_tasks], 0, 1) for x in (steps, own_waits + waits))
             return (persistent + peak_of(now.used + used, now.waiting + waits)).max()
 
-        return jax.vmap(peak)(after, found, persistent)
+        return jax.vmap(peak)(after, found, persistent, own_needed, heir_needed)
 
     return jax.lax.cond((bound > usable_bytes).any(), exactly, lambda: bound)

@@ -26,6 +26,20 @@ class MemoryOrder(NamedTuple):
     since: np.ndarray  # int32 [T]: from when on a tensor is alive
     until: np.ndarray  # int32 [T]: -1 where it is counted elsewhere
     read_at: np.ndarray  # int32 [E]: when the reader of a conversion runs
+    made_at: np.ndarray  # int32 [E]: when it is converted, by readers that share no earlier copy
+    at_least: np.ndarray  # int32 [T]: until when also where its last readers share a copy in another layout: `until`, or earlier
+
+
+def least_until(order: MemoryOrder, edge_tensor: np.ndarray, computed_until: np.ndarray, is_kept: np.ndarray) -> MemoryOrder:
+    """Says how early tensors are free whose readers have a copy: where nothing but these conversions keeps them.
+
+    `computed_until` [T]: until when others are computed from a tensor. `is_kept` [T]: something else needs it until the end.
+    """
+    read = np.full(len(order.until), -1)
+    np.maximum.at(read, edge_tensor, order.read_at)
+    is_other = is_kept | (order.until > np.maximum(read, computed_until)) | (read < 0)
+    found = np.where(is_other, order.until, np.minimum(order.until, np.maximum(order.since, computed_until)))
+    return order._replace(at_least=found.astype(np.int32))
 
 
 def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, needed: np.ndarray) -> MemoryOrder:
@@ -35,11 +49,14 @@ def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, needed
     `needed`: the reader of each conversion.
     """
     swapped = weights_before_inputs(graph)
-    since, until = late_products(graph, *inputs_first(graph, swapped, birth, death))
+    since, until, late = late_products(graph, *inputs_first(graph, swapped, birth, death))
     read_at = needed.copy()
     for k in swapped:
         read_at[needed == k], read_at[needed == k + 1] = k + 1, k
-    return MemoryOrder(since, until, read_at)
+    made_at = read_at.copy()  # what a product waits with is not put off
+    for k, place in late.items():
+        read_at[needed == k] = np.maximum(read_at[needed == k], place)
+    return MemoryOrder(since, until, read_at, made_at, until)
 
 
 def weights_before_inputs(graph: OperatorGraph) -> list[int]:
@@ -79,8 +96,10 @@ def inputs_first(
     return since, until
 
 
-def late_products(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """From when and until when tensors are alive, int32 [T] each, where the compiler puts products off.
+def late_products(
+    graph: OperatorGraph, birth: np.ndarray, death: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+    """From when and until when tensors are alive, int32 [T] each, where the compiler puts products off, and when these run.
 
     `birth`, `death`: the task that makes a tensor, and the last that needs it, in program order.
     """
@@ -90,8 +109,9 @@ def late_products(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray) ->
         if graph.tasks[maker[i]].heavy and graph.tasks[maker[i]].trip_count == 1
     ]  # fmt: skip
     since, until = birth.copy(), death.copy()
+    places: dict[int, int] = {}
     if not late:
-        return since, until
+        return since, until, places
 
     def is_activation(tensor: int) -> bool:
         return tensor not in maker or graph.tasks[maker[tensor]].phase == FORWARD
@@ -104,8 +124,8 @@ def late_products(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray) ->
     first = np.full(size, len(graph.tasks))
     np.minimum.at(first, group[: len(late)], death[late])
     for n, i in enumerate(late):
-        since[i] = max(birth[i], first[group[n]])
+        since[i] = places[maker[i]] = max(birth[i], first[group[n]])
         for access in graph.tasks[maker[i]].reads:
             if until[access.tensor] >= 0:
                 until[access.tensor] = max(until[access.tensor], since[i])
-    return since, until
+    return since, until, places

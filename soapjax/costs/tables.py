@@ -19,7 +19,7 @@ import numpy as np
 
 from soapjax.costs.conversion import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
-from soapjax.costs.memory_order import MemoryOrder, gpu_order
+from soapjax.costs.memory_order import MemoryOrder, gpu_order, least_until
 from soapjax.costs.profile import Profile
 from soapjax.costs.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.costs.working_memory import GPUS, WorkingMemory, widening, working_memory
@@ -72,6 +72,7 @@ class CostTables:
     tensor_birth: np.ndarray  # int32 [T]: the task that makes it
     tensor_death: np.ndarray  # int32 [T]: the last task that needs it
     order: MemoryOrder  # when tensors are alive, as the compiler schedules them
+    is_product: np.ndarray  # bool [T]: made by a dot, of more than two dims (two can be made in either order)
     tensor_trips: np.ndarray  # float32 [T]: how often it is made
     may_be_partial: np.ndarray  # bool [T]: may be resolved: partial as it is made, or kept in another layout than it is made in
 
@@ -156,7 +157,8 @@ def cost_tables(
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.relaid
     when = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
-    order = gpu_order(graph, *when) if topology.device.platform in GPUS else MemoryOrder(*when)
+    order = gpu_order(graph, *when) if topology.device.platform in GPUS else MemoryOrder(*when, when[2], when[1])
+    order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
     summed = [x.sum_dtype or x.dtype for x in graph.tensors]

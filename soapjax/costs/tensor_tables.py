@@ -143,6 +143,9 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
             if entry.source not in by_parameter:
                 death[entry.source] = max(death[entry.source], first)
     lives = lifetimes(graph)
+    t["computed_until"] = np.minimum(lives.computed_until, num_k - 1)
+    summands = {i for chain in graph.accumulations for i in (*chain.summands, *chain.running, chain.total)}
+    t["is_kept"] = np.array([bool(x.output_leaves) or i in summands for i, x in enumerate(graph.tensors)])
     death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, num_k - 1)))
     death = np.where(lives.is_reused & (death == lives.last_use), np.maximum(death - 1, birth), death)
     edges = [e for e in edges if e.bytes > itemsize_as(graph.tensors[e.tensor], e.dtype)]
@@ -152,6 +155,8 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
     t["resolve_bytes"] = np.array([x.summed_bytes for x in graph.tensors], np.float32)
     t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored * lives.scale
+    products = {a.tensor for task in graph.tasks if task.kind == "dot" for a in task.writes}
+    t["is_product"] = np.array([i in products and len(x.shape) > 2 for i, x in enumerate(graph.tensors)])
     t["tensor_trips"], t["may_be_partial"] = trips, partial
     t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)
     t["edge_slot"] = np.array([e.slot for e in edges], np.int32)

@@ -50,6 +50,14 @@ def working_memory(graph: OperatorGraph, platform: str, combine_bytes: float, fi
             if is_image and 1 not in tensor.shape:  # with one channel both orders are the same
                 relaid[access.tensor] = 1
     relaid[[p.tensor for p in graph.parameters]] = 0  # small, and gathered for every use
+    made_light = {
+        a.tensor for task in graph.tasks for a, sources in zip(task.writes, task.recomputed_from, strict=False)
+        if sources is not None or not task.heavy
+    }  # fmt: skip
+    for i in made_light:
+        reads = [(graph.tasks[k], a) for k in readers.get(i, ()) for a in graph.tasks[k].reads if a.tensor == i]
+        is_inside = reads and all(a.operand < 0 and task.parameter < 0 for task, a in reads) and not graph.tensors[i].output_leaves
+        relaid[i] += graph.tensors[i].dtype == "bfloat16" and is_inside
     made_by = {a.tensor: task for task in graph.tasks for a in task.writes}
     for p, parameter in enumerate(graph.parameters):
         gradient = parameter.gradient

@@ -22,6 +22,7 @@ class Lifetimes(NamedTuple):
 
     is_stored: np.ndarray  # bool [T]
     last_use: np.ndarray  # int32 [T]: the last task that reads it, or computes from it what is not stored; -1 where none does
+    computed_until: np.ndarray  # int32 [T]: the last task for which something is computed from it that is not stored; -1
     is_reused: np.ndarray  # bool [T]: the task of its last use writes a result in its place
     is_stand_in: np.ndarray  # bool [T]: counted for a heavy equation's own result, which is no tensor: that one is kept
     scale: np.ndarray  # float32 [T]: how many times as large what is kept is: a sign may stand for the number that it is of
@@ -30,7 +31,7 @@ class Lifetimes(NamedTuple):
 def lifetimes(graph: OperatorGraph) -> Lifetimes:
     """Goes backward through the tasks: what is not stored lengthens the lives of what it is made from."""
     num = len(graph.tensors)
-    is_stored, last_use = np.ones(num, bool), np.full(num, -1, np.int32)
+    is_stored, last_use, computed_until = np.ones(num, bool), np.full(num, -1, np.int32), np.full(num, -1, np.int32)
     is_stand_in, scale = np.zeros(num, bool), np.ones(num, np.float32)
     early = needed_at(graph)
     kept = {i for e in graph.entries for i in e} | {p.gradient for p in graph.parameters} | {p.tensor for p in graph.parameters}
@@ -54,8 +55,9 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
                 is_stored[i] = False
                 for s in sources:
                     s = stands_for if s == HEAVY_RESULT else s
+                    computed_until[s] = max(computed_until[s], last_use[i])
                     last_use[s] = max(last_use[s], last_use[i])
-    return Lifetimes(is_stored, last_use, _reused(graph, is_stored, last_use, kept), is_stand_in, scale)
+    return Lifetimes(is_stored, last_use, computed_until, _reused(graph, is_stored, last_use, kept), is_stand_in, scale)
 
 
 def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:

@@ -95,8 +95,9 @@ def test_products_of_one_sum_are_made_right_before_it():
     birth = np.array([maker.get(i, 0) for i in range(len(graph.tensors))])
     readers = {i: [k for k, task in enumerate(graph.tasks) for a in task.reads if a.tensor == i] for i in range(len(birth))}
     death = np.array([max(readers[i], default=birth[i]) for i in range(len(birth))])
-    since, until = late_products(graph, birth, death)
+    since, until, places = late_products(graph, birth, death)
     late = {i for chain in graph.accumulations for i in chain.summands if graph.tasks[maker[i]].heavy}
+    assert places == {maker[i]: since[i] for i in late}
     assert len(late) > 3 and (since >= birth).all() and (until >= death).all()
     assert {i for i in range(len(birth)) if since[i] != birth[i]} <= late
     sums = {death[i] for i in late}
