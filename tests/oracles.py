@@ -286,6 +286,15 @@ class _Oracle:
                     found |= {a.tensor} if tensor.dtype == "bfloat16" else set()
         return found
 
+    def is_read_by_other_product(self, c: Conversion) -> bool:
+        """Whether the layer's product that is not put off reads the same, right before or after."""
+        for k in (c.task - 1, c.task + 1):
+            other = self.graph.tasks[k] if 0 <= k < len(self.graph.tasks) else None
+            is_layer = other is not None and k not in self.late and other.operator == self.graph.tasks[c.task].operator
+            if is_layer and any(a.tensor == c.tensor for a in other.reads):
+                return True
+        return False
+
     @property
     def waiting(self) -> set[int]:
         """Gradients that nothing but their own parameter's update reads."""
@@ -447,7 +456,7 @@ class _Oracle:
             done.append(c)
             here = self.pooled_at.get((c.task, c.tensor), c.task)
             made = min(place.get(here, here), len(tasks) - 1)
-            here = max(made, self.late.get(c.task, -1))
+            here = max(made, self.late.get(c.task, -1) if self.is_read_by_other_product(c) else -1)
             seconds = np.zeros(self.links.num_levels)
             if not before:
                 is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape

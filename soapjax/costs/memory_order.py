@@ -42,20 +42,27 @@ def least_until(order: MemoryOrder, edge_tensor: np.ndarray, computed_until: np.
     return order._replace(at_least=found.astype(np.int32))
 
 
-def gpu_order(graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, needed: np.ndarray) -> MemoryOrder:
+def gpu_order(
+    graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, needed: np.ndarray, edge_tensor: np.ndarray
+) -> MemoryOrder:
     """As GPU compilers put tasks off.
 
     `birth`, `death`: the task that makes a tensor, and the last that needs it, in program order.
-    `needed`: the reader of each conversion.
+    `needed`, `edge_tensor`: the reader of each conversion, and what it reads.
     """
     swapped = weights_before_inputs(graph)
     since, until, late = late_products(graph, *inputs_first(graph, swapped, birth, death))
     read_at = needed.copy()
     for k in swapped:
         read_at[needed == k], read_at[needed == k + 1] = k + 1, k
-    made_at = read_at.copy()  # what a product waits with is not put off
+    made_at = read_at.copy()
     for k, place in late.items():
-        read_at[needed == k] = np.maximum(read_at[needed == k], place)
+        # The layer's other product, which is not put off, reads the same gradient in the same layout: that copy waits. Other
+        # conversions come one after the other, right before their products.
+        others = (j for j in (k - 1, k + 1) if 0 <= j < len(graph.tasks) and j not in late)
+        early = {a.tensor for j in others if graph.tasks[j].operator == graph.tasks[k].operator for a in graph.tasks[j].reads}
+        waits = (needed == k) & np.isin(edge_tensor, list(early))
+        read_at[waits] = np.maximum(read_at[waits], place)
     return MemoryOrder(since, until, read_at, made_at, until)
 
 

@@ -157,7 +157,7 @@ def cost_tables(
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.relaid
     when = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
-    order = gpu_order(graph, *when) if topology.device.platform in GPUS else MemoryOrder(*when, when[2], when[1])
+    order = gpu_order(graph, *when, t["edge_tensor"]) if topology.device.platform in GPUS else MemoryOrder(*when, when[2], when[1])
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)

@@ -312,6 +312,7 @@ class _Part:
             if tensor in is_kept:
                 kept += size
             birth = k if made_here else min(mine)
+            size *= self.lives.scale[tensor] * (1 + tables.working.relaid[tensor])
             steps[birth] += size
             # What XLA fuses into its readers keeps its own operands alive until these run.
             steps[max([birth, *mine, int(tables.tensor_death[tensor])]) + 1] -= size
