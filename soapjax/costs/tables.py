@@ -155,7 +155,7 @@ def cost_tables(
     is_gradient[[p.gradient for p in graph.parameters]] = True
     is_gradient[[chain.total for chain in graph.accumulations]] = True
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
-    t["tensor_copies"] *= 1 + working.relaid
+    t["tensor_copies"] *= 1 + working.more
     when = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
     order = gpu_order(graph, *when, t["edge_tensor"]) if topology.device.platform in GPUS else MemoryOrder(*when, when[2], when[1])
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)

@@ -302,8 +302,8 @@ class _Part:
                 continue
             if k < 0:
                 batch += size if graph.tensors[tensor].input_leaf not in state else 0.0
-                steps[0] += tables.working.relaid[tensor] * size
-                steps[max(mine) + 1] -= tables.working.relaid[tensor] * size
+                steps[0] += tables.working.more[tensor] * size
+                steps[max(mine) + 1] -= tables.working.more[tensor] * size
                 continue
             if made_here and not self.lives.is_stored[tensor]:
                 continue
@@ -312,7 +312,7 @@ class _Part:
             if tensor in is_kept:
                 kept += size
             birth = k if made_here else min(mine)
-            size *= self.lives.scale[tensor] * (1 + tables.working.relaid[tensor])
+            size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
             steps[birth] += size
             # What XLA fuses into its readers keeps its own operands alive until these run.
             steps[max([birth, *mine, int(tables.tensor_death[tensor])]) + 1] -= size

@@ -37,7 +37,7 @@ def alexnet():
 def test_only_gpus_need_it(platform):
     found = working_memory(alexnet(), platform, LIMIT, 2)
     is_gpu = platform in ("cuda", "rocm")
-    assert found.sums_in_place == found.waits.any() == found.relaid.any() == is_gpu
+    assert found.sums_in_place == found.waits.any() == found.more.any() == is_gpu
     assert found.most_waiting.tolist() == ([2 * LIMIT, 3 * LIMIT] if is_gpu else [0, 0])
 
 
@@ -59,9 +59,9 @@ def test_gradients_that_a_loop_makes_are_read_after_it():
 def test_images_exist_in_two_orders_of_their_dims():
     graph = alexnet()
     found = working_memory(graph, "cuda", LIMIT, 2)
-    twice = [i for i, n in enumerate(found.relaid) if n]
+    twice = [i for i, n in enumerate(found.more) if n]
     assert [graph.in_paths[graph.tensors[i].input_leaf].rsplit(".")[-1] for i in twice] == ["image"]
-    assert not working_memory(lenet(), "cuda", LIMIT, 2).relaid.any()  # one channel
+    assert not working_memory(lenet(), "cuda", LIMIT, 2).more.any()  # one channel
 
 
 @pytest.mark.parametrize(("topology", "times"), [("a100x8", 0.5), ("cpu8", 1)])  # CPUs send bfloat16 as float32
@@ -109,3 +109,16 @@ def test_products_of_one_sum_are_made_right_before_it():
         return max(sum(start[i] <= k <= death[i] for i in late) for k in range(len(graph.tasks)))
 
     assert most_alive(since) < most_alive(birth)  # fewer at once than in program order
+
+
+def test_what_is_bfloat16_between_light_equations_is_kept_as_float32():
+    graph = graph_of("bert", batch=4, seq=8, width=16, layers=1, heads=2, vocab=32, dtype="bfloat16")
+    more = working_memory(graph, "cuda", LIMIT, 2).more
+    wide = {i for i, n in enumerate(more) if n}
+    made = {a.tensor: task for task in graph.tasks for a in task.writes}
+    assert wide and all(graph.tensors[i].dtype == "bfloat16" and not graph.tensors[i].output_leaves for i in wide)
+    for task in graph.tasks:
+        assert all(a.operand < 0 and task.parameter < 0 for a in task.reads if a.tensor in wide)
+    products = {a.tensor for t in graph.tasks if t.heavy for a in t.reads if a.operand >= 0}
+    assert not wide & products and wide <= made.keys()
+    assert not working_memory(graph_of("bert", batch=4, seq=8, width=16, layers=1, heads=2, vocab=32), "cuda", LIMIT, 2).more.any()
