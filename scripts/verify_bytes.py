@@ -121,7 +121,7 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
         if label in done or time.monotonic() > until:
             continue
         if not label.startswith("random"):
-            strategy = get_planner(label)(jax.random.key(0), problem, Budget(options.proposals)).best.strategy
+            strategy = planned(label, problem, options)
         plan = plan_of_strategy(problem, strategy)
         start = time.monotonic()
         try:
@@ -160,14 +160,18 @@ def predict_again(rows: list[dict], options) -> None:
         rng = np.random.default_rng(0)
         drawn = {f"random {i}": problem.space.random(rng) for i in range(options.random)}
         for label, row in of.items():
-            budget = Budget(options.proposals)
-            strategy = drawn[label] if label in drawn else get_planner(label)(jax.random.key(0), problem, budget).best.strategy
+            strategy = drawn[label] if label in drawn else planned(label, problem, options)
             prediction = problem.simulator.prediction(strategy)
             sent = sum(prediction.bytes_by_collective.values())
             if label == "mcmc" and not math.isclose(sent, float(row["predicted_bytes"]), rel_tol=1e-3, abs_tol=1024):
                 print(f"{name}: the search finds another plan; its row stays as it is")
                 continue
             row["predicted_bytes"], row["predicted_memory"] = sent, prediction.memory_bytes_per_device
+
+
+def planned(planner: str, problem, options):
+    """The same strategy in every run."""
+    return get_planner(planner)(jax.random.key(0), problem, Budget(options.proposals)).best.strategy
 
 
 def problem_of(name: str, topology):

@@ -338,9 +338,9 @@ class _Oracle:
                 found[k] += local
             elif kind == "scatter":  # the operand and the result of the first one; what is left in the end counts as kept
                 pairs = zip(self.sizes, self.raw[i], self.homes[i], strict=True)
-                left = math.prod(n for n, raw, home in pairs if raw == PARTIAL and home >= 0)
-                dims = [home for raw, home in zip(self.raw[i], self.homes[i], strict=True) if raw == PARTIAL and home >= 0]
-                is_anew = self.graph.tasks[self.writer[i]].kind == "dot" and len(self.graph.tensors[i].shape) > 2 and min(dims) > 0
+                scattered = [(n, home) for n, raw, home in pairs if raw == PARTIAL and home >= 0]
+                left, first = math.prod(n for n, _ in scattered), min(d for _, d in scattered)
+                is_anew = self.graph.tasks[self.writer[i]].kind == "dot" and len(self.graph.tensors[i].shape) > 2 and first > 0
                 found[k] += local * (1 + (1 if is_anew else 1 / parts) - 1 / left)
         return found
 

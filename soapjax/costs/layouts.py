@@ -109,12 +109,11 @@ def is_held_split(raw: Array, home: Array) -> Array:
     Where nothing is sent, slices of what each device has whole are cut out by the tensor's readers.
     """
     is_sliced = (raw == REPLICATED) & (home >= 0)
-    is_sent = ((raw != home) & (raw != REPLICATED)).any(-1, keepdims=True)  # a whole value as a partial sum is a mask
-    return (home >= 0) & ~(is_sliced & ~is_sent)
+    return (home >= 0) & ~(is_sliced & ~is_sent(raw, home)[..., None])
 
 
 def is_sent(home: Array, target: Array) -> Array:
-    """bool [E]: conversions that make a copy of their own; slices of a whole value are cut out of it."""
+    """bool [E]: conversions that make a copy of their own; slices of a whole value are cut out of it, sums of it are a mask."""
     return ((home != target) & (home != REPLICATED)).any(-1)
 
 
@@ -136,7 +135,7 @@ def passing_bytes(
 ) -> Array:
     """Bytes [T] beside a tensor of `local_bytes` while it is made and its partial sums are summed up.
 
-    An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
+    `is_product`: made by a dot. An all-reduce works `in_place` where the backend says so; a reduce-scatter reads the whole of
     what it makes a part of, one axis after the other: the first one's result is the largest.
     """
     summed = (raw == PARTIAL) & (resolved != PARTIAL)

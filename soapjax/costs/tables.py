@@ -156,8 +156,10 @@ def cost_tables(
     is_gradient[[chain.total for chain in graph.accumulations]] = True
     working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.more
-    when = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
-    order = gpu_order(graph, *when, t["edge_tensor"]) if topology.device.platform in GPUS else MemoryOrder(*when, when[2], when[1])
+    birth, death, read_at = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
+    order = MemoryOrder(birth, death, read_at, made_at=read_at, at_least=death)
+    if topology.device.platform in GPUS:
+        order = gpu_order(graph, birth, death, read_at, t["edge_tensor"])
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
     widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
