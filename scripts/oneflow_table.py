@@ -9,9 +9,12 @@ micro-batches of the pipelines, as in the benchmark's own configuration (Oneflow
 LanguageModeling/GPT/integration_test/config_of_performance_test.csv).
 
 The strategy of a row is the published one: tensor parallelism (Megatron's pairs, and the vocabulary split) over the fastest
-links, data parallelism over the others. A pipeline of p stages and m micro-batches takes the sum of its stages' times and
-(m - 1) times the slowest stage (GPipe, Huang et al. 2019, section 2.3); a stage is simulated on its own devices, and holds the
-inputs of p micro-batches' blocks (1F1B) and the sums of its gradients.
+links, data parallelism over the others. Where a row has tensor parallelism the benchmark has NCCL on the stream of the
+compute (`nccl_use_compute_stream`, LanguageModeling/GPT/oneflow_gpt/training.py): nothing runs beside collectives there.
+
+A pipeline of p stages and m micro-batches takes the sum of its stages' times and (m - 1) times the slowest stage (GPipe,
+Huang et al. 2019, section 2.3); a stage is simulated on its own devices, and holds the inputs of p micro-batches' blocks (1F1B)
+and the sums of its gradients.
 
 Memory was published as the driver counts it, with what the process itself has on the GPU: the CUDA context, libraries, NCCL's
 buffers, cached blocks. What the program takes is predicted; the rest, one figure, is the median of what is missing in the fitted
@@ -84,14 +87,14 @@ def read_rows(path: str) -> list[Row]:
         ]  # fmt: skip
 
 
-def machine(devices: int) -> DeviceTopology:
+def machine(devices: int, tensor: int, platform: str) -> DeviceTopology:
     """So many devices of the cluster, whole hosts first. The models compute in bfloat16; it stands for float16 here."""
     topology = load_topology("v100x32")
     hosts, each = max(1, devices // 8), min(devices, 8)
-    levels = [replace(lv, size=n) for lv, n in zip(topology.levels, (hosts, each), strict=True) if n > 1]
+    levels = [lv.part(0, n) for lv, n in zip(topology.levels, (hosts, each), strict=True) if n > 1]
     peak = dict(topology.device.peak_flops_per_s) | {"bfloat16": topology.device.peak_flops_per_s["float16"]}
-    device = replace(topology.device, peak_flops_per_s=peak)
-    return replace(topology, device=device, levels=tuple(levels or [replace(topology.levels[-1], size=1)]))
+    device = replace(topology.device, peak_flops_per_s=peak, overlap=tensor == 1, platform=platform)
+    return replace(topology, device=device, levels=tuple(levels or [topology.levels[-1].part(0, 1)]))
 
 
 @functools.cache
@@ -142,8 +145,8 @@ class Simulated(NamedTuple):
 
 
 @functools.cache
-def simulated(batch: int, hidden: int, layers: int, data: int, tensor: int) -> Simulated:
-    topology = machine(data * tensor)
+def simulated(batch: int, hidden: int, layers: int, data: int, tensor: int, platform: str = "cuda") -> Simulated:
+    topology = machine(data * tensor, tensor, platform)
     mesh = factor_mesh(topology)
     graph = graph_of(batch, hidden, layers)
     problem = PlanningProblem.make(graph, search_space(graph, mesh), topology)
@@ -178,17 +181,18 @@ def predicted_s(row: Row, compute_scale: float, network_scale: float) -> float:
     other = longer - last  # so many layers alone
     stages = [other] * (row.pipeline - 1) + [last]
     sent_bytes = batch // row.data * SEQ * row.hidden * 2
-    link = machine(32).levels[0]
+    link = load_topology("v100x32").levels[0]
     hop_s = network_scale * (link.latency_s + sent_bytes / link.achieved_bytes_per_s)
     return sum(stages) + 2 * (row.pipeline - 1) * hop_s + (MICROBATCHES - 1) * max(stages) + once
 
 
 def predicted_bytes(row: Row) -> float:
+    """On a platform that is not XLA's: what XLA keeps wider or longer on GPUs OneFlow's kernels and memory planner do not."""
     if row.pipeline == 1:
-        return simulated(row.global_batch, row.hidden, row.layers, row.data, row.tensor).memory_bytes()
+        return simulated(row.global_batch, row.hidden, row.layers, row.data, row.tensor, "oneflow").memory_bytes()
     batch, layers = row.global_batch // MICROBATCHES, row.layers // row.pipeline
     kept = batch // row.data * SEQ * row.hidden * 2 * layers  # the input of every block, of one micro-batch
-    stage = simulated(batch, row.hidden, layers, row.data, row.tensor)
+    stage = simulated(batch, row.hidden, layers, row.data, row.tensor, "oneflow")
     return stage.memory_bytes() + (row.pipeline - 1) * kept + stage.gradient_bytes()
 
 

@@ -53,7 +53,7 @@ def stage_mesh(stage: Stage, topology: DeviceTopology) -> FactorMesh:
 
 def _part(topology: DeviceTopology, num: int) -> DeviceTopology:
     """`num` devices of a topology, as one level of its fastest links."""
-    return dataclasses.replace(topology, levels=(dataclasses.replace(topology.levels[-1], size=num),))
+    return dataclasses.replace(topology, levels=(topology.levels[-1].part(0, num),))
 
 
 def inside_plan(

@@ -169,11 +169,12 @@ class _Oracle:
         """A message to each side along every spatial dim that is split; all other splits make it shorter."""
         links, seconds, total = self.links, np.zeros(self.links.num_levels), 0.0
         for edge in halo.edges:
-            level = min((links.axis_levels[a] for a, d in enumerate(config) if d == edge), default=None)
+            along = [a for a, d in enumerate(config) if d == edge]
+            level = min((links.axis_levels[a] for a in along), default=None)
             if level is not None:
                 others = {*halo.dims, *halo.edges} - {edge}
                 size = halo.size_bytes / math.prod(links.axis_sizes[a] for a, d in enumerate(config) if d in others)
-                seconds[level] += 2 * links.latency_s[level] + size / links.rate("collective-permute", level)
+                seconds[level] += 2 * links.latency_s[level] + size / links.rate("collective-permute", level, along)
                 total += size
         return times * seconds, {"collective-permute": times * total}
 

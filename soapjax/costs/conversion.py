@@ -9,7 +9,8 @@ Slice first, then reduce, then exchange, then send, then gather:
 the fewest bytes; what a small dim cannot hold beside the axes that enter it is gathered before
 (strategy/resharding.py). Groups that span link levels run level by level, fastest first where
 the data shrinks, slowest first where it grows; or, where a topology says so, as one ring through all of the group's
-devices, which together have the links of their host.
+devices, which together have the links of their host. Where a level's links join some pairs of devices only, groups along
+some of its axes have a share of its bandwidth (topology/rings.py); messages between pinned operators are not slowed by it.
 
 With n devices per group, S bytes of the group's full tensor, latency a per step, bandwidth b per device:
 all-gather and reduce-scatter (n-1)a + S(n-1)/n/b, all-reduce their sum, all-to-all (n-1)a + S/n(n-1)/n/b,
@@ -19,7 +20,7 @@ a message a + S/b, a broadcast one message per step of a tree, shards to or from
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.block_order import number_of_parts, sets_by, type_of_sets
+from soapjax.costs.block_order import number_of_parts, sets_by, sets_of_one, type_of_sets
 from soapjax.costs.steps import steps_of_all
 from soapjax.costs.turns import in_turns
 from soapjax.strategy.layout import PINNED, REPLICATED
 from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
+from soapjax.topology.rings import group_shares
 
 TRANSFER = "transfer"  # from one group of devices to another
 COLLECTIVES = (*COLLECTIVE_KINDS, TRANSFER)
@@ -54,14 +56,25 @@ class Links(NamedTuple):
     combine_bytes: float = 0.0  # the compiler merges small collectives of parameters up to this size; 0: it does not
     fractions: tuple[tuple[float, ...], ...] = ()  # per level, by COLLECTIVES: of the rate above; 1 if empty
     rings_across_levels: bool = False  # of RINGS
+    # Per level, by its axes: of the rate above, what groups along these have that are not joined by all links of the level.
+    group_share: tuple[tuple[tuple[tuple[int, ...], float], ...], ...] = ()
 
     @property
     def num_levels(self) -> int:
         return len(self.latency_s)
 
-    def rate(self, kind: str, level: int) -> float:
-        """Bytes per second of a collective."""
-        return self.bytes_per_s[level] * (self.fractions[level][COLLECTIVES.index(kind)] if self.fractions else 1.0)
+    def rate(self, kind: str, level: int, axes: Array | Sequence[int] = ()) -> Any:
+        """Bytes per second of a collective over `axes`, of which those of `level` count: their numbers, or sets [n]."""
+        full = self.bytes_per_s[level] * (self.fractions[level][COLLECTIVES.index(kind)] if self.fractions else 1.0)
+        if not self.group_share:
+            return full
+        if isinstance(axes, list | tuple):
+            here = tuple(sorted(a for a in axes if self.axis_levels[a] == level))
+            return full * dict(self.group_share[level]).get(here, 1.0)
+        alone, here, rate = sets_of_one(len(self.axis_sizes)), axes & sets_by(self.axis_levels)[level], full
+        for group, share in self.group_share[level]:
+            rate = jnp.where(here == np.bitwise_or.reduce(alone[list(group)]), full * share, rate)
+        return rate
 
 
 def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
@@ -73,7 +86,17 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
         COMBINE_BYTES.get(topology.device.platform, 0.0),
         tuple(tuple(lv.collective_fraction.get(kind, 1.0) for kind in COLLECTIVES) for lv in topology.levels),
         topology.rings_across_levels,
+        _group_share(topology, mesh) if any(lv.links for lv in topology.levels) else (),
     )
+
+
+def _group_share(topology: DeviceTopology, mesh: FactorMesh) -> tuple[tuple[tuple[tuple[int, ...], float], ...], ...]:
+    found = []
+    for i, level in enumerate(topology.levels):
+        axes = [a for a, on in enumerate(mesh.axis_levels) if on == i]
+        shares = group_shares(level.links, level.axis_sizes) if level.links else {}
+        found.append(tuple((tuple(axes[a] for a in group), share) for group, (share, _) in shares.items() if share < 1))
+    return tuple(found)
 
 
 class ConversionCost(NamedTuple):
@@ -172,7 +195,8 @@ def _costs(
                 size = size * n
             moved = times * size * (n - 1) / n
             if not is_ring:
-                seconds[lv] = seconds[lv] + times * (n - 1) * links.latency_s[lv] * latency_share + moved / links.rate(kind, lv)
+                rate = links.rate(kind, lv, axes)
+                seconds[lv] = seconds[lv] + times * (n - 1) * links.latency_s[lv] * latency_share + moved / rate
             total = total + moved
             if kind != "all-gather":
                 size = size / n
@@ -195,14 +219,14 @@ def _costs(
         behind, wire_s = whole, jnp.zeros_like(moved)
         for lv in levels:
             behind = behind / product(axes, lv)  # devices that have the links of this level together
-            wire_s = jnp.maximum(wire_s, jnp.where(product(axes, lv) > 1, moved / (links.rate(kind, lv) * behind), 0.0))
+            wire_s = jnp.maximum(wire_s, jnp.where(product(axes, lv) > 1, moved / (links.rate(kind, lv, axes) * behind), 0.0))
         on_slowest(axes, lambda lv: times * (whole - 1) * links.latency_s[lv] * latency_share + wire_s)
 
     def permute(times: Array, moved: Array, size: Array) -> None:
         """Adds so many permutes, over the slowest links that any of the axes in `moved` crosses."""
         kind = "collective-permute"
         sent[kind] = sent.get(kind, 0.0) + times * size
-        on_slowest(moved, lambda lv: times * (links.latency_s[lv] * latency_share + size / links.rate(kind, lv)))
+        on_slowest(moved, lambda lv: times * (links.latency_s[lv] * latency_share + size / links.rate(kind, lv, moved)))
 
     part = size_bytes / product(over.given)
     permute(first.permutes.astype(jnp.float32), first.moved, part)

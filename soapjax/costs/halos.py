@@ -12,6 +12,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+from soapjax.costs.block_order import axes_where
 from soapjax.costs.conversion import COLLECTIVES, ConversionCost, Links
 from soapjax.costs.layouts import split_of
 from soapjax.strategy.layout import HALO, REPLICATED
@@ -46,7 +47,7 @@ def halo_cost(layout: Array, size_bytes: Array, links: Links, num_edges: int) ->
         slower = jnp.zeros(len(local), bool)
         for lv in range(links.num_levels):
             here = along[:, [a for a, level in enumerate(links.axis_levels) if level == lv]].any(-1)
-            message_s = 2 * links.latency_s[lv] + rows / links.rate(KIND, lv)
+            message_s = 2 * links.latency_s[lv] + rows / links.rate(KIND, lv, axes_where(list(along.T)))
             seconds[lv] = seconds[lv] + jnp.where(here & ~slower, message_s, 0.0)
             slower |= here
     nothing = jnp.zeros_like(total)
@@ -61,6 +62,6 @@ def halo_cost_plainly(layout, size_bytes: float, links: Links) -> tuple[list[flo
         others = [a for a, d in enumerate(layout) if d != code and (d >= 0 or d <= HALO)]
         rows = size_bytes / math.prod(links.axis_sizes[a] for a in others)
         lv = min(links.axis_levels[a] for a in along)
-        seconds[lv] += 2 * links.latency_s[lv] + rows / links.rate(KIND, lv)
+        seconds[lv] += 2 * links.latency_s[lv] + rows / links.rate(KIND, lv, along)
         sent[KIND] += rows
     return seconds, sent

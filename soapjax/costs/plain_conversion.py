@@ -40,9 +40,9 @@ def conversion_cost_plainly(
     def group(level: int, wanted: Wanted) -> int:
         return int(np.prod([sizes[a] for a in axes if links.axis_levels[a] == level and wanted(a)]))
 
-    def run(kind: str, level: int, n: int, size: float, times: int = 1) -> None:
+    def run(kind: str, level: int, n: int, size: float, times: int = 1, over: Sequence[int] = ()) -> None:
         moved = times * size * (n - 1) / n
-        seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.rate(kind, level)
+        seconds[level] += times * (n - 1) * links.latency_s[level] * latency_share + moved / links.rate(kind, level, over)
         sent[kind] += moved
 
     def across(kind: str, wanted: Wanted, size: float) -> float:
@@ -53,7 +53,7 @@ def conversion_cost_plainly(
             n = group(lv, wanted)
             size *= n if is_gather else 1
             if not is_ring:
-                run(kind, lv, n, size, times)
+                run(kind, lv, n, size, times, [a for a in axes if wanted(a)])
             size /= 1 if is_gather else n
         if is_ring:
             ring(kind, wanted, times * (size if is_gather else before), times)
@@ -66,7 +66,8 @@ def conversion_cost_plainly(
             n, slowest = math.prod(parts.values()), min(parts)
             moved = whole * (n - 1) / n
             beside = {lv: math.prod(m for faster, m in parts.items() if faster > lv) for lv in parts}
-            wire_s = max(moved / (links.rate(kind, lv) * beside[lv]) for lv in parts)
+            over = [a for a in axes if wanted(a)]
+            wire_s = max(moved / (links.rate(kind, lv, over) * beside[lv]) for lv in parts)
             seconds[slowest] += times * (n - 1) * links.latency_s[slowest] * latency_share + wire_s
             sent[kind] += moved
 
@@ -80,8 +81,9 @@ def conversion_cost_plainly(
     if times:
         changed = [a for a in axes if source[a] != target[a] and not is_pinned[a]]
         behind = [b for b in axes for a in changed if a < b and source[b] == target[b] >= 0 and source[b] in pairs[a]]
-        lv = min(links.axis_levels[a] for a in (changed if _is_whole(steps) else changed + behind))
-        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.rate("collective-permute", lv))
+        over = changed if _is_whole(steps) else changed + behind
+        lv = min(links.axis_levels[a] for a in over)
+        seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.rate("collective-permute", lv, over))
         sent["collective-permute"] += times * local
     for lv in slow_first:
         n = group(lv, lambda a: source[a] <= PINNED and target[a] >= 0)

@@ -36,15 +36,15 @@ def part_of(topology: DeviceTopology, first: int, count: int) -> DeviceTopology:
         if first % inside == 0 and count % inside == 0:
             units = count // inside
             if units <= level.size and (first // inside) % level.size + units <= level.size:
-                levels.insert(0, dataclasses.replace(level, size=units))
+                levels.insert(0, level.part((first // inside) % level.size, units))
                 break
             if units % level.size == 0 and (first // inside) % level.size == 0:
                 levels.insert(0, level)
                 inside *= level.size
                 continue
         slowest = topology.levels[level_between(topology, first, first + count - 1)]
-        return dataclasses.replace(topology, levels=(dataclasses.replace(slowest, size=count),))
-    return dataclasses.replace(topology, levels=tuple(levels or (dataclasses.replace(topology.levels[-1], size=1),)))
+        return dataclasses.replace(topology, levels=(slowest.part(0, count),))
+    return dataclasses.replace(topology, levels=tuple(levels or (topology.levels[-1].part(0, 1),)))
 
 
 def level_between(topology: DeviceTopology, first: int, last: int) -> int:

@@ -23,10 +23,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.topology.rings import MOST_DEVICES, Matrix, group_shares, is_matrix
 from soapjax.topology.table_reader import (
     BANDWIDTH_UNITS,
     FRACTION_UNITS,
@@ -67,10 +68,31 @@ class LinkLevel:
     efficiency: float  # achieved fraction of the bandwidth
     source: str
     collective_fraction: dict[str, float] = field(default_factory=dict, hash=False)  # by kind: of what others achieve, 1 if absent
+    links: Matrix = ()  # between any two of the units, where the bandwidth is that of all links of one; empty: a switch
 
     @property
     def achieved_bytes_per_s(self) -> float:
         return self.bandwidth_bytes_per_s * self.efficiency
+
+    def part(self, begin: int, size: int) -> LinkLevel:
+        """The level of `size` of its units from `begin`; of more units than it has, all linked alike.
+
+        Where some of them have no links to form a ring they detour: as much as one link is what is left.
+        """
+        end = begin + size
+        links = tuple(row[begin:end] for row in self.links[begin:end]) if size <= self.size else ()
+        if not links or size == 1:
+            return replace(self, size=size, links=())
+        most = max(map(sum, self.links))
+        is_joined = all(map(any, links)) and all(share for share, _ in group_shares(links, _prime_factors(size)).values())
+        used = max(map(sum, links)) if is_joined else 1  # of a unit's links, those that do not lead elsewhere
+        bandwidth = self.bandwidth_bytes_per_s * used / most
+        return replace(self, size=size, links=links if is_joined else (), bandwidth_bytes_per_s=bandwidth)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Of its axes in the factor mesh: the prime factors of its size, largest first; none for 1."""
+        return _prime_factors(self.size)
 
 
 @dataclass(frozen=True)
@@ -165,6 +187,7 @@ class DeviceTopology:
                     "source": level.source,
                 }
                 | ({"collective_fraction": dict(level.collective_fraction)} if level.collective_fraction else {})
+                | ({"links": [list(row) for row in level.links]} if level.links else {})
                 for level in self.levels
             ],
         } | ({"rings_across_levels": True} if self.rings_across_levels else {})
@@ -268,15 +291,48 @@ def _read_collectives(reader: TableReader) -> dict[str, float]:
     return fractions
 
 
+def _read_links(reader: TableReader, size: int) -> Matrix:
+    if not reader.offers("links"):
+        return ()
+    found = reader.get("links")
+    if size > MOST_DEVICES:
+        reader.report("links", f"{size} units", f"at most {MOST_DEVICES}", "leave links out, or make two levels of it")
+    elif not is_matrix(found, size):
+        expected = f"{size} rows of {size} whole numbers, how many links join any two: both ways alike, none to itself"
+        remedy = "write what the driver's table of links shows (NV2 is 2), or leave links out where a switch joins all"
+        reader.report("links", shown(found), expected, remedy)
+    else:
+        links = tuple(tuple(row) for row in found)
+        apart = [group for share, group in group_shares(links, _prime_factors(size)).values() if not share]
+        if not apart:
+            return links
+        value, expected = f"no ring through {', '.join(map(str, apart[0]))}", "a ring through every group along axes of the mesh"
+        reader.report("links", value, expected, "describe those that are linked by a level of their own")
+    return ()
+
+
+def _prime_factors(n: int) -> tuple[int, ...]:
+    """The prime factors of `n`, largest first; none for 1."""
+    factors, divisor = [], 2
+    while divisor * divisor <= n:
+        while n % divisor == 0:
+            factors.append(divisor)
+            n //= divisor
+        divisor += 1
+    return tuple(sorted(factors + ([n] if n > 1 else []), reverse=True))
+
+
 def _read_level(reader: TableReader) -> LinkLevel:
+    size = reader.count("size", at_most=MAX_DEVICES)
     level = LinkLevel(
         name=reader.name("name"),
-        size=reader.count("size", at_most=MAX_DEVICES),
+        size=size,
         bandwidth_bytes_per_s=reader.figure("bandwidth", BANDWIDTH_UNITS),
         latency_s=reader.figure("latency", LATENCY_UNITS),
         efficiency=reader.figure("efficiency", FRACTION_UNITS, at_most=1.0),
         source=reader.text("source"),
         collective_fraction=_read_collectives(reader),
+        links=_read_links(reader, size),
     )
     if level.name and not re.fullmatch("[a-z][a-z_]*", level.name):
         reader.report("name", shown(level.name), "a lower-case word", "mesh axes are named after it: write it with a-z and _ only")

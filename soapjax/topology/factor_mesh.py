@@ -56,21 +56,10 @@ def factor_mesh(topology: DeviceTopology) -> FactorMesh:
     axes = [
         (f"{prefix}{index}", prime, level_index)
         for level_index, (level, prefix) in enumerate(zip(topology.levels, prefixes, strict=True))
-        for index, prime in enumerate(_prime_factors(level.size))
+        for index, prime in enumerate(level.axis_sizes)
     ]
     names, sizes, levels = zip(*(axes or [("d0", 1, len(topology.levels) - 1)]), strict=True)
     return FactorMesh(names, sizes, levels)
-
-
-def _prime_factors(n: int) -> list[int]:
-    """The prime factors of `n`, largest first; none for 1."""
-    factors, divisor = [], 2
-    while divisor * divisor <= n:
-        while n % divisor == 0:
-            factors.append(divisor)
-            n //= divisor
-        divisor += 1
-    return sorted(factors + ([n] if n > 1 else []), reverse=True)
 
 
 def _axis_prefixes(names: Sequence[str]) -> list[str]:

@@ -102,7 +102,8 @@ def _accelerator_figures(device: Any, num_local: int) -> tuple[DeviceKind, LinkL
         source=source,
     )
     within_host = shipped.levels[1] if len(shipped.levels) > 1 else shipped.levels[0]
-    device_level = replace(within_host, name="device", source=f"{how}: {within_host.source}")
+    # Which pairs are linked on this machine is not known.
+    device_level = replace(within_host, name="device", source=f"{how}: {within_host.source}", links=())
     host_level = _ethernet(num_local)
     if len(shipped.levels) > 1:
         host_level = replace(shipped.levels[0], name="host", source=f"{how}: {shipped.levels[0].source}")

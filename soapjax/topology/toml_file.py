@@ -52,6 +52,8 @@ host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full
     name = "device"
     size = 8                                # ... of eight GPUs
     ...
+    links = [[0, 1, 1, 2, ...], ...]        # optional: how many join any two, where no switch joins all; the bandwidth is
+                                            # that of all links of one, and smaller groups' rings find fewer
     [levels.collective_fraction]            # optional: kinds that reach more or less of the bandwidth than the others
     all-to-all = 0.6
 """

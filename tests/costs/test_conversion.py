@@ -37,6 +37,7 @@ MESHES = (
         (2, 2, 3, 2, 7), (0, 1, 1, 2, 2), (1e-4, 8e-6, 2e-6), (1e8, 2e10, 2.25e11), rings_across_levels=True,
         fractions=((0.9, 1.0, 0.5, 0.8, 0.4, 1.0), (1.0, 1.0, 0.7, 1.0, 0.6, 1.0), (0.7, 1.0, 1.0, 0.9, 1.0, 1.0)),
     ),
+    links_of(load_topology("v100x32"), factor_mesh(load_topology("v100x32"))),
 )
 BATCH = 64
 

@@ -168,6 +168,14 @@ BAD = {
         "latency_us = 3", "latency_us = 3\ncollective_fraction = { all-to-all = 0 }",
         "levels[0].collective_fraction.all-to-all", "number",
     ),
+    "links of others": ("size = 4", "size = 4\nlinks = [[0, 1], [1, 0]]", "levels[1].links", "driver's table"),
+    "links one way": ("size = 4", f"size = 4\nlinks = {[[0, 1, 1, 1]] + 3 * [[0] * 4]}", "levels[1].links", "driver's table"),
+    "links as text": ("size = 4", 'size = 4\nlinks = "NV1"', "levels[1].links", "driver's table"),
+    "links in pairs": (
+        "size = 4", "size = 4\nlinks = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]",
+        "levels[1].links", "level of their own",
+    ),
+    "links of many": ("size = 4", "size = 16\nlinks = []", "levels[1].links", "two levels"),
     "memory beyond sense": ("memory_gib = 16", "memory_gib = 1e20", "device.memory", "unit"),
 }
 
