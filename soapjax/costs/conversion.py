@@ -94,8 +94,11 @@ def _group_share(topology: DeviceTopology, mesh: FactorMesh) -> tuple[tuple[tupl
     found = []
     for i, level in enumerate(topology.levels):
         axes = [a for a, on in enumerate(mesh.axis_levels) if on == i]
-        shares = group_shares(level.links, level.axis_sizes) if level.links else {}
-        found.append(tuple((tuple(axes[a] for a in group), share) for group, (share, _) in shares.items() if share < 1))
+        shares = group_shares(level.links, tuple(mesh.axis_sizes[a] for a in axes)) if level.links else {}
+        # Meshes written by hand have groups that no ring joins: a detour, as in `LinkLevel.part`.
+        least = 1 / max(map(sum, level.links)) if level.links else 1.0
+        slower = {group: max(share, least) for group, (share, _) in shares.items() if share < 1}
+        found.append(tuple((tuple(axes[a] for a in group), share) for group, share in slower.items()))
     return tuple(found)
 
 

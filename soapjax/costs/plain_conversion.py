@@ -9,7 +9,7 @@ import numpy as np
 
 from soapjax.costs.conversion import COLLECTIVES, RINGS, TRANSFER, Links
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
-from soapjax.strategy.resharding import Exchange, Permute, Step, gathered_first, steps_of
+from soapjax.strategy.resharding import Exchange, Permute, gathered_first, steps_of
 
 Wanted = Callable[[int], bool]  # of mesh axes
 
@@ -29,9 +29,11 @@ def conversion_cost_plainly(
         rest_s, rest = conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape)
         return [a + b for a, b in zip(gathers_s, rest_s, strict=True)], {k: gathered[k] + rest[k] for k in COLLECTIVES}
     steps = steps_of(*unpinned, sizes, is_counted=True)
+    sums = any(s == PARTIAL != t for s, t in zip(*unpinned, strict=True))
+    is_whole = len(steps) == 1 and isinstance(steps[0], Permute) and not sums  # blocks only change places
     local = size_bytes
     for a, (s, t) in enumerate(pairs):
-        if s >= 0 or (s == REPLICATED and t >= 0 and not _is_whole(steps)):
+        if s >= 0 or (s == REPLICATED and t >= 0 and not is_whole):
             local /= sizes[a]
     seconds = [0.0] * links.num_levels
     sent = dict.fromkeys(COLLECTIVES, 0.0)
@@ -81,7 +83,7 @@ def conversion_cost_plainly(
     if times:
         changed = [a for a in axes if source[a] != target[a] and not is_pinned[a]]
         behind = [b for b in axes for a in changed if a < b and source[b] == target[b] >= 0 and source[b] in pairs[a]]
-        over = changed if _is_whole(steps) else changed + behind
+        over = changed if is_whole else changed + behind
         lv = min(links.axis_levels[a] for a in over)
         seconds[lv] += times * (links.latency_s[lv] * latency_share + local / links.rate("collective-permute", lv, over))
         sent["collective-permute"] += times * local
@@ -98,10 +100,5 @@ def conversion_cost_plainly(
         n = group(lv, lambda a: source[a] >= 0 and target[a] <= PINNED)
         local *= n
         run(TRANSFER, lv, n, local)
-    across("all-gather", lambda a: source[a] >= 0 and target[a] == REPLICATED and not _is_whole(steps), local)
+    across("all-gather", lambda a: source[a] >= 0 and target[a] == REPLICATED and not is_whole, local)
     return seconds, sent
-
-
-def _is_whole(steps: tuple[Step, ...]) -> bool:
-    """Whether blocks only change places."""
-    return len(steps) == 1 and isinstance(steps[0], Permute)

@@ -32,24 +32,25 @@ MESHES = (
     Links((3, 2, 5), (0, 0, 1), (3e-6, 1e-6), (1e9, 3e11)),
     Links((2, 2, 3, 2, 7), (0, 1, 1, 2, 2), (1e-4, 8e-6, 2e-6), (1e8, 2e10, 2.25e11)),
     links_of(load_topology("a100x64"), factor_mesh(load_topology("a100x64"))),
+    links_of(load_topology("v100x32"), factor_mesh(load_topology("v100x32"))),
     TWO_LEVELS._replace(rings_across_levels=True),
     Links(
         (2, 2, 3, 2, 7), (0, 1, 1, 2, 2), (1e-4, 8e-6, 2e-6), (1e8, 2e10, 2.25e11), rings_across_levels=True,
         fractions=((0.9, 1.0, 0.5, 0.8, 0.4, 1.0), (1.0, 1.0, 0.7, 1.0, 0.6, 1.0), (0.7, 1.0, 1.0, 0.9, 1.0, 1.0)),
     ),
-    links_of(load_topology("v100x32"), factor_mesh(load_topology("v100x32"))),
 )
 BATCH = 64
 
 
 @functools.cache
-def jitted(links: Links):
-    return jax.jit(functools.partial(conversion_cost, links=links))
+def jitted(links: Links, pins: bool = False):
+    """One program per mesh and shape: each takes a second to compile."""
+    return jax.jit(functools.partial(conversion_cost, links=links, pins=pins))
 
 
 def one(source, target, size: float, links: Links):
     """Seconds per level and bytes by kind of a single conversion, from both implementations, which must agree."""
-    found = conversion_cost(jnp.asarray(source, jnp.int8), jnp.asarray(target, jnp.int8), jnp.float32(size), links)
+    found = jitted(links)(jnp.asarray(source, jnp.int8), jnp.asarray(target, jnp.int8), jnp.float32(size))
     seconds, sent = conversion_cost_plainly(source, target, size, links)
     np.testing.assert_allclose(found.seconds, seconds, rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(found.bytes, list(sent.values()), rtol=FLOAT32_ERROR)
@@ -95,7 +96,7 @@ def test_small_dims_jitted_equal_plain(links):
     rng = np.random.default_rng(len(links.axis_sizes))
     source, target, size = random_layouts(rng, links, BATCH)
     shape = random_shapes(rng, source, target, links)
-    found = conversion_cost(source, target, size, links, shape=shape)
+    found = jitted(links)(source, target, size, shape=shape)
     plain = [
         conversion_cost_plainly(s, t, float(n), links, shape=x.tolist())
         for s, t, n, x in zip(source, target, size, shape, strict=True)
@@ -242,7 +243,7 @@ def test_pinned_layouts_jitted_equal_plain(links, seed):
     source, target, size = random_layouts(rng, links, BATCH)
     source, target = (np.where(rng.random(x.shape) < 0.4, PINNED - rng.integers(0, 2, x.shape), x) for x in (source, target))
     source, target = source.astype(np.int8), np.where(source == P, R, target).astype(np.int8)
-    found = conversion_cost(source, target, size, links, pins=True)
+    found = jitted(links, pins=True)(source, target, size)
     plain = [conversion_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
     np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
@@ -262,8 +263,6 @@ def test_pinned_layouts_jitted_equal_plain(links, seed):
 )
 def test_transfers_by_hand(source, target, seconds, sent):
     links = Links((2, 2), (0, 1), (8.0, 2.0), (10.0, 100.0))
-    found = conversion_cost(
-        np.array([source], np.int8), np.array([target], np.int8), np.array([40.0], np.float32), links, pins=True
-    )  # fmt: skip
+    found = jitted(links, pins=True)(np.array([source], np.int8), np.array([target], np.int8), np.array([40.0], np.float32))
     assert found.seconds[0].tolist() == pytest.approx(seconds)
     assert found.bytes[0, COLLECTIVES.index("transfer")] == pytest.approx(sent)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soapjax.costs.conversion import links_of
-from soapjax.topology import factor_mesh, load_topology
+from soapjax.topology import FactorMesh, factor_mesh, load_topology
 from soapjax.topology.rings import group_shares, ring_share
 
 CUBE_MESH = load_topology("dgx1_v100x8").levels[0].links
@@ -80,6 +80,16 @@ def test_collectives_have_the_links_of_their_group():
     assert links.rate("all-reduce", 0, [0, 1, 2]) == links.rate("all-reduce", 0) == pytest.approx(150e9 * 0.8)
     switched = load_topology("a100x8")
     assert not links_of(switched, factor_mesh(switched)).group_share
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (8,)])
+def test_a_mesh_that_is_written_by_hand(sizes):
+    """Axes of a stage's own mesh: groups of four every second GPU, and of four in a row."""
+    topology = load_topology("dgx1_v100x8")
+    links = links_of(topology, FactorMesh(tuple("xy"[: len(sizes)]), sizes, (0,) * len(sizes)))
+    wanted = {(4, 2): (2 / 6, 1 / 6), (2, 4): (1 / 6, 4 / 6), (8,): (1.0,)}[sizes]
+    assert [links.rate("all-gather", 0, [a]) / 120e9 for a in range(len(sizes))] == pytest.approx(wanted)
+    assert links.rate("all-gather", 0, list(range(len(sizes)))) == pytest.approx(120e9)
 
 
 def test_a_part_of_a_level():
