@@ -77,7 +77,7 @@ NAMED = ("data_parallel", "fsdp", "tensor_parallel", "mcmc")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=[*MODELS, *LARGE])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *LARGE], help="all small ones; with --predict all that are there")
     parser.add_argument("--target", default="cpu", help="cpu, or cuda: the topology's GPU")
     parser.add_argument("--topology", default="cpu8")
     parser.add_argument("--random", type=int, default=5, help="random points of the space per model")
@@ -98,7 +98,7 @@ def main() -> int:
     elif not options.report:
         topology = soapjax.load_topology(options.topology)
         devices = devices_of_target(topology, options.target)
-        for name in options.models:
+        for name in options.models or MODELS:
             if time.monotonic() < until:
                 compile_model(name, topology, devices, options, rows, path, until)
     lines = report(rows)
@@ -155,6 +155,8 @@ def predict_again(rows: list[dict], options) -> None:
     So does the whole row of a search that now finds another plan, one that sends other bytes.
     """
     for topology_name, name in dict.fromkeys((r["topology"], r["model"]) for r in rows):
+        if options.models and name not in options.models:
+            continue
         of = {r["strategy"]: r for r in rows if (r["topology"], r["model"]) == (topology_name, name) and not r.get("failed")}
         problem, _ = problem_of(name, soapjax.load_topology(topology_name))
         rng = np.random.default_rng(0)
