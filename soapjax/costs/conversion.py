@@ -33,7 +33,7 @@ from soapjax.costs.steps import steps_of_all
 from soapjax.costs.turns import in_turns
 from soapjax.strategy.layout import PINNED, REPLICATED
 from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
-from soapjax.topology.rings import group_shares
+from soapjax.topology.rings import detour_share, group_shares
 
 TRANSFER = "transfer"  # from one group of devices to another
 COLLECTIVES = (*COLLECTIVE_KINDS, TRANSFER)
@@ -95,8 +95,7 @@ def _group_share(topology: DeviceTopology, mesh: FactorMesh) -> tuple[tuple[tupl
     for i, level in enumerate(topology.levels):
         axes = [a for a, on in enumerate(mesh.axis_levels) if on == i]
         shares = group_shares(level.links, tuple(mesh.axis_sizes[a] for a in axes)) if level.links else {}
-        # Meshes written by hand have groups that no ring joins: a detour, as in `LinkLevel.part`.
-        least = 1 / max(map(sum, level.links)) if level.links else 1.0
+        least = detour_share(level.links) if level.links else 1.0  # meshes written by hand have groups that no ring joins
         slower = {group: max(share, least) for group, (share, _) in shares.items() if share < 1}
         found.append(tuple((tuple(axes[a] for a in group), share) for group, share in slower.items()))
     return tuple(found)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.topology.rings import MOST_DEVICES, Matrix, group_shares, is_matrix
+from soapjax.topology.rings import MOST_DEVICES, Matrix, detour_share, group_shares, is_matrix
 from soapjax.topology.table_reader import (
     BANDWIDTH_UNITS,
     FRACTION_UNITS,
@@ -77,17 +77,17 @@ class LinkLevel:
     def part(self, begin: int, size: int) -> LinkLevel:
         """The level of `size` of its units from `begin`; of more units than it has, all linked alike.
 
-        Where some of them have no links to form a ring they detour: as much as one link is what is left.
+        Where some of them have no links to form a ring they detour (`detour_share`).
         """
         end = begin + size
         links = tuple(row[begin:end] for row in self.links[begin:end]) if size <= self.size else ()
         if not links or size == 1:
             return replace(self, size=size, links=())
-        most = max(map(sum, self.links))
         is_joined = all(map(any, links)) and all(share for share, _ in group_shares(links, _prime_factors(size)).values())
-        used = max(map(sum, links)) if is_joined else 1  # of a unit's links, those that do not lead elsewhere
-        bandwidth = self.bandwidth_bytes_per_s * used / most
-        return replace(self, size=size, links=links if is_joined else (), bandwidth_bytes_per_s=bandwidth)
+        if not is_joined:
+            return replace(self, size=size, links=(), bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * detour_share(self.links))
+        inside = max(map(sum, links)) / max(map(sum, self.links))  # of a unit's links, those that do not lead elsewhere
+        return replace(self, size=size, links=links, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * inside)
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:

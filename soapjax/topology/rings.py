@@ -61,6 +61,11 @@ def ring_share(links: Matrix, group: Sequence[int]) -> float:
     return round(-2 * found.fun / most, 9)
 
 
+def detour_share(links: Matrix) -> float:
+    """What is left to devices that no ring joins: as much as one link."""
+    return 1 / max(map(sum, links))
+
+
 @functools.cache
 def group_shares(links: Matrix, axis_sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[float, tuple[int, ...]]]:
     """By axes of the mesh that the devices form: the share of the worst group along them, and that group."""
