@@ -69,19 +69,23 @@ class Timer:
                 self.count = shared(f"steps {self.name}", lambda: int(np.clip(SITTING_S / first_s, LEAST_STEPS, self.most)))
             self.times_s += [self.once() for _ in range(self.count)]
 
+    def take_slowest(self) -> None:
+        """A step takes as long as on the host where it takes longest: not all plans make hosts wait. Every rank must call it."""
+        hosts = np.reshape(multihost_utils.process_allgather(np.float32(self.times_s)), (-1, len(self.times_s)))
+        self.times_s = hosts[np.median(hosts, axis=1).argmax()].tolist()
+
     def timing(self) -> Timing:
         median = statistics.median(self.times_s)
         return Timing(median, (max(self.times_s) - min(self.times_s)) / median, len(self.times_s), self.loss)
 
 
 def in_rounds(timers: Sequence[Timer]) -> None:
-    """Times all of them, in turn. A step takes as long as on the host where it takes longest: not all plans make hosts wait."""
+    """Times all of them, in turn, on every rank; then all ranks have the same times."""
     for _ in range(ROUNDS):
         for timer in timers:
             timer.sit()
     for timer in timers:
-        hosts = np.reshape(multihost_utils.process_allgather(np.float32(timer.times_s)), (-1, len(timer.times_s)))
-        timer.times_s = hosts[np.median(hosts, axis=1).argmax()].tolist()
+        timer.take_slowest()
 
 
 def shared(name: str, make: Callable[[], Any]) -> Any:
