@@ -3,7 +3,7 @@
 `evaluator(tables)` gives a pure function of one strategy (axes [N, A], storage [N]);
 `jax.vmap` makes it one of a batch. Steps: config values -> layout of every access ->
 storage of every parameter -> home layout of every tensor (partial sums resolved towards
-the first reader) -> local sizes -> seconds and bytes.
+the first reader) -> local sizes -> seconds and bytes. `stages` gives the same in three functions, to be compiled side by side.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
     return Layouts(slots, home, raw, resolved, since > 0, since)
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What is known of a strategy before its conversions are paid for."""
 
     found: Layouts
@@ -135,7 +135,7 @@ class _Asked(NamedTuple):
     wanted: Array
 
 
-def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
+def _asked(tables: CostTables, axes: Array, storage: Array) -> Asked:
     """What a strategy's operators take, and what they ask to be converted."""
     sizes = np.array(tables.links.axis_sizes, np.float32)
     memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
@@ -170,7 +170,7 @@ def _asked(tables: CostTables, axes: Array, storage: Array) -> _Asked:
     partial = tables.partial
     source = jnp.concatenate([rows(found.raw, partial), edge_home, inner_source(inner)])
     wanted = jnp.concatenate([rows(found.resolved, partial), target, inner_target(inner)])
-    return _Asked(found, compute_s, shards, edge_home, target, inner, source, wanted)
+    return Asked(found, compute_s, shards, edge_home, target, inner, source, wanted)
 
 
 def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Array, Array], Costs]:
@@ -178,6 +178,25 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
 
     Of a batch of strategies, with a leading dim everywhere, if `is_batched`: the same as vmapped, but traced in half of the time.
     """
+    ask, convert, pay = stages(tables, is_batched=is_batched)
+
+    def evaluate(axes: Array, storage: Array) -> Costs:
+        of = ask(axes, storage)
+        return pay(axes, of, convert(of.source, of.wanted))
+
+    return evaluate
+
+
+class Stages(NamedTuple):
+    """The cost function's parts, one after the other."""
+
+    ask: Callable[[Array, Array], Asked]  # of axes and storage
+    convert: Callable[[Array, Array], ConversionCost]  # of `Asked.source` and `Asked.wanted`
+    pay: Callable[[Array, Asked, ConversionCost], Costs]  # of axes, and what the others gave
+
+
+def stages(tables: CostTables, *, is_batched: bool = False) -> Stages:
+    """The parts of `evaluator(tables)`."""
     sizes = np.array(tables.links.axis_sizes, np.float32)
     num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
     partial = tables.partial  # [R]: the others are kept as they are made
@@ -193,18 +212,17 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
     def product(mask: Array) -> Array:
         return split_of(mask, sizes)
 
-    def evaluate(axes: Array, storage: Array) -> Costs:
-        lift = jax.vmap if is_batched else lambda fn: fn
-        of = lift(lambda a, s: _asked(tables, a, s))(axes, storage)
+    lift = jax.vmap if is_batched else lambda fn: fn
+
+    def convert(source: Array, wanted: Array) -> ConversionCost:
         # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
         shares = jnp.concatenate([tables.resolve_share[partial], tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
         no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
         shapes = jnp.concatenate([tables.tensor_shape[partial], tables.tensor_shape[tables.edge_tensor], no_shape])
         sizes_sent = jnp.concatenate([tables.resolve_bytes[partial], tables.edge_bytes, tables.sum_bytes])
-        every = conversion_cost(of.source, of.wanted, sizes_sent, tables.links, shares, shape=shapes, pins=pins)
-        return lift(paid)(axes, of, every)
+        return conversion_cost(source, wanted, sizes_sent, tables.links, shares, shape=shapes, pins=pins)
 
-    def paid(axes: Array, of: _Asked, every: ConversionCost) -> Costs:
+    def paid(axes: Array, of: Asked, every: ConversionCost) -> Costs:
         found, shards, edge_home, target, inner = of.found, of.shards, of.edge_home, of.target, of.inner
         home = found.home
         times = jnp.concatenate([tables.tensor_trips[partial], tables.edge_trips, sum_times])[:, None]
@@ -261,7 +279,7 @@ def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Arra
         memory = jnp.stack([persistent[g], live[g, k], made[g, k], total[g, k]])
         return Costs(durations, found, sent, memory, _violations(tables, axes), parts, holding)
 
-    return evaluate
+    return Stages(lift(lambda axes, storage: _asked(tables, axes, storage)), convert, lift(paid))
 
 
 def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, Array, Array]:

@@ -29,7 +29,6 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import numpy_rng, starts
-from soapjax.simulate.programs import Program
+from soapjax.simulate.programs import Program, side_by_side
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
@@ -87,19 +86,10 @@ class Engine:
 
     def prepare(self, walker: Walker) -> None:
         """Compiles all, on as many cores as there are."""
-        key, number = jax.random.key(0), jnp.int32(0)
-        state = State(walker.at.base.axes, walker.at.base.storage)
-        device = jax.config.jax_default_device
-
-        def compile_one(program: Program, *args: Any) -> None:
-            with jax.default_device(device):
-                program.prepare(*args)
-
-        with ThreadPoolExecutor(2) as pool:
-            beta = jnp.float32(1.0)
-            walks = pool.submit(compile_one, self._walk, self.near.tables, beta, key, beta, walker, number, number)
-            pool.submit(compile_one, self._propose, jax.random.split(key, BATCH), state).result()
-            walks.result()
+        key, number, beta = jax.random.key(0), jnp.int32(0), jnp.float32(1.0)
+        with side_by_side() as prepare:
+            prepare(self._walk, self.near.tables, beta, key, beta, walker, number, number)
+            prepare(self._propose, jax.random.split(key, BATCH), State(walker.at.base.axes, walker.at.base.storage))
 
     def walker(self, strategy: Strategy, cost: float) -> Walker:
         """A chain that begins at `strategy`."""

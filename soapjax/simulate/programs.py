@@ -18,8 +18,8 @@ import os
 import platform
 import tempfile
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +51,46 @@ class Program:
             self._options.pop(LEVEL, None)  # the user asks for none at all
         self._compiled: Callable[..., Any] | None = None
         self._lock = threading.Lock()
-        self.compile_s = 0.0  # what tracing, and compiling or loading took
 
     def prepare(self, *args: Any) -> None:
         """Compiles for arguments like these: arrays or `jax.ShapeDtypeStruct`s."""
-        with self._lock, fewer_collections():
+        with self._lock:
             if self._compiled is None:
-                begin = time.monotonic()
-                self._compiled = _compiled(self._jitted.lower(*args), self._options)
-                self.compile_s = time.monotonic() - begin
+                self.compile(self.lower(*args))
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The program traced for such arguments."""
+        with fewer_collections():
+            return self._jitted.lower(*args)
+
+    def compile(self, lowered: jax.stages.Lowered) -> None:
+        self._compiled = _compiled(lowered, self._options)
 
     def __call__(self, *args: Any) -> Any:
         if self._compiled is None:
             self.prepare(*args)
         return self._compiled(*args)
+
+
+@contextlib.contextmanager
+def side_by_side() -> Iterator[Callable[..., Any]]:
+    """Compiles programs on as many cores as there are, while further ones are traced; all are ready at the end.
+
+    Gives a function of a program and arguments like its own; it returns what `Program` will, as `jax.ShapeDtypeStruct`s.
+    """
+    device = jax.config.jax_default_device
+    waiting: list[Future[None]] = []
+
+    def prepare(program: Program, *args: Any) -> Any:
+        lowered = program.lower(*args)
+        waiting.append(pool.submit(program.compile, lowered))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+
+    # A thread has a default device of its own.
+    with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: jax.default_device(device).__enter__()) as pool:
+        yield prepare
+        for each in waiting:
+            each.result()
 
 
 def program_folder() -> Path | None:

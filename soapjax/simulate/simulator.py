@@ -6,6 +6,8 @@ One trace; `step_times` and `batch` are what a search calls, `costs` and `timeli
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -14,14 +16,14 @@ import jax
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import COLLECTIVES
-from soapjax.costs.evaluate import Costs, evaluator
+from soapjax.costs.conversion import COLLECTIVES, ConversionCost
+from soapjax.costs.evaluate import Asked, Costs, stages
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.tables import CostTables
 from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import Timeline, simulate
 from soapjax.simulate.items import items_of
-from soapjax.simulate.programs import Program
+from soapjax.simulate.programs import Program, side_by_side
 from soapjax.simulate.schedule import schedule_of
 from soapjax.simulate.trace import ItemArrays, item_arrays
 from soapjax.strategy.plan import Prediction
@@ -67,10 +69,14 @@ class Simulator:
     def __init__(self, tables: CostTables):
         self.tables = tables
         self.schedule = schedule_of(tables)
-        self._evaluate = evaluator(tables, is_batched=True)
         self.items = items_of(tables, self.schedule)
         self.item_arrays = item_arrays(self.items)
-        self._batch = Program(self._scores_and_costs, is_urgent=True)
+        parts = stages(tables, is_batched=True)
+        # Three programs: while one is compiled, the next is traced, and two take less time than one of twice the size.
+        self._ask, self._convert = Program(parts.ask, is_urgent=True), Program(parts.convert, is_urgent=True)
+        self._pay, self._finish = parts.pay, Program(self._scores_and_costs, is_urgent=True)
+        self._preparing = threading.Lock()
+        self.compile_s = 0.0  # that the programs took to trace, and to compile or to load; 0 before the first call
 
     def batch(self, axes: Array, storage: Array) -> Batch:
         """Scores and costs of B strategies int8 [B, N, A] and [B, N]; any number, at least one."""
@@ -81,17 +87,25 @@ class Simulator:
         """What `keep` makes of scores and costs of AT_ONCE strategies each; the last one repeated."""
         axes, storage = np.asarray(axes), np.asarray(storage)
         rows = np.minimum(np.arange(-(-len(axes) // AT_ONCE) * AT_ONCE), len(axes) - 1).reshape(-1, AT_ONCE)
-        calls = [(self.item_arrays, axes[part], storage[part]) for part in rows]
-        self._batch.prepare(*calls[0])  # here: what the caller's thread says of devices holds
-        return list(_pool().map(lambda call: keep(*jax.block_until_ready(self._batch(*call))), calls))
+        self._prepare(axes[rows[0]], storage[rows[0]])  # here: what the caller's thread says of devices holds
+        return list(_pool().map(lambda part: keep(*jax.block_until_ready(self._judged(axes[part], storage[part]))), rows))
 
-    @property
-    def compile_s(self) -> float:
-        """Seconds that the program took to compile or to load; 0 before its first call."""
-        return self._batch.compile_s
+    def _prepare(self, axes: np.ndarray, storage: np.ndarray) -> None:
+        with self._preparing:
+            if self.compile_s:
+                return
+            begin = time.monotonic()
+            with side_by_side() as prepare:
+                of = prepare(self._ask, axes, storage)
+                prepare(self._finish, self.item_arrays, axes, of, prepare(self._convert, of.source, of.wanted))
+            self.compile_s = time.monotonic() - begin
 
-    def _scores_and_costs(self, items: ItemArrays, axes: Array, storage: Array) -> tuple[Scores, Costs]:
-        costs = self._evaluate(axes, storage)
+    def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Costs]:
+        of = self._ask(axes, storage)
+        return self._finish(self.item_arrays, axes, of, self._convert(of.source, of.wanted))
+
+    def _scores_and_costs(self, items: ItemArrays, axes: Array, of: Asked, every: ConversionCost) -> tuple[Scores, Costs]:
+        costs = self._pay(axes, of, every)
         on = None if costs.holders is None else self.items.holders(costs.holders)
         overlap = self.tables.topology.device.overlap
         times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)

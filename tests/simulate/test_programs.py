@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from soapjax.simulate import programs
-from soapjax.simulate.programs import QUICKLY, Program, program_folder
+from soapjax.simulate.programs import QUICKLY, Program, program_folder, side_by_side
 
 
 def double_of_sines(x):
@@ -82,7 +82,40 @@ def test_a_folder_that_cannot_be_made_is_no_harm(folder):
     assert right(Program(double_of_sines))
 
 
-def test_prepared_by_shape(folder):
+def compiled(monkeypatch) -> list[str]:
+    """Names of the programs that were handed to the compiler, as they are."""
+    names, compile_one = [], programs._by_compiler
+
+    def counted(lowered, options):
+        names.append(lowered.as_text().split("@", 1)[1].split()[0])
+        return compile_one(lowered, options)
+
+    monkeypatch.setattr(programs, "_by_compiler", counted)
+    return names
+
+
+def test_prepared_by_shape(folder, monkeypatch):
+    names = compiled(monkeypatch)
     program = Program(double_of_sines)
     program.prepare(jax.ShapeDtypeStruct((4,), "float32"))
-    assert program.compile_s > 0 and right(program)
+    assert len(names) == 1 and right(program) and len(names) == 1, "compiled before its first call, and not again"
+
+
+def test_programs_side_by_side_take_each_others_results_by_shape(folder, monkeypatch):
+    names = compiled(monkeypatch)
+    first, second = Program(double_of_sines), Program(lambda of, x: of["y"] - x)
+    with side_by_side() as prepare:
+        shapes = prepare(first, X)
+        prepare(second, shapes, X)
+    assert shapes["y"].shape == (4,) and len(names) == 2
+    np.testing.assert_allclose(second(first(X), X), 2 * np.sin(X) + np.arange(4) - X, rtol=1e-6)
+    assert len(names) == 2, "both were ready"
+
+
+def test_what_cannot_be_compiled_side_by_side_is_told(folder, monkeypatch):
+    def refused(lowered, options):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(programs, "_by_compiler", refused)
+    with pytest.raises(RuntimeError, match="out of registers"), side_by_side() as prepare:
+        prepare(Program(double_of_sines), X)
