@@ -33,7 +33,9 @@ KICKED_MOVES = (2, 5)  # of one small kick, at least and at most
 KICKED_PATIENCE = 6  # of the descent after a small kick
 MOST_RERANKED = 5  # a kick of that kind takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
 _MOST_MERGED = 6  # improvements that are tried together
-_TRIES = 40  # draws for a strategy that was not judged before
+# Moves that are made at once: the first take as long as forty more, which are of no use once something better is found.
+_AT_ONCE = BATCH // 2, 4 * BATCH  # right after that, and at most
+_TRIES = 8  # so many times, for as many as are wanted that were not judged before
 
 
 class Descent:
@@ -46,6 +48,7 @@ class Descent:
         self.problem, self.best, self.rng, self.moves, self.patience = problem, start, rng, moves, patience
         self.seen = {start.strategy.key()}
         self.merged: list[Strategy] = []
+        self.drawn: list[Strategy] = []  # from the best, and not looked at yet
         self.quiet = 0
         self.is_over = False
         self.order = rng.permutation(self.moves.num_single if sweeps else 0)  # of the moves of a sweep
@@ -62,34 +65,52 @@ class Descent:
         self.merged = _overlaid(self.best.strategy, better)
         self.quiet = 0 if better else self.quiet + 1
         self.since = 0 if better else self.since
+        self.drawn = [] if better else self.drawn
         self.best = min(self.best, found[0], key=lambda e: e.cost)
         self.is_over = self.quiet >= self.patience and self.since >= len(self.order)
         return len(drawn)
 
     def _fresh(self, count: int) -> list[Strategy]:
         """Up to `count` strategies that were not judged before: what was merged, then half of the sweep and half draws."""
-        found: list[Strategy] = []
-        waiting, self.merged = self.merged, []
-        for _ in range(_TRIES):
-            for one in waiting:
-                if len(found) < count and one.key() not in self.seen:
-                    self.seen.add(one.key())
-                    found.append(one)
-            missing = count - len(found)
-            if not missing:
-                break
-            swept = self._swept(-(-missing // 2))
-            waiting = swept + self.moves.draw(self.rng, [self.best.strategy] * (missing - len(swept)))
-        return found
+        found = self._unseen(self.merged[:count])
+        self.merged = []
+        found += self._swept(-(-(count - len(found)) // 2))
+        return found + self._random(count - len(found))
+
+    def _unseen(self, strategies: list[Strategy]) -> list[Strategy]:
+        """Those of them that were not judged before; they count as judged from now on."""
+        fresh = []
+        for one in strategies:
+            if (key := one.key()) not in self.seen:
+                self.seen.add(key)
+                fresh.append(one)
+        return fresh
 
     def _swept(self, count: int) -> list[Strategy]:
-        """The next `count` moves of the sweep, none once all of them have not helped."""
-        count = min(count, len(self.order) - self.since)
-        if count <= 0:
-            return []
-        chosen = self.order[(self.next + np.arange(count)) % len(self.order)]
-        self.next, self.since = (self.next + count) % len(self.order), self.since + count
-        return self.moves.single(self.best.strategy, chosen)
+        """The next `count` moves of the sweep, fewer once all of them have not helped."""
+        found: list[Strategy] = []
+        while len(found) < count and self.since < len(self.order):
+            some = min(_AT_ONCE[0], len(self.order) - self.since)
+            chosen = self.order[(self.next + np.arange(some)) % len(self.order)]
+            for one in self.moves.single(self.best.strategy, chosen):
+                self.next, self.since = (self.next + 1) % len(self.order), self.since + 1
+                found += self._unseen([one])
+                if len(found) == count:
+                    break
+        return found
+
+    def _random(self, count: int) -> list[Strategy]:
+        """`count` random moves, fewer where most of what is drawn was judged before."""
+        found: list[Strategy] = []
+        for _ in range(_TRIES):
+            if not self.drawn:
+                at_once = min(_AT_ONCE[0] << self.quiet, _AT_ONCE[1])
+                self.drawn = self.moves.draw(self.rng, [self.best.strategy] * at_once)
+            while self.drawn and len(found) < count:
+                found += self._unseen([self.drawn.pop()])
+            if len(found) == count:
+                break
+        return found
 
 
 class Kind(NamedTuple):

@@ -16,6 +16,7 @@ from jax import Array
 
 from soapjax.costs.profile import Profile
 from soapjax.costs.tables import cost_tables
+from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
 from soapjax.simulate.simulator import Scores, Simulator
 from soapjax.strategy.space import SearchSpace
@@ -44,6 +45,7 @@ class PlanningProblem:
     simulator: Simulator
 
     @classmethod
+    @fewer_collections()
     def make(
         cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None
     ) -> PlanningProblem:
