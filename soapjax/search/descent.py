@@ -102,9 +102,9 @@ class Descent:
     def _random(self, count: int) -> list[Strategy]:
         """`count` random moves, fewer where most of what is drawn was judged before."""
         found: list[Strategy] = []
-        for _ in range(_TRIES):
+        for tries in range(_TRIES):
             if not self.drawn:
-                at_once = min(_AT_ONCE[0] << self.quiet, _AT_ONCE[1])
+                at_once = min(_AT_ONCE[0] << (self.quiet + tries), _AT_ONCE[1])
                 self.drawn = self.moves.draw(self.rng, [self.best.strategy] * at_once)
             while self.drawn and len(found) < count:
                 found += self._unseen([self.drawn.pop()])
