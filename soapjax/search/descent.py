@@ -103,13 +103,13 @@ class Descent:
         """`count` random moves, fewer where most of what is drawn was judged before."""
         found: list[Strategy] = []
         for tries in range(_TRIES):
+            if len(found) == count:
+                break
             if not self.drawn:
                 at_once = min(_AT_ONCE[0] << (self.quiet + tries), _AT_ONCE[1])
                 self.drawn = self.moves.draw(self.rng, [self.best.strategy] * at_once)
             while self.drawn and len(found) < count:
                 found += self._unseen([self.drawn.pop()])
-            if len(found) == count:
-                break
         return found
 
 

@@ -44,7 +44,7 @@ from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import numpy_rng, starts
-from soapjax.simulate.programs import Program, side_by_side
+from soapjax.simulate.programs import Program, side_by_side, threads
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
@@ -185,9 +185,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     begin = time.monotonic()
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
-    device = jax.config.jax_default_device
-    # A thread has a default device of its own.
-    pool = ThreadPoolExecutor(2, initializer=lambda: jax.default_device(device).__enter__())
+    pool = threads(2)
     try:
         begun += _without_pins(rng_key, problem, record)
         descents = Descents(rng_key, problem, record, pool)

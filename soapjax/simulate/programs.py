@@ -72,13 +72,18 @@ class Program:
         return self._compiled(*args)
 
 
+def threads(count: int | None) -> ThreadPoolExecutor:
+    """A pool whose threads have the default device of the caller's; a thread has one of its own otherwise."""
+    device = jax.config.jax_default_device
+    return ThreadPoolExecutor(count, initializer=lambda: jax.default_device(device).__enter__())
+
+
 @contextlib.contextmanager
 def side_by_side() -> Iterator[Callable[..., Any]]:
     """Compiles programs on as many cores as there are, while further ones are traced; all are ready at the end.
 
     Gives a function of a program and arguments like its own; it returns what `Program` will, as `jax.ShapeDtypeStruct`s.
     """
-    device = jax.config.jax_default_device
     waiting: list[Future[None]] = []
 
     def prepare(program: Program, *args: Any) -> Any:
@@ -86,8 +91,7 @@ def side_by_side() -> Iterator[Callable[..., Any]]:
         waiting.append(pool.submit(program.compile, lowered))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
 
-    # A thread has a default device of its own.
-    with ThreadPoolExecutor(os.cpu_count(), initializer=lambda: jax.default_device(device).__enter__()) as pool:
+    with threads(os.cpu_count()) as pool:
         yield prepare
         for each in waiting:
             each.result()
