@@ -31,15 +31,15 @@ errors = rich.console.Console(stderr=True, soft_wrap=True)
 class PlanCommand:
     """Plan a model for a topology and write the plan file.
 
-    Example:  soapjax plan models.mlp --topology cpu8 -o plan.json
+    Example:  soapjax plan soapjax.models.mlp --topology cpu8 -o plan.json
 
-    Example:  soapjax plan models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
+    Example:  soapjax plan soapjax.models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
 
     Example:  soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
 
-    Example:  soapjax plan models.rnnlm --topology p100x16 --space paper --planner model_parallel
+    Example:  soapjax plan soapjax.models.rnnlm --topology p100x16 --space paper --planner model_parallel
 
-    Example:  soapjax plan models.vgg --topology p100x16 --pipeline 1f1b --microbatches 8 -o plan.json
+    Example:  soapjax plan soapjax.models.vgg --topology p100x16 --pipeline 1f1b --microbatches 8 -o plan.json
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -136,11 +136,11 @@ class VerifyCommand:
 class ProfileCommand:
     """Measure a model's operators at the local shapes that a search for a topology asks for, and the links at hand.
 
-    Example:  soapjax profile models.mlp --topology local --seconds 30
+    Example:  soapjax profile soapjax.models.mlp --topology local --seconds 30
 
-    Example:  soapjax profile models.transformer_lm --topology h200x8 --set layers=12 --set width=768 -o h200.json
+    Example:  soapjax profile soapjax.models.transformer_lm --topology h200x8 --set layers=12 --set width=768 -o h200.json
 
-    Example:  soapjax profile models.vgg --topology local --microbatches 4 8
+    Example:  soapjax profile soapjax.models.vgg --topology local --microbatches 4 8
     """
 
     model: Annotated[str, tyro.conf.Positional]

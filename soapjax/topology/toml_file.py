@@ -136,10 +136,9 @@ def shipped_topologies() -> tuple[str, ...]:
 
 
 def _shipped_files() -> dict[str, Traversable]:
-    """The shipped files by name: package data of an installed wheel, or the folder beside the package."""
-    try:
-        folder: Traversable = importlib.resources.files("soapjax.topologies")
-    except ModuleNotFoundError:
+    """The shipped files by name: package data of an installed wheel, or in a checkout the folder beside the package."""
+    folder: Traversable = importlib.resources.files("soapjax") / "topologies"
+    if not folder.is_dir():
         folder = Path(__file__).resolve().parents[2] / "topologies"
     if not folder.is_dir():
         return {}
