@@ -23,7 +23,7 @@ HELPERS = {"errors", "files", "garbage"}
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "cli", "commands", "distributed", "interrupts", "measuring_commands",
     "model_source", "pipelining", "plan_files", "planning", "profiling", "running_commands", "stage_plans", "stage_sends",
-    "timelines", "user_shardings", "verify_programs", "verify_top",
+    "timelines", "topology_commands", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip
 
 
