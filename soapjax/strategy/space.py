@@ -173,16 +173,20 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
     task = graph.tasks[op.tasks[0]]
     access = (*task.writes, *task.reads)[0]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    own = mesh.axes_of(op.fixed_mesh)
     problems = []
     allowed[i, :, 1:] = False
-    for d, names in enumerate(op.fixed):
+    for d, theirs in enumerate(op.fixed):
         place = f"sharding constraint at {op.name}, dim {d}"
-        unknown = [name for name in names if name not in sizes]
-        dim = access.dims[d]
+        unknown = [name for name in theirs if name not in own]
+        if unknown and op.kind == "shard_map":
+            continue  # it runs on its own mesh all the same, on whole operands
+        names = [name for axis in theirs for name in own.get(axis, ())]
+        dim = d if op.kind == "shard_map" else access.dims[d]
         split = math.prod(sizes.get(name, 1) for name in names)
         if unknown:
-            value, expected = repr(unknown), f"axes of the plan's mesh {mesh.axis_names}"
-            problems.append(Problem(place, value, expected, "name these axes in the constraint"))
+            expected = f"axes of the plan's mesh {mesh.axis_names}, or a mesh that has products of them in this order"
+            problems.append(Problem(place, repr(unknown), expected, "name these axes in the constraint, or use such a mesh"))
         elif split > 1 and (dim < 0 or op.dims[dim].divisor % split):
             whole = 1 if dim < 0 else op.dims[dim].divisor
             value = f"{names}, a split into {split}"
