@@ -79,14 +79,14 @@ class CompiledStep:
     def compile(self) -> None:
         """Compiles the step for its shapes; the first call does it where nobody did before."""
         if self._compiled is None:
-            self._compiled = self._lowered().compile()
+            self._compiled = self.lower().compile()
 
-    def _lowered(self) -> Any:
+    def _structs(self) -> tuple[Any, ...]:
         structs = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
             for a, s in zip(self.program.step.in_avals, self._wanted, strict=True)
         ]
-        return self.jitted.lower(*self.program.step.in_tree.unflatten(structs)[0])
+        return self.program.step.in_tree.unflatten(structs)[0]
 
     def __call__(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
@@ -143,15 +143,17 @@ class CompiledStep:
         leaves, tree = jax.tree_util.tree_flatten(args)
         return tree.unflatten(place_all(leaves, shardings))
 
-    def lower(self, *args: Any) -> Any:
-        return self.jitted.lower(*args)
+    def lower(self, *_: Any) -> Any:
+        """The program lowered for arguments laid out as planned, however any at hand lie."""
+        return self.jitted.lower(*self._structs())
 
-    def trace(self, *args: Any) -> Any:
-        return self.jitted.trace(*args)
+    def trace(self, *_: Any) -> Any:
+        """As `lower`, traced."""
+        return self.jitted.trace(*self._structs())
 
     def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
         """What all processes must have alike before any of them runs, and what compiles it here."""
-        lowered = self._lowered()
+        lowered = self.lower()
 
         def compile_here() -> None:
             self._compiled = lowered.compile()
