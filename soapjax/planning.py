@@ -32,7 +32,7 @@ from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.topology.local import local_topology
-from soapjax.user_shardings import check_constraints, user_layouts
+from soapjax.user_shardings import check_constraints, logical_axes, user_layouts
 from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
 
 DEFAULT_PROPOSALS = 100_000
@@ -111,6 +111,8 @@ def plan(
             remarks = (*remarks, *verified.notes)
         provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
+    if names := logical_axes(given, step.in_paths, axis_names):
+        made = made.model_copy(update={"logical_axes": names})
     return Planned(made, result, baselines, problem, step)
 
 

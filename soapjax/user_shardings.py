@@ -15,7 +15,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.rules import user_spec
 from soapjax.graph.trace import TracedStep, leaf_paths
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import parse_spec
+from soapjax.strategy.plan import format_spec, parse_spec
 from soapjax.topology import FactorMesh
 
 log = logging.getLogger("soapjax")
@@ -74,6 +74,12 @@ def check_constraints(step: TracedStep, mesh: FactorMesh) -> None:
                     problems[Problem(place, f"{a!r} of size {n}", f"size {sizes[a]}, the plan's", remedy)] = None
     if problems:
         raise SoapjaxError(problems)
+
+
+def logical_axes(args: Sequence[Any], in_paths: Sequence[str], axis_names: Sequence[str]) -> dict[str, str]:
+    """The logical names in Flax's metadata by argument path, "-" for a dim without one; paths of mesh axes alone are left out."""
+    named = _flax_metadata(args, in_paths)
+    return {p: format_spec(s) for p, s in named.items() if any(n not in axis_names for names in s for n in names)}
 
 
 def _mapped(named: dict[str, Spec], axis_names: Sequence[str], rules: Sequence[tuple[str, Any]] | None) -> dict[str, Spec]:

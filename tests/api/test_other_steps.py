@@ -134,7 +134,8 @@ def test_an_evaluation_step_takes_the_training_state_as_it_lies():
     placed = free._last.place(state, BATCH)[0]
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (placed["opt_state"], state["opt_state"])), strict=True))
     compiled = free.lower(state, BATCH).compile()
-    assert compiled.memory_analysis().argument_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(state)) / 2
+    read = sum(x.nbytes for x in jax.tree.leaves((state["params"], BATCH)))
+    assert compiled.memory_analysis().argument_size_in_bytes <= read < sum(x.nbytes for x in jax.tree.leaves((state, BATCH)))
     # A last batch that does not split over eight devices is planned anew.
     few = jax.tree.map(lambda x: x[:6], BATCH)
     assert float(free(state, few)) == pytest.approx(float(evaluate(jax.device_get(state), few)), rel=1e-5)
