@@ -11,6 +11,7 @@ from flax.training.train_state import TrainState
 
 from soapjax import soap_shard
 
+pytestmark = pytest.mark.usefixtures("no_search")
 TX = optax.adam(1e-2)
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.standard_normal((16, 8)).astype(np.float32), "y": RNG.standard_normal((16, 4)).astype(np.float32)}

@@ -11,6 +11,7 @@ from flax import nnx
 
 from soapjax import SoapjaxError, soap_shard
 
+pytestmark = pytest.mark.usefixtures("no_search")
 FSDP = dict(planner="fsdp")
 RNG = np.random.default_rng(0)
 BATCH = {"x": RNG.standard_normal((16, 8)).astype(np.float32), "y": RNG.standard_normal((16, 4)).astype(np.float32)}
@@ -89,7 +90,7 @@ def test_constants_by_name_are_those_by_position():
     ],
 )
 def test_what_is_given_away(options, taken):
-    sharded = soap_shard(both, plan=plan_of_both(), **options).prepare(new_state(), BATCH)
+    sharded = soap_shard(both, **options, **FSDP).prepare(new_state(), BATCH)
     state, batch = sharded.shard(new_state()), sharded.shard(BATCH, argument=1)
     sharded(state, batch)
     assert tuple(all(x.is_deleted() for x in jax.tree.leaves(t)) for t in (state, batch)) == taken
@@ -99,11 +100,6 @@ def test_what_is_given_away(options, taken):
 def both(state, batch):
     new, _ = step(state, batch)
     return new, jax.tree.map(lambda x: 2 * x, batch)
-
-
-@functools.cache
-def plan_of_both():
-    return soap_shard(both, **FSDP).prepare(new_state(), BATCH).plan
 
 
 def test_a_used_up_state_is_named():
@@ -172,7 +168,7 @@ def test_inside_other_transformations_before_and_after_planning():
 def test_the_rest_of_jits_methods():
     fresh = soap_shard(step, **FSDP)
     assert fresh.eval_shape(new_state(), BATCH)[1].shape == () and fresh._cache_size() == 0
-    assert fresh.trace(new_state(), BATCH).jaxpr.in_avals == jax.jit(step).trace(new_state(), BATCH).jaxpr.in_avals
+    assert [a.shape for a in fresh.trace(new_state(), BATCH).jaxpr.in_avals] == [(8, 16), (16, 4), (16, 8), (16, 4)]
     losses(fresh)
     fresh.clear_cache()
     assert fresh._cache_size() == 0
