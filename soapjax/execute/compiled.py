@@ -7,6 +7,7 @@ key and a step count do at the second call.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.arrivals import place_all
 from soapjax.execute.spmd import Program
 from soapjax.graph.trace import check_leaves, signature
+
+# Of every leaf at every call.
+_IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgetter("committed")
 
 
 class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
@@ -90,11 +94,15 @@ class CompiledStep:
 
     def __call__(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        kinds = set(map(type, leaves))
+        if any(issubclass(t, jax.core.Tracer) for t in kinds):
             self._require_shapes(args)
             return self.jitted(*args)
-        self._require_not_used_up(leaves)
-        is_foreign = any(not isinstance(x, jax.Array) or not x.committed for x in self._donated_of(leaves))
+        arrays = {t for t in kinds if issubclass(t, jax.Array)}
+        if any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
+            raise self._used_up(leaves)
+        donated = self._donated_of(leaves)
+        is_foreign = not arrays.issuperset(map(type, donated)) or not all(map(_COMMITTED, donated))
         if is_foreign or self.spans_processes or self._compiled is None:
             self._require_shapes(args)
             args = self.place(*args) if self.spans_processes else self.place_state(*args)
@@ -117,18 +125,14 @@ class CompiledStep:
             raise ShapesChanged
         return [leaves[k] for k in self._donated_leaves]
 
-    def _require_not_used_up(self, leaves: list[Any]) -> None:
-        """JAX looks at this only after it has begun on some of the devices, and the process ends.
-
-        Raises: SoapjaxError naming the leaves.
-        """
+    def _used_up(self, leaves: list[Any]) -> SoapjaxError:
+        """Names the leaves. JAX looks only after it has begun on some of the devices, and the process ends."""
         gone = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and x.is_deleted()]
-        if gone:
-            paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else [f"leaf {k}" for k in range(len(leaves))]
-            shown = ", ".join(paths[k] for k in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
-            expected = "arrays that no step has used up"
-            remedy = "go on with the state that the last call returned, or say donate=False to keep the old one"
-            raise SoapjaxError(Problem(f"argument {shown}", "used up by an earlier call, which took its memory", expected, remedy))
+        paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else [f"leaf {k}" for k in range(len(leaves))]
+        shown = ", ".join(paths[k] for k in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+        remedy = "go on with the state that the last call returned, or say donate=False to keep the old one"
+        value, expected = "used up by an earlier call, which took its memory", "arrays that no step has used up"
+        return SoapjaxError(Problem(f"argument {shown}", value, expected, remedy))
 
     def place_state(self, *args: Any) -> tuple[Any, ...]:
         """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
