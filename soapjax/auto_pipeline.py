@@ -26,7 +26,9 @@ def plan_one_or_pipeline(
     one = found.plan.prediction
     if found.result.stopped_by == "interrupted":
         return found.plan, "interrupted"
-    shared = ("topology", "seed", "unroll", "static_argnums", "model", "progress", "profile")
+    shared = (
+        "topology", "seed", "unroll", "static_argnums", "model", "progress", "profile", "devices", "axis_name", "strip_constraints"
+    )  # fmt: skip
     try:
         plan, best = planning.plan_pipeline(
             fn, *args, pipeline="auto", microbatches=microbatches, stages=stages, seconds=half_s,

@@ -37,7 +37,7 @@ def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
     strategy = strategy_of(loaded, problem.space, place=place)
     with on_cpu():
         made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
-    return made.model_copy(update={"mesh": loaded.mesh})
+    return made.model_copy(update={"mesh": loaded.mesh, "logical_axes": loaded.logical_axes})
 
 
 def problem_of_plan(

@@ -31,7 +31,8 @@ from soapjax.strategy.plan_strategy import make_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
-from soapjax.user_shardings import check_constraints, user_layouts
+from soapjax.topology.local import local_topology
+from soapjax.user_shardings import check_constraints, logical_axes, user_layouts
 from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
 
 DEFAULT_PROPOSALS = 100_000
@@ -56,7 +57,8 @@ def plan(
     proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
     static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -70,17 +72,21 @@ def plan(
       progress: called between rounds with (proposals, best step time, elapsed seconds).
       profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
       verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
-      devices: those to run on for that; `jax.devices()` by default.
+      devices: those to run on for that, and those that "local" means; `jax.devices()` by default.
+      axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
     Raises: SoapjaxError for every input that does not fit.
     """
-    topology = load_topology(topology) if isinstance(topology, str) else topology
+    topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
     if verify_top:
         require_real_devices(topology, jax.devices() if devices is None else list(devices))
     search = get_planner(planner, space=space)
-    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    step = trace(
+        fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
+    )  # fmt: skip
     static = {i % len(args) for i in static_argnums} if args else set()
-    layouts = user_layouts([a for i, a in enumerate(args) if i not in static], step.in_paths, fixed)
+    given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
+    layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
     problem = planning_problem(step, topology, layouts, space=space, profile=profile)
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
@@ -105,6 +111,8 @@ def plan(
             remarks = (*remarks, *verified.notes)
         provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
+    if names := logical_axes(given, step.in_paths, axis_names):
+        made = made.model_copy(update={"logical_axes": names})
     return Planned(made, result, baselines, problem, step)
 
 
@@ -113,6 +121,7 @@ def plan_pipeline(
     stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
     static_argnums: Sequence[int] = (), model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None,
+    devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
 
@@ -120,9 +129,11 @@ def plan_pipeline(
       microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
     Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
     """
-    topology = load_topology(topology) if isinstance(topology, str) else topology
+    topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
-    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    step = trace(
+        fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
+    )  # fmt: skip
     graph, _ = build_graph(step)
     with on_cpu():
         found = find_pipeline(
@@ -133,6 +144,13 @@ def plan_pipeline(
     provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
     made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
     return made, found
+
+
+def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> DeviceTopology:
+    """The topology that is meant; "local" is that of the devices to run on."""
+    if topology == "local":
+        return local_topology(devices)
+    return load_topology(topology) if isinstance(topology, str) else topology
 
 
 def planning_problem(

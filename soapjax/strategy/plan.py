@@ -20,6 +20,7 @@ import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
+from soapjax.strategy import plan_words
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
 
@@ -123,6 +124,7 @@ class Plan(_Part):
     operators: dict[str, OperatorPart]
     arguments: dict[str, str]
     results: dict[str, str]
+    logical_axes: dict[str, str] = {}  # the names that the model's own metadata gives an argument's dims: "embed, mlp"
     prediction: Prediction
     provenance: Provenance = Provenance()
     # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
@@ -137,13 +139,28 @@ class Plan(_Part):
         """The operators that run on a part of the devices."""
         return tuple(name for name, part in self.operators.items() if any(v.startswith("pin(") for v in part.axes.values()))
 
+    def logical_axis_rules(self) -> list[tuple[str, tuple[str, ...] | None]]:
+        """As Flax's `logical_axis_rules`, where one rule per name says the plan (soapjax/strategy/plan_words.py).
+
+        Raises: SoapjaxError naming what it cannot serve.
+        """
+        return plan_words.logical_axis_rules(self)
+
+    def to_maxtext(self) -> dict[str, int]:
+        """As MaxText's degrees of parallelism, where every mesh axis is one of them for all operators.
+
+        Raises: SoapjaxError naming the operators that differ.
+        """
+        return plan_words.to_maxtext(self)
+
     def dumps(self) -> str:
-        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=False) + "\n"
+        left_out = None if self.logical_axes else {"logical_axes"}
+        return json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False) + "\n"
 
     @property
     def plan_sha256(self) -> str:
-        """Over the canonical JSON without provenance and measurements."""
-        data = self.model_dump(mode="json", exclude={"provenance", "profile"})
+        """Over the canonical JSON without provenance, measurements and names."""
+        data = self.model_dump(mode="json", exclude={"provenance", "profile", "logical_axes"})
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def save(self, path: str) -> None:

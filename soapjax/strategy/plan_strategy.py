@@ -62,7 +62,7 @@ def make_plan(
             kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage,
             figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
         )  # fmt: skip
-    arguments, results = _leaf_specs(graph, home, stored, spec)
+    arguments, results = _leaf_specs(graph, home, stored, spec, space.fixed_layouts)
     return Plan(
         model=model,
         graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
@@ -93,9 +93,11 @@ def _is_executable(graph: OperatorGraph, strategy: Strategy) -> bool:
     return True
 
 
-def _leaf_specs(graph: OperatorGraph, home, stored, spec) -> tuple[dict[str, str], dict[str, str]]:
-    """Argument and result specs by path; a leaf that no task touches is replicated."""
+def _leaf_specs(graph: OperatorGraph, home, stored, spec, fixed) -> tuple[dict[str, str], dict[str, str]]:
+    """Argument and result specs by path; a leaf that no task touches is as the user fixed it, or replicated."""
     arguments: dict[str, str] = dict.fromkeys(graph.in_paths, "")
+    for leaf, layout in fixed.items():
+        arguments[graph.in_paths[leaf]] = spec(layout, int(max(layout, default=-1)) + 1)
     results: dict[str, str] = dict.fromkeys(graph.out_paths, "")
     for i, tensor in enumerate(graph.tensors):
         rank = len(tensor.shape)

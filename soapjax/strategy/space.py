@@ -16,7 +16,7 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.strategy.layout import REPLICATED, divides, layout_of
+from soapjax.strategy.layout import divides, layout_of
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, storage_options
 from soapjax.topology.factor_mesh import FactorMesh
 
@@ -186,7 +186,8 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
         split = math.prod(sizes.get(name, 1) for name in names)
         if unknown:
             expected = f"axes of the plan's mesh {mesh.axis_names}, or a mesh that has products of them in this order"
-            problems.append(Problem(place, repr(unknown), expected, "name these axes in the constraint, or use such a mesh"))
+            remedy = "name these axes in the constraint, or pass strip_constraints=True"
+            problems.append(Problem(place, repr(unknown), expected, remedy))
         elif split > 1 and (dim < 0 or op.dims[dim].divisor % split):
             whole = 1 if dim < 0 else op.dims[dim].divisor
             value = f"{names}, a split into {split}"
@@ -217,10 +218,8 @@ def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list
             problems.append(Problem(place, repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names"))
             continue
         layout = np.array(layout_of(spec, mesh.axis_names), np.int8)
-        if leaf not in shapes:
-            if (layout != REPLICATED).any():
-                expected = "no axes: no operator reads this argument, so that it is kept whole"
-                problems.append(Problem(place, shown, expected, "drop this entry"))
+        if leaf not in shapes:  # no operator reads it: it stays as the user wants it
+            layouts[leaf] = layout
             continue
         twice = len({a for names in spec for a in names}) < sum(map(len, spec))
         if twice or len(spec) > len(shapes[leaf]) or not divides(layout, shapes[leaf], mesh.axis_sizes):

@@ -13,7 +13,6 @@ from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 
 
-
 @functools.cache
 def made(name):
     return Case(*PATTERNS[name]())
