@@ -52,7 +52,7 @@ def sample(denoise, key, num_points):
     return jax.lax.scan(back, jax.random.normal(start, (num_points, 2)), (jnp.arange(NUM_TIMES)[::-1], jnp.stack(keys)))[0]
 
 
-def main(steps: int = 1000, width: int = 256, batch: int = 256, planner: str = "mcmc", proposals: int = 512):
+def main(steps: int = 1000, width: int = 256, batch: int = 256, planner: str = "mcmc"):
     model = Denoiser(width)
     optimizer = optax.adam(2e-3)
 
@@ -73,7 +73,7 @@ def main(steps: int = 1000, width: int = 256, batch: int = 256, planner: str = "
     params = model.init(jax.random.key(0), jnp.zeros((1, 2)), jnp.zeros(1, int))
     average = jax.tree.map(jnp.copy, params)  # arrays of its own: a state that is passed in is used up
     state = {"params": params, "average": average, "opt_state": optimizer.init(params), "key": jax.random.key(1)}
-    train_step = soap_shard(train_step, planner=planner, proposals=proposals)  # (2) was: jax.jit(train_step)
+    train_step = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step)
     for step in range(steps):
         state, loss = train_step(state, circle(jax.random.key(step), batch))
         if (step + 1) % max(steps // 10, 1) == 0:

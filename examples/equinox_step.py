@@ -39,7 +39,7 @@ def numbers(key, batch, num_digits=3):
     return digits, (digits @ 10 ** jnp.arange(num_digits - 1, -1, -1)) % 7
 
 
-def main(steps: int = 400, width: int = 128, batch: int = 256, planner: str = "mcmc", proposals: int = 512):
+def main(steps: int = 400, width: int = 128, batch: int = 256, planner: str = "mcmc"):
     model = Reader(width, key=jax.random.key(0))
     optimizer = optax.adam(3e-3)
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -53,7 +53,7 @@ def main(steps: int = 400, width: int = 128, batch: int = 256, planner: str = "m
         updates, opt_state = optimizer.update(grads, opt_state)
         return eqx.apply_updates(arrays, updates), opt_state, loss
 
-    train_step = soap_shard(train_step, planner=planner, proposals=proposals)  # (2) was: jax.jit(train_step)
+    train_step = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step)
     opt_state = optimizer.init(arrays)
     for step in range(steps):
         arrays, opt_state, loss = train_step(arrays, opt_state, *numbers(jax.random.key(step), batch))

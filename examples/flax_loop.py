@@ -22,11 +22,9 @@ class Classifier(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, points, *, train):  # [batch, 2] -> [batch, 3]
-        x = points
+    def __call__(self, x, *, train):  # points [batch, 2] -> logits [batch, 3]
         for _ in range(3):
-            x = nn.relu(nn.Dense(self.width)(x))
-            x = nn.Dropout(0.1, deterministic=not train)(x)
+            x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(self.width)(x)))
         return nn.Dense(3)(x)
 
 
@@ -55,7 +53,8 @@ def num_right(state, batch):
     return (state.apply_fn(state.params, batch["points"], train=False).argmax(axis=-1) == batch["arm"]).sum()
 
 
-def main(folder: Path, steps: int = 200, width: int = 512, batch_size: int = 64, planner: str = "mcmc", proposals: int = 512):
+def main(folder: Path, steps: int = 200, width: int = 512, batch_size: int = 64, planner: str = "mcmc"):
+    folder = folder.absolute()  # as orbax wants it
     folder.mkdir(parents=True, exist_ok=True)
     data = spirals(folder / "spirals.npz")
     held_out = {k: v[:500] for k, v in data.items()}
@@ -67,7 +66,7 @@ def main(folder: Path, steps: int = 200, width: int = 512, batch_size: int = 64,
         return TrainState.create(apply_fn=model.apply, params=model.init(key, data["points"][:1], train=False), tx=optax.adamw(schedule))
 
     key = jax.random.key(1)
-    step_fn = soap_shard(train_step, planner=planner, proposals=proposals)  # (2) was: jax.jit(train_step, donate_argnums=0)
+    step_fn = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step, donate_argnums=0)
     shapes = jax.eval_shape(init, jax.random.key(0))
     layouts = step_fn.prepare(shapes, batch_of(0), key).shardings()  # (+) plans from shapes: no array exists yet
     evaluate = jax.jit(num_right, in_shardings=(layouts[0], None))  # (+)

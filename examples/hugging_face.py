@@ -45,14 +45,14 @@ def train_step(state, batch, key):
     return state.apply_gradients(grads=grads), {"loss": loss, "gradient_norm": optax.global_norm(grads)}
 
 
-def main(steps: int = 100, width: int = 128, layers: int = 2, batch: int = 32, planner: str = "mcmc", proposals: int = 512):
+def main(steps: int = 100, width: int = 128, layers: int = 2, batch: int = 32, planner: str = "mcmc"):
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=4)
     model = FlaxGPT2LMHeadModel(config, input_shape=(1, LENGTH), seed=0)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01, mask=decayed))
     state = TrainState.create(apply_fn=model.__call__, params=model.params, tx=optimizer)
 
-    step_fn = soap_shard(train_step, planner=planner, proposals=proposals)  # (2) was: jax.jit(train_step)
+    step_fn = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step)
     for step in range(steps):
         state, metrics = step_fn(state, sentences(step, batch), jax.random.key(1))
         if (step + 1) % max(steps // 10, 1) == 0:

@@ -51,10 +51,10 @@ def train_step(model, optimizer, batch):
     return loss
 
 
-def main(steps: int = 60, width: int = 32, batch: int = 64, planner: str = "mcmc", proposals: int = 512):
+def main(steps: int = 60, width: int = 32, batch: int = 64, planner: str = "mcmc"):
     model = Classifier(width, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-    step_fn = soap_shard(train_step, planner=planner, proposals=proposals)  # (2) was: nnx.jit(train_step)
+    step_fn = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: nnx.jit(train_step)
     for step in range(steps):
         loss = step_fn(model, optimizer, stripes(jax.random.key(step), batch))
         if (step + 1) % max(steps // 10, 1) == 0:
