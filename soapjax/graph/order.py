@@ -33,7 +33,7 @@ def ordered(units: list[Unit], values: Values) -> list[Unit]:
 
     A region's place is its last equation: the first may prepare an operand long before (a dropout mask).
     """
-    needs = _needs(units, values)
+    needs = reads_between(units, values)
     order = sorted(range(len(units)), key=lambda i: values.order[(units[i].heavy or units[i].eqns[-1]).key])
     placed: list[Unit] = []
     state = [0] * len(units)
@@ -65,7 +65,7 @@ def without_circles(units: list[Unit], values: Values) -> list[Unit]:
     least that of what it reads from its own. A unit's equations of one level stay together. Between units levels only rise,
     so that no circle is left.
     """
-    circles = _circles(_needs(units, values))
+    circles = _circles(reads_between(units, values))
     if not circles:
         return units
     parts = dict(enumerate([unit] for unit in units))
@@ -74,7 +74,7 @@ def without_circles(units: list[Unit], values: Values) -> list[Unit]:
         maker = {o: e.key for i in circle for e in units[i].eqns for o in e.outputs}
         level: dict[str, int] = {}
         for e in sorted((e for i in circle for e in units[i].eqns), key=lambda e: values.order[e.key]):
-            makers = {maker[root] for root in _reads(e, values) if root in maker}
+            makers = {maker[root] for root in _read_first(e, values) if root in maker}
             level[e.key] = max([0, *(level[m] + (home[m] != home[e.key]) for m in makers if m in level)])
         for i in circle:
             parts[i] = _split(units[i], level)
@@ -104,7 +104,7 @@ def _circles(needs: list[set[int]]) -> list[list[int]]:
     return [found for found in members.values() if len(found) > 1]
 
 
-def _reads(eqn: FlatEqn, values: Values) -> list[int]:
+def _read_first(eqn: FlatEqn, values: Values) -> list[int]:
     """Roots that must be there before the equation first runs: of what a loop carries only the first value."""
     roots = []
     for a in eqn.inputs:
@@ -116,7 +116,7 @@ def _reads(eqn: FlatEqn, values: Values) -> list[int]:
     return roots
 
 
-def _needs(units: list[Unit], values: Values) -> list[set[int]]:
-    """Per unit the others that it reads from."""
+def reads_between(units: list[Unit], values: Values) -> list[set[int]]:
+    """Per unit the others that it reads from; of what a loop carries only what makes the first value."""
     maker = {o: i for i, u in enumerate(units) for e in u.eqns for o in e.outputs}
-    return [{maker[root] for e in u.eqns for root in _reads(e, values) if root in maker} - {i} for i, u in enumerate(units)]
+    return [{maker[root] for e in u.eqns for root in _read_first(e, values) if root in maker} - {i} for i, u in enumerate(units)]

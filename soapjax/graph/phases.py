@@ -25,7 +25,7 @@ FORWARD, BACKWARD, UPDATE = 0, 1, 2
 PHASE_NAMES = ("forward", "backward", "update")
 MARK = "soapjax_gradient"
 
-_WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
+_WRAPPED = re.compile(r"^((?:\w+\()+)(.*?)\)+$")
 _NOISE = {"rematted_computation", "checkpoint", "while", "body", "scan", "closed_call", "jit", "pjit", "cond"}
 
 
@@ -53,11 +53,16 @@ def module_path(stack: str) -> str:
 
     >>> module_path("transpose(jvp(T))/jvp(T)/rematted_computation/blk1/down")
     'blk1/down'
+    >>> module_path("jvp()/blk1/vmap(attn)/wq")
+    'blk1/attn/wq'
     """
     parts: list[str] = []
     for part in re.split(r"/(?![^(]*\))", stack):
-        if _WRAPPED.match(part):
-            parts = []  # a transform restarts the path; the wrapped root module adds nothing
+        wrapped = _WRAPPED.match(part)
+        if wrapped and "jvp(" in wrapped[1]:
+            parts = []  # a gradient restarts the path; the wrapped root module adds nothing
+        elif wrapped:  # other transforms stand where they are called
+            parts += [name for name in wrapped[2].split("/") if name and name not in _NOISE and "<lambda>" not in name]
         elif part and part not in _NOISE and "<lambda>" not in part:
             parts.append(part)
     return "/".join(parts)

@@ -63,8 +63,8 @@ def find_units(
     """Units in program order, and the update equations, which are grouped by parameter elsewhere.
 
     An update that a unit reads (momentum that a product orthogonalises, parameters that are evaluated after their update,
-    all updates in a loop of them) is a unit as well. Each of `additions`, equation keys that sum up gradients, is a unit of its own.
-    Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
+    all updates in a loop of them) is a unit as well. Each of `additions`, equation keys that sum up gradients, is a unit of
+    its own. Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
     """
     generated = generated_values(program, values)
     depth: dict[int, int] = {}
@@ -157,7 +157,10 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
 
     makers: dict[int, str] = {o: eqn.key for eqn, _ in light for o in eqn.outputs}
     readers: dict[tuple, str] = {}
+    scalars: dict[tuple, str] = {}
     for eqn, _ in light:
+        if keys[eqn.key][0] == UPDATE and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
+            parent[find(eqn.key)] = find(scalars.setdefault(keys[eqn.key], eqn.key))  # bias corrections, counts, rates
         for a in eqn.inputs:
             root = values.of(a).root if isinstance(a, int) else None
             if root is None or root in generated:
