@@ -5,6 +5,8 @@
 It learns points on a circle. Times and noise are drawn in the step, from a key that the state keeps and the step splits.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -26,8 +28,7 @@ class Denoiser(nn.Module):
     @nn.compact
     def __call__(self, points, times):  # [batch, 2], [batch] -> [batch, 2]
         angles = times[:, None] / NUM_TIMES * 2.0 ** jnp.arange(1, 7)
-        x = jnp.concatenate([points, jnp.sin(angles), jnp.cos(angles)], axis=1)
-        x = nn.silu(nn.Dense(self.width)(x))
+        x = nn.Dense(self.width)(jnp.concatenate([points, jnp.sin(angles), jnp.cos(angles)], axis=1))
         for _ in range(2):
             x = x + nn.silu(nn.Dense(self.width)(x))
         return nn.Dense(2)(x)
@@ -45,8 +46,7 @@ def sample(denoise, key, num_points):
         time, key = drawn
         noise = denoise(points, jnp.full(num_points, time))
         mean = (points - BETAS[time] / jnp.sqrt(1 - KEPT[time]) * noise) / jnp.sqrt(1 - BETAS[time])
-        fresh = jax.random.normal(key, points.shape)
-        return mean + jnp.where(time > 0, jnp.sqrt(BETAS[time]), 0.0) * fresh, None
+        return mean + jnp.where(time > 0, jnp.sqrt(BETAS[time]), 0.0) * jax.random.normal(key, points.shape), None
 
     start, *keys = jax.random.split(key, NUM_TIMES + 1)
     return jax.lax.scan(back, jax.random.normal(start, (num_points, 2)), (jnp.arange(NUM_TIMES)[::-1], jnp.stack(keys)))[0]
@@ -63,7 +63,9 @@ def main(steps: int = 1000, width: int = 256, batch: int = 256, planner: str = "
         kept = KEPT[times][:, None]
         noisy = jnp.sqrt(kept) * points + jnp.sqrt(1 - kept) * noise
 
-        loss_fn = lambda params: ((model.apply(params, noisy, times) - noise) ** 2).mean()
+        def loss_fn(params):
+            return ((model.apply(params, noisy, times) - noise) ** 2).mean()
+
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
         updates, opt_state = optimizer.update(grads, state["opt_state"])
         params = optax.apply_updates(state["params"], updates)
@@ -71,18 +73,16 @@ def main(steps: int = 1000, width: int = 256, batch: int = 256, planner: str = "
         return {"params": params, "average": average, "opt_state": opt_state, "key": key}, loss
 
     params = model.init(jax.random.key(0), jnp.zeros((1, 2)), jnp.zeros(1, int))
-    average = jax.tree.map(jnp.copy, params)  # arrays of its own: a state that is passed in is used up
-    state = {"params": params, "average": average, "opt_state": optimizer.init(params), "key": jax.random.key(1)}
+    state = {"params": params, "opt_state": optimizer.init(params), "key": jax.random.key(1)}
+    state["average"] = jax.tree.map(jnp.copy, params)  # arrays of its own: a state that is passed in is used up
     train_step = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step)
     for step in range(steps):
         state, loss = train_step(state, circle(jax.random.key(step), batch))
         if (step + 1) % max(steps // 10, 1) == 0:
             print(f"step {step + 1}  loss {loss:.6f}")
 
-    denoise = lambda points, times: model.apply(state["average"], points, times)
-    points = jax.jit(lambda key: sample(denoise, key, 500))(jax.random.key(2))
-    radius = jnp.linalg.norm(points, axis=1)
-    print(f"samples: radius {radius.mean():.3f}, give or take {radius.std():.3f}; of the data 1")
+    points = jax.jit(lambda average, key: sample(partial(model.apply, average), key, 500))(state["average"], jax.random.key(2))
+    print(f"samples: radius {jnp.linalg.norm(points, axis=1).mean():.3f}; of the data 1")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class Reader(eqx.Module):
         self.head = eqx.nn.MLP(width, 7, width, depth=1, key=for_head)
 
     def __call__(self, digits):  # [digits] -> [7]
-        read = lambda state, digit: (self.cell(self.embed(digit), state), None)
+        def read(state, digit):
+            return self.cell(self.embed(digit), state), None
+
         state, _ = jax.lax.scan(read, jnp.zeros(self.cell.hidden_size), digits)
         return self.head(state)
 
@@ -61,7 +63,7 @@ def main(steps: int = 400, width: int = 128, batch: int = 256, planner: str = "m
             print(f"step {step + 1}  loss {loss:.6f}")
 
     digits, remainder = numbers(jax.random.key(steps), 500)
-    right = jax.vmap(eqx.combine(arrays, rest))(digits).argmax(axis=-1) == remainder
+    right = jax.jit(jax.vmap(eqx.combine(arrays, rest)))(digits).argmax(axis=-1) == remainder
     print(f"right: {right.mean():.1%} of 500 numbers")
 
 

@@ -34,15 +34,14 @@ def spirals(path, size=3000):
         rng = np.random.default_rng(0)
         arm, radius = rng.integers(0, 3, size), rng.uniform(0.1, 1.0, size)
         angle = arm * 2 * np.pi / 3 + 5 * radius + rng.normal(0, 0.2, size)
-        points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+        points = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
         np.savez(path, points=points.astype(np.float32), arm=arm.astype(np.int32))
     return dict(np.load(path))
 
 
 def train_step(state, batch, key):
     def loss_fn(params):
-        dropout = {"dropout": jax.random.fold_in(key, state.step)}
-        logits = state.apply_fn(params, batch["points"], train=True, rngs=dropout)
+        logits = state.apply_fn(params, batch["points"], train=True, rngs={"dropout": jax.random.fold_in(key, state.step)})
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["arm"]).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -54,16 +53,17 @@ def num_right(state, batch):
 
 
 def main(folder: Path, steps: int = 200, width: int = 512, batch_size: int = 64, planner: str = "mcmc"):
-    folder = folder.absolute()  # as orbax wants it
     folder.mkdir(parents=True, exist_ok=True)
     data = spirals(folder / "spirals.npz")
     held_out = {k: v[:500] for k, v in data.items()}
-    batch_of = lambda step: {k: v[np.random.default_rng(step).integers(500, len(v), batch_size)] for k, v in data.items()}
+
+    def batch_of(step):
+        return {k: v[np.random.default_rng(step).integers(500, len(v), batch_size)] for k, v in data.items()}
 
     def init(key):
         model = Classifier(width)
-        schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, 400)
-        return TrainState.create(apply_fn=model.apply, params=model.init(key, data["points"][:1], train=False), tx=optax.adamw(schedule))
+        optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, 400))
+        return TrainState.create(apply_fn=model.apply, params=model.init(key, held_out["points"], train=False), tx=optimizer)
 
     key = jax.random.key(1)
     step_fn = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step, donate_argnums=0)
@@ -71,7 +71,7 @@ def main(folder: Path, steps: int = 200, width: int = 512, batch_size: int = 64,
     layouts = step_fn.prepare(shapes, batch_of(0), key).shardings()  # (+) plans from shapes: no array exists yet
     evaluate = jax.jit(num_right, in_shardings=(layouts[0], None))  # (+)
 
-    with ocp.CheckpointManager(folder / "checkpoints") as manager:
+    with ocp.CheckpointManager(folder.absolute() / "checkpoints") as manager:
         if manager.latest_step() is None:
             state = jax.jit(init, out_shardings=layouts[0])(jax.random.key(0))  # (+) each device makes its own part
         else:

@@ -2,12 +2,12 @@
 
     python examples/hugging_face.py
 
-The model is a small GPT-2 with random weights, so that nothing is downloaded; `FlaxGPT2LMHeadModel.from_pretrained("gpt2")`
-in its place is the real thing. Sentences are counted sequences, padded to one length; the loss leaves the padding out.
+The model is a small GPT-2 with random weights, so that nothing is downloaded; the real thing is
+`model, params = FlaxGPT2LMHeadModel.from_pretrained("gpt2", _do_init=False)`.
+Sentences are counted sequences, padded to one length; the loss leaves the padding out.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -47,10 +47,11 @@ def train_step(state, batch, key):
 
 def main(steps: int = 100, width: int = 128, layers: int = 2, batch: int = 32, planner: str = "mcmc"):
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=4)
-    model = FlaxGPT2LMHeadModel(config, input_shape=(1, LENGTH), seed=0)
+    model = FlaxGPT2LMHeadModel(config, _do_init=False)
+    params = jax.jit(lambda key: model.init_weights(key, (1, LENGTH)))(jax.random.key(0))
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01, mask=decayed))
-    state = TrainState.create(apply_fn=model.__call__, params=model.params, tx=optimizer)
+    state = TrainState.create(apply_fn=model.__call__, params=params, tx=optimizer)
 
     step_fn = soap_shard(train_step, planner=planner, proposals=512)  # (2) was: jax.jit(train_step)
     for step in range(steps):
@@ -58,9 +59,10 @@ def main(steps: int = 100, width: int = 128, layers: int = 2, batch: int = 32, p
         if (step + 1) % max(steps // 10, 1) == 0:
             print(f"step {step + 1}  loss {metrics['loss']:.6f}  gradient norm {metrics['gradient_norm']:.6f}")
 
-    model.params = jax.device_get(state.params)  # whole again, as `save_pretrained` and the model's own methods want them
     prompt = sentences(steps, 1)["input_ids"][:, :8]
-    print("goes on:", *np.asarray(prompt[0]), "->", *np.asarray(jnp.argmax(model(prompt).logits[0, -1:], axis=-1)))
+    logits = jax.jit(model.__call__)(prompt, params=state.params).logits
+    print("goes on:", *prompt[0], "->", logits[0, -1].argmax())
+    # model.save_pretrained(folder, params=jax.device_get(state.params)) saves it as transformers reads it
 
 
 if __name__ == "__main__":
