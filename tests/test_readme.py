@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = {path.name: path for path in [README, *sorted((ROOT / "docs").glob("*.md"))]}
 RUN = ["planning.md", "training_loops.md"]  # all Python of these is one program; of other pages it is only compiled
-AWAITED = {"topologies.md", "trusting_a_plan.md"}  # pages that are written beside these, on other branches
+AWAITED = {"trusting_a_plan.md"}  # a page that is written beside these, on another branch
 FILE = re.compile(r"`((?:docs|examples|models|results|scripts|soapjax|tests|topologies)/[\w./-]+\.[a-z]+)`")
 
 
