@@ -17,7 +17,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, parse_settings, with_arrays
 from soapjax.report.perfetto import write_trace
-from soapjax.report.tables import plan_report
+from soapjax.report.tables import gains, plan_report
 from soapjax.search.planners import get_planner
 from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.plan import ModelSource, Plan
@@ -149,7 +149,12 @@ def plan_result(plan: Plan) -> dict[str, Any]:
     p, source = plan.prediction, plan.provenance
     return {
         "step_time_s": p.step_time_s,
+        "without_overlap_s": p.without_overlap_s,
+        "hidden_communication_s": p.hidden_communication_s,
+        "split_flops_share": p.split_flops_share,
         "baselines": source.baselines,
+        "baseline_figures": {name: f.model_dump() for name, f in source.baseline_figures.items()},
+        "gains": {name: {"times_as_fast": gain, "caveat": words} for name, (gain, words) in gains(plan).items()},
         "feasible": p.feasible,
         "executable": plan.executable,
         "memory_bytes_per_device": p.memory_bytes_per_device,
