@@ -29,11 +29,14 @@ Progress = Callable[[int, float, float], None] | None
 
 def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command."""
-    from soapjax import measuring_commands, running_commands  # they use the helpers below
+    from soapjax import explaining_commands, measuring_commands, running_commands  # they use the helpers below
 
     handlers = {
         cli.PlanCommand: functools.partial(plan_command, progress=progress),
         cli.SimulateCommand: simulate_command,
+        cli.ExplainCommand: explaining_commands.explain_command,
+        cli.DiffCommand: explaining_commands.diff_command,
+        cli.ReportCommand: explaining_commands.report_command,
         cli.RunCommand: running_commands.run_command,
         cli.VerifyCommand: running_commands.verify_command,
         cli.ProfileCommand: functools.partial(measuring_commands.profile_command, progress=progress),
@@ -173,6 +176,12 @@ def plan_result(plan: Plan) -> dict[str, Any]:
 
 def loaded(path: str, *, topology: str | None = None, concrete: bool = False) -> tuple[Plan, Model, TracedStep]:
     """A plan file with its model, traced, and its prediction made anew."""
+    found, model, step = opened(path, topology=topology)
+    return found.plan, with_arrays(model) if concrete else model, step
+
+
+def opened(path: str, *, topology: str | None = None) -> tuple[plan_files.Opened, Model, TracedStep]:
+    """As `loaded`, with what the prediction was made from."""
     raw = Plan.load(path)
     if raw.model is None:
         expected = "the model that the plan is for"
@@ -181,16 +190,15 @@ def loaded(path: str, *, topology: str | None = None, concrete: bool = False) ->
     wanted = load_topology(topology) if topology is not None else None
     model = abstract_model(raw.model)
     step = trace(model.step, *model.arguments, unroll=raw.unroll)
-    plan = plan_files.recost(raw, step, place=path, topology=wanted)
-    return plan, with_arrays(model) if concrete else model, step
+    return plan_files.opened(raw, step, place=path, topology=wanted), model, step
 
 
 def simulate_command(command: cli.SimulateCommand) -> Result:
     if command.trace is not None and (problems := output_problems(command.trace, "--trace", "trace.json")):
         raise SoapjaxError(problems)
-    plan, _, step = loaded(command.plan, topology=command.topology)
-    result, report = plan_result(plan), plan_report(plan)
+    found, _, _ = opened(command.plan, topology=command.topology)
+    result, report = plan_result(found.plan), plan_report(found.plan)
     if command.trace is not None:
-        write_trace(command.trace, plan_files.timeline_events(plan, step), title=f"simulated: {command.plan}")
+        write_trace(command.trace, plan_files.timeline_events(found), title=f"simulated: {command.plan}")
         result, report = result | {"trace": command.trace}, Group(report, Text(f"timeline written to {command.trace}"))
     return result, report, 0

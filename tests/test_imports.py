@@ -21,7 +21,8 @@ MAY_IMPORT = {
 HELPERS = {"errors", "files", "garbage"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
-    "__init__", "__main__", "api", "auto_pipeline", "cli", "commands", "distributed", "interrupts", "measuring_commands",
+    "__init__", "__main__", "api", "auto_pipeline", "cli", "commands", "comparing", "distributed", "explaining", "explaining_commands", "interrupts",
+    "measuring_commands",
     "model_source", "pipelining", "plan_files", "planning", "profiling", "running_commands", "stage_plans", "stage_sends",
     "timelines", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip

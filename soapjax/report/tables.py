@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +49,7 @@ def operator_rows(plan: Plan) -> list[OperatorRow]:
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     merged: dict[tuple, list[str]] = {}
     for name, part in plan.operators.items():
-        storage = part.storage.replace(f"({','.join(sizes)})", f"/{plan.num_devices}")
+        storage = short_storage(part.storage, plan)
         merged.setdefault((re.sub(r"\d+", "#", name), part.kind, split_of(part, sizes), storage), []).append(name)
     total = sum(seconds_of(part) for part in plan.operators.values())
     rows = []
@@ -57,6 +58,11 @@ def operator_rows(plan: Plan) -> list[OperatorRow]:
         share = sum(seconds_of(plan.operators[name]) for name in names) / total if known else None
         rows.append(OperatorRow(tuple(names), kind, split, storage, share))
     return rows
+
+
+def short_storage(storage: str, plan: Plan) -> str:
+    """With "/64" in place of the names of all axes."""
+    return storage.replace(f"({','.join(plan.mesh.axis_names)})", f"/{plan.num_devices}")
 
 
 def seconds_of(part: OperatorPart) -> float:
@@ -86,7 +92,7 @@ def operator_table(plan: Plan) -> Table:
     small = small if len(small) > 1 else []
     for row in rows:
         if row not in small:
-            table.add_row(row.title, row.kind, row.split, row.storage, "" if row.time_share is None else f"{row.time_share:.1%}")
+            table.add_row(escape(row.title), row.kind, row.split, row.storage, "" if row.time_share is None else f"{row.time_share:.1%}")
     if small:
         count = sum(len(row.names) for row in small)
         words = "replicated" if all(row.split == "replicated" for row in small) else "as the plan file says"

@@ -98,13 +98,31 @@ class SearchSpace:
 
     def configs(self, n: int) -> Iterator[tuple[int, ...]]:
         """All valid axis assignments of operator `n`, without storage."""
+        for values in itertools.product(*self._choices(n)):
+            if self._divides(n, values):
+                yield values
+
+    def _choices(self, n: int) -> list[list[int]]:
+        """Per axis what operator `n` may do with it, whatever it does with the others."""
         per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
         if self.may_pin(n):
             for values, size in zip(per_axis, self.mesh.axis_sizes, strict=True):
                 values += [PIN(i) for i in range(size) if size > 1]
-        for values in itertools.product(*per_axis):
-            if self._divides(n, values):
-                yield values
+        return per_axis
+
+    def nearest(self, n: int, axes: Sequence[int], storage: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The other valid configs (axes, storage) of operator `n`; those that differ in fewest choices first."""
+        choices = self._choices(n)
+        choices.append(list(range(len(self.storages))) if self.owns_parameters[n] else [storage])
+        now = [*map(int, axes), int(storage)]
+        for count in range(1, len(now) + 1):
+            for places in itertools.combinations(range(len(now)), count):
+                for values in itertools.product(*([v for v in choices[p] if v != now[p]] for p in places)):
+                    found = [*now]
+                    for p, v in zip(places, values, strict=True):
+                        found[p] = v
+                    if self._divides(n, found[:-1]):
+                        yield tuple(found[:-1]), found[-1]
 
     def num_configs(self, n: int) -> int:
         return sum(1 for _ in self.configs(n))

@@ -1,0 +1,85 @@
+"""The commands that say why: explain, diff, report. They run no step; a plan's model is loaded for its shapes, unless only the
+file is to count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from soapjax import cli
+from soapjax.commands import Result, opened, output_problems
+from soapjax.comparing import with_costs
+from soapjax.errors import SoapjaxError
+from soapjax.explaining import explain, explain_operator
+from soapjax.plan_files import Opened
+from soapjax.report.difference import difference_of, difference_report
+from soapjax.report.explanation import explanation_report, operator_report
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import topology_of
+
+NO_MODEL = "the plan names no model: this is what is written in the file"
+
+
+def _opened(path: str, *, plan_only: bool) -> tuple[Plan, Opened | None, list[str]]:
+    """A plan, with what its prediction is made from unless only the file counts; and remarks."""
+    raw = Plan.load(path)
+    if plan_only or raw.model is None:
+        topology_of(raw, place=path)  # what follows relies on its mesh
+        return raw, None, [] if plan_only else [NO_MODEL]
+    found, _, _ = opened(path)
+    return found.plan, found, []
+
+
+def explain_command(command: cli.ExplainCommand) -> Result:
+    plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
+    if command.operator is not None:
+        operator = explain_operator(plan, command.operator, found, place=f"{command.plan}: operators")
+        if found is not None and found.problem is None:
+            remarks.append("of a pipeline no other choices are simulated")
+        return plain(operator), Group(operator_report(plan, operator), Text("\n".join(remarks))), 0
+    why = explain(plan, found)
+    result = plain(why) | {"step_time_s": plan.prediction.step_time_s, "notes": [*remarks, *plan.provenance.notes]}
+    return result, Group(explanation_report(plan, why), Text("\n".join(remarks))), 0
+
+
+def diff_command(command: cli.DiffCommand) -> Result:
+    problems, sides = [], []
+    for path in (command.a, command.b):
+        try:
+            sides.append(_opened(path, plan_only=command.plan_only))
+        except SoapjaxError as e:
+            problems += e.problems
+    if problems:
+        raise SoapjaxError(problems)
+    (a, a_opened, remarks), (b, b_opened, more) = sides
+    found = difference_of(a, b)
+    can_be_mixed = a.graph.fingerprint == b.graph.fingerprint and a.topology == b.topology
+    if can_be_mixed and all(x is not None and x.problem is not None for x in (a_opened, b_opened)):
+        pins = a_opened.problem.space.offers_pins or b_opened.problem.space.offers_pins
+        if a_opened.problem.space.offers_pins == pins:
+            found = with_costs(found, a_opened, b_opened)
+        else:
+            remarks.append("b has operators on parts of the devices and a has not: no single changes are simulated")
+    steps = {"a": a.prediction.step_time_s, "b": b.prediction.step_time_s}
+    result = plain(found) | {"same": found.is_none, "step_time_s": steps}
+    lines = list(dict.fromkeys([*remarks, *more]))
+    return result, Group(difference_report(a, b, found), Text("\n".join(lines))), 0
+
+
+def report_command(command: cli.ReportCommand) -> Result:
+    if problems := output_problems(command.output, "--output", "report.html"):
+        raise SoapjaxError(problems)
+    raise NotImplementedError
+
+
+def plain(value: Any) -> Any:
+    """Named tuples and pydantic parts as what JSON has."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if hasattr(value, "_asdict"):
+        return {k: plain(v) for k, v in value._asdict().items()}
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
