@@ -13,9 +13,13 @@ from soapjax.commands import Result, opened, output_problems
 from soapjax.comparing import with_costs
 from soapjax.errors import SoapjaxError
 from soapjax.explaining import explain, explain_operator
+from soapjax.files import write_text_atomic
+from soapjax.page_data import extras_of, pipeline_extras
 from soapjax.plan_files import Opened
+from soapjax.planning import on_cpu
 from soapjax.report.difference import difference_of, difference_report
 from soapjax.report.explanation import explanation_report, operator_report
+from soapjax.report.html import Extras, page
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
 
@@ -71,7 +75,26 @@ def diff_command(command: cli.DiffCommand) -> Result:
 def report_command(command: cli.ReportCommand) -> Result:
     if problems := output_problems(command.output, "--output", "report.html"):
         raise SoapjaxError(problems)
-    raise NotImplementedError
+    plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
+    extras = Extras()
+    if found is not None:
+        with on_cpu():
+            if found.stages is not None:
+                topology, _ = topology_of(plan)
+                extras = pipeline_extras(found.stages.timeline, topology, found.graph)
+            else:
+                extras = extras_of(found.problem.simulator, found.strategy)
+    text = page(plan, extras, title=_title(plan))
+    write_text_atomic(command.output, text)
+    result = {"output": command.output, "bytes": len(text.encode()), "step_time_s": plan.prediction.step_time_s}
+    lines = [*remarks, f"written to {command.output}, {len(text.encode()) / 1e3:.0f} kB: open it in a browser"]
+    return result | {"notes": remarks}, Text("\n".join(lines)), 0
+
+
+def _title(plan: Plan) -> str:
+    model = f"{plan.model.path} " if plan.model is not None else ""
+    settings = "" if plan.model is None else " ".join(f"{k}={v}" for k, v in plan.model.settings.items())
+    return f"{model}{settings + ' ' if settings else ''}on {plan.topology.get('name', '?')}, {plan.num_devices} devices"
 
 
 def plain(value: Any) -> Any:

@@ -39,6 +39,7 @@ class Opened(NamedTuple):
     """A plan with what its prediction was made from."""
 
     plan: Plan
+    graph: OperatorGraph
     problem: PlanningProblem | None  # of a plan of one program, or of placed operators
     strategy: Strategy | None
     stages: StageTimes | None  # of a pipeline
@@ -50,12 +51,12 @@ def opened(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         graph, own, _ = _checked(loaded, step, place, topology)
         with on_cpu():
             made, stages = recost_pipeline(loaded, graph, own, place=place)
-        return Opened(made, None, None, stages)
+        return Opened(made, graph, None, None, stages)
     problem = problem_of_plan(loaded, step, place=place, topology=topology)
     strategy = strategy_of(loaded, problem.space, place=place)
     with on_cpu():
         made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
-    return Opened(made.model_copy(update={"mesh": loaded.mesh}), problem, strategy, None)
+    return Opened(made.model_copy(update={"mesh": loaded.mesh}), problem.graph, problem, strategy, None)
 
 
 def problem_of_plan(

@@ -21,7 +21,9 @@ from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
+from soapjax.report.html import framed, page
 from soapjax.search.plainest import sends_less
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
@@ -51,6 +53,11 @@ class Planned(NamedTuple):
     @property
     def graph(self) -> OperatorGraph:
         return self.problem.graph
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the plan's tables, and folded under them the page of `soapjax report`."""
+        with on_cpu():
+            return framed(self.plan, page(self.plan, extras_of(self.problem.simulator, self.result.best.strategy)))
 
 
 def plan(

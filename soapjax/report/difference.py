@@ -93,9 +93,8 @@ def _side(plan: Plan, names: tuple[str, ...]) -> Side:
     parts = [plan.operators[name] for name in names]
     costs = [p.cost for p in parts if p.cost is not None]
     split, storage = _place(plan, names[0])
-    return Side(
-        split, short_storage(storage, plan), sum(map(seconds_of, parts)), sum(c.sent_bytes for c in costs), sum(c.memory_bytes for c in costs)
-    )
+    sent, memory = sum(c.sent_bytes for c in costs), sum(c.memory_bytes for c in costs)
+    return Side(split, short_storage(storage, plan), sum(map(seconds_of, parts)), sent, memory)
 
 
 def difference_report(a: Plan, b: Plan, found: Difference) -> RenderableType:

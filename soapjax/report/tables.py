@@ -92,7 +92,8 @@ def operator_table(plan: Plan) -> Table:
     small = small if len(small) > 1 else []
     for row in rows:
         if row not in small:
-            table.add_row(escape(row.title), row.kind, row.split, row.storage, "" if row.time_share is None else f"{row.time_share:.1%}")
+            share = "" if row.time_share is None else f"{row.time_share:.1%}"
+            table.add_row(escape(row.title), row.kind, row.split, row.storage, share)
     if small:
         count = sum(len(row.names) for row in small)
         words = "replicated" if all(row.split == "replicated" for row in small) else "as the plan file says"

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -159,6 +160,13 @@ class Plan(_Part):
     provenance: Provenance = Provenance()
     # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
     pipeline: Pipeline | None = None
+
+    # What a notebook shows; soapjax/report/html.py, which may import this and not the reverse, says it.
+    notebook_html: ClassVar[Callable[[Plan], str] | None] = None
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks; None, and so the plain `repr`, where soapjax.report.html was not imported."""
+        return None if Plan.notebook_html is None else Plan.notebook_html(self)
 
     @property
     def num_devices(self) -> int:
