@@ -14,7 +14,7 @@ from soapjax.strategy.strategy import Strategy
 def with_costs(found: Difference, a: Opened, b: Opened) -> Difference:
     """The difference with what each change alone costs in `a`, largest first.
 
-    Both plans are of one program or of placed operators, for one step and one topology.
+    Both are opened with one problem.
     """
     problem = a.problem
     index = {op.name: n for n, op in enumerate(problem.graph.operators)}

@@ -3,6 +3,7 @@ file is to count."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.console import Group
@@ -11,11 +12,11 @@ from rich.text import Text
 from soapjax import cli
 from soapjax.commands import Result, opened, output_problems
 from soapjax.comparing import with_costs
-from soapjax.errors import SoapjaxError
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.explaining import explain, explain_operator
 from soapjax.files import write_text_atomic
 from soapjax.page_data import extras_of, pipeline_extras
-from soapjax.plan_files import Opened
+from soapjax.plan_files import Opened, reopened
 from soapjax.planning import on_cpu
 from soapjax.report.difference import difference_of, difference_report
 from soapjax.report.explanation import explanation_report, operator_report
@@ -30,10 +31,26 @@ def _opened(path: str, *, plan_only: bool) -> tuple[Plan, Opened | None, list[st
     """A plan, with what its prediction is made from unless only the file counts; and remarks."""
     raw = Plan.load(path)
     if plan_only or raw.model is None:
-        topology_of(raw, place=path)  # what follows relies on its mesh
+        _check_choices(raw, path)
         return raw, None, [] if plan_only else [NO_MODEL]
     found, _, _ = opened(path)
     return found.plan, found, []
+
+
+def _check_choices(plan: Plan, place: str) -> None:
+    """What is read without the step must at least be possible to read.
+
+    Raises: SoapjaxError naming every choice that is none.
+    """
+    topology_of(plan, place=place)
+    problems = []
+    for name, part in plan.operators.items():
+        for axis, value in part.axes.items():
+            if value not in part.dims and value != "replicate" and not re.fullmatch(r"pin\(\d{1,9}\)", value):
+                choices = " or ".join([*part.dims, "replicate"])
+                problems.append(Problem(f"{place}: operators.{name}.axes.{axis}", repr(value), choices, "choose one of these"))
+    if problems:
+        raise SoapjaxError(problems)
 
 
 def explain_command(command: cli.ExplainCommand) -> Result:
@@ -49,27 +66,33 @@ def explain_command(command: cli.ExplainCommand) -> Result:
 
 
 def diff_command(command: cli.DiffCommand) -> Result:
-    problems, sides = [], []
+    problems, raw = [], []
     for path in (command.a, command.b):
         try:
-            sides.append(_opened(path, plan_only=command.plan_only))
+            raw.append(Plan.load(path))
         except SoapjaxError as e:
             problems += e.problems
     if problems:
         raise SoapjaxError(problems)
-    (a, a_opened, remarks), (b, b_opened, more) = sides
-    found = difference_of(a, b)
-    can_be_mixed = a.graph.fingerprint == b.graph.fingerprint and a.topology == b.topology
-    if can_be_mixed and all(x is not None and x.problem is not None for x in (a_opened, b_opened)):
-        pins = a_opened.problem.space.offers_pins or b_opened.problem.space.offers_pins
-        if a_opened.problem.space.offers_pins == pins:
-            found = with_costs(found, a_opened, b_opened)
-        else:
-            remarks.append("b has operators on parts of the devices and a has not: no single changes are simulated")
+    a, a_opened, remarks = _opened(command.a, plan_only=command.plan_only)
+    if a_opened is not None and _one_problem(*raw):
+        # One problem prices both: its tables and programs are made once.
+        with on_cpu():
+            b_opened = reopened(raw[1], a_opened, place=command.b)
+        b, found = b_opened.plan, with_costs(difference_of(a, b_opened.plan), a_opened, b_opened)
+    else:
+        b, _, more = _opened(command.b, plan_only=command.plan_only)
+        found, remarks = difference_of(a, b), list(dict.fromkeys([*remarks, *more]))
     steps = {"a": a.prediction.step_time_s, "b": b.prediction.step_time_s}
     result = plain(found) | {"same": found.is_none, "step_time_s": steps}
-    lines = list(dict.fromkeys([*remarks, *more]))
-    return result, Group(difference_report(a, b, found), Text("\n".join(lines))), 0
+    return result, Group(difference_report(a, b, found), Text("\n".join(remarks))), 0
+
+
+def _one_problem(a: Plan, b: Plan) -> bool:
+    """Whether two plans are points of one space, with the same figures for their costs."""
+    same = all(getattr(a, f) == getattr(b, f) for f in ("topology", "mesh", "profile", "fixed", "unroll"))
+    is_one_program = a.pipeline is None and b.pipeline is None
+    return same and is_one_program and a.graph.fingerprint == b.graph.fingerprint and bool(a.pinned) == bool(b.pinned)
 
 
 def report_command(command: cli.ReportCommand) -> Result:

@@ -52,10 +52,18 @@ def opened(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: Dev
         with on_cpu():
             made, stages = recost_pipeline(loaded, graph, own, place=place)
         return Opened(made, graph, None, None, stages)
-    problem = problem_of_plan(loaded, step, place=place, topology=topology)
-    strategy = strategy_of(loaded, problem.space, place=place)
     with on_cpu():
-        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
+        return _priced(loaded, problem_of_plan(loaded, step, place=place, topology=topology), place)
+
+
+def reopened(loaded: Plan, other: Opened, *, place: str = "plan") -> Opened:
+    """A plan for the same problem as one that is opened already."""
+    return _priced(loaded, other.problem, place)
+
+
+def _priced(loaded: Plan, problem: PlanningProblem, place: str) -> Opened:
+    strategy = strategy_of(loaded, problem.space, place=place)
+    made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
     return Opened(made.model_copy(update={"mesh": loaded.mesh}), problem.graph, problem, strategy, None)
 
 

@@ -15,7 +15,7 @@ from soapjax.strategy.plan import OperatorPart, Plan
 
 
 def seconds(s: float) -> str:
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
+    return f"{s:.3g} s" if s >= 1 or not s else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
 
 
 def size(n: float) -> str:

@@ -40,6 +40,19 @@ def test_configs_are_exactly_the_assignments_that_divide(model, topology):
         assert (REPLICATE,) * 3 in found
 
 
+@pytest.mark.parametrize("model, topology", FEW_AXES[:2])
+def test_the_nearest_configs_are_all_the_others_in_order(model, topology):
+    c = case(model, topology)
+    now = c.strategies(5, 1)[0]
+    for n in range(c.graph.num_operators):
+        own = (tuple(now.axes[n].tolist()), int(now.storage[n]))
+        storages = range(len(c.space.storages)) if c.space.owns_parameters[n] else [own[1]]
+        found = list(c.space.nearest(n, *own))
+        assert set(found) == {(axes, k) for axes in c.space.configs(n) for k in storages} - {own}
+        distances = [sum(a != b for a, b in zip((*axes, k), (*own[0], own[1]), strict=True)) for axes, k in found]
+        assert len(found) == len(set(found)) and distances == sorted(distances)
+
+
 def test_sizes_that_do_not_divide_are_not_offered():
     """24 x 36 x 6 on axes of 2, 3 and 2 devices, counted on paper."""
     c = case("mlp_of_sixes", "2x6")
