@@ -89,12 +89,13 @@ def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, pla
     """
     name = _operator_named(plan, name, place)
     part = plan.operators[name]
-    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    if plan.pipeline is not None:
-        sizes = next((s.mesh for s in plan.pipeline.stages if name in s.operators), sizes)
+    sizes, where = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), ""
+    for i, stage in enumerate(plan.pipeline.stages if plan.pipeline is not None else ()):
+        if name in stage.operators:
+            sizes, where = stage.mesh, f", in stage {i} on devices {', '.join(map(str, stage.devices))}"
     sends = [(s.reason, sum(s.bytes.values())) for s in plan.prediction.sends if s.operator == name]
     found = OperatorExplanation(
-        name, part.kind, part.dims, split_of(part, sizes), short_storage(part.storage, plan), part.cost, None,
+        name, part.kind, part.dims, split_of(part, sizes) + where, short_storage(part.storage, plan), part.cost, None,
         tuple(sorted(sends, key=lambda s: -s[1])[:5]),
     )  # fmt: skip
     if opened is None or opened.problem is None:

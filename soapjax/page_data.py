@@ -8,7 +8,7 @@ import numpy as np
 
 from soapjax.costs.memory_curve import memory_curve
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.phases import BACKWARD, FORWARD, PHASE_NAMES, UPDATE
 from soapjax.report.html import Extras, MemoryOverStep, Timeline
 from soapjax.simulate.critical_path import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
@@ -128,7 +128,8 @@ def _memory(simulator: Simulator, costs, start_of_task: np.ndarray) -> MemoryOve
     title = "every device" if len(curve.total) == 1 else f"device {g}"
     starts = np.maximum.accumulate(start_of_task)  # a task that takes no time begins with the one before
     graph, names = tables.graph, {}
-    of_task = [names.setdefault(graph.operators[t.operator].name, len(names)) for t in graph.tasks]
+    titles = [f"{graph.operators[t.operator].name} {PHASE_NAMES[t.phase]}" for t in graph.tasks]
+    of_task = [names.setdefault(title, len(names)) for title in titles]
     return MemoryOverStep(
         title, tuple(float(f"{s:.5g}") for s in starts), int(curve.persistent[g]), tuple(curve.alive[g].astype(int).tolist()),
         tuple(curve.passing[g].astype(int).tolist()), tuple(names), tuple(of_task), tables.usable_memory_bytes,

@@ -149,7 +149,7 @@ def _baselines(plan: Plan) -> str:
         clause = f'<br><span class="caveat">{html.escape(words)}</span>' if words else ""
         cells = "".join(f'<td class="n">{html.escape(v)}</td>' for v in numbers)
         first = f'<td>{html.escape(name)}</td><td class="meters">{meter}</td>'
-        body.append(f"<tr>{first}{cells}<td>{html.escape(gain)}{clause}</td></tr>")
+        body.append(f'<tr>{first}{cells}<td class="speed">{html.escape(gain)}{clause}</td></tr>')
     heads = ("step", "hidden", "if none were", "FLOPs split", "sends", "memory")
     head = "".join(f'<th class="n" scope="col">{h}</th>' for h in heads)
     return (

@@ -21,6 +21,7 @@ from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strate
 from soapjax.topology.factor_mesh import FactorMesh
 
 NOT_FIXED = -9
+MOST_DIMS = 127  # of an operator that an axis may split: a config value is an int8, and values + 1 are used as rows
 SPACES = ("soap", "paper")  # what executors run; the paper's whole space, with operators on parts of the devices
 
 
@@ -175,7 +176,7 @@ def search_space(
         for j, dim in enumerate(op.dims):
             divisors[i, j] = dim.divisor
             for a, size in enumerate(mesh.axis_sizes):
-                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1
+                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1 and j < MOST_DIMS
         if op.fixed is not None:
             problems += _fix_operator(graph, mesh, i, allowed)
     owns = np.array([bool(o.parameters) for o in graph.operators])

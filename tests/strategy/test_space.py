@@ -40,6 +40,21 @@ def test_configs_are_exactly_the_assignments_that_divide(model, topology):
         assert (REPLICATE,) * 3 in found
 
 
+def test_an_operator_of_more_dims_than_a_byte_counts_is_split_on_the_first_ones():
+    """The sum of a penalty over seventy weights is one region, each weight with two dims of its own."""
+
+    def penalty(weights):
+        return sum((w * w).sum() for w in weights)
+
+    graph = build_graph(trace(penalty, [jnp.zeros((4, 6 + 2 * i)) for i in range(70)]))[0]
+    assert max(len(o.dims) for o in graph.operators) > 127, "no such operator: choose another step"
+    space = search_space(graph, factor_mesh(topology_of("a100x8")))
+    for seed in range(3):
+        assert space.is_valid(space.random(np.random.default_rng(seed)))
+    n = max(range(graph.num_operators), key=lambda n: len(graph.operators[n].dims))
+    assert space.allowed[n, :, 1:].any() and not space.allowed[n, :, 128:].any()
+
+
 @pytest.mark.parametrize("model, topology", FEW_AXES[:2])
 def test_the_nearest_configs_are_all_the_others_in_order(model, topology):
     c = case(model, topology)
