@@ -25,6 +25,7 @@ from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
+from soapjax.stage_baselines import whole_baselines
 from soapjax.stage_sends import mean_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import (
@@ -86,7 +87,7 @@ def find_pipeline(
     if schedule == "pipedream":
         begin = time.monotonic()
         times = _pipedream(graph, topology, num_stages, num_microbatches, profile)
-        figures = _whole_baselines(StageLoads(graph, topology, profile))
+        figures = whole_baselines(StageLoads(graph, topology, profile))
         baselines = {name: f.step_time_s for name, f in figures.items()}
         found = FoundPipeline(times, baselines, (), 0, time.monotonic() - begin, "complete", figures)
     else:
@@ -95,7 +96,7 @@ def find_pipeline(
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe", profile=profile,
         )  # fmt: skip
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
-        figures = _whole_baselines(problem.loads)
+        figures = whole_baselines(problem.loads)
         baselines = {name: f.step_time_s for name, f in figures.items()}
         baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}
         notes = tuple(
@@ -122,28 +123,6 @@ def _does_not_fit(times: StageTimes) -> list[Problem]:
         )
         for i, (stage, size) in enumerate(zip(times.pipeline.stages, times.timeline.memory_bytes, strict=True)) if size > usable
     ]  # fmt: skip
-
-
-def _whole_baselines(loads: StageLoads) -> dict[str, StrategyFigures]:
-    """Strategies without a pipeline, by the same rules: one stage of all operators on all devices."""
-    usable, count = loads.topology.device.usable_memory_bytes, loads.topology.num_devices
-    best: dict[str, StrategyFigures] = {}
-    everything = (0, len(loads.forward))
-    for k, inside in enumerate(loads.choices(0, count, 1)):
-        load = loads.load(everything, 0, count, 1, k)
-        name = "tensor_parallel" if inside.name.startswith("tensor") else "fsdp" if "sharded" in inside.name else "data_parallel"
-        step_s = load.forward_s + load.backward_s + load.update_s
-        memory = load.state_bytes + load.gradient_bytes + load.working_bytes
-        if (name == "data_parallel" or memory <= usable) and (name not in best or step_s < best[name].step_time_s):
-            serial = loads.load_of(everything, 0, count, 1, inside.figures, overlap=False)
-            sends = loads.sends(everything, 0, count, 1, inside.strategy, inside.figures)
-            split = np.array([loads.split_flops(everything, 0, count, 1, inside.strategy, inside.figures)])
-            best[name] = StrategyFigures(
-                step_time_s=step_s, without_overlap_s=serial.forward_s + serial.backward_s + serial.update_s,
-                split_flops_share=share_of(*split.T), memory_bytes_per_device=int(memory),
-                sent_bytes=sum(sum(s.bytes.values()) for s in sends), feasible=memory <= usable,
-            )  # fmt: skip
-    return best
 
 
 def _figures_of(times: StageTimes, num_devices: int) -> StrategyFigures:

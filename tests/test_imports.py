@@ -23,7 +23,7 @@ HELPERS = {"errors", "files", "garbage"}
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "cli", "commands", "comparing", "distributed", "explaining",
     "explaining_commands", "interrupts", "measuring_commands", "model_source", "page_data", "pipelining", "plan_files",
-    "planning", "profiling", "running_commands", "stage_plans", "stage_sends", "timelines", "user_shardings",
+    "planning", "profiling", "running_commands", "stage_baselines", "stage_plans", "stage_sends", "timelines", "user_shardings",
     "verify_programs", "verify_top",
 }  # fmt: skip
 

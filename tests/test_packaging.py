@@ -20,3 +20,10 @@ def test_setup_cfg_ships_every_topology():
     assert config["options"]["package_dir"].split() == ["soapjax.topologies", "=", "topologies"]
     assert config["options.package_data"]["soapjax.topologies"] == "*.toml"
     assert {p.suffix for p in (ROOT / "topologies").iterdir() if not p.name.startswith("__")} == {".toml"}
+
+
+def test_setup_cfg_ships_the_page():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert config["options.package_data"]["soapjax.report"] == "page/*"
+    assert {p.name for p in (ROOT / "soapjax" / "report" / "page").iterdir()} == {"page.html", "page.css", "page.js"}

@@ -30,24 +30,20 @@ def split_flops(
       axes: int8 [N, A] of the strategy; `slots` as in `Layouts`, of the same strategy.
       num_devices: D, where the mesh holds a part of the devices only (a stage of a pipeline); the mesh's by default.
     """
-    graph, sizes = tables.graph, np.array(tables.links.axis_sizes, np.float64)
+    sizes = np.array(tables.links.axis_sizes, np.float64)
     mesh_devices = float(sizes.prod())
     total = mesh_devices if num_devices is None else float(num_devices)
-    num_u = len(tables.access_op)
-    flops, split = np.zeros(graph.num_operators), np.zeros(graph.num_operators)
-    for task in graph.tasks:
-        row = np.asarray(axes[task.operator])
-        for work in task.work:
-            if task.parameter >= 0:
-                stored = np.asarray(slots[num_u + task.parameter])
-                divided = (stored >= 0) | (stored <= PINNED)
-            else:
-                divided = np.isin(row, work.dims) | (row <= FIRST_PIN)
-            alike = mesh_devices / sizes[divided].prod()
-            done = work.flops * task.trip_count
-            flops[task.operator] += done
-            split[task.operator] += done * ((total - alike) / (total - 1) if total > 1 else 1.0)
-    return flops, split
+    done = np.array([w.flops * t.trip_count for t in tables.graph.tasks for w in t.work], np.float64)  # as `work_task`
+    operator, parameter = tables.task_op[tables.work_task], tables.task_parameter[tables.work_task]
+    rows = np.asarray(axes)[operator]  # [W, A]
+    divided = np.take_along_axis(tables.work_split, np.maximum(rows, -1).astype(np.int64) + 1, axis=1) | (rows <= FIRST_PIN)
+    if len(tables.parameter_op):
+        stored = np.asarray(slots)[len(tables.access_op) + np.maximum(parameter, 0)]
+        divided = np.where(parameter[:, None] >= 0, (stored >= 0) | (stored <= PINNED), divided)
+    alike = mesh_devices / np.where(divided, sizes, 1.0).prod(1)
+    part = done * ((total - alike) / (total - 1) if total > 1 else 1.0)
+    count = tables.graph.num_operators
+    return np.bincount(operator, done, count), np.bincount(operator, part, count)
 
 
 def share_of(flops: np.ndarray, split: np.ndarray) -> float:

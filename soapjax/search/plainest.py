@@ -7,8 +7,9 @@ in a plan that buy nothing. So at the end of a search, among what is within the 
 * from there, moves of whole groups of repeated operators (a layer's in all layers): to the config that a member has, or that a
   baseline has, or to another storage. Those that send less in fewer collectives are made together, as many as stay within it.
 
-Nothing is taken that is slower than a baseline, or that would be slower without overlap. What is evaluated depends on
-the strategies alone, never on the clock, and is at most ROUNDS times MOST_MOVES strategies.
+Nothing is taken that is slower than a baseline, that would be slower without overlap, or that splits a smaller share of the FLOPs
+(by more than the same half percent): where launching takes most of the time, what sends least is the whole step on every device.
+What is evaluated depends on the strategies alone, never on the clock, and is at most ROUNDS times MOST_MOVES strategies.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.split_share import share_of, split_flops
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
@@ -35,6 +37,7 @@ class Candidate(NamedTuple):
     sent_bytes: float  # by each device in one step
     num_sends: int  # collectives and conversions that take time
     without_overlap_s: float
+    split_flops_share: float
 
     def sends_less_than(self, other: Candidate) -> bool:
         """No more bytes in no more collectives, one of them less, and no slower where nothing overlaps."""
@@ -59,11 +62,12 @@ def sends_less(
     pool = [best, *(e for e in (*result.candidates, *fits) if e.is_feasible and e.step_time_s <= limit_s)]
     known = candidates_of(problem, list({e.strategy.key(): e.strategy for e in pool}.values()))
     start = plainest = known[0]
+    limits = Limits(limit_s, start.split_flops_share - EQUAL)
     for candidate in known[1:]:
-        if _is_within(candidate, limit_s) and candidate.sends_less_than(plainest):
+        if limits.allow(candidate) and candidate.sends_less_than(plainest):
             plainest = candidate
     for _ in range(ROUNDS):
-        improved = _improved(problem, plainest, [e.strategy for e in baselines], limit_s)
+        improved = _improved(problem, plainest, [e.strategy for e in baselines], limits)
         if improved is None:
             break
         plainest = improved
@@ -93,21 +97,29 @@ def candidates_of(problem: PlanningProblem, strategies: Sequence[Strategy]) -> l
             seconds, memory = float(scores.step_time_s[i]), float(scores.memory_bytes[i])
             evaluation = Evaluation(strategy, seconds, memory, fits, float(costs[i]))
             sent = float(own.bytes_by_collective.sum(dtype=np.float64))
-            out.append(Candidate(evaluation, sent, num, simulator.without_overlap_s(own)))
+            share = share_of(*split_flops(simulator.tables, strategy.axes, own.layouts.slots))
+            out.append(Candidate(evaluation, sent, num, simulator.without_overlap_s(own), share))
     return out
 
 
-def _is_within(candidate: Candidate, limit_s: float) -> bool:
-    return candidate.evaluation.is_feasible and candidate.evaluation.step_time_s <= limit_s
+class Limits(NamedTuple):
+    """What a strategy must keep to be taken for equal."""
+
+    step_time_s: float
+    split_flops_share: float
+
+    def allow(self, candidate: Candidate) -> bool:
+        e = candidate.evaluation
+        return e.is_feasible and e.step_time_s <= self.step_time_s and candidate.split_flops_share >= self.split_flops_share
 
 
 def _improved(
-    problem: PlanningProblem, start: Candidate, templates: Sequence[Strategy], limit_s: float
+    problem: PlanningProblem, start: Candidate, templates: Sequence[Strategy], limits: Limits
 ) -> Candidate | None:  # fmt: skip
     """A candidate that sends less than `start`: by as many of the moves that do as are possible together."""
     before = start.evaluation.strategy
     moved = candidates_of(problem, _moves(problem, before, templates))
-    better = [c for c in moved if _is_within(c, limit_s) and c.sends_less_than(start)]
+    better = [c for c in moved if limits.allow(c) and c.sends_less_than(start)]
     if not better:
         return None
     better.sort(key=lambda c: (c.sent_bytes, c.num_sends))
@@ -121,7 +133,7 @@ def _improved(
             merged.axes[rows], merged.storage[rows] = other.axes[rows], other.storage[rows]
         together.append(merged)
         count //= 2
-    fitting = [c for c in candidates_of(problem, together) if _is_within(c, limit_s) and c.sends_less_than(start)]
+    fitting = [c for c in candidates_of(problem, together) if limits.allow(c) and c.sends_less_than(start)]
     return min([better[0], *fitting], key=lambda c: (c.sent_bytes, c.num_sends))
 
 

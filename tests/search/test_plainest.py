@@ -59,6 +59,20 @@ def test_nothing_is_taken_that_is_slower_than_a_baseline(problem, baselines):
                 assert result.best.step_time_s <= other.step_time_s
 
 
+def test_work_is_not_repeated_to_send_nothing(problem, baselines):
+    """On a machine that takes long to start anything, the whole step on every device is as fast, and sends nothing."""
+    found = case("lm", "a100x8")
+    device = dataclasses.replace(found.topology.device, launch_s=1.0)
+    slow = PlanningProblem.make(found.graph, found.space, dataclasses.replace(found.topology, device=device))
+    start = result_of(slow, baselines[0].strategy)
+    replicated, before = candidates_of(slow, [found.replicated(), start.best.strategy])
+    assert replicated.evaluation.step_time_s < before.evaluation.step_time_s * (1 + EQUAL), "not launch-bound"
+    assert replicated.sends_less_than(before) and replicated.split_flops_share == 0
+    result, _ = sends_less(slow, start, slow.evaluate([e.strategy for e in baselines]))
+    (after,) = candidates_of(slow, [result.best.strategy])
+    assert after.split_flops_share >= before.split_flops_share - EQUAL
+
+
 def test_the_same_again_gives_the_same(problem, baselines):
     strategy = case("lm", "a100x8").strategies(3, 1)[0]
     first, again = (sends_less(problem, result_of(problem, strategy), baselines)[0].best for _ in range(2))
