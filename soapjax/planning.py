@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd import bind_plan
@@ -20,13 +21,16 @@ from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
+from soapjax.report.html import framed, page
+from soapjax.search.plainest import sends_less
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep
+from soapjax.strategy.plan import ModelSource, Plan, Provenance, StrategyFigures, TimedStep
 from soapjax.strategy.plan_strategy import make_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
@@ -50,6 +54,11 @@ class Planned(NamedTuple):
     @property
     def graph(self) -> OperatorGraph:
         return self.problem.graph
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the plan's tables, and folded under them the page of `soapjax report`."""
+        with on_cpu():
+            return framed(self.plan, page(self.plan, extras_of(self.problem.simulator, self.result.best.strategy)))
 
 
 def plan(
@@ -103,13 +112,16 @@ def plan(
             best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
             result = SearchResult(best, 0, 0.0, "interrupted")
         result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
+        if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
+            result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
         table: tuple[TimedStep, ...] = ()
         if verify_top:
             leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
             verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
             result, table = result._replace(best=verified.best), verified.table
             remarks = (*remarks, *verified.notes)
-        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table)
+        figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
+        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
@@ -235,18 +247,20 @@ def plan_of_strategy(
 ) -> Plan:  # fmt: skip
     """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator
-    layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
+    costs = simulator.costs(strategy)
     topology, profile = simulator.tables.topology, simulator.tables.profile
     figures, shares = compute_figures(simulator, strategy)
+    prediction = simulator.prediction(strategy, compute_figures=shares)
     return make_plan(
-        problem.space, topology, strategy, *layouts, simulator.prediction(strategy, compute_figures=shares), model=model,
+        problem.space, topology, strategy, *layouts_for_plan(simulator.tables, costs), prediction, model=model,
         provenance=provenance, unroll=unroll, figures=figures, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
+        costs=operator_costs(simulator.tables, costs, strategy, prediction.sends),
     )  # fmt: skip
 
 
 def _provenance(
     planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult],
-    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (),
+    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (), figures: Mapping[str, StrategyFigures] | None = None,
 ) -> Provenance:  # fmt: skip
     notes = [*remarks, *result.notes]
     for name, found in baselines.items():
@@ -263,6 +277,7 @@ def _provenance(
         num_proposals=result.num_proposals,
         search_s=round(result.search_s, 3),
         baselines={name: found.best.step_time_s for name, found in baselines.items()},
+        baseline_figures=dict(figures or {}),
         notes=tuple(notes),
         verified=tuple(verified),
     )

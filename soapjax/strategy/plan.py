@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -59,6 +60,17 @@ class TaskPart(_Part):
     results: tuple[str, ...] = ()
 
 
+class OperatorCost(_Part):
+    """What an operator is predicted to take of a step, on one device; rounded to four digits."""
+
+    compute_s: float
+    communication_s: float  # all link levels added up, hidden or not
+    sent_bytes: int
+    memory_bytes: int  # at the step's peak: its parameters with their optimizer state, its results and converted operands
+    flops: float  # of the whole operator, before it is split
+    split_flops_share: float  # 1: no FLOP of it is done on two devices, 0: every device does all
+
+
 class OperatorPart(_Part):
     kind: str
     dims: dict[str, int] = {}  # name and size of what an axis may be assigned to, for those who edit
@@ -66,6 +78,7 @@ class OperatorPart(_Part):
     storage: str = "as used"
     figures: str = "analytic"  # where its compute seconds come from: "measured", "calibrated" or "analytic", the weakest
     tasks: tuple[TaskPart, ...] = ()
+    cost: OperatorCost | None = None  # None: written by an older version, or a pipeline's
 
 
 class SentPart(_Part):
@@ -78,6 +91,17 @@ class SentPart(_Part):
     program: str = ""  # of a pipeline: "forward 0", "backward 0", "update 0" of stage 0; a transfer is "send 0 to 1"
 
 
+class StrategyFigures(_Part):
+    """A strategy that a plan is compared with, as predicted by the same simulator."""
+
+    step_time_s: float
+    without_overlap_s: float
+    split_flops_share: float
+    memory_bytes_per_device: int
+    sent_bytes: int  # by each device in one step
+    feasible: bool
+
+
 class Prediction(_Part):
     step_time_s: float
     memory_bytes_per_device: int
@@ -87,6 +111,14 @@ class Prediction(_Part):
     bytes_by_collective: dict[str, int]
     sends: tuple[SentPart, ...] = ()  # the summands of `bytes_by_collective`
     compute_figures: dict[str, float] = {}  # "measured", "calibrated", "analytic" -> share of the compute seconds
+    # None in plans of older versions. If a device did one thing at a time, communicate or compute, on one link or another:
+    without_overlap_s: float | None = None
+    split_flops_share: float | None = None  # 1: no FLOP of the step is done on two devices, 0: every device does all
+
+    @property
+    def hidden_communication_s(self) -> float | None:
+        """Seconds of communication that are assumed to pass while the device computes, or sends over another link."""
+        return None if self.without_overlap_s is None else max(self.without_overlap_s - self.step_time_s, 0.0)
 
 
 class TimedStep(_Part):
@@ -105,6 +137,7 @@ class Provenance(_Part):
     num_proposals: int = 0
     search_s: float = 0.0
     baselines: dict[str, float | None] = {}
+    baseline_figures: dict[str, StrategyFigures] = {}  # of those that are known in full
     notes: tuple[str, ...] = ()
     verified: tuple[TimedStep, ...] = ()  # --verify-top
 
@@ -129,6 +162,13 @@ class Plan(_Part):
     provenance: Provenance = Provenance()
     # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
     pipeline: Pipeline | None = None
+
+    # What a notebook shows; soapjax/report/html.py, which may import this and not the reverse, says it.
+    notebook_html: ClassVar[Callable[[Plan], str] | None] = None
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks; None, and so the plain `repr`, where soapjax.report.html was not imported."""
+        return None if Plan.notebook_html is None else Plan.notebook_html(self)
 
     @property
     def num_devices(self) -> int:
@@ -159,8 +199,9 @@ class Plan(_Part):
 
     @property
     def plan_sha256(self) -> str:
-        """Over the canonical JSON without provenance, measurements and names."""
-        data = self.model_dump(mode="json", exclude={"provenance", "profile", "logical_axes"})
+        """Over the canonical JSON without provenance, measurements, names, and figures that only explain the prediction."""
+        explaining = {"operators": {"__all__": {"cost"}}, "prediction": {"without_overlap_s", "split_flops_share"}}
+        data = self.model_dump(mode="json", exclude={"provenance": True, "profile": True, "logical_axes": True, **explaining})
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def save(self, path: str) -> None:

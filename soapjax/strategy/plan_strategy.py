@@ -15,6 +15,7 @@ from soapjax.strategy.plan import (
     GraphId,
     MeshPart,
     ModelSource,
+    OperatorCost,
     OperatorPart,
     Plan,
     Prediction,
@@ -30,7 +31,7 @@ from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 def make_plan(
     space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
     prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
-    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None,
+    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None, costs: Sequence[OperatorCost] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan from a strategy and the layouts that it implies.
 
@@ -39,6 +40,7 @@ def make_plan(
       home: int8 [T, A], layout of every tensor.
       stored: int8 [P, A], storage layout of every parameter.
       profile: the measurements behind the prediction; `figures`: per operator where its seconds come from.
+      costs: what every operator is predicted to take.
     """
     graph, mesh = space.graph, space.mesh
     names = mesh.axis_names
@@ -61,6 +63,7 @@ def make_plan(
         operators[op.name] = OperatorPart(
             kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage,
             figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
+            cost=None if costs is None else costs[n],
         )  # fmt: skip
     arguments, results = _leaf_specs(graph, home, stored, spec, space.fixed_layouts)
     return Plan(

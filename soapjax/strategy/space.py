@@ -21,6 +21,7 @@ from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strate
 from soapjax.topology.factor_mesh import FactorMesh
 
 NOT_FIXED = -9
+MOST_DIMS = 127  # of an operator that an axis may split: a config value is an int8, and values + 1 are used as rows
 SPACES = ("soap", "paper")  # what executors run; the paper's whole space, with operators on parts of the devices
 
 
@@ -98,13 +99,31 @@ class SearchSpace:
 
     def configs(self, n: int) -> Iterator[tuple[int, ...]]:
         """All valid axis assignments of operator `n`, without storage."""
+        for values in itertools.product(*self._choices(n)):
+            if self._divides(n, values):
+                yield values
+
+    def _choices(self, n: int) -> list[list[int]]:
+        """Per axis what operator `n` may do with it, whatever it does with the others."""
         per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
         if self.may_pin(n):
             for values, size in zip(per_axis, self.mesh.axis_sizes, strict=True):
                 values += [PIN(i) for i in range(size) if size > 1]
-        for values in itertools.product(*per_axis):
-            if self._divides(n, values):
-                yield values
+        return per_axis
+
+    def nearest(self, n: int, axes: Sequence[int], storage: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The other valid configs (axes, storage) of operator `n`; those that differ in fewest choices first."""
+        choices = self._choices(n)
+        choices.append(list(range(len(self.storages))) if self.owns_parameters[n] else [storage])
+        now = [*map(int, axes), int(storage)]
+        for count in range(1, len(now) + 1):
+            for places in itertools.combinations(range(len(now)), count):
+                for values in itertools.product(*([v for v in choices[p] if v != now[p]] for p in places)):
+                    found = [*now]
+                    for p, v in zip(places, values, strict=True):
+                        found[p] = v
+                    if self._divides(n, found[:-1]):
+                        yield tuple(found[:-1]), found[-1]
 
     def num_configs(self, n: int) -> int:
         return sum(1 for _ in self.configs(n))
@@ -157,7 +176,7 @@ def search_space(
         for j, dim in enumerate(op.dims):
             divisors[i, j] = dim.divisor
             for a, size in enumerate(mesh.axis_sizes):
-                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1
+                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1 and j < MOST_DIMS
         if op.fixed is not None:
             problems += _fix_operator(graph, mesh, i, allowed)
     owns = np.array([bool(o.parameters) for o in graph.operators])
