@@ -161,7 +161,7 @@ def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
-    """The loop, its condition and body in float64. A vmapped condition is one per row: a row stays as it is once its own is over."""
+    """The loop in float64. A vmapped condition is one per row: a row stays as it is once its own is over."""
     condition, body = _in_float64(params["cond_jaxpr"]), _in_float64(params["body_jaxpr"])
     first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
