@@ -97,6 +97,7 @@ def plan(
     given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
     layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
     problem = planning_problem(step, topology, layouts, space=space, profile=profile)
+    remarks = (*remarks, *_order_remark(problem.graph))
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
@@ -126,6 +127,12 @@ def plan(
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
     return Planned(made, result, baselines, problem, step)
+
+
+def _order_remark(graph: OperatorGraph) -> tuple[str, ...]:
+    if not (graph.is_single_phase and graph.parameters):
+        return ()
+    return ("a gradient is taken of what an update made: forward, backward and update run as one phase, in program order",)
 
 
 def plan_pipeline(

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = {path.name: path for path in [README, *sorted((ROOT / "docs").glob("*.md"))]}
 RUN = ["planning.md", "training_loops.md"]  # all Python of these is one program; of other pages it is only compiled
-AWAITED = {"trusting_a_plan.md"}  # a page that is written beside these, on another branch
 FILE = re.compile(r"`((?:docs|examples|models|results|scripts|soapjax|tests|topologies)/[\w./-]+\.[a-z]+)`")
 
 
@@ -61,7 +60,7 @@ def test_links_and_named_files_exist(name):
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text(name)) if not link.startswith("http")]
     missing = [link for link in links if not (here / link).exists()]
     missing += [file for file in FILE.findall(text(name)) if not (ROOT / file).exists()]
-    assert not [link for link in missing if Path(link).name not in AWAITED]
+    assert not missing
 
 
 def test_the_readme_is_read():

@@ -59,7 +59,7 @@ class LabelCache:
 
 
 def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inputs: set[int]) -> set[tuple[int, int]]:
-    """All (root, dim) nodes that descend from the leading dim of the step's data.
+    """All (root, dim) nodes that descend from the leading dim of the step's data, or the second of what a loop runs over.
 
     What is made anew of a whole batch (two batches joined, one shuffled, cut or regrouped) is a batch too: `labels` then lets
     it be split, every device takes its block of what the equation makes of whole operands.
@@ -81,8 +81,8 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
             for end in ends[1:]:
                 if None not in (ends[0], end):
                     uf.union(ends[0], end)
-    seeds = {(v, 0) for v in data_inputs if program.avals[v].shape}
-    sizes = {program.avals[v].shape[0] for v, _ in seeds}
+    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data_inputs if program.avals[v].shape}
+    sizes = {program.avals[v].shape[d] for v, d in seeds}
     making = [eqn for eqn in leaves if labels[eqn].made_of]
     for _ in range(8):  # a batch is cut and joined a few times at most
         samples = {uf.find(n) for n in seeds}
@@ -108,6 +108,14 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
             break
     samples = {uf.find(n) for n in seeds}
     return {n for n in nodes if uf.find(n) in samples}
+
+
+def _batch_dim(v: int, program: Program, values: Values, uf: UnionFind) -> int:
+    """The first dim of a step's data that no loop runs over: of [time, batch, ...] the second."""
+    shape = program.avals[v].shape
+    loops = {(alias.root, d) for alias in values.alias.values() for d in range(-alias.shift)}
+    over = {(uf.find(n), program.avals[n[0]].shape[n[1]]) for n in loops}
+    return next((d for d in range(len(shape)) if (uf.find((v, d)), shape[d]) not in over), 0)
 
 
 class DimClasses:
