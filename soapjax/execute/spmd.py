@@ -167,7 +167,7 @@ class PlannedEvaluator(Evaluator):
             self._kept.append({t: s for t, s in kept.items() if t not in at_once})
         self._home = {
             i: parse_spec(plan.arguments[self.graph.in_paths[t.input_leaf]])
-            for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0 and t.shape
+            for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0
         }  # fmt: skip
         self._home |= {t: s for kept in self._kept for t, s in kept.items()}
         self.sums = GradientSums(self, program.binding, self.graph.accumulations if keeps_sums else (), self._home)

@@ -14,6 +14,7 @@ import numpy as np
 from soapjax.garbage import fewer_collections
 from soapjax.graph import accumulation as traced
 from soapjax.graph import joint_sums as joint
+from soapjax.graph.checks import check_graph, check_operators, check_phases, check_program, check_units
 from soapjax.graph.dims import DimClasses, LabelCache, sample_nodes
 from soapjax.graph.naming import grouped, operator_names
 from soapjax.graph.operators import (
@@ -28,7 +29,6 @@ from soapjax.graph.operators import (
     Parameter,
     Task,
     Work,
-    check_graph,
 )
 from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
@@ -60,7 +60,12 @@ class Binding:
 
 @fewer_collections()
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
-    """The operator graph of a traced step, checked."""
+    """The operator graph of a traced step, checked after every pass.
+
+    A step whose phases cannot be told apart in order (a second gradient of updated parameters) is one phase in program order.
+
+    Raises: SoapjaxError where a pass left something inconsistent: a defect, named with the pass.
+    """
     builder = _Builder(step)
     graph = builder.build()
     check_graph(graph)
@@ -74,12 +79,15 @@ def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
 class _Builder:
     def __init__(self, step: TracedStep):
         self.step, self.program = step, step.program
+        check_program(self.program)
         self.values = Values(self.program)
         self.phases = find_phases(step, self.values)
+        check_phases(self.program, self.values, self.phases)
         self.generated = generated_values(self.program, self.values)
         self.sums = traced.find_accumulations(self.program, self.values, self.phases)
         additions = frozenset(key for found in self.sums.values() for key in found.additions)
         self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
+        check_units(self.units, self.updates, self.values, self.phases)
         self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
         self.labels = LabelCache(self.program)
         data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
@@ -95,6 +103,7 @@ class _Builder:
         operators: list[tuple[list[int], DimClasses]] = []
         for members in pairing.operators:
             operators += self._split_unmatched(sorted(members, key=lambda i: (self.units[i].phase, i)))
+        check_operators([members for members, _ in operators], len(self.units))
         op_of_unit = {i: k for k, (members, _) in enumerate(operators) for i in members}
         # Operators in the order of their first unit.
         order = sorted(range(len(operators)), key=lambda k: min(operators[k][0]))
@@ -181,7 +190,7 @@ class _Builder:
         dims, counts = [], {}
         for c in ordered:
             nodes = classes.classes[c]
-            is_parameter = any(t in self.parameter_values for t, _ in nodes)
+            is_parameter = any(self.values.first(t) in self.parameter_values for t, _ in nodes)
             kind = "P" if is_parameter else "S" if any(n in self.samples for n in nodes) else "A"
             word = {"P": "param", "S": "sample", "A": "attr"}[kind]
             index = counts[word] = counts.get(word, -1) + 1
@@ -193,10 +202,10 @@ class _Builder:
         return tuple(dims), {c: k for k, c in enumerate(ordered)}
 
     def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
-        first_reader: dict[int, int] = {}
+        first_reader: dict[int | None, int] = {}  # root -> operator, of a loop-carried parameter too
         for t in tasks:
             for access in t.reads:
-                first_reader.setdefault(access.tensor, t.operator)
+                first_reader.setdefault(self.values.first(self.tensors.all[access.tensor].value), t.operator)
         work, equations = update_work(self.updates, self.program, self.values, self.phases)
         parameters, updates = [], []
         for p, parameter in enumerate(self.phases.parameters):
@@ -204,7 +213,7 @@ class _Builder:
             gradient = self.tensors.index(parameter.gradient)
             shape = self.tensors.all[tensor].shape
             stacked = len(shape) - len(self.tensors.all[gradient].shape)
-            owner = first_reader.get(tensor, 0)
+            owner = first_reader.get(parameter.value, 0)
             parameters.append(
                 Parameter(
                     parameter.path, tensor, gradient, owner, parameter.leaf, parameter.state_leaves,

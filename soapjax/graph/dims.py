@@ -49,28 +49,65 @@ class LabelCache:
             self._found[eqn.key] = labels_of(eqn, self.program)
         return self._found[eqn.key]
 
+    def free(self, eqn: FlatEqn, result: int, dim: int) -> None:
+        """Gives a dim of a result a label of its own: it may be split although no operand's dim is split with it."""
+        found = self[eqn]
+        label = 1 + max(lab for labs in (*found.inputs, *found.outputs, (BLOCKED,)) for lab in labs)
+        outputs = [list(labs) for labs in found.outputs]
+        outputs[result][dim] = label
+        self._found[eqn.key] = found._replace(outputs=tuple(map(tuple, outputs)))
+
 
 def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inputs: set[int]) -> set[tuple[int, int]]:
-    """All (root, dim) nodes that descend from the leading dim of the step's data."""
+    """All (root, dim) nodes that descend from the leading dim of the step's data.
+
+    What is made anew of a whole batch (two batches joined, one shuffled, cut or regrouped) is a batch too: `labels` then lets
+    it be split, every device takes its block of what the equation makes of whole operands.
+    """
+    leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
     uf = UnionFind()
     nodes: set[tuple[int, int]] = set()
-    for eqn, _ in program.walk():
-        if eqn.body is None:
-            found = labels[eqn]
-            for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
-                for d, lab in enumerate(labs):
-                    node = values.node(atom, d) if isinstance(atom, int) and lab != BLOCKED else None
-                    if node is not None:
-                        nodes.add(node)
-                        uf.union(node, (eqn.key, lab))
+    for eqn in leaves:
+        found = labels[eqn]
+        for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
+            for d, lab in enumerate(labs):
+                node = values.node(atom, d) if isinstance(atom, int) and lab != BLOCKED else None
+                if node is not None:
+                    nodes.add(node)
+                    uf.union(node, (eqn.key, lab))
     for carry in values.carries.values():
         for d in range(len(program.avals[carry.argument].shape)):
             ends = [values.node(a, d) for a in (carry.argument, carry.init, carry.result) if isinstance(a, int)]
             for end in ends[1:]:
                 if None not in (ends[0], end):
                     uf.union(ends[0], end)
-    seeds = {uf.find((v, 0)) for v in data_inputs}
-    return {n for n in nodes if uf.find(n) in seeds}
+    seeds = {(v, 0) for v in data_inputs if program.avals[v].shape}
+    sizes = {program.avals[v].shape[0] for v, _ in seeds}
+    making = [eqn for eqn in leaves if labels[eqn].made_of]
+    for _ in range(8):  # a batch is cut and joined a few times at most
+        samples = {uf.find(n) for n in seeds}
+        before = len(seeds)
+        for eqn in making:
+            for made in labels[eqn].made_of:
+                a, out = eqn.inputs[made.operand], eqn.outputs[made.result]
+                source = values.node(a, made.dim) if isinstance(a, int) else None
+                target = values.node(out, made.result_dim)
+                if source is None or target is None or uf.find(source) not in samples or uf.find(target) in samples:
+                    continue
+                shape, is_cut = program.avals[a].shape, len(program.avals[out].shape) > len(program.avals[a].shape)
+                if program.avals[out].shape[made.result_dim] <= 1 or target in seeds:
+                    continue
+                if eqn.name == "reshape" and is_cut and shape[made.dim] not in sizes:
+                    continue  # positions within an example, merged with the examples before
+                label = labels[eqn].outputs[made.result][made.result_dim]
+                if label == BLOCKED or eqn.name == "reshape":
+                    labels.free(eqn, made.result, made.result_dim)
+                seeds.add(target)
+                nodes.add(target)
+        if len(seeds) == before:
+            break
+    samples = {uf.find(n) for n in seeds}
+    return {n for n in nodes if uf.find(n) in samples}
 
 
 class DimClasses:
@@ -93,9 +130,13 @@ class DimClasses:
 
     def _equation(self, eqn: FlatEqn, *, is_heavy: bool) -> None:
         found = self.labels[eqn]
+        read: set[int] = set()
         for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
             if not isinstance(atom, int) or self.values.of(atom).root in self.generated:
                 continue
+            if is_heavy and atom in read:
+                continue  # of x xᵀ both results' dims are rows of x: x is read twice, split in two ways
+            read.add(atom)
             shape = tuple(self.program.avals[atom].shape)
             for d, lab in enumerate(labs):
                 node = self.values.node(atom, d)

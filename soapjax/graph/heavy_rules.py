@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soapjax.graph.program import FlatEqn
-from soapjax.graph.rule_table import BLOCKED, Labels, register
+from soapjax.graph.rule_table import BLOCKED, Labels, MadeOf, register
 
 
 @register("dot_general")
@@ -151,7 +151,8 @@ def _gather(eqn: FlatEqn, ins, outs) -> Labels:
     out = tuple(d if d in batch_dims or d in table else BLOCKED for d in range(rank))
     if len(dn.start_index_map) == 1 and dn.start_index_map[0] in dn.collapsed_slice_dims:
         table[dn.start_index_map[0]] = rank
-    return Labels((tuple(table), tuple(index)), (out,))
+    made_of = tuple(MadeOf(0, d, 0, b) for d in dn.start_index_map for b in batch_dims if d in dn.collapsed_slice_dims)
+    return Labels((tuple(table), tuple(index)), (out,), made_of=made_of)
 
 
 @register("scatter-add", "scatter-sub", "scatter", "scatter-mul", "scatter-min", "scatter-max")

@@ -28,12 +28,17 @@ def operator_names(first_units: list[Unit], values: Values, phases: Phases) -> l
 
 
 def _parameter_path(unit: Unit, values: Values, phases: Phases) -> str:
-    """Where the name stacks carry no modules (nnx): the module of the first parameter that the unit reads."""
-    roots = [values.of(a).root for e in unit.eqns for a in e.inputs if isinstance(a, int)]
+    """Where the name stacks carry no modules (nnx, updates): the module of the first parameter that the unit reads.
+
+    In a loop of updates that is what the loop starts from; a moment counts for its parameter.
+    """
+    roots = {values.first(a) for e in unit.eqns for a in e.inputs if isinstance(a, int)}
+    inputs = values.program.inputs
     for parameter in phases.parameters:
-        if parameter.value in roots:
+        mine = {parameter.value} if unit.phase != UPDATE else {parameter.value, *(inputs[k] for k in parameter.state_leaves)}
+        if mine & roots:
             parts = [part for part in parameter.path.removesuffix(".value").split(".") if part not in ("params", "0")]
-            return "/".join(parts[1:-1])
+            return "/".join(parts[1:] if unit.phase == UPDATE else parts[1:-1])
     return ""
 
 

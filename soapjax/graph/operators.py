@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import rich.table
 
-from soapjax.errors import Problem, SoapjaxError
-
 NOT_SPLIT = -1
 HEAVY_RESULT = -1  # among `recomputed_from`: the heavy equation's own result, where it is no tensor of the graph
 
@@ -213,46 +211,3 @@ class OperatorGraph:
             dims = " ".join(f"{d.name}={d.size}" for d in op.dims)
             table.add_row(op.name, op.kind, dims, f"{flops / 1e9:.3g}", str(len(op.parameters)))
         return table
-
-
-def check_graph(graph: OperatorGraph) -> None:
-    """Runs after every pass: each reference in range, each tensor written once, each read after its write.
-
-    Raises: SoapjaxError with every inconsistency (each is a defect of the tracer: please report it with the step).
-    """
-    problems = []
-
-    def wrong(place: str, value: object, expected: str) -> None:
-        problems.append(Problem(place, str(value), expected, "this is a defect in soapjax's tracer: report it with the step"))
-
-    names = [o.name for o in graph.operators]
-    if len(set(names)) != len(names):
-        wrong("operators", sorted({n for n in names if names.count(n) > 1}), "unique names")
-    written: set[int] = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0}
-    carried = {e.target for e in graph.entries}
-    makers: dict[int, int] = {}
-    # Of what a loop carries, a trip reads what the trip before wrote; the first value may be a constant.
-    loop_of = {access.tensor: task.scope.split("/")[0] for task in graph.tasks for access in task.writes}
-    for k, task in enumerate(graph.tasks):
-        op = graph.operators[task.operator]
-        if k not in op.tasks:
-            wrong(f"task {k}", op.name, "an operator that lists the task")
-        for access in (*task.reads, *task.writes):
-            tensor = graph.tensors[access.tensor]
-            split = [d for d in access.dims if d != NOT_SPLIT]
-            if len(access.dims) != len(tensor.shape) or len(set(split)) != len(split):
-                wrong(f"task {k} of {op.name}", access, f"one op dim per dim of {tensor.shape}, none twice")
-            elif task.parameter < 0:
-                for d, n in zip(access.dims, tensor.shape, strict=True):
-                    if d != NOT_SPLIT and n % op.dims[d].divisor:
-                        wrong(f"{op.name}.{op.dims[d].name}", op.dims[d].divisor, f"a divisor of {n}")
-        for access in task.reads:
-            is_carried = access.tensor in carried or (task.scope and task.scope.split("/")[0] == loop_of.get(access.tensor))
-            if access.tensor not in written and not is_carried:
-                wrong(f"task {k} of {op.name}", f"reads tensor {access.tensor}", "a tensor written before")
-        for access in task.writes:
-            if makers.setdefault(access.tensor, k) != k:
-                wrong(f"tensor {access.tensor}", f"tasks {makers[access.tensor]} and {k}", "one writer")
-            written.add(access.tensor)
-    if problems:
-        raise SoapjaxError(problems)

@@ -41,6 +41,7 @@ class Pairing:
         self.owner: dict[int, int] = {}
         self._bags: dict[int, collections.Counter] = {}
         self._roots = [self._reads_of(u) for u in units]
+        self._starts = [{values.first(root) for root in roots} for roots in self._roots]  # what loops carry: their first values
         for i, u in enumerate(units):
             if u.phase == FORWARD:
                 self._new(i)
@@ -89,7 +90,7 @@ class Pairing:
         for p, parameter in enumerate(self.phases.parameters):
             if p not in self.owner:
                 for op, members in enumerate(self.operators):
-                    if any(parameter.value in self._roots[i] for i in members):
+                    if any(parameter.value in self._starts[i] for i in members):
                         self.owner[p] = op
                         break
 

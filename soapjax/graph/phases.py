@@ -25,7 +25,7 @@ FORWARD, BACKWARD, UPDATE = 0, 1, 2
 PHASE_NAMES = ("forward", "backward", "update")
 MARK = "soapjax_gradient"
 
-_WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
+_WRAPPED = re.compile(r"^((?:\w+\()+)(.*?)\)+$")
 _NOISE = {"rematted_computation", "checkpoint", "while", "body", "scan", "closed_call", "jit", "pjit", "cond"}
 
 
@@ -53,11 +53,16 @@ def module_path(stack: str) -> str:
 
     >>> module_path("transpose(jvp(T))/jvp(T)/rematted_computation/blk1/down")
     'blk1/down'
+    >>> module_path("jvp()/blk1/vmap(attn)/wq")
+    'blk1/attn/wq'
     """
     parts: list[str] = []
     for part in re.split(r"/(?![^(]*\))", stack):
-        if _WRAPPED.match(part):
-            parts = []  # a transform restarts the path; the wrapped root module adds nothing
+        wrapped = _WRAPPED.match(part)
+        if wrapped and "jvp(" in wrapped[1]:
+            parts = []  # a gradient restarts the path; the wrapped root module adds nothing
+        elif wrapped:  # other transforms stand where they are called
+            parts += [name for name in wrapped[2].split("/") if name and name not in _NOISE and "<lambda>" not in name]
         elif part and part not in _NOISE and "<lambda>" not in part:
             parts.append(part)
     return "/".join(parts)
@@ -82,7 +87,7 @@ class Parameter:
 class Phases:
     phase: dict[str, int]  # equation key -> phase
     parameters: tuple[Parameter, ...]
-    is_single_phase: bool  # more than one gradient cut: no barriers between the phases
+    is_single_phase: bool  # more than one gradient cut: no barriers between the phases, tasks in program order
 
 
 def find_phases(step: TracedStep, values: Values) -> Phases:
@@ -96,89 +101,112 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     }
     has_stacks = any("transpose(" in eqn.stack for eqn, _ in program.walk())
     downstream: set[int] = set()  # values that depend on a backward equation or on a marked gradient
-    updated: set[int] = set()
     phase: dict[str, int] = {}
-    is_single = False
     leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
     for _ in range(2):  # twice: the second time sees what flows round the loops
         for eqn in leaves:
-            inputs = values.sources(eqn)
-            if "transpose(" in eqn.stack or (marked & set(eqn.outputs)):
+            transform = _outermost_transform(eqn.stack)
+            if transform == BACKWARD or (marked & set(eqn.outputs)):
                 found = BACKWARD
-            elif "jvp(" in eqn.stack:
+            elif transform == FORWARD:
                 found = FORWARD
             else:
-                found = UPDATE if inputs & downstream else FORWARD
-            if found == FORWARD and inputs & updated:
-                is_single = True
+                found = UPDATE if values.sources(eqn) & downstream else FORWARD
             phase[eqn.key] = found
-            if found == BACKWARD or inputs & downstream:
+            if found == BACKWARD or values.sources(eqn) & downstream:
                 downstream.update(eqn.outputs)
-            if found == UPDATE:
-                updated.update(eqn.outputs)
-    # What only the update reads (decayed moments, bias corrections) is update, although no gradient flows into it.
-    read_before: set[int] = {values.of(o).root for o in program.outputs if isinstance(o, int)} - updated
+    # What only the update reads (decayed moments, bias corrections) is update, although no gradient flows into it. New state
+    # that nothing else reads is update too; a split key that the loss reads as well is not.
     moments = {values.of(program.outputs[o]).root for o in step.state_pairs.values() if isinstance(program.outputs[o], int)}
+    returned = {values.of(o).root for o in program.outputs if isinstance(o, int)} - moments
+    read_before: set[int] = set()
     for eqn in reversed(leaves):
-        if phase[eqn.key] == FORWARD and "jvp(" not in eqn.stack and downstream:
-            if not any(o in read_before and o not in moments for o in eqn.outputs):
+        if phase[eqn.key] == FORWARD and _outermost_transform(eqn.stack) is None and downstream:
+            if not any(o in read_before or o in returned for o in eqn.outputs):
                 phase[eqn.key] = UPDATE
         if phase[eqn.key] != UPDATE:
             read_before |= values.sources(eqn)
-    if marked and not has_stacks:
-        # No transposes to be seen: all that the gradients need is one phase, the rest stays update.
-        is_single = False
-    parameters = _parameters(step, values, phase)
+    parameters = _parameters(step, values, phase, downstream)
+    # Without transposes to be seen, all that the marked gradients need is one phase, and the rest stays update.
+    is_single = not (marked and not has_stacks) and _reads_later(leaves, values, phase)
     return Phases(phase, parameters, is_single)
 
 
-def _parameters(step: TracedStep, values: Values, phase: dict[str, int]) -> tuple[Parameter, ...]:
-    """Walks from each state output back through update equations of the same shape to its gradient."""
+def _outermost_transform(stack: str) -> int | None:
+    """FORWARD, BACKWARD, or None where no gradient marks the equation.
+
+    Of nested gradients the outermost decides: `jvp()/vmap(transpose(jvp()))` is forward work of the outer one.
+    """
+    transposed, differentiated = stack.find("transpose("), stack.find("jvp(")
+    if transposed >= 0 and not 0 <= differentiated < transposed:
+        return BACKWARD
+    return FORWARD if differentiated >= 0 else None
+
+
+def _reads_later(leaves: list[FlatEqn], values: Values, phase: dict[str, int]) -> bool:
+    """Whether an equation reads what a later phase makes: a second gradient, an update inside a loop of updates."""
+    made_in = {o: phase[eqn.key] for eqn in leaves for o in eqn.outputs}
+    return any(made_in.get(root, FORWARD) > phase[eqn.key] for eqn in leaves for root in values.sources(eqn))
+
+
+def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstream: set[int]) -> tuple[Parameter, ...]:
+    """Walks from each state output back through update equations of the same shape to its gradient.
+
+    Where gradients of single examples are clipped and then summed, the gradient is their sum: `phase` gets what leads to it as
+    backward work.
+    """
     program = step.program
+    read = {root for eqn, _ in program.walk() if eqn.body is None and phase[eqn.key] != UPDATE for root in values.sources(eqn)}
     gradients: dict[int, int] = {}  # input position -> root of its gradient
-    in_avals = step.in_avals
     for i, o in step.state_pairs.items():
-        out = program.outputs[o]
-        gradient = _gradient_of(program, values, phase, out, in_avals[i].shape) if isinstance(out, int) else None
-        if gradient is not None:
-            gradients[i] = gradient
-    used = {
-        values.of(a).root
-        for eqn, _ in program.walk()
-        if eqn.body is None and phase[eqn.key] != UPDATE
-        for a in eqn.inputs
-        if isinstance(a, int)
-    }
-    used |= {values.of(c.init).root for c in values.carries.values() if isinstance(c.init, int)}  # a trained first state
-    trained = [i for i in gradients if program.inputs[i] in used]
+        out, shape = program.outputs[o], tuple(step.in_avals[i].shape)
+        found, sums = _gradient_of(program, values, phase, out, shape) if isinstance(out, int) else (None, [])
+        sums = [root for root in sums if root in downstream]
+        if found is None and sums and program.inputs[i] in read:
+            found = sums[0]
+            _make_backward(values, phase, found)
+        if found is not None:
+            gradients[i] = found
+    trained = [i for i in gradients if program.inputs[i] in read]
     state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
     for j in sorted(set(gradients) - set(trained)):
         state.setdefault(gradients[j], []).append(j)
     return tuple(
-        Parameter(
-            step.in_paths[i],
-            i,
-            program.inputs[i],
-            gradients[i],
-            tuple(state.get(gradients[i], ())),
-        )
-        for i in trained
+        Parameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
     )
 
 
-def _gradient_of(program: Program, values: Values, phase: dict[str, int], out: int, shape) -> int | None:
-    """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape."""
+def _gradient_of(
+    program: Program, values: Values, phase: dict[str, int], out: int, shape: tuple[int, ...]
+) -> tuple[int | None, list[int]]:
+    """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape.
+
+    Also the sums on the way whose operands have another shape and come from the backward phase.
+    """
     queue, seen = [out], {out}
+    sums: list[int] = []
     while queue:
         root = values.of(queue.pop(0)).root
         producer = values.producer.get(root)
         if producer is None:
             continue
         if phase[producer.key] == BACKWARD:
-            return root
+            return root, sums
         if phase[producer.key] == UPDATE:
+            if producer.name == "reduce_sum" and len(program.aval(producer.inputs[0]).shape) > len(shape):
+                sums.append(root)
             fresh = [a for a in producer.inputs if isinstance(a, int) and a not in seen]
-            fresh = [a for a in fresh if tuple(program.avals[a].shape) == tuple(shape)]
+            fresh = [a for a in fresh if tuple(program.avals[a].shape) == shape]
             seen.update(fresh)
             queue.extend(fresh)
-    return None
+    return None, sums
+
+
+def _make_backward(values: Values, phase: dict[str, int], root: int) -> None:
+    """Update equations that lead to `root` become backward work."""
+    queue = [root]
+    while queue:
+        producer = values.producer.get(queue.pop())
+        if producer is not None and phase[producer.key] == UPDATE:
+            phase[producer.key] = BACKWARD
+            queue += values.sources(producer)

@@ -34,6 +34,9 @@ CALL_PRIMITIVES = {
     "custom_lin": "call_jaxpr",
 }
 
+# Collectives; over vmapped axes they are reductions.
+_OVER_DIMS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+
 Atom = int | jex_core.Literal
 
 
@@ -123,6 +126,8 @@ class _Flattener:
                 is_again = name in ("remat2", "checkpoint") and eqn.params.get("differentiated", False)
                 keep = bool(is_again and (in_scan or eqn.params.get("prevent_cse", False)))
                 results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=keep, in_scan=in_scan)
+            elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
+                results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
             elif name == "scan" and self.unroll:
                 results = self._unrolled(eqn, inputs, path, out)
             else:
@@ -143,6 +148,10 @@ class _Flattener:
             for var, atom in zip(eqn.outvars, results, strict=True):
                 env[var] = atom
         return [read(v) for v in jaxpr.outvars]
+
+    def _reduced(self, name: str, axes: tuple[int, ...], a: Atom, stack: str, out: list[dict]) -> Atom:
+        """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
+        return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
 
     def _traced(self, fn: Callable[..., Any], args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
         """Inlines a small function of our own over atoms."""

@@ -26,9 +26,20 @@ BLOCKED = -1
 log = logging.getLogger("soapjax")
 
 
+class MadeOf(NamedTuple):
+    """Dim `dim` of operand `operand`, whole, becomes dim `result_dim` of result `result`."""
+
+    operand: int
+    dim: int
+    result: int
+    result_dim: int
+
+
 class Labels(NamedTuple):
     """Labels of each operand's and each result's dims.
 
+    `made_of` names results' dims that are made anew of a whole dim of an operand (a slice, a concatenation, rows picked by
+    index): the two are not split together, but where the operand's is the batch, the result's is a batch too, and split so.
     `spatial` maps the labels whose neighbours are read across the border of a shard (windows) to the largest degree at
     which a shard still holds a window: they cost a halo exchange, and convolutions need manual axes.
     """
@@ -36,6 +47,7 @@ class Labels(NamedTuple):
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     spatial: dict[int, int] = {}  # noqa: RUF012 - never written to
+    made_of: tuple[MadeOf, ...] = ()
 
 
 Rule = Callable[[FlatEqn, list[tuple[int, ...]], list[tuple[int, ...]]], Labels]
@@ -71,7 +83,7 @@ def labels_of(eqn: FlatEqn, program: Program) -> Labels:
     def clean(labels: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(BLOCKED if n <= 1 else lab for lab, n in zip(labels, shape, strict=True))
 
-    return Labels(tuple(map(clean, found.inputs, ins)), tuple(map(clean, found.outputs, outs)), found.spatial)
+    return Labels(tuple(map(clean, found.inputs, ins)), tuple(map(clean, found.outputs, outs)), found.spatial, found.made_of)
 
 
 def replicated(ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> Labels:

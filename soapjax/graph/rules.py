@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from soapjax.graph import heavy_rules  # noqa: F401 - registers its rules
 from soapjax.graph.program import FlatEqn
-from soapjax.graph.rule_table import BLOCKED, Labels, is_known, labels_of, register, replicated, user_spec
+from soapjax.graph.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 
 __all__ = ["BLOCKED", "LIGHT", "Labels", "is_known", "labels_of", "register", "replicated", "user_spec"]
 
@@ -39,6 +39,11 @@ def _elementwise(eqn: FlatEqn, ins, outs) -> Labels:
     # Scalars mix with any shape; a dim of size 1 is broadcast (cleaned to BLOCKED by the caller).
     inputs = tuple(tuple(range(rank)) if len(s) == rank else (BLOCKED,) * len(s) for s in ins)
     return Labels(inputs, tuple(tuple(range(len(s))) for s in outs))
+
+
+@register("device_put")
+def _device_put(eqn: FlatEqn, ins, outs) -> Labels:
+    return Labels(tuple(tuple(range(len(s))) for s in ins), tuple(tuple(range(len(s))) for s in outs))
 
 
 @register("bitcast_convert_type")
@@ -82,12 +87,15 @@ def _squeeze(eqn: FlatEqn, ins, outs) -> Labels:
 
 @register("reshape")
 def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
-    """Merged or split dims are tied by their major factor: blocks of it stay blocks."""
+    """Merged or split dims are tied by their major factor: blocks of it stay blocks. The other factors are made of all of it."""
     order = eqn.params.get("dimensions") or range(len(ins[0]))  # a transpose first
     a, b = tuple(ins[0][d] for d in order), outs[0]
     la, lb = [BLOCKED] * len(a), [BLOCKED] * len(b)
+    if 0 in a:  # nothing in it
+        return replicated(ins, outs)
     i = j = 0
     label = 0
+    made_of = []
     while i < len(a) and j < len(b):
         si, sj = i, j
         size_a, size_b = a[i], b[j]
@@ -104,10 +112,12 @@ def _reshape(eqn: FlatEqn, ins, outs) -> Labels:
         if ma is not None and mb is not None:
             la[ma] = lb[mb] = label
             label += 1
+            made_of += [MadeOf(0, order[ma], 0, d) for d in range(mb + 1, j + 1) if i == ma and b[d] > 1]  # [64] -> [4, 16]
+            made_of += [MadeOf(0, order[d], 0, mb) for d in range(ma + 1, i + 1) if j == mb and a[d] > 1]  # [2, 64] -> [128]
         i, j = i + 1, j + 1
     labels = dict(zip(order, la, strict=True))
     first = tuple(labels[d] for d in range(len(a)))
-    return Labels((first, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),))
+    return Labels((first, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(lb),), made_of=tuple(made_of))
 
 
 @register("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
@@ -127,7 +137,9 @@ def _tied_except(blocked: set[int], ins, outs) -> Labels:
     def one(s: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(BLOCKED if i in blocked else i for i in range(len(s)))
 
-    return Labels(tuple(map(one, ins)), tuple(map(one, outs)))
+    pairs = [(k, r) for k in range(len(ins)) for r in range(len(outs)) if len(ins[k]) == len(outs[r])]
+    made_of = tuple(MadeOf(k, d, r, d) for d in sorted(blocked) for k, r in pairs)
+    return Labels(tuple(map(one, ins)), tuple(map(one, outs)), made_of=made_of)
 
 
 @register("concatenate")
@@ -191,7 +203,7 @@ def _fft(eqn: FlatEqn, ins, outs) -> Labels:
 def _pad(eqn: FlatEqn, ins, outs) -> Labels:
     padded = {i for i, p in enumerate(eqn.params["padding_config"]) if tuple(p) != (0, 0, 0)}
     tied = _tied_except(padded, ins[:1], outs)
-    return Labels((*tied.inputs, ()), tied.outputs)
+    return tied._replace(inputs=(*tied.inputs, ()))
 
 
 @register("slice")
@@ -203,14 +215,14 @@ def _slice(eqn: FlatEqn, ins, outs) -> Labels:
 def _dynamic_slice(eqn: FlatEqn, ins, outs) -> Labels:
     cut = {i for i, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)) if n != m}
     tied = _tied_except(cut, ins[:1], outs)
-    return Labels((*tied.inputs, *((),) * (len(ins) - 1)), tied.outputs)
+    return tied._replace(inputs=(*tied.inputs, *((),) * (len(ins) - 1)))
 
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(eqn: FlatEqn, ins, outs) -> Labels:
     cut = {i for i, (n, m) in enumerate(zip(ins[0], ins[1], strict=True)) if n != m}
     tied = _tied_except(cut, ins[:2], outs)
-    return Labels((*tied.inputs, *((),) * (len(ins) - 2)), tied.outputs)
+    return tied._replace(inputs=(*tied.inputs, *((),) * (len(ins) - 2)))
 
 
 @register("sharding_constraint", "reshard")

@@ -3,14 +3,14 @@
 A heavy equation (dot, conv, gather, ...) is a unit of its own, together with
 the transposes that only lay out its result. Light equations form regions:
 equations of one phase and one loop, with equally many heavy equations before
-them, that are connected by data or read the same heavy result. That makes every
-region convex: no path leaves it and comes back.
+them, that are connected by data or read the same heavy result. Where regions would
+then read each other in a circle (a padding mask that stands in one region and is read by another), order.py
+takes them apart.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
+from soapjax.graph.order import Unit, ordered, without_circles
 from soapjax.graph.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import is_known
@@ -52,18 +52,6 @@ def is_relayout(eqn: FlatEqn, program: Program) -> bool:
     return eqn.name in LAYOUT_ONLY
 
 
-@dataclasses.dataclass(eq=False)
-class Unit:
-    """One task: equations in program order, of one phase and loop."""
-
-    eqns: list[FlatEqn]
-    phase: int
-    scope: tuple[str, ...]
-    kind: str  # a value of HEAVY, "fused", or "unknown"
-    heavy: FlatEqn | None = None
-    trip_count: int = 1
-
-
 def kind_of(eqn: FlatEqn) -> str | None:
     """The kind of a heavy equation; None for a light one. An unknown primitive is an operator of its own."""
     return HEAVY.get(eqn.name) or (None if is_known(eqn.name) else "unknown")
@@ -74,8 +62,9 @@ def find_units(
 ) -> tuple[list[Unit], list[FlatEqn]]:
     """Units in program order, and the update equations, which are grouped by parameter elsewhere.
 
-    Each of `additions`, equation keys that sum up gradients, is a unit of its own.
-    Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
+    An update that a unit reads (momentum that a product orthogonalises, parameters that are evaluated after their update,
+    all updates in a loop of them) is a unit as well. Each of `additions`, equation keys that sum up gradients, is a unit of
+    its own. Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
     """
     generated = generated_values(program, values)
     depth: dict[int, int] = {}
@@ -84,6 +73,7 @@ def find_units(
     light: list[tuple[FlatEqn, int]] = []
     units: list[Unit] = []
     heavy_unit: dict[int, Unit] = {}  # root -> the unit of the heavy equation that makes it
+    read = _read_by_units(program, values, phases)
 
     def depth_of(atom) -> int:
         return depth.get(values.of(atom).root, 0) if isinstance(atom, int) else 0
@@ -102,7 +92,7 @@ def find_units(
                 continue
             phase, scope = phases.phase[eqn.key], values.scope[eqn.key]
             kind = kind_of(eqn)
-            if phase == UPDATE and kind is None:
+            if phase == UPDATE and kind is None and not read.intersection(eqn.outputs):
                 updates.append(eqn)
             elif eqn.key in additions:
                 units.append(Unit([eqn], phase, scope, "fused", None, trips))
@@ -123,7 +113,22 @@ def find_units(
     units += _regions(light, keys, depth, values, generated, heavy_unit, program)
     for unit in units:
         unit.eqns.sort(key=lambda e: values.order[e.key])
-    return _topological(units, values), updates
+    return ordered(without_circles(units, values), values), updates
+
+
+def _read_by_units(program: Program, values: Values, phases: Phases) -> set[int]:
+    """Roots that a unit reads, directly or through equations of the update."""
+    leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
+    found: set[int] = set()
+    queue = [root for e in leaves if phases.phase[e.key] != UPDATE or kind_of(e) is not None for root in values.sources(e)]
+    while queue:
+        root = queue.pop()
+        if root not in found:
+            found.add(root)
+            producer = values.producer.get(root)
+            if producer is not None and phases.phase[producer.key] == UPDATE:
+                queue += values.sources(producer)
+    return found
 
 
 def generated_values(program: Program, values: Values) -> set[int]:
@@ -152,11 +157,16 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
 
     makers: dict[int, str] = {o: eqn.key for eqn, _ in light for o in eqn.outputs}
     readers: dict[tuple, str] = {}
+    scalars: dict[tuple, str] = {}
     for eqn, _ in light:
+        if keys[eqn.key][0] == UPDATE and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
+            parent[find(eqn.key)] = find(scalars.setdefault(keys[eqn.key], eqn.key))  # bias corrections, counts, rates
         for a in eqn.inputs:
             root = values.of(a).root if isinstance(a, int) else None
             if root is None or root in generated:
                 continue
+            if keys[eqn.key][0] == UPDATE and program.avals[root].size <= 1:
+                continue  # a norm or a bias correction does not make one region of all parameters' updates
             maker = makers.get(root)
             if maker is not None and keys[maker] == keys[eqn.key]:
                 parent[find(eqn.key)] = find(maker)
@@ -231,49 +241,3 @@ def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit
         elif host is None and keys[first.key][0] == keys[e.key][0]:
             keys[e.key] = keys[first.key]
     return gone
-
-
-def _topological(units: list[Unit], values: Values) -> list[Unit]:
-    """Units so that each comes after those it reads from, otherwise in program order.
-
-    A region's place is its last equation: the first may prepare an operand long before (a dropout mask).
-    """
-    maker = {o: i for i, u in enumerate(units) for e in u.eqns for o in e.outputs}
-    order = sorted(range(len(units)), key=lambda i: values.order[(units[i].heavy or units[i].eqns[-1]).key])
-    placed: list[Unit] = []
-    state = [0] * len(units)
-
-    def place(i: int) -> None:
-        stack = [(i, iter(sorted(_needs(units[i], maker, values, i))))]
-        state[i] = 1
-        while stack:
-            k, needs = stack[-1]
-            nxt = next((j for j in needs if state[j] == 0), None)
-            if nxt is None:
-                stack.pop()
-                state[k] = 2
-                placed.append(units[k])
-            else:
-                state[nxt] = 1
-                stack.append((nxt, iter(sorted(_needs(units[nxt], maker, values, nxt)))))
-
-    for i in order:
-        if state[i] == 0:
-            place(i)
-    return placed
-
-
-def _needs(unit: Unit, maker: dict[int, int], values: Values, own: int) -> set[int]:
-    needs = set()
-    for e in unit.eqns:
-        for a in e.inputs:
-            if isinstance(a, int):
-                root = values.of(a).root
-                carry = values.carries.get(root)
-                if carry is not None:  # the value of the trip before: only the first one must be there
-                    first = values.of(carry.init)
-                    root = first.root if first else root
-                found = maker.get(root)
-                if found is not None and found != own:
-                    needs.add(found)
-    return needs

@@ -42,6 +42,8 @@ class Values:
         self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value, as its argument or as its result
         self._visit(program, ())
         self.stacked = {self.tensor(atom).root for atom in self.stacked}
+        by_result = {self.of(c.result).root: c for c in self.carries.values() if isinstance(c.result, int)}
+        self._carried = by_result | self.carries
 
     def of(self, atom: Atom) -> Alias | None:
         """The root of an atom; None for a literal."""
@@ -94,6 +96,16 @@ class Values:
                 if carry is not None:
                     queue += [self.of(a).root for a in (carry.init, carry.result) if isinstance(a, int)]
         return roots
+
+    def first(self, atom: Atom) -> int | None:
+        """The root of which a loop-carried argument, or the body's result that becomes it, is a later value; else its own root.
+
+        None where a loop starts from a literal.
+        """
+        found = self.of(atom)
+        while found is not None and (carry := self._carried.get(found.root)) is not None:
+            found = self.of(carry.init)
+        return None if found is None else found.root
 
     def tensor(self, atom: Atom) -> Alias | None:
         """As `of`, and a loop-carried argument is the result that becomes it: they share one layout."""

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jax import Array
 
-from soapjax.graph.operators import NOT_SPLIT, Operator
+from soapjax.graph.operators import NOT_SPLIT
+from soapjax.graph.phases import UPDATE
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy, replicated
+from soapjax.strategy.strategy import REPLICATE, Strategy, replicated
 
 
 def split_axes(space: SearchSpace, n: int, dim: int, axes: Iterable[int]) -> tuple[int, ...]:
@@ -39,9 +40,12 @@ def largest_split(divisor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -
     return best
 
 
-def _sample_dim(op: Operator) -> int | None:
+def _sample_dim(space: SearchSpace, n: int, axes: Sequence[int]) -> int | None:
+    """The sample dim that `axes` split most, the first of equals: of four groups of sixteen the sixteen."""
+    op = space.graph.operators[n]
     found = [k for k, d in enumerate(op.dims) if d.kind == "S"]
-    return found[0] if found else None
+    degree = {k: math.prod(space.mesh.axis_sizes[a] for a in split_axes(space, n, k, axes)) for k in found}
+    return max(found, key=lambda k: degree[k], default=None)
 
 
 def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None = None) -> tuple[Strategy, tuple[str, ...]]:
@@ -52,7 +56,7 @@ def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None 
     lowered = set()
     wanted = math.prod(mesh.axis_sizes[a] for a in axes)
     for n, op in enumerate(problem.graph.operators):
-        dim = _sample_dim(op)
+        dim = _sample_dim(space, n, axes)
         if op.fixed is not None:
             strategy.axes[n] = _only_config(problem, n)
         elif dim is not None:
@@ -128,8 +132,22 @@ def fsdp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     for k, storage in enumerate(problem.space.storages):
         if any(storage.axes) or len(problem.space.storages) == 1:
             chosen = np.where(problem.space.owns_parameters, k, 0).astype(np.int8)
-            variants.append(Strategy(strategy.axes.copy(), chosen))
+            variants.append(Strategy(_updated_in_shards(problem, strategy, storage.axes), chosen))
     return _result(problem, variants, start, notes)
+
+
+def _updated_in_shards(problem: PlanningProblem, strategy: Strategy, stored: Sequence[bool]) -> np.ndarray:
+    """int8 [N, A]: what updates state, and is an operator because another one reads it, is split as the state is stored."""
+    space, axes = problem.space, strategy.axes.copy()
+    spread = [a for a, is_spread in enumerate(stored) if is_spread]
+    for n, op in enumerate(problem.graph.operators):
+        if op.fixed is None and {problem.graph.tasks[t].phase for t in op.tasks} == {UPDATE} and (axes[n] == REPLICATE).all():
+            splits = [split_axes(space, n, k, spread) for k in range(len(op.dims))]
+            degree = [math.prod(space.mesh.axis_sizes[a] for a in split) for split in splits]
+            if degree:
+                k = degree.index(max(degree))
+                axes[n, list(splits[k])] = k
+    return axes
 
 
 def tensor_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:

@@ -116,6 +116,14 @@ def reductions():
     return fn, (values(4, 6, 8), indices(99, 4, 6))
 
 
+@covers("device_put")
+def moved():
+    def fn(a, b):
+        return jax.device_put((a, b))
+
+    return fn, (values(4, 6), values(8, seed=1))
+
+
 @covers("concatenate", "pad", "slice", "rev", "split", "stack", "unstack", "tile")
 def pieces():
     def fn(a):
@@ -460,7 +468,7 @@ def test_blocks_of_any_reshape(shapes, random):
     for k, d in enumerate(order):
         a[d] = moved[k]
     eqn = FakeReshape(tuple(a), b, order)
-    (source,), (target,), _ = labels_of(eqn, eqn)
+    (source,), (target,) = labels_of(eqn, eqn)[:2]
     x = np.arange(math.prod(a)).reshape(a)
     whole = x.transpose(order).reshape(b)
     for label in set(source) - {BLOCKED}:
@@ -480,7 +488,7 @@ def test_a_reshape_ties_all_that_it_can(shapes):
     """A dim that starts a merged or split group is labelled on both sides; so is the reshape back."""
     a, b = shapes
     eqn, back = FakeReshape(a, b, None), FakeReshape(b, a, None)
-    (source,), (target,), _ = labels_of(eqn, eqn)
+    (source,), (target,) = labels_of(eqn, eqn)[:2]
     assert labels_of(back, back)[:2] == ((target,), (source,))
     first = [next((lab for lab, n in zip(labs, s, strict=True) if n > 1), None) for labs, s in ((source, a), (target, b))]
     assert first[0] == first[1] != BLOCKED
