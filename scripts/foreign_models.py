@@ -138,10 +138,12 @@ def table(cases: list[Any], options: argparse.Namespace) -> None:
                 known = rows.add({**arguments, **facts, **row_of(c.name, planner, options)})
             note(f"{c.name} {planner}: {known['status']} {known.get('error', '')[:200]}")
             write_report(rows, skipped, options)
+    write_report(rows, skipped, options)
 
 
 def write_report(rows: Any, skipped: dict[str, str], options: argparse.Namespace) -> None:
     import foreign_report
+
     from soapjax.files import write_text_atomic
 
     write_text_atomic(options.results / "foreign_models.md", foreign_report.text(rows.rows, skipped))

@@ -8,7 +8,19 @@ from collections.abc import Mapping, Sequence
 from paper_tables import markdown
 
 WELL_SPLIT = 0.95
-SHOWN = ("name", "family", "planner", "status", "float64", "4_steps", "FLOPs_split", "compilations", "first_call_s", "second_call_ms")
+SHOWN = (
+    "name",
+    "family",
+    "planner",
+    "status",
+    "float64",
+    "4_steps",
+    "FLOPs_split",
+    "compilations",
+    "first_call_s",
+    "second_call_ms",
+)
+SUMS = ("planner", "rows", "proven", "compile_as_often_as_jit", "FLOPs_split_≥_95_%", "replicated_without_a_note", "other")
 Row = Mapping[str, str]
 
 
@@ -18,14 +30,13 @@ def text(rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
     chosen = {r["name"] for r in rows if r.get("is_listed") == "0"}
     lines = [
         "# Public models and training steps that nobody here wrote\n",
-        f"`python scripts/foreign_models.py --sources FOLDER`: {len(names)} steps, {len(chosen)} of them not named by the issue that "
-        f"asked for this table, each planned for `cpu8`, run for four steps on 8 fake CPU devices beside `jax.jit`, and verified. "
-        f"{len(skipped)} skipped.\n",
-        markdown(("planner", "rows", "proven", "compile_as_often_as_jit", "FLOPs_split_≥_95_%", "replicated_without_a_note", "other"),
-                 [summary(p, [r for r in rows if r["planner"] == p]) for p in dict.fromkeys(r["planner"] for r in rows)]),
+        f"`python scripts/foreign_models.py --sources FOLDER`: {len(names)} steps, {len(chosen)} of them not named by the issue "
+        f"that asked for this table, each planned for `cpu8`, run for four steps on 8 fake CPU devices beside `jax.jit`, and "
+        f"verified. {len(skipped)} skipped.\n",
+        markdown(SUMS, [summary(p, [r for r in rows if r["planner"] == p]) for p in dict.fromkeys(r["planner"] for r in rows)]),
         "\nProven: loss and gradients in float64 within 1e-9 of one device, or in the step's precision within the bound of "
-        "`soapjax verify`, and the results of four steps as near to `jax.jit`'s as rounding allows. Compilations are counted call by "
-        "call; times are of two shared cores, planned / `jax.jit`.\n",
+        "`soapjax verify`, and the results of four steps as near to `jax.jit`'s as rounding allows. Compilations are counted "
+        "call by call; times are of two shared cores, planned / `jax.jit`.\n",
         markdown(SHOWN, map(shown, rows)),
     ]  # fmt: skip
     if failed := [r for r in rows if r["status"] != "proven"]:

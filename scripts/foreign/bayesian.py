@@ -1,4 +1,4 @@
-"""Bayesian inference and kernels: numpyro, blackjax, flowjax, tinygp, dynamax; neural tangents and optimal transport."""
+"""Bayesian inference and neighbours: numpyro, blackjax, flowjax, tinygp, dynamax; optimal transport and evolution."""
 
 from __future__ import annotations
 
@@ -120,9 +120,7 @@ def flow() -> Made:
     )  # fmt: skip
     import paramax
 
-    params, static = eqx.partition(
-        dist, eqx.is_inexact_array, is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable)
-    )
+    params, static = eqx.partition(dist, eqx.is_inexact_array, is_leaf=lambda leaf: isinstance(leaf, paramax.NonTrainable))
     optimizer, loss = optax.adam(1e-3), MaximumLikelihoodLoss()
     inner = getattr(flow_step, "__wrapped__", flow_step)
 
@@ -169,24 +167,6 @@ def hidden_markov() -> Made:
         return (optax.apply_updates(state[0], updates), opt), loss
 
     return Made(step, ((free, tx.init(free)), floats(16, 12, 3)))
-
-
-@case("neural_tangents_nngp", "kernel", packages=["neural_tangents"])
-def neural_tangents() -> Made:
-    """Gradient descent in function space: the tangent kernel of an infinitely wide network, solved in closed form."""
-    from foreign.sources import stubs
-
-    with stubs():
-        import neural_tangents as nt
-        from neural_tangents import stax
-    _, _, kernel_fn = stax.serial(stax.Dense(64), stax.Relu(), stax.Dense(64), stax.Relu(), stax.Dense(1))
-
-    def step(train_x, train_y, test_x):
-        predict = nt.predict.gradient_descent_mse_ensemble(kernel_fn, train_x, train_y, diag_reg=1e-3)
-        mean, covariance = predict(x_test=test_x, get="ntk", compute_cov=True)
-        return mean, jnp.diagonal(covariance)
-
-    return Made(step, (floats(32, 8), floats(32, 1), floats(16, 8)), {})
 
 
 @case("ott_sinkhorn_loss", "transport", packages=["ott"])

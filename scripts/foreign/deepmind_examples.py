@@ -30,8 +30,8 @@ def haiku_lm() -> Made:
 def haiku_rnn() -> Made:
     """A stack of haiku LSTMs over tiny Shakespeare, by `dynamic_unroll`."""
     m = package(HAIKU, "examples.rnn.train")
-    from absl import flags
     import haiku as hk
+    from absl import flags
 
     flags.FLAGS.mark_as_parsed()
     flags.FLAGS.hidden_size = 32

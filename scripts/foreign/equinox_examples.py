@@ -50,8 +50,8 @@ def trained(optimizer: optax.GradientTransformation, model: Any) -> Any:
 
 @equinox_case("equinox_vit", "vision", is_listed=True)
 def vision_transformer() -> Made:
-    n = notebook(EQUINOX, "vision_transformer", "PatchEmbedding", "AttentionBlock", "VisionTransformer", "compute_grads", "step_model",
-                 given={"channels": 3})  # fmt: skip
+    names = ("PatchEmbedding", "AttentionBlock", "VisionTransformer", "compute_grads", "step_model")
+    n = notebook(EQUINOX, "vision_transformer", *names, given={"channels": 3})
     model = n.VisionTransformer(
         embedding_dim=32, hidden_dim=64, num_heads=4, num_layers=2, dropout_rate=0.1, patch_size=8, num_patches=16, num_classes=10,
         key=jr.PRNGKey(0),
@@ -188,7 +188,9 @@ def dcgan() -> Made:
 @diffrax_case("diffrax_neural_ode", "ode")
 def neural_ode() -> Made:
     optim = optax.adabelief(3e-3)
-    n = notebook(DIFFRAX, "neural_ode", "Func", "NeuralODE", "_get_data", "get_data", "grad_loss", "make_step", given={"optim": optim})
+    n = notebook(
+        DIFFRAX, "neural_ode", "Func", "NeuralODE", "_get_data", "get_data", "grad_loss", "make_step", given={"optim": optim}
+    )
     ts, ys = n.get_data(16, key=jr.PRNGKey(0))
     model = n.NeuralODE(2, 32, 2, key=jr.PRNGKey(1))
     return filtered(plain(n.make_step), (ts[:10], ys[:, :10], model, trained(optim, model)), {2: 1, 3: 2})

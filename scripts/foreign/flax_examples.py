@@ -208,7 +208,17 @@ def gemma() -> Made:
     """Their nnx Gemma (`examples/gemma/transformer.py`) under their `train_step`'s loss."""
     from flax import nnx
 
-    m = load(f"{EX}/gemma", "transformer", "modules", "layers", "helpers", "positional_embeddings", "sow_lib", "params", "transformer_cfg")
+    m = load(
+        f"{EX}/gemma",
+        "transformer",
+        "modules",
+        "layers",
+        "helpers",
+        "positional_embeddings",
+        "sow_lib",
+        "params",
+        "transformer_cfg",
+    )
     config = m.TransformerConfig(
         num_layers=2, num_embed=128, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8, num_kv_heads=1,
         final_logit_softcap=None, use_post_attn_norm=False, use_post_ffw_norm=False,

@@ -99,8 +99,8 @@ def score_sde() -> Made:
     """
     old_names()
     jax.nn.normalize = getattr(jax.nn, "normalize", jax.nn.standardize)
-    losses = load(SCORE_SDE, "losses", "models", "models.utils", "models.ncsnpp", "models.ddpm", "sde_lib", "configs.vp.cifar10_ncsnpp_continuous",
-                  stand_ins=["flax.deprecated", "flax.deprecated.nn"])  # fmt: skip
+    names = ("models", "models.utils", "models.ncsnpp", "sde_lib", "configs.vp.cifar10_ncsnpp_continuous")
+    losses = load(SCORE_SDE, "losses", *names, stand_ins=["flax.deprecated", "flax.deprecated.nn"])
     import sys
 
     sys.path.insert(0, str(path_of(SCORE_SDE)))
@@ -262,4 +262,3 @@ def text_to_image() -> Made:
         return (optax.apply_updates(state[0], updates), opt), new_key, loss
 
     return Made(step, ((params, tx.init(params)), jax.random.PRNGKey(1), floats(8, 4, 8, 8), floats(8, 6, 16)), {0: 0, 1: 1})
-

@@ -96,7 +96,9 @@ def gemma() -> Made:
 @hf_case("hf_gptj_rotary", "language")
 def gptj() -> Made:
     t = transformers()
-    return causal(t.FlaxGPTJForCausalLM, t.GPTJConfig(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQ, rotary_dim=4))
+    return causal(
+        t.FlaxGPTJForCausalLM, t.GPTJConfig(n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=SEQ, rotary_dim=4)
+    )
 
 
 @hf_case("hf_gpt_neo_local", "language")
@@ -115,7 +117,11 @@ def masked_lm(kind: Any, config: Any, **extra: np.ndarray) -> Made:
         logits = model(**inputs, params=params, dropout_rng=rng, train=True)[0]
         return token_loss(logits, batch["labels"], (batch["labels"] > 3).astype(jnp.float32))
 
-    data = {"input_ids": ints(VOCAB, BATCH, SEQ), "attention_mask": np.ones((BATCH, SEQ), np.int32), "labels": ints(VOCAB, BATCH, SEQ)}
+    data = {
+        "input_ids": ints(VOCAB, BATCH, SEQ),
+        "attention_mask": np.ones((BATCH, SEQ), np.int32),
+        "labels": ints(VOCAB, BATCH, SEQ),
+    }
     return trainer(loss_fn, params, data | extra)
 
 
@@ -124,13 +130,6 @@ def bert() -> Made:
     t = transformers()
     types = np.zeros((BATCH, SEQ), np.int32)
     return masked_lm(t.FlaxBertForMaskedLM, t.BertConfig(**TINY, max_position_embeddings=SEQ), token_type_ids=types)
-
-
-@hf_case("hf_albert_shared_layers", "language")
-def albert() -> Made:
-    t = transformers()
-    config = t.AlbertConfig(**TINY, embedding_size=16, max_position_embeddings=SEQ)
-    return masked_lm(t.FlaxAlbertForMaskedLM, config, token_type_ids=np.zeros((BATCH, SEQ), np.int32))
 
 
 @hf_case("hf_roformer", "language")
@@ -162,14 +161,18 @@ def big_bird() -> Made:
 
     def loss_fn(params, batch, rng):
         rng, indices_rng = jax.random.split(rng)
-        logits = model(batch["input_ids"], batch["attention_mask"], params=params, dropout_rng=rng, indices_rng=indices_rng, train=True)[0]
+        logits = model(
+            batch["input_ids"], batch["attention_mask"], params=params, dropout_rng=rng, indices_rng=indices_rng, train=True
+        )[0]
         return token_loss(logits, batch["labels"])
 
     data = {"input_ids": ints(VOCAB, 8, 64), "attention_mask": np.ones((8, 64), np.int32), "labels": ints(VOCAB, 8, 64)}
     return trainer(loss_fn, params, data)
 
 
-def seq2seq(kind: Any, config: Any, name: str = "input_ids", inputs: np.ndarray | None = None, tx: Any = None, **options: Any) -> Made:
+def seq2seq(
+    kind: Any, config: Any, name: str = "input_ids", inputs: np.ndarray | None = None, tx: Any = None, **options: Any
+) -> Made:
     """Label smoothing as in examples/flax/summarization."""
     model, params = built(kind, config, **options)
 
@@ -288,7 +291,9 @@ def clip() -> Made:
         return sum(both) / 2
 
     mask = np.ones((BATCH, SEQ), np.int32)
-    return trainer(loss_fn, params, {"input_ids": ints(VOCAB, BATCH, SEQ), "pixel_values": floats(BATCH, 3, 16, 16), "attention_mask": mask})
+    return trainer(
+        loss_fn, params, {"input_ids": ints(VOCAB, BATCH, SEQ), "pixel_values": floats(BATCH, 3, 16, 16), "attention_mask": mask}
+    )
 
 
 @hf_case("hf_dense_retrieval", "retrieval")

@@ -94,9 +94,22 @@ def simulation() -> Made:
 @case("ferminet_vmc", "physics", source="google-deepmind+ferminet", packages=["kfac_jax", "folx"])
 def ferminet() -> Made:
     """`make_training_step`: Metropolis moves of the walkers, local energies (a Laplacian), Adam; the walkers are state."""
-    names = ["pyscf", "pyscf.pbc", "pyscf.pbc.gto", "pyscf.gto", "pyscf.dft", "pyscf.scf", "pyscf.lib", "pyscf.data", "ferminet.pretrain"]
+    names = [
+        "pyscf",
+        "pyscf.pbc",
+        "pyscf.pbc.gto",
+        "pyscf.gto",
+        "pyscf.dft",
+        "pyscf.scf",
+        "pyscf.lib",
+        "pyscf.data",
+        "ferminet.pretrain",
+    ]
     m = package("google-deepmind+ferminet", "ferminet.train", [*names, "ferminet.utils.scf", "ferminet.utils.statistics"])
-    f = {n: package("google-deepmind+ferminet", f"ferminet.{n}", names) for n in ("networks", "envelopes", "hamiltonian", "loss", "mcmc")}
+    f = {
+        n: package("google-deepmind+ferminet", f"ferminet.{n}", names)
+        for n in ("networks", "envelopes", "hamiltonian", "loss", "mcmc")
+    }
     atoms, charges, spins = jnp.zeros((1, 3)), jnp.array([3.0]), (2, 1)
     net = f["networks"].make_fermi_net(
         spins, charges, envelope=f["envelopes"].make_isotropic_envelope(), determinants=2,
@@ -136,7 +149,9 @@ def aqt_training() -> Made:
     from aqt.jax.v2.flax import aqt_flax
     from flax import linen as nn
 
-    quantised = functools.partial(aqt_flax.AqtDotGeneral, aqt_config.fully_quantized(fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False))
+    quantised = functools.partial(
+        aqt_flax.AqtDotGeneral, aqt_config.fully_quantized(fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False)
+    )
 
     class Network(nn.Module):
         @nn.compact
@@ -244,7 +259,12 @@ def kfac() -> Made:
         kfac_jax.register_softmax_cross_entropy_loss(logits, targets=y)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-    params = {"w1": jnp.asarray(floats(16, 32)) * 0.2, "b1": jnp.zeros(32), "w2": jnp.asarray(floats(32, 10)) * 0.2, "b2": jnp.zeros(10)}
+    params = {
+        "w1": jnp.asarray(floats(16, 32)) * 0.2,
+        "b1": jnp.zeros(32),
+        "w2": jnp.asarray(floats(32, 10)) * 0.2,
+        "b2": jnp.zeros(10),
+    }
     optimizer = kfac_jax.Optimizer(
         value_and_grad_func=jax.value_and_grad(loss_fn), l2_reg=1e-3, value_func_has_aux=False, value_func_has_rng=False,
         use_adaptive_learning_rate=False, use_adaptive_momentum=False, use_adaptive_damping=False, initial_damping=1.0,

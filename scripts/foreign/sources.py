@@ -26,13 +26,14 @@ from unittest import mock
 
 # Names of what steps do not need: data, logs, plots, other frameworks.
 STUBS = (
-    "tensorflow tensorflow.io tensorflow.compat.v2 tensorflow_datasets tensorflow_text tensorflow_probability torch torch.utils "
-    "torch.utils.data torch.nn torch.nn.functional torch.utils.tensorboard torchvision torchvision.transforms torchtext wandb tqdm.auto "
-    "matplotlib matplotlib.pyplot matplotlib.cm matplotlib.animation matplotlib.colors sklearn sklearn.metrics sklearn.preprocessing sklearn.datasets "
-    "clu.metric_writers clu.periodic_actions clu.deterministic_data clu.preprocess_spec clu.platform flax.metrics.tensorboard gym "
-    "gym.spaces gymnasium gymnasium.spaces gymnasium.spaces.box cv2 grain grain.python sentencepiece kagglehub datasets stable_baselines3 "
-    "stable_baselines3.common.buffers stable_baselines3.common.atari_wrappers envpool tensorboardX pandas imageio PIL.Image omegaconf "
-    "hydra pygame tensorflow_gan tensorflow_hub jax.experimental.host_callback"
+    "tensorflow tensorflow.io tensorflow.compat.v2 tensorflow_datasets tensorflow_text tensorflow_probability torch "
+    "torch.utils torch.utils.data torch.nn torch.nn.functional torch.utils.tensorboard torchvision torchvision.transforms "
+    "torchtext wandb tqdm.auto matplotlib matplotlib.pyplot matplotlib.cm matplotlib.animation matplotlib.colors sklearn "
+    "sklearn.metrics sklearn.preprocessing sklearn.datasets clu.metric_writers clu.periodic_actions clu.deterministic_data "
+    "clu.preprocess_spec clu.platform flax.metrics.tensorboard gym gym.spaces gymnasium gymnasium.spaces "
+    "gymnasium.spaces.box cv2 grain grain.python sentencepiece kagglehub datasets stable_baselines3 "
+    "stable_baselines3.common.buffers stable_baselines3.common.atari_wrappers envpool tensorboardX pandas imageio PIL.Image "
+    "omegaconf hydra pygame tensorflow_gan tensorflow_hub jax.experimental.host_callback"
 ).split()
 NEVER_REAL = ("tensorflow", "clu.", "flax.metrics", "sklearn", "matplotlib")  # slow, or not needed, even where installed
 _folder = Path(".")
@@ -52,22 +53,22 @@ def path_of(name: str) -> Path:
 @contextlib.contextmanager
 def stubs(*more: str) -> Iterator[None]:
     """Stand-ins for modules that are not installed, for as long as something is imported."""
-    before: dict[str, Any] = {}
+    made = []
     for name in (*STUBS, *more):
+        if name in sys.modules:
+            continue
         try:
             is_real = not name.startswith(NEVER_REAL) and name not in more and importlib.util.find_spec(name) is not None
         except (ImportError, ValueError, AttributeError):
             is_real = False
         if not is_real:
-            before[name] = sys.modules.get(name)
+            made.append(name)
             sys.modules[name] = mock.MagicMock(name=name, __spec__=importlib.machinery.ModuleSpec(name, None), __path__=[])
     try:
         yield
     finally:
-        for name, was in before.items():
-            sys.modules.pop(name)
-            if was is not None:
-                sys.modules[name] = was
+        for name in made:
+            sys.modules.pop(name, None)
 
 
 def forget_flags() -> None:

@@ -113,7 +113,7 @@ def nanogpt() -> Made:
     """Its `train_step` returns (loss, state)."""
     m = edited("cgarciae+nanoGPT-jax/model.py", [
         ("self.c_attn(x).split(3, axis=-1)", "jnp.split(self.c_attn(x), 3, axis=-1)"),
-        ("param_partitions = freeze(path_aware_map(partition_fn, params))", "param_partitions = path_aware_map(partition_fn, params)"),
+        ("freeze(path_aware_map(partition_fn, params))", "path_aware_map(partition_fn, params)"),
     ])  # fmt: skip
     model = m.GPT(m.GPTConfig(block_size=16, vocab_size=128, n_layer=2, n_head=4, n_embd=32, dropout=0.1))
     state = model.create_state(learning_rate=6e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, decay_lr=True, warmup_iters=10,
