@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from foreign.registry import WHOLE, Made, case, floats, ints
-from foreign.sources import load, old_names, package, pieces, plain
+from foreign.sources import load, package, pieces, plain
 
 HAIKU, OPTAX, JRAPH = "google-deepmind+dm-haiku", "google-deepmind+optax", "google-deepmind+jraph"
 haiku_case = functools.partial(case, source=HAIKU, packages=["haiku"])
@@ -67,7 +67,7 @@ def vqvae() -> Made:
         parts = (m.Encoder(16, 1, 8), m.Decoder(16, 1, 8))
         quantiser = hk.nets.VectorQuantizerEMA(embedding_dim=8, num_embeddings=32, commitment_cost=0.25, decay=0.99)
         net = m.VQVAEModel(*parts, quantiser, hk.Conv2D(8, (1, 1), name="to_vq"), data_variance=1.0)
-        return net(data, is_training)
+        return net(data["image"], is_training)
 
     m.forward = hk.transform_with_state(forward)
     data = {"image": floats(16, 16, 16, 3)}
@@ -120,7 +120,7 @@ def nanolm() -> Made:
 @optax_case("optax_adversarial_pgd", "robust")
 def adversarial() -> Made:
     """Ascent on the images inside the step."""
-    given = dict(EPSILON=0.1, L2_REG=1e-4, optimizer=optax.adam(1e-3))
+    given = dict(EPSILON=0.1, L2_REG=1e-4, num_classes=10, optimizer=optax.adam(1e-3))
     m = pieces(f"{OPTAX}/examples/adversarial_training.ipynb", ("CNN", "net", "loss_fun", "pgd_attack", "train_step"), given)
     images = (np.abs(floats(16, 28, 28, 1)) * 60).astype(np.uint8)
     params = m.net.init(jax.random.PRNGKey(0), jnp.ones((1, 28, 28, 1)))["params"]
@@ -159,11 +159,13 @@ def lookahead() -> Made:
 @optax_case("optax_private_sgd", "private")
 def private_sgd() -> Made:
     """Per-example gradients, clipped and noised."""
-    given = dict(NUM_CLASSES=10, L2_NORM_CLIP=1.5, NOISE_MULTIPLIER=1.3, LEARNING_RATE=0.15, SEED=1337)
-    names = ("CNN", "model", "loss_fn", "train_step", "tx")
-    m = pieces(f"{OPTAX}/examples/contrib/differentially_private_sgd.ipynb", names, given)
-    params = m.model.init(jax.random.key(0), np.ones((1, 28, 28, 1), np.float32))
-    data = {"image": floats(16, 28, 28, 1), "label": ints(10, 16)}
+    given = dict(DPSGD=True, L2_NORM_CLIP=1.5, NOISE_MULTIPLIER=1.3, LEARNING_RATE=0.15)
+    names = ("init_random_params", "loss_fn", "tx", "train_step")
+    m = pieces(
+        f"{OPTAX}/examples/contrib/differentially_private_sgd.ipynb", names, given, without=("dp_accounting", "grain", "tensorflow")
+    )
+    _, params = m.init_random_params(jax.random.PRNGKey(1337), (-1, 28, 28, 1))
+    data = (floats(16, 28, 28, 1), ints(10, 16))
     return Made(plain(m.train_step), (params, m.tx.init(params), data), {0: 0, 1: 1})
 
 
@@ -254,19 +256,6 @@ def interaction() -> Made:
 @jraph_case("jraph_relation_higgs")
 def relation() -> Made:
     return _jraph_problem("higgs_detection", lambda m, *n: m.get_higgs_problem(*n), 4, 8)
-
-
-@jraph_case("jraph_hamiltonian_simulation")
-def hamiltonian() -> Made:
-    """No parameters: forces are gradients of an energy over a graph, integrated by Verlet."""
-    old_names()
-    m = load(f"{JRAPH}/jraph/examples", "hamiltonian_graph_network")
-    graph = m.build_hookes_particle_state_graph(num_particles=8)
-
-    def step(graph):
-        return m.single_integration_step(graph, 0.002, m.verlet_integrator, m.hookes_hamiltonian_from_graph_fn)
-
-    return Made(step, (graph,), {0: 1})
 
 
 @case("e3nn_tetris", "graphs", source="e3nn+e3nn-jax", packages=["e3nn_jax", "jraph"])

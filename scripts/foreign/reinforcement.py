@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 from foreign.registry import Made, case, floats, ints
-from foreign.sources import frozen_init, load, old_names, package, pieces, plain
+from foreign.sources import edited, frozen_init, load, old_names, package, pieces, plain
 
 CLEANRL, PUREJAXRL, JAXRL = "vwxyzjn+cleanrl", "luchris429+purejaxrl", "ikostrikov+jaxrl"
 rl_case = functools.partial(case, family="rl")
@@ -125,14 +126,14 @@ def purejaxrl(script: str, **config):
     return m.make_train(defaults | config)
 
 
-@rl_case("purejaxrl_ppo_whole", source=PUREJAXRL, packages=["gymnax"])
+@rl_case("purejaxrl_ppo_whole", source=PUREJAXRL, packages=["gymnax", "distrax"])
 def ppo_whole() -> Made:
     """A whole training, environment included, in one call that takes only a key."""
     train = purejaxrl("ppo")
     return Made(train, (jax.random.PRNGKey(0),), {})
 
 
-@rl_case("purejaxrl_ppo_rnn_whole", source=PUREJAXRL, packages=["gymnax"])
+@rl_case("purejaxrl_ppo_rnn_whole", source=PUREJAXRL, packages=["gymnax", "distrax"])
 def ppo_rnn_whole() -> Made:
     return Made(purejaxrl("ppo_rnn"), (jax.random.PRNGKey(0),), {})
 
@@ -145,7 +146,7 @@ def jaxrl_batch(make):
 @rl_case("jaxrl_sac", source=JAXRL, packages=["tensorflow_probability"])
 def sac() -> Made:
     old_names()
-    m = package(JAXRL, "jaxrl.agents.sac.sac_learner", stand_ins=["d4rl", "dm_control", "mujoco_py"])
+    m = package(JAXRL, "jaxrl.agents.sac.sac_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown"])
     with frozen_init():
         learner = m.SACLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32))
     inner = plain(m._update_jit)
@@ -161,7 +162,7 @@ def sac() -> Made:
 def redq() -> Made:
     """An ensemble of critics (`nn.vmap`), of which a random subset gives the target."""
     old_names()
-    m = package(JAXRL, "jaxrl.agents.redq.redq_learner", stand_ins=["d4rl", "dm_control", "mujoco_py"])
+    m = package(JAXRL, "jaxrl.agents.redq.redq_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown"])
     with frozen_init():
         learner = m.REDQLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32), n=4, m=2)
     inner = plain(m._update_jit)
@@ -176,7 +177,9 @@ def redq() -> Made:
 @rl_case("iql", source="ikostrikov+implicit_q_learning", packages=["tensorflow_probability"])
 def iql() -> Made:
     old_names()
-    m = load("ikostrikov+implicit_q_learning", "learner", "common", "policy", "value_net", "actor", "critic")
+    folder = "ikostrikov+implicit_q_learning"
+    sys.modules["policy"] = edited(f"{folder}/policy.py", [("'actor_def', 'distribution'", "'actor_def'")])
+    m = load(folder, "learner", "common", "value_net", "actor", "critic")
     with frozen_init():
         learner = m.Learner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32), max_steps=100)
     inner = plain(m._update_jit)
@@ -188,7 +191,7 @@ def iql() -> Made:
     return Made(update, (*state, jaxrl_batch(m.Batch)), {i: i for i in range(5)})
 
 
-@rl_case("jaxcql", source="young-geng+JaxCQL", packages=["distrax"])
+@rl_case("jaxcql", source="young-geng+JaxCQL", packages=["distrax", "mlxu"])
 def cql() -> Made:
     """One `vjp` of several losses of one forward pass (`value_and_multi_grad`): a gradient for each network."""
     old_names()
@@ -211,7 +214,13 @@ def cql() -> Made:
 @rl_case("rlax_simple_dqn", source="google-deepmind+rlax", packages=["rlax", "haiku"])
 def rlax_dqn() -> Made:
     old_names()
-    m = load("google-deepmind+rlax/examples", "simple_dqn", "experiment", stand_ins=["bsuite", "bsuite.environments", "dm_env"])
+    examples = ["rlax.examples", "rlax.examples.experiment"]
+    m = load(
+        "google-deepmind+rlax/examples",
+        "simple_dqn",
+        "experiment",
+        stand_ins=["bsuite", "bsuite.environments", "dm_env", *examples],
+    )
     observations, actions = types.SimpleNamespace(shape=(OBSERVATION,)), types.SimpleNamespace(num_values=ACTIONS)
     observations.generate_value = lambda: np.zeros(OBSERVATION, np.float32)
     agent = m.DQN(observations, actions, epsilon_cfg=dict(init_value=1.0, end_value=0.01, transition_steps=10, power=1.0),
@@ -270,7 +279,8 @@ def brax_ppo() -> Made:
     optimizer = optax.adam(3e-4)
     update = gradients.gradient_update_fn(loss, optimizer, pmap_axis_name=None, has_aux=True)
     shape = (BATCH, 5)
-    extras = {"policy_extras": {"log_prob": -np.abs(floats(*shape)), "raw_action": floats(*shape, ACTIONS)},
+    extras = {"policy_extras": {"log_prob": -np.abs(floats(*shape)), "raw_action": floats(*shape, ACTIONS),
+                                "distribution_params": floats(*shape, 2 * ACTIONS)},
               "state_extras": {"truncation": np.zeros(shape, np.float32)}}  # fmt: skip
     data = Transition(floats(*shape, OBSERVATION), np.tanh(floats(*shape, ACTIONS)), floats(*shape), np.ones(shape, np.float32),
                       floats(*shape, OBSERVATION), extras)  # fmt: skip

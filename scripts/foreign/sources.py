@@ -165,7 +165,8 @@ def _defined(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return (node.name,)
     if isinstance(node, ast.Assign):
-        return tuple(t.id for t in node.targets if isinstance(t, ast.Name))
+        targets = [x for t in node.targets for x in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        return tuple(t.id for t in targets if isinstance(t, ast.Name))
     return ()
 
 

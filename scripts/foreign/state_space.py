@@ -118,7 +118,7 @@ def nanogpt() -> Made:
     model = m.GPT(m.GPTConfig(block_size=16, vocab_size=128, n_layer=2, n_head=4, n_embd=32, dropout=0.1))
     state = model.create_state(learning_rate=6e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, decay_lr=True, warmup_iters=10,
                                lr_decay_iters=100, min_lr=6e-5)  # fmt: skip
-    step = pieces("cgarciae+nanoGPT-jax/train.py", ("train_step",), {
+    step = pieces("cgarciae+nanoGPT-jax/train.py", ("forward", "train_step"), {
         "dropout": 0.1, "train_state": m.train_state, "print_compiling": lambda f: f, "jax": jax, "partial": functools.partial,
         "Tuple": tuple, "TrainState": m.train_state.TrainState, "jnp": jnp,
     }, without=("import",))  # fmt: skip
