@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.images import example_batch
-from models.training import TrainStep, build_step, cross_entropy, initial_state, step_key
+from .images import example_batch
+from .training import TrainStep, build_step, cross_entropy, initial_state, step_key
 
 PAPER = dict(batch=256, image=224, classes=1000, width=1.0)
 SMALLEST_IMAGE = 63  # below it, nothing is left after the third pooling

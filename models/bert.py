@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models import text
-from models.training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
-from models.transformer_lm import FeedForward
+from . import text
+from .training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
+from .transformer_lm import FeedForward
 
 PAPER = dict(batch=64, seq=512, width=1024, layers=24, heads=16, vocab=30_528, tie=True, optimizer="adamw")
 MASK = 0  # the token that stands for a hidden one

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models import nmt
-from models.lstm import LSTMCell, LSTMStack, no_carry, over_time, scan_time, sequence_loss
-from models.training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
+from . import nmt
+from .lstm import LSTMCell, LSTMStack, no_carry, over_time, scan_time, sequence_loss
+from .training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
 
 PAPER = dict(batch=64, seq=40, hidden=1024, layers=8, vocab=32_000, optimizer="adam")
 

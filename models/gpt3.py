@@ -13,8 +13,8 @@ which has more divisors.
 
 from typing import NamedTuple
 
-from models import transformer_lm
-from models.training import TrainStep
+from . import transformer_lm
+from .training import TrainStep
 
 
 class Size(NamedTuple):

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.images import example_batch
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, initial_state, initialize
+from .images import example_batch
+from .training import TrainStep, build_step, cross_entropy, get_dtype, initial_state, initialize
 
 PAPER = dict(batch=64, image=299, width=1.0, classes=1000)
 SMALLEST_IMAGE = 75  # below it, nothing is left before the last two blocks

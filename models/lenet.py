@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.images import example_batch
-from models.training import TrainStep, build_step, cross_entropy, initial_state
+from .images import example_batch
+from .training import TrainStep, build_step, cross_entropy, initial_state
 
 PAPER = dict(batch=64, image=28, channels=1, classes=10)
 POOLS = {"average": nn.avg_pool, "max": nn.max_pool}

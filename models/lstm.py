@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.training import cross_entropy
+from .training import cross_entropy
 
 GATES = 4  # input, forget, candidate, output
 Carry = Any

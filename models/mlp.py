@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.training import TrainStep, classifier_of_features, get_dtype
+from .training import TrainStep, classifier_of_features, get_dtype
 
 
 class MLP(nn.Module):

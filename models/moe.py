@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models import text
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, initialize
-from models.transformer_lm import Attention, Block
+from . import text
+from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, initialize
+from .transformer_lm import Attention, Block
 
 PAPER = dict(batch=1024, seq=1024, width=2048, layers=24, heads=16, vocab=51_200, experts=64, top=2, remat=True, dtype="bfloat16")
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models import text
-from models.lstm import LSTMStack, no_carry, over_time, scan_time, sequence_loss
-from models.training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
+from . import text
+from .lstm import LSTMStack, no_carry, over_time, scan_time, sequence_loss
+from .training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
 
 PAPER = dict(batch=64, seq=40, hidden=1024, layers=2, vocab=32_000, optimizer="sgd", learning_rate=0.1)
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.images import example_batch
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, initial_state
+from .images import example_batch
+from .training import TrainStep, build_step, cross_entropy, get_dtype, initial_state
 
 PAPER = dict(depth=101, batch=64, image=224, classes=1000)
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models import text
-from models.lstm import LSTMStack, no_carry, over_time, scan_time
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, initialize
+from . import text
+from .lstm import LSTMStack, no_carry, over_time, scan_time
+from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, initialize
 
 PAPER = dict(batch=64, seq=40, hidden=1024, layers=4, vocab=18_768, classes=2, optimizer="sgd", learning_rate=0.1)
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from models import text
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, step_key
+from . import text
+from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, step_key
 
 MASKED = -1e30  # finite: a row that is masked everywhere gives a uniform softmax instead of nan
 

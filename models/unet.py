@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, initialize
+from .training import TrainStep, build_step, cross_entropy, get_dtype, get_optimizer, initial_state, initialize
 
 PAPER = dict(batch=64, image=512, channels=1, classes=2, width=64, levels=4, groups=0)
 

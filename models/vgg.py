@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from models.images import example_batch
-from models.training import TrainStep, build_step, cross_entropy, get_dtype, initial_state, initialize, step_key
+from .images import example_batch
+from .training import TrainStep, build_step, cross_entropy, get_dtype, initial_state, initialize, step_key
 
 PAPER = dict(depth=16, batch=64, image=224, classes=1000, width=1.0, dropout=0.5)
 SMALLEST_IMAGE = 32  # five poolings halve it

@@ -9,7 +9,11 @@ dispatching thread of the CPU backend, so that the figure includes their (small)
 import argparse
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The command line: plan, simulate, run, verify, profile, calibrate, demo.
+"""The command line: plan, simulate, run, verify, profile, calibrate, topologies, demo.
 
 Every command takes --json: one JSON object on standard output, everything else on standard error.
 Bad input ends with exit status 2 and a message that names the place, the value, what was expected and
@@ -31,21 +31,25 @@ errors = rich.console.Console(stderr=True, soft_wrap=True)
 class PlanCommand:
     """Plan a model for a topology and write the plan file.
 
-    Example:  soapjax plan models.mlp --topology cpu8 -o plan.json
+    Example:  soapjax plan soapjax.models.mlp --topology cpu8 -o plan.json
 
-    Example:  soapjax plan models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
+    Example:  soapjax plan soapjax.models.transformer_lm --topology a100x64 --set layers=12 --set width=768 -o plan.json
+
+    Example:  soapjax plan soapjax.models.gpt3 --topology dgx_h100 --hosts 8 -o plan.json
 
     Example:  soapjax plan my_package.training:make_small --topology my_cluster.toml --planner fsdp -o plan.json
 
-    Example:  soapjax plan models.rnnlm --topology p100x16 --space paper --planner model_parallel
+    Example:  soapjax plan soapjax.models.rnnlm --topology p100x16 --space paper --planner model_parallel
 
-    Example:  soapjax plan models.vgg --topology p100x16 --pipeline 1f1b --microbatches 8 -o plan.json
+    Example:  soapjax plan soapjax.models.vgg --topology p100x16 --pipeline 1f1b --microbatches 8 -o plan.json
     """
 
     model: Annotated[str, tyro.conf.Positional]
     """package.module (its `make`) or package.module:factory."""
     topology: str = "local"
-    """A TOML file, "local", or a shipped name such as a100x64."""
+    """A TOML file, "local", or a shipped name such as a100x64 (`soapjax topologies` lists them)."""
+    hosts: str | None = None
+    """Of a topology by node: how many. --topology dgx_a100 --hosts 64 is --topology 64xdgx_a100."""
     set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A setting of the model, key=value; repeat for more."""
     planner: str = "mcmc"
@@ -136,17 +140,19 @@ class VerifyCommand:
 class ProfileCommand:
     """Measure a model's operators at the local shapes that a search for a topology asks for, and the links at hand.
 
-    Example:  soapjax profile models.mlp --topology local --seconds 30
+    Example:  soapjax profile soapjax.models.mlp --topology local --seconds 30
 
-    Example:  soapjax profile models.transformer_lm --topology h200x8 --set layers=12 --set width=768 -o h200.json
+    Example:  soapjax profile soapjax.models.transformer_lm --topology h200x8 --set layers=12 --set width=768 -o h200.json
 
-    Example:  soapjax profile models.vgg --topology local --microbatches 4 8
+    Example:  soapjax profile soapjax.models.vgg --topology local --microbatches 4 8
     """
 
     model: Annotated[str, tyro.conf.Positional]
     """package.module (its `make`) or package.module:factory."""
     topology: str = "local"
     """What is planned for: a TOML file, "local", or a shipped name. One of its devices must be at hand."""
+    hosts: str | None = None
+    """Of a topology by node: how many."""
     set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A setting of the model, key=value; repeat for more."""
     seconds: float = 60.0
@@ -183,6 +189,21 @@ class CalibrateCommand:
 
 
 @dataclasses.dataclass
+class TopologiesCommand:
+    """List the machines that --topology knows, or all figures of some and where each comes from.
+
+    Example:  soapjax topologies
+
+    Example:  soapjax topologies dgx_h100 4xaws_p4d_24xlarge my_cluster.toml
+    """
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names or TOML files to tell everything about; none lists the shipped ones."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
 class DemoCommand:
     """Plan a small language model for 8 devices, train it on 8 fake CPU devices, and compare with one.
 
@@ -202,6 +223,7 @@ COMMANDS = {
     "verify": VerifyCommand,
     "profile": ProfileCommand,
     "calibrate": CalibrateCommand,
+    "topologies": TopologiesCommand,
     "demo": DemoCommand,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ Progress = Callable[[int, float, float], None] | None
 
 def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command."""
-    from soapjax import measuring_commands, running_commands  # they use the helpers below
+    from soapjax import measuring_commands, running_commands, topology_commands  # they use the helpers below
 
     handlers = {
         cli.PlanCommand: functools.partial(plan_command, progress=progress),
@@ -38,6 +39,7 @@ def run(command: Any, progress: Progress) -> Result:
         cli.VerifyCommand: running_commands.verify_command,
         cli.ProfileCommand: functools.partial(measuring_commands.profile_command, progress=progress),
         cli.CalibrateCommand: measuring_commands.calibrate_command,
+        cli.TopologiesCommand: topology_commands.topologies_command,
         cli.DemoCommand: running_commands.demo_command,
     }
     return handlers[type(command)](command)
@@ -58,7 +60,7 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     if problems:
         raise SoapjaxError(problems)
     numbers = _pipeline_numbers(command)
-    topology = load_topology(command.topology)
+    topology = wanted_topology(command)
     get_planner(command.planner, space=command.space)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
     if command.pipeline is not None and command.pipeline != "auto":
@@ -75,6 +77,12 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
             found = planning.plan(model.step, *model.arguments, **options)
             plan, stopped_by = found.plan, found.result.stopped_by
     return _planned(command, plan, stopped_by)
+
+
+def wanted_topology(command: cli.PlanCommand | cli.ProfileCommand) -> DeviceTopology:
+    """`--topology`, of `--hosts` nodes."""
+    text = command.hosts
+    return load_topology(command.topology, hosts=int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else text)
 
 
 def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:

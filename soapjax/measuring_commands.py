@@ -27,7 +27,6 @@ from soapjax.profiling import calibrated, communicates, measure_profile, require
 from soapjax.report.tables import seconds
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
-from soapjax.topology import load_topology
 from soapjax.verify_top import require_real_devices
 
 Result = tuple[dict[str, Any], RenderableType, int]
@@ -39,7 +38,7 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
         problems.append(Problem("--seconds", str(command.seconds), "a positive number of seconds", "give it some time"))
     if problems:
         raise SoapjaxError(problems)
-    topology = load_topology(command.topology)
+    topology = commands.wanted_topology(command)
     require_kind(topology)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
     step = trace(model.step, *model.arguments, unroll=command.unroll)

@@ -1,6 +1,7 @@
 """Models by name: `package.module` (its `make`) or `package.module:factory`, importable from the working folder.
 
-A factory returns `(train_step, state, batch)`. For planning it is evaluated abstractly, so that no parameter
+`soapjax.models.mlp` is one of soapjax's own, anywhere; in a checkout, where they lie in the folder `models/`, it is `models.mlp`
+too. A factory returns `(train_step, state, batch)`. For planning it is evaluated abstractly, so that no parameter
 is allocated, whatever the size.
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +26,7 @@ from soapjax.garbage import fewer_collections
 from soapjax.strategy.plan import ModelSource
 
 Setting = bool | int | float | str
+OWN_MODELS = "soapjax.models"
 
 
 class Model(NamedTuple):
@@ -126,18 +130,33 @@ def _guarded(source: ModelSource, run: Callable[[], Any]) -> Any:
         ) from e  # fmt: skip
 
 
+def _find_own_models() -> None:
+    """Makes `soapjax.models` importable in a checkout, even one that is only on PYTHONPATH: it is the folder beside the package."""
+    package = Path(__file__).resolve().parent
+    folder = package.parent / "models"
+    if OWN_MODELS in sys.modules or (package / "models").is_dir() or not folder.is_dir():
+        return
+    path, locations = folder / "__init__.py", [str(folder)]
+    spec = importlib.util.spec_from_file_location(OWN_MODELS, path, submodule_search_locations=locations)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[OWN_MODELS] = module
+    spec.loader.exec_module(module)
+
+
 def _factory(source: ModelSource) -> Callable[..., Any]:
     module_name, _, name = source.path.partition(":")
     name = name or "make"
     place = f"model {source.path}"
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if module_name.startswith(OWN_MODELS):
+        _find_own_models()
     try:
         module = importlib.import_module(module_name)
     except ImportError as e:
         raise SoapjaxError(
             Problem(place, str(e), "a module importable from the working folder or PYTHONPATH",
-                    "write package.module or package.module:factory, e.g. models.mlp")
+                    f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp")
         ) from None  # fmt: skip
     except (Exception, SystemExit) as e:  # as above
         remedy = f"run python -c 'import {module_name}' to see the error"

@@ -27,7 +27,7 @@ from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep
-from soapjax.model_source import Model, abstract_model, with_arrays
+from soapjax.model_source import OWN_MODELS, Model, abstract_model, with_arrays
 from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
@@ -252,7 +252,8 @@ def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVe
 def demo_command(command: cli.DemoCommand) -> Result:
     begin = time.perf_counter()
     devices = start_devices(8)
-    source = ModelSource(path="models.transformer_lm", settings={"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8})
+    sizes = {"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8}
+    source = ModelSource(path=f"{OWN_MODELS}.transformer_lm", settings=sizes)
     model = abstract_model(source)
     found = planning.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)
     real = with_arrays(model)

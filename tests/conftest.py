@@ -4,8 +4,13 @@ import atexit
 import os
 import shutil
 import socket
+import sys
 import tempfile
+from pathlib import Path
 
+# The checkout, with its folder `models/`, which is installed under another name: for the tests and for the processes they start.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most programs here run once or twice: compiling is all that takes time. Processes that a test starts do likewise.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

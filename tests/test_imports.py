@@ -23,7 +23,7 @@ HELPERS = {"errors", "files", "garbage"}
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "cli", "commands", "distributed", "interrupts", "measuring_commands",
     "model_source", "pipelining", "plan_files", "planning", "profiling", "running_commands", "stage_plans", "stage_sends",
-    "timelines", "user_shardings", "verify_programs", "verify_top",
+    "timelines", "topology_commands", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip
 
 
@@ -89,8 +89,15 @@ def test_helpers_import_no_package(helper):
 
 
 def test_soapjax_and_the_models_do_not_know_each_other():
-    assert not {module_name(p) for p in sources("soapjax") if any(is_within(n, "models") for n in imports_of(p))}
+    own = ("models", "soapjax.models")  # in the source tree, and installed
+    assert not {module_name(p) for p in sources("soapjax") if any(is_within(n, o) for n in imports_of(p) for o in own)}
     assert not {module_name(p) for p in sources("models") if any(is_within(n, "soapjax") for n in imports_of(p))}
+
+
+def test_models_import_one_another_under_either_name():
+    """As `models` in a checkout, as `soapjax.models` installed."""
+    absolute = {p.name: [n for n in imported(ast.parse(p.read_text()), "") if is_within(n, "models")] for p in sources("models")}
+    assert not any(absolute.values())
 
 
 def test_private_jax_is_in_one_module_at_most():

@@ -210,9 +210,10 @@ def profile_of(data: Any, *, place: str = "profile") -> Profile:
 
 
 def is_same_kind(topology_device: DeviceKind, device: Device) -> bool:
-    """Whether a device is of the kind that a topology names: "H200" is JAX's "NVIDIA H200"."""
+    """Whether a device is of the kind that a topology names: "H200" is JAX's "NVIDIA H200", and no "NVIDIA GH200 480GB"."""
     a, b = topology_device.name.lower(), device.name.lower()
-    return topology_device.platform == device.platform and (device.platform == "cpu" or a in b or b in a)
+    is_named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", other) for name, other in ((a, b), (b, a)))
+    return topology_device.platform == device.platform and (device.platform == "cpu" or is_named)
 
 
 def mismatches(profile: Profile, kind: DeviceKind, *, place: str, processor: str | None = None) -> list[Problem]:

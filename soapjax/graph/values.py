@@ -40,6 +40,7 @@ class Values:
         self.order: dict[str, int] = {}  # equation key -> position in program order, bodies in place
         self.scope: dict[str, tuple[str, ...]] = {}
         self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value, as its argument or as its result
+        self._sources: dict[str, set[int]] = {}  # of equations that were asked for
         self._visit(program, ())
         self.stacked = {self.tensor(atom).root for atom in self.stacked}
         by_result = {self.of(c.result).root: c for c in self.carries.values() if isinstance(c.result, int)}
@@ -86,6 +87,11 @@ class Values:
 
     def sources(self, eqn: FlatEqn) -> set[int]:
         """Roots that an equation reads; through a loop-carried argument also its first value and the trip before's."""
+        if eqn.key not in self._sources:
+            self._sources[eqn.key] = self._all_sources(eqn)
+        return self._sources[eqn.key]
+
+    def _all_sources(self, eqn: FlatEqn) -> set[int]:
         roots: set[int] = set()
         queue = [self.of(a).root for a in eqn.inputs if isinstance(a, int)]
         while queue:

@@ -3,7 +3,8 @@
 from soapjax.topology.device_topology import COLLECTIVE_KINDS, DeviceKind, DeviceTopology, LinkLevel
 from soapjax.topology.factor_mesh import FactorMesh, factor_mesh
 from soapjax.topology.local import local_topology
-from soapjax.topology.toml_file import load_topology, shipped_topologies
+from soapjax.topology.shipped import shipped_topologies
+from soapjax.topology.toml_file import ShippedTopology, load_topology, shipped_catalogue
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -11,8 +12,10 @@ __all__ = [
     "DeviceTopology",
     "FactorMesh",
     "LinkLevel",
+    "ShippedTopology",
     "factor_mesh",
     "load_topology",
     "local_topology",
+    "shipped_catalogue",
     "shipped_topologies",
 ]

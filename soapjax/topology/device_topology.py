@@ -193,13 +193,16 @@ class DeviceTopology:
         } | ({"rings_across_levels": True} if self.rings_across_levels else {})
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any], *, place: str = "topology") -> DeviceTopology:
-        """The topology that `data` describes.
+    def from_dict(data: Mapping[str, Any], *, place: str = "topology", also: tuple[str, ...] = ()) -> DeviceTopology:
+        """The topology that `data` describes; `also`: further keys that whoever calls has taken out of it.
 
         Raises: SoapjaxError with every problem found, each named as `place: table.key`.
         """
         problems: list[Problem] = []
-        topology = _read_topology(TableReader(data, place, problems, separator=": "))
+        reader = TableReader(data, place, problems, separator=": ")
+        for key in also:
+            reader.offers(key)
+        topology = _read_topology(reader)
         if problems:
             raise SoapjaxError(problems)
         return topology
@@ -217,7 +220,7 @@ def _read_topology(reader: TableReader) -> DeviceTopology:
     topology = DeviceTopology(
         name=reader.name("name"),
         device=_read_device(reader.table("device")),
-        levels=tuple(_read_level(r) for r in reader.tables("levels", at_most=MAX_LEVELS)),
+        levels=tuple(read_level(r) for r in reader.tables("levels", at_most=MAX_LEVELS)),
         fake=reader.boolean("fake", default=False),
         rings_across_levels=reader.boolean("rings_across_levels", default=False),
     )
@@ -322,7 +325,8 @@ def _prime_factors(n: int) -> tuple[int, ...]:
     return tuple(sorted(factors + ([n] if n > 1 else []), reverse=True))
 
 
-def _read_level(reader: TableReader) -> LinkLevel:
+def read_level(reader: TableReader) -> LinkLevel:
+    """The level of a table; what is wrong with it becomes problems of the reader's."""
     size = reader.count("size", at_most=MAX_DEVICES)
     level = LinkLevel(
         name=reader.name("name"),

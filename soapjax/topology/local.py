@@ -3,7 +3,8 @@
 Counts come from JAX: one level of processes ("host") and one of the devices of
 each ("device"). Figures come from the shipped file whose device name stands in
 the `device_kind` that JAX reports, or else of the same model family (an
-A100-PCIe gets the figures of the A100-SXM4); a device of no known family gets
+A100-PCIe gets the figures of the A100-SXM4), whole machines before nodes, and of
+nodes the one with the slowest network; a device of no known family gets
 those of `FALLBACK_TOPOLOGY`. CPUs get a conservative table, per core. Each
 `source` says which of these it was.
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.topology.device_topology import SOURCED_FIGURES, DeviceKind, DeviceTopology, LinkLevel
-from soapjax.topology.toml_file import load_topology, shipped_topologies
+from soapjax.topology.toml_file import load_topology, shipped_catalogue
 
 FALLBACK_TOPOLOGY = "dgx1_v100x8"
 # Memory is rounded down to a multiple of this, so that all hosts and all runs of a machine find the same.
@@ -119,7 +120,10 @@ def _platform_name(device: Any) -> str:
 
 def _shipped_match(device_kind: str) -> tuple[DeviceTopology, str]:
     """The shipped topology of this kind of device, the one with most levels first, and how it was found."""
-    candidates = sorted((load_topology(n) for n in shipped_topologies()), key=lambda t: (-len(t.levels), -t.num_devices))
+    shipped = shipped_catalogue()
+    fixed = sorted((s.node for s in shipped if s.network is None), key=lambda t: (-len(t.levels), -t.num_devices))
+    nodes = sorted((s for s in shipped if s.network is not None), key=lambda s: (s.network.bandwidth_bytes_per_s, len(s.name)))
+    candidates = [*fixed, *(replace(s.node, levels=(s.network, *s.node.levels)) for s in nodes)]
     words = set(re.split(r"[^a-z0-9]+", device_kind.lower()))
     exact = [t for t in candidates if re.search(rf"\b{re.escape(t.device.name)}\b", device_kind, re.IGNORECASE)]
     family = [t for t in candidates if t.device.platform != "cpu" and re.split("[^a-z0-9]+", t.device.name.lower())[0] in words]

@@ -16,6 +16,7 @@ GB is 10**9 bytes (8 Gb), GiB is 2**30. A bandwidth is that of one device in one
 host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full:
 
     name = "mybox"
+    description = "four hosts of eight A100"  # optional
     fake = false                            # optional; true: devices share one machine's cores
     rings_across_levels = false             # optional; true: a collective over hosts is one ring through all GPUs, as NCCL's
 
@@ -56,95 +57,133 @@ host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full
                                             # that of all links of one, and smaller groups' rings find fewer
     [levels.collective_fraction]            # optional: kinds that reach more or less of the bandwidth than the others
     all-to-all = 0.6
+
+A file may describe one node and say how many later (`--hosts`, `hosts=` or "64xmynode.toml"; see nodes.py). Its levels are
+those within the node, and one more table holds the links between nodes: it has the keys of a level, less name and size.
+
+    [network]
+    bandwidth_gbytes_per_s = 25
+    latency_us = 8
+    efficiency_fraction = 0.8
+    source = "..."
+
+With `like = "dgx_a100"` a file has all tables and keys of that shipped one, but for those that it gives itself, each as a whole:
+a cluster of such nodes with a network of its own is three keys and `[network]`.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 import os
 import tomllib
-from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text
-from soapjax.topology.device_topology import DeviceTopology
+from soapjax.topology.device_topology import DeviceTopology, LinkLevel
+from soapjax.topology.nodes import hosts_and_name, hosts_problems, machine, node_and_network
+from soapjax.topology.shipped import LOCAL, remedy_with_names, shipped_descriptions, shipped_files
 from soapjax.topology.table_reader import shown
 
-LOCAL = "local"
 # A topology is a page of text. The bounds keep odd input from costing minutes: the parser's time
 # grows with the square of the length of a dotted key.
 MAX_FILE_BYTES = 2**16
 MAX_LINE_CHARACTERS = 2000
 
 
-def load_topology(name_or_path: str | os.PathLike[str]) -> DeviceTopology:
+class ShippedTopology(NamedTuple):
+    """A topology that comes with soapjax; `network` joins nodes, and is None where the number of hosts is fixed."""
+
+    name: str
+    description: str
+    node: DeviceTopology
+    network: LinkLevel | None
+
+
+def load_topology(name_or_path: str | os.PathLike[str], *, hosts: int | None = None) -> DeviceTopology:
     """The topology of a TOML file, of a shipped name such as "a100x64", or of this machine ("local").
 
+    Args:
+      name_or_path: "64xdgx_a100" is 64 nodes of the kind that "dgx_a100", a name or a file, describes.
+      hosts: the same number apart from the name; one node where neither says it.
     Raises: SoapjaxError with everything that is wrong with the file, or the valid names.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise SoapjaxError(
-            Problem("topology", shown(name_or_path), "a name or the path of a TOML file", _remedy_with_names("pass a text"))
-        )
+        remedy = remedy_with_names("pass a text, one of these for example")
+        raise SoapjaxError(Problem("topology", shown(name_or_path), "a name or the path of a TOML file", remedy))
     name = os.fspath(name_or_path)
+    if not isinstance(name, str) or "\0" in name:
+        remedy = remedy_with_names("correct it, to one of these for example")
+        raise SoapjaxError(Problem("topology", shown(name), "a name or the path of a TOML file", remedy))
+    if problems := hosts_problems(hosts):
+        raise SoapjaxError(problems)
     if name == LOCAL:
+        if hosts is not None:
+            value, expected = f"{hosts}, with {LOCAL!r}", "a topology by node"
+            raise SoapjaxError(Problem("hosts", value, expected, "leave the number out: JAX says how many hosts there are"))
         from soapjax.topology.local import local_topology
 
         return local_topology()
-    if not isinstance(name, str) or "\0" in name:
-        raise SoapjaxError(Problem("topology", shown(name), "a name or the path of a TOML file", _remedy_with_names("correct it")))
-    shipped = _shipped_files()
+    shipped = shipped_files()
     if name in shipped:
-        return parse_topology(shipped[name].read_text(encoding="utf-8"), place=f"{name}.toml")
+        return parse_topology(shipped[name].read_text(encoding="utf-8"), place=f"{name}.toml", hosts=hosts)
+    leading, rest = (None, name) if os.path.isfile(name) else hosts_and_name(name)
+    if leading is not None:
+        problems = hosts_problems(leading)
+        if hosts is not None:
+            value, remedy = f"{hosts}, with {shown(name)}", f"write {rest}, or leave hosts out"
+            problems.append(Problem("hosts", value, "one number of hosts", remedy))
+        if problems:
+            raise SoapjaxError(problems)
+        return load_topology(rest, hosts=leading)
     if isinstance(name_or_path, os.PathLike) or name.endswith(".toml") or os.path.isfile(name) or len(Path(name).parts) > 1:
-        return parse_topology(read_text(name, max_bytes=MAX_FILE_BYTES), place=name)
+        return parse_topology(read_text(name, max_bytes=MAX_FILE_BYTES), place=name, hosts=hosts)
     close = difflib.get_close_matches(name[:100], [LOCAL, *shipped], n=1)
-    remedy = _remedy_with_names(f"write {close[0]!r}" if close else "choose one of these, or give the path of a TOML file")
+    remedy = f"write {close[0]!r}, or another of these" if close else "choose one of these"
+    remedy = remedy_with_names(f"{remedy}, or give the path of a TOML file")
     raise SoapjaxError(Problem("topology", shown(name), "a known topology", remedy))
 
 
-def parse_topology(text: str, *, place: str) -> DeviceTopology:
-    """The topology that the TOML `text` describes; `place` names it in errors."""
+def parse_topology(text: str, *, place: str, hosts: int | None = None) -> DeviceTopology:
+    """The topology that the TOML `text` describes, `hosts` nodes of it; `place` names it in errors."""
+    return machine(_with_base(_table(text, place), place), place=place, hosts=hosts)
+
+
+def shipped_catalogue() -> tuple[ShippedTopology, ...]:
+    """All that comes with soapjax, by name."""
+    files, found = shipped_files(), []
+    for name, description in shipped_descriptions().items():
+        place = f"{name}.toml"
+        data = _with_base(_table(files[name].read_text(encoding="utf-8"), place), place)
+        found.append(ShippedTopology(name, description, *node_and_network(data, place=place)))
+    return tuple(found)
+
+
+def _table(text: str, place: str) -> dict[str, Any]:
+    """The table of a TOML text, of whatever keys."""
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > MAX_LINE_CHARACTERS:
-            raise SoapjaxError(
-                Problem(
-                    f"{place}: line {number}",
-                    f"{len(line)} characters",
-                    f"at most {MAX_LINE_CHARACTERS}",
-                    "this is not a topology file; the shipped ones are examples",
-                )
-            )
+            value, expected = f"{len(line)} characters", f"at most {MAX_LINE_CHARACTERS}"
+            remedy = "this is not a topology file; the shipped ones are examples"
+            raise SoapjaxError(Problem(f"{place}: line {number}", value, expected, remedy))
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
-        raise SoapjaxError(
-            Problem(place, "brackets nested too deep", "a topology file", "this is not one; the shipped ones are examples")
-        ) from None
+        remedy = "this is not one; the shipped ones are examples"
+        raise SoapjaxError(Problem(place, "brackets nested too deep", "a topology file", remedy)) from None
     except ValueError as e:  # TOMLDecodeError, or a number with thousands of digits
-        raise SoapjaxError(
-            Problem(place, f"text that is not TOML ({e})", "a TOML file", "correct that line; strings need quotes")
-        ) from None
-    return DeviceTopology.from_dict(data, place=place)
+        value, remedy = f"text that is not TOML ({e})", "correct that line; strings need quotes"
+        raise SoapjaxError(Problem(place, value, "a TOML file", remedy)) from None
 
 
-def shipped_topologies() -> tuple[str, ...]:
-    """The names of the topologies that come with soapjax."""
-    return tuple(sorted(_shipped_files()))
-
-
-def _shipped_files() -> dict[str, Traversable]:
-    """The shipped files by name: package data of an installed wheel, or the folder beside the package."""
-    try:
-        folder: Traversable = importlib.resources.files("soapjax.topologies")
-    except ModuleNotFoundError:
-        folder = Path(__file__).resolve().parents[2] / "topologies"
-    if not folder.is_dir():
-        return {}
-    return {f.name.removesuffix(".toml"): f for f in folder.iterdir() if f.name.endswith(".toml")}
-
-
-def _remedy_with_names(remedy: str) -> str:
-    return f"{remedy} (shipped: {', '.join(shipped_topologies())}; {LOCAL!r} is this machine)"
+def _with_base(data: dict[str, Any], place: str) -> dict[str, Any]:
+    """What the shipped file that `data` is like has and `data` lacks, added; the name and the description are its own."""
+    if "like" not in data:
+        return data
+    like, shipped = data["like"], shipped_files()
+    if not isinstance(like, str) or like not in shipped:
+        remedy = remedy_with_names("name one of these") if shipped else "leave it out, and give all tables"
+        raise SoapjaxError(Problem(f"{place}: like", shown(like), "a shipped topology", remedy))
+    base = _with_base(_table(shipped[like].read_text(encoding="utf-8"), f"{like}.toml"), f"{like}.toml")
+    return {k: v for k, v in base.items() if k not in ("name", "description")} | data

@@ -16,6 +16,7 @@ from command_line import ROOT, TINY, call, done, plan_text
 
 from soapjax import Plan
 from soapjax.cli import COMMANDS
+from soapjax.topology import shipped_topologies
 
 PLAN_FIELDS = {
     "step_time_s", "baselines", "feasible", "memory_bytes_per_device", "bytes_by_collective", "num_operators",
@@ -29,6 +30,31 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     return tmp_path
+
+
+def test_a_machine_by_node():
+    argv = ("plan", "models.mlp", "--planner", "fsdp", "-o", "plan.json", *TINY)
+    by_number = done(*argv, "--topology", "dgx_a100", "--hosts", 3)
+    assert by_number["num_devices"] == 24 and Plan.load("plan.json").topology["name"] == "3xdgx_a100"
+    assert done("simulate", "plan.json", "--topology", "3xdgx_a100")["step_time_s"] == by_number["step_time_s"]
+    assert done(*argv, "--topology", "3xdgx_a100")["plan_sha256"] == by_number["plan_sha256"]
+    assert call("simulate", "plan.json", "--topology", "4xdgx_a100").status == 2
+
+
+def test_topologies_are_listed():
+    shipped = {t["name"]: t for t in done("topologies")["topologies"]}
+    assert shipped.keys() == set(shipped_topologies())
+    assert shipped["dgx_a100"]["network"]["bandwidth_bytes_per_s"] == 25e9 and shipped["dgx_a100"]["num_devices"] == 8
+    assert shipped["a100x64"]["network"] is None and shipped["a100x64"]["levels"][0]["source"]
+    ended = call("topologies")
+    assert ended.status == 0 and all(name in ended.out for name in (*shipped, "local", "host 6.25, device 300"))
+    Path("box.toml").write_text('name = "box"\nlike = "gh200"\n')
+    (machine, box) = done("topologies", "4xgh200", "box.toml")["topologies"]
+    assert (machine["name"], machine["num_devices"], box["num_devices"]) == ("4xgh200", 4, 1)
+    told = " ".join(call("topologies", "4xgh200").out.split())
+    assert "4xgh200: 4 x GH200 480GB" in told and "NVLink-C2C between the GPU and its CPU" in told
+    ended = call("topologies", "nope", "4xa100x8")
+    assert ended.status == 2 and "'nope'" in ended.err and "4, with a100x8" in ended.err
 
 
 def test_plan_simulate_run_verify():

@@ -131,6 +131,9 @@ def test_another_device_or_version_is_named():
     nvidia = fits.model_copy(update={"device": Device(name="NVIDIA H200", platform="cuda")})
     assert mismatches(nvidia, gpu, place="p") == []
     assert mismatches(nvidia, load_topology("a100x8").device, place="p")
+    for name, topology in (("NVIDIA GH200 480GB", "h200"), ("NVIDIA L40S", "aws_g6_48xlarge"), ("NVIDIA L4", "l40s_pcie")):
+        longer = fits.model_copy(update={"device": Device(name=name, platform="cuda")})  # one name within another
+        assert mismatches(longer, load_topology(topology).device, place="p")
     old = fits.model_copy(update={"versions": fits.versions | {"jaxlib": "0.1"}})
     assert [p.place for p in mismatches(old, CPU, place="p")] == ["p: versions.jaxlib"]
     assert mismatches(fits, CPU, place="p", processor="another")

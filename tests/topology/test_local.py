@@ -45,7 +45,11 @@ def test_fake_cpu_devices():
         ("NVIDIA H100 80GB HBM3", "h100x64", "as in h100x64"),
         ("NVIDIA H200", "h200x8", "as in h200x8"),
         ("Tesla K80", "k80x64", "as in k80x64"),
-        ("NVIDIA GH200 480GB", "dgx1_v100x8", "unknown device"),
+        ("NVIDIA GH200 480GB", "gh200", "as in gh200"),
+        ("NVIDIA A100-SXM4-40GB", "gcp_a2_highgpu_8g", "as in gcp_a2_highgpu_8g"),  # the slowest network of its nodes
+        ("NVIDIA B200", "b200", "as in b200"),
+        ("NVIDIA L4", "aws_g6_48xlarge", "as in aws_g6_48xlarge"),
+        ("NVIDIA L40S", "l40s_pcie", "as in l40s_pcie"),
         ("Radeon", "dgx1_v100x8", "unknown device"),
     ],
 )
@@ -69,6 +73,10 @@ def test_several_hosts(pretend):
     topology = pretend([gpu("NVIDIA A100-SXM4-80GB", process=i // 4) for i in range(8)])
     assert [(level.name, level.size) for level in topology.levels] == [("host", 2), ("device", 4)]
     assert topology.levels[0].bandwidth_bytes_per_s == 25e9
+    topology = pretend([gpu("NVIDIA B200", process=i // 4) for i in range(8)])
+    assert [(level.name, level.size, level.bandwidth_bytes_per_s) for level in topology.levels] == [
+        ("host", 2, 50e9), ("device", 4, 900e9),
+    ]  # fmt: skip
 
 
 def test_mixed_machines_are_rejected(pretend):

@@ -9,11 +9,12 @@ import pytest
 
 import soapjax.topology as topology_package
 from soapjax.errors import SoapjaxError
-from soapjax.topology import DeviceTopology, load_topology, shipped_topologies
+from soapjax.topology import DeviceTopology, load_topology, shipped_catalogue, shipped_topologies
 from soapjax.topology.device_topology import OPERATOR_CLASSES, SOURCED_FIGURES
 from soapjax.topology.toml_file import parse_topology
 
-SHIPPED = ("a100x1024", "a100x64", "a100x8", "cpu8", "dgx1_v100x8", "h100x64", "h200x1", "h200x8", "k80x64", "p100x16", "v100x32")
+FIXED = ("a100x1024", "a100x64", "a100x8", "cpu8", "dgx1_v100x8", "h100x64", "h200x1", "h200x8", "k80x64", "p100x16", "v100x32")
+SHIPPED = shipped_topologies()
 
 GOOD = """
 name = "box"
@@ -64,15 +65,19 @@ def problems_of(text):
 
 
 def test_shipped_names():
-    assert shipped_topologies() == SHIPPED
+    assert tuple(s.name for s in shipped_catalogue()) == SHIPPED == tuple(sorted(SHIPPED))
+    assert tuple(s.name for s in shipped_catalogue() if s.network is None) == FIXED
+    assert all(len(s.description) <= 100 for s in shipped_catalogue())
+    assert all(s.description.startswith("node: ") == (s.name not in FIXED) for s in shipped_catalogue())
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_figures_are_sane(name):
-    topology = load_topology(name)
+    topology = load_topology(name) if name in FIXED else load_topology(name, hosts=2)
     device = topology.device
-    assert topology.name == name
-    assert topology.num_devices == int(re.search(r"(\d+)$", name)[1])
+    assert topology.name == (name if name in FIXED else f"2x{name}")
+    if name in FIXED:
+        assert topology.num_devices == int(re.search(r"(\d+)$", name)[1])
     assert topology.fake == (name == "cpu8")
     assert device.overlap == (device.platform != "cpu")
     bandwidths = [level.bandwidth_bytes_per_s for level in topology.levels]
@@ -93,7 +98,7 @@ def test_shipped_figures_are_sane(name):
 
 def test_shipped_links_are_physical():
     """Per GPU and direction: 100 Gb/s of a node shared by four GPUs, 200 and 400 Gb/s for each GPU."""
-    by_name = {name: load_topology(name).levels for name in SHIPPED}
+    by_name = {name: load_topology(name).levels for name in FIXED}
     assert by_name["p100x16"][0].bandwidth_bytes_per_s == 100e9 / 8 / 4
     assert by_name["k80x64"][0].bandwidth_bytes_per_s == 100e9 / 8 / 4
     assert by_name["a100x64"][0].bandwidth_bytes_per_s == 200e9 / 8
@@ -318,8 +323,8 @@ def test_from_dict_of_anything(data):
 
 
 def test_fingerprints():
-    topologies = [load_topology(name) for name in SHIPPED]
-    assert len({t.fingerprint() for t in topologies}) == len(SHIPPED)
+    topologies = [load_topology(name) for name in FIXED]
+    assert len({t.fingerprint() for t in topologies}) == len(FIXED)
     data = topologies[0].to_dict()
     same = copy.deepcopy(data)
     same["name"] = "other"
