@@ -59,18 +59,20 @@ def neural_operator() -> Made:
     return adamw_step(lambda p, x, y: jnp.mean((y - net.apply(p, x)) ** 2), net.init(jax.random.PRNGKey(0), x), x, y)
 
 
-@case("jax_md_graph_network_forces", "physics", packages=["jax_md", "haiku"])
+@case("jax_md_graph_network_forces", "physics", packages=["jax_md"])
 def molecular_dynamics() -> Made:
     """Energies of a graph network and forces, their derivatives by position, both matched."""
+    from flax import nnx
     from jax_md import energy, space
 
     displacement, _ = space.periodic(4.0)
-    init, energy_fn = energy.graph_network(displacement, 1.5)
     positions = np.abs(floats(8, 12, 3)) % 4
-    params = init(jax.random.PRNGKey(0), positions[0])
+    model = energy.graph_network(displacement, 1.5, key=jax.random.PRNGKey(0), mlp_sizes=(16, 16)).model
+    graph, params = nnx.split(model)
 
     def loss_fn(params, positions, energies, forces):
-        predicted, gradients = jax.vmap(jax.value_and_grad(energy_fn, argnums=1), (None, 0))(params, positions)
+        energy_fn = nnx.merge(graph, params)
+        predicted, gradients = jax.vmap(jax.value_and_grad(lambda r: energy_fn(r)))(positions)
         return jnp.mean((predicted - energies) ** 2) + jnp.mean((gradients + forces) ** 2)
 
     return adamw_step(loss_fn, params, positions, floats(8), floats(8, 12, 3))

@@ -133,11 +133,6 @@ def ppo_whole() -> Made:
     return Made(train, (jax.random.PRNGKey(0),), {})
 
 
-@rl_case("purejaxrl_ppo_rnn_whole", source=PUREJAXRL, packages=["gymnax", "distrax"])
-def ppo_rnn_whole() -> Made:
-    return Made(purejaxrl("ppo_rnn"), (jax.random.PRNGKey(0),), {})
-
-
 def jaxrl_batch(make):
     obs, actions, following, rewards, dones = transitions()
     return make(observations=obs, actions=actions, rewards=rewards, masks=1 - dones, next_observations=following)
@@ -146,7 +141,9 @@ def jaxrl_batch(make):
 @rl_case("jaxrl_sac", source=JAXRL, packages=["tensorflow_probability"])
 def sac() -> Made:
     old_names()
-    m = package(JAXRL, "jaxrl.agents.sac.sac_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown"])
+    m = package(
+        JAXRL, "jaxrl.agents.sac.sac_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown", "gym.wrappers", "gym.envs"]
+    )
     with frozen_init():
         learner = m.SACLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32))
     inner = plain(m._update_jit)
@@ -162,7 +159,9 @@ def sac() -> Made:
 def redq() -> Made:
     """An ensemble of critics (`nn.vmap`), of which a random subset gives the target."""
     old_names()
-    m = package(JAXRL, "jaxrl.agents.redq.redq_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown"])
+    m = package(
+        JAXRL, "jaxrl.agents.redq.redq_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown", "gym.wrappers", "gym.envs"]
+    )
     with frozen_init():
         learner = m.REDQLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32), n=4, m=2)
     inner = plain(m._update_jit)
@@ -195,7 +194,7 @@ def iql() -> Made:
 def cql() -> Made:
     """One `vjp` of several losses of one forward pass (`value_and_multi_grad`): a gradient for each network."""
     old_names()
-    m = package("young-geng+JaxCQL", "JaxCQL.conservative_sac")
+    m = package("young-geng+JaxCQL", "JaxCQL.conservative_sac", ["gcsfs"])
     models = package("young-geng+JaxCQL", "JaxCQL.model")
     utils = package("young-geng+JaxCQL", "JaxCQL.jax_utils")
     utils.init_rng(0)
@@ -221,6 +220,7 @@ def rlax_dqn() -> Made:
         "experiment",
         stand_ins=["bsuite", "bsuite.environments", "dm_env", *examples],
     )
+    m.FLAGS.mark_as_parsed()
     observations, actions = types.SimpleNamespace(shape=(OBSERVATION,)), types.SimpleNamespace(num_values=ACTIONS)
     observations.generate_value = lambda: np.zeros(OBSERVATION, np.float32)
     agent = m.DQN(observations, actions, epsilon_cfg=dict(init_value=1.0, end_value=0.01, transition_steps=10, power=1.0),

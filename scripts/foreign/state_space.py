@@ -134,7 +134,7 @@ def mlp_gpt() -> Made:
     model = m.TransformedMLPGpt(num_tokens=64, dim=32, seq_len=16, depth=2, attn_dim=8, layer_survival_prob=0.95)
     params = model.init(jax.random.PRNGKey(0), ints(64, 16))
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(2e-4), optax.apply_every(2))
-    loss_fn = plain(utils.get_train_loss_fn(model))
+    loss_fn = utils.get_train_loss_fn(model)
 
     def step(state, key, data):
         key, sub = jax.random.split(key)
@@ -184,7 +184,7 @@ def unet() -> Made:
     from flax import nnx
 
     m = bonsai("unet")
-    model = m.UNet(m.ModelConfig(in_channels=3, num_classes=4, features=(8, 16, 16, 16, 16)), rngs=nnx.Rngs(0))
+    model = m.UNet(m.ModelConfig(in_channels=3, num_classes=4, features=(4, 8, 16, 32, 64)), rngs=nnx.Rngs(0))
     return nnx_step(model, lambda model, b: next_token(model(b["x"]), b["y"]), {"x": floats(8, 32, 32, 3), "y": ints(2, 8, 32, 32)})
 
 
