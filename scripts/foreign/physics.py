@@ -151,9 +151,8 @@ def aqt_training() -> Made:
     from aqt.jax.v2.flax import aqt_flax
     from flax import linen as nn
 
-    quantised = functools.partial(
-        aqt_flax.AqtDotGeneral, aqt_config.fully_quantized(fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False)
-    )
+    config = aqt_config.fully_quantized(fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False)
+    quantised = functools.partial(aqt_flax.AqtDotGeneral, config, prng_name=None)
 
     class Network(nn.Module):
         @nn.compact

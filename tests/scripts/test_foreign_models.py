@@ -147,7 +147,7 @@ def test_one_case_goes_the_whole_way(tmp_path, monkeypatch):
     (row,) = csv.DictReader((tmp_path / "foreign_models.csv").read_text().splitlines())
     assert row["status"] == "proven", row
     assert float(row["float64_error"]) <= 1e-9 and float(row["difference"]) <= float(row["difference_bound"])
-    assert 0 < float(row["flops_split"]) <= 1 and float(row["flops_gain"]) <= 8
+    assert 0 < float(row["flops_split"]) <= 1 and 0 < int(row["num_split"]) <= int(row["num_operators"])
     assert len(row["compilations"].split()) == foreign_measure.NUM_STEPS and foreign_report.as_often(row)
     page = (tmp_path / "foreign_models.md").read_text()
     assert "regression" in page and "no folder no+body in the sources" in page
