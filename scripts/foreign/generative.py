@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ def vmoe() -> Made:
         num_layers=2, mlp_dim=32, num_heads=2, dropout_rate=0.0,
         moe=dict(num_experts=4, layers=(1,), group_size=32, router=dict(
             num_selected_experts=2, noise_std=0.5, importance_loss_weight=0.01, load_loss_weight=0.01,
-            dispatcher=dict(name="einsum", bfloat16=False, capacity=20),
+            dispatcher=dict(name="einsum", bfloat16=False, capacity=20, batch_priority=False),
         )),
     )  # fmt: skip
     net = m.VisionTransformerMoe(num_classes=10, patch_size=(4, 4), hidden_size=16, encoder=encoder, classifier="gap")
@@ -98,6 +99,7 @@ def score_sde() -> Made:
     Their optimizer is of a Flax of 2021: optax's Adam stands in its place.
     """
     old_names()
+    flax.optim = types.SimpleNamespace(Optimizer=object)  # named in annotations only
     jax.nn.normalize = getattr(jax.nn, "normalize", jax.nn.standardize)
     names = ("models", "models.utils", "models.ncsnpp", "sde_lib", "configs.vp.cifar10_ncsnpp_continuous")
     losses = load(SCORE_SDE, "losses", *names, stand_ins=["flax.deprecated", "flax.deprecated.nn"])
@@ -164,8 +166,6 @@ def _aliased(folder: str, name: str) -> Any:
 def mipnerf() -> Made:
     """Rays through a coarse and a fine network, resampled between by a sorted search; losses weighed by a mask."""
     old_names()
-    import flax
-
     flax.optim = types.SimpleNamespace(Optimizer=object)
     names = ["internal.datasets", "internal.vis", "gin", "gin.config"]
     configured = types.SimpleNamespace(configurable=lambda *a, **k: lambda cls: cls, config=None)

@@ -255,8 +255,7 @@ def kfac() -> Made:
 
     def loss_fn(params, batch):
         x, y = batch
-        hidden = jnp.tanh(kfac_jax.register_dense(x @ params["w1"], x, params["w1"]) if False else x @ params["w1"] + params["b1"])
-        logits = hidden @ params["w2"] + params["b2"]
+        logits = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
         kfac_jax.register_softmax_cross_entropy_loss(logits, targets=y)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
@@ -266,18 +265,14 @@ def kfac() -> Made:
         "w2": jnp.asarray(floats(32, 10)) * 0.2,
         "b2": jnp.zeros(10),
     }
-    optimizer = kfac_jax.Optimizer(
-        value_and_grad_func=jax.value_and_grad(loss_fn), l2_reg=1e-3, value_func_has_aux=False, value_func_has_rng=False,
-        use_adaptive_learning_rate=False, use_adaptive_momentum=False, use_adaptive_damping=False, initial_damping=1.0,
-        multi_device=False, donate_param_inputs=False, donate_momentum=False, donate_optimizer_state=False,
-    )  # fmt: skip
+    optimizer = kfac_jax.Optimizer(jax.value_and_grad(loss_fn), l2_reg=1e-3, initial_damping=1.0)
     batch = (floats(32, 16), ints(10, 32))
     state = optimizer.init(params, jax.random.PRNGKey(0), batch)
+    rates = [jnp.asarray(x) for x in (0.01, 0.9, 1.0)]
 
     def step(params, state, key, batch):
-        out = optimizer._step(  # noqa: SLF001 - `step` counts on the host, which a step under jit cannot
-            params, state, key, batch=batch, learning_rate=jnp.asarray(0.01), momentum=jnp.asarray(0.9), damping=jnp.asarray(1.0),
-        )  # fmt: skip
-        return out[0], out[1], out[-1]["loss"]
+        """What `Optimizer.step` calls; that itself counts steps on the host, which a step under jit cannot."""
+        params, state, stats = optimizer._step(params, state, key, batch, None, *rates, True, False)
+        return params, state, stats["loss"]
 
     return Made(step, (params, state, jax.random.PRNGKey(1), batch), {0: 0, 1: 1})

@@ -52,23 +52,25 @@ def path_of(name: str) -> Path:
 
 @contextlib.contextmanager
 def stubs(*more: str) -> Iterator[None]:
-    """Stand-ins for modules that are not installed, for as long as something is imported."""
-    made = []
-    for name in (*STUBS, *more):
-        if name in sys.modules:
+    """Stand-ins for modules that are not installed, and in any case for `more`, for as long as something is imported."""
+    made: dict[str, types.ModuleType | None] = {}
+    for name in dict.fromkeys((*STUBS, *more)):
+        if name in sys.modules and name not in more:
             continue
         try:
             is_real = not name.startswith(NEVER_REAL) and name not in more and importlib.util.find_spec(name) is not None
         except (ImportError, ValueError, AttributeError):
             is_real = False
         if not is_real:
-            made.append(name)
+            made[name] = sys.modules.get(name)
             sys.modules[name] = mock.MagicMock(name=name, __spec__=importlib.machinery.ModuleSpec(name, None), __path__=[])
     try:
         yield
     finally:
-        for name in made:
+        for name, real in made.items():
             sys.modules.pop(name, None)
+            if real is not None:
+                sys.modules[name] = real
 
 
 def forget_flags() -> None:
