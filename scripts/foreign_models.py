@@ -86,7 +86,7 @@ def row_of(name: str, planner: str, options: argparse.Namespace) -> dict[str, An
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     environment = os.environ | {
         "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={NUM_DEVICES}"]),
-        "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "USE_TF": "0", "USE_TORCH": "0",
+        "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "USE_TF": "0",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"

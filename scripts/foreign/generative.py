@@ -114,7 +114,7 @@ def score_sde() -> Made:
     net = losses.mutils.get_model("ncsnpp")(config=config)
     images, key = floats(8, 8, 8, 3), jax.random.PRNGKey(0)
     variables = net.init({"params": key, "dropout": key}, images, jnp.zeros((8,), jnp.float32))
-    sde = import_module("sde_lib").VPSDE(beta_min=0.1, beta_max=20, N=100)
+    sde = losses.VPSDE(beta_min=0.1, beta_max=20, N=100)
     loss_fn = losses.get_sde_loss_fn(sde, net, train=True, likelihood_weighting=False)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4))
 
@@ -162,17 +162,12 @@ def _aliased(folder: str, name: str) -> Any:
     return package(folder, f"{name}.model_vdm")
 
 
-@case("mipnerf", "scenes", source="google+mipnerf")
+@case("mipnerf", "scenes", source="google+mipnerf", packages=["gin"])
 def mipnerf() -> Made:
     """Rays through a coarse and a fine network, resampled between by a sorted search; losses weighed by a mask."""
     old_names()
     flax.optim = types.SimpleNamespace(Optimizer=object)
-    names = ["internal.datasets", "internal.vis", "gin", "gin.config"]
-    configured = types.SimpleNamespace(configurable=lambda *a, **k: lambda cls: cls, config=None)
-    import sys
-
-    sys.modules["gin"] = configured
-    m = package("google+mipnerf", "internal.models", [n for n in names if not n.startswith("gin")])
+    m = package("google+mipnerf", "internal.models", ["internal.datasets", "internal.vis"])
     utils = package("google+mipnerf", "internal.utils")
     net = m.MipNerfModel(num_samples=16)
     directions = floats(32, 3)
@@ -199,7 +194,7 @@ def stylegan2() -> Made:
     steps = load("matthias-wright+flaxmodels/training/stylegan2", "training_steps", stand_ins=["training_utils"])
     m = package("matthias-wright+flaxmodels", "flaxmodels.stylegan2", ["h5py", "dataclasses_json"])
     steps = without_collectives(steps)
-    utils = load("matthias-wright+flaxmodels/training/stylegan2", "training_utils")
+    utils = load("matthias-wright+flaxmodels/training/stylegan2", "training_utils", stand_ins=["jaxlib.xla_extension"])
     sizes = dict(resolution=16, num_channels=3, fmap_base=128, fmap_max=16, dtype="float32")
     mapping = m.MappingNetwork(z_dim=16, c_dim=0, w_dim=16, num_ws=6, num_layers=2)
     synthesis = m.SynthesisNetwork(**sizes, w_dim=16, num_ws=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,6 @@ def annotated_s4(layer: str) -> Made:
     layers = {"s4": s4.S4Layer}
     for name, cls in (("s4d", "S4DLayer"), ("dss", "DSSLayer")):
         layers[name] = getattr(package("srush+annotated-s4", f"s4.{name}", stand_ins=names), cls)
-    import types as _types
-
     wanted = ("cross_entropy_loss", "compute_accuracy", "map_nested_fn", "create_train_state", "train_step")
     m = pieces("srush+annotated-s4/s4/train.py", wanted, {"tqdm": None, "DictConfig": object},
                without=("from .", "hydra", "omegaconf", "torch", "tqdm"))  # fmt: skip
@@ -48,9 +47,10 @@ def annotated_s4(layer: str) -> Made:
         s4.BatchStackedModel, layer_cls=layers[layer], layer={"N": 8, "l_max": 16}, d_output=10, d_model=16, n_layers=2,
         classification=True, dropout=0.1,
     )  # fmt: skip
-    loader = [(_types.SimpleNamespace(numpy=lambda: floats(8, 16, 1)), None)]
-    rates = layers[layer].lr if hasattr(layers[layer], "lr") else getattr(layers[layer], "lr", {})
-    state = m.create_train_state(jax.random.PRNGKey(0), model, loader, lr=1e-3, lr_layer=dict(rates or {}))
+    loader = [(types.SimpleNamespace(numpy=lambda: floats(8, 16, 1)), None)]
+    rates = getattr(layers[layer], "lr", {})
+    with frozen_init():
+        state = m.create_train_state(jax.random.PRNGKey(0), model, loader, lr=1e-3, lr_layer=dict(rates or {}))
     inner = plain(m.train_step)
 
     def train_step(state, key, inputs, labels):
