@@ -103,12 +103,7 @@ def score_sde() -> Made:
     jax.nn.normalize = getattr(jax.nn, "normalize", jax.nn.standardize)
     names = ("models", "models.utils", "models.ncsnpp", "sde_lib", "configs.vp.cifar10_ncsnpp_continuous")
     losses = load(SCORE_SDE, "losses", *names, stand_ins=["flax.deprecated", "flax.deprecated.nn"])
-    import sys
-
-    sys.path.insert(0, str(path_of(SCORE_SDE)))
-    from importlib import import_module
-
-    config = import_module("configs.vp.cifar10_ncsnpp_continuous").get_config()
+    config = package(SCORE_SDE, "configs.vp.cifar10_ncsnpp_continuous").get_config()
     config.data.image_size, config.model.nf, config.model.ch_mult, config.model.num_res_blocks = 8, 8, (1, 2), 1
     config.model.attn_resolutions = (4,)
     net = losses.mutils.get_model("ncsnpp")(config=config)
@@ -167,6 +162,7 @@ def mipnerf() -> Made:
     """Rays through a coarse and a fine network, resampled between by a sorted search; losses weighed by a mask."""
     old_names()
     flax.optim = types.SimpleNamespace(Optimizer=object)
+    flax.nn = flax.linen
     m = package("google+mipnerf", "internal.models", ["internal.datasets", "internal.vis"])
     utils = package("google+mipnerf", "internal.utils")
     net = m.MipNerfModel(num_samples=16)
@@ -194,7 +190,11 @@ def stylegan2() -> Made:
     steps = load("matthias-wright+flaxmodels/training/stylegan2", "training_steps", stand_ins=["training_utils"])
     m = package("matthias-wright+flaxmodels", "flaxmodels.stylegan2", ["h5py", "dataclasses_json"])
     steps = without_collectives(steps)
-    utils = load("matthias-wright+flaxmodels/training/stylegan2", "training_utils", stand_ins=["jaxlib.xla_extension"])
+    utils = load(
+        "matthias-wright+flaxmodels/training/stylegan2",
+        "training_utils",
+        stand_ins=["jaxlib.xla_extension", "flax.optim", "flax.optim.dynamic_scale"],
+    )
     sizes = dict(resolution=16, num_channels=3, fmap_base=128, fmap_max=16, dtype="float32")
     mapping = m.MappingNetwork(z_dim=16, c_dim=0, w_dim=16, num_ws=6, num_layers=2)
     synthesis = m.SynthesisNetwork(**sizes, w_dim=16, num_ws=6)
@@ -232,9 +232,8 @@ def text_to_image() -> Made:
     from diffusers import FlaxDDPMScheduler, FlaxUNet2DConditionModel
 
     net = FlaxUNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, attention_head_dim=4,
+        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=16, attention_head_dim=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        norm_num_groups=4,
     )  # fmt: skip
     params = net.init_weights(jax.random.PRNGKey(0))
     scheduler = FlaxDDPMScheduler(beta_schedule="scaled_linear", num_train_timesteps=100)

@@ -1,4 +1,4 @@
-"""Physics, quantised training and second-order optimizers: derivatives inside the loss, and numbers of few bits."""
+"""Physics, quantised training and other optimizers: derivatives inside the loss, and numbers of few bits."""
 
 from __future__ import annotations
 
@@ -246,33 +246,3 @@ def maml() -> Made:
 
     tasks = [floats(8, 10, 1) for _ in range(4)]
     return adamw_step(outer, net.init(jax.random.PRNGKey(0), tasks[0][0]), *tasks)
-
-
-@case("kfac_jax_dense", "optimizer", packages=["kfac_jax"])
-def kfac() -> Made:
-    """kfac_jax's optimizer: curvature blocks by tracing tags, inverses by eigendecomposition, all inside one step."""
-    import kfac_jax
-
-    def loss_fn(params, batch):
-        x, y = batch
-        logits = jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
-        kfac_jax.register_softmax_cross_entropy_loss(logits, targets=y)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    params = {
-        "w1": jnp.asarray(floats(16, 32)) * 0.2,
-        "b1": jnp.zeros(32),
-        "w2": jnp.asarray(floats(32, 10)) * 0.2,
-        "b2": jnp.zeros(10),
-    }
-    optimizer = kfac_jax.Optimizer(jax.value_and_grad(loss_fn), l2_reg=1e-3, initial_damping=1.0)
-    batch = (floats(32, 16), ints(10, 32))
-    state = optimizer.init(params, jax.random.PRNGKey(0), batch)
-    rates = [jnp.asarray(x) for x in (0.01, 0.9, 1.0)]
-
-    def step(params, state, key, batch):
-        """What `Optimizer.step` calls; that itself counts steps on the host, which a step under jit cannot."""
-        params, state, stats = optimizer._step(params, state, key, batch, None, *rates, True, False)
-        return params, state, stats["loss"]
-
-    return Made(step, (params, state, jax.random.PRNGKey(1), batch), {0: 0, 1: 1})
