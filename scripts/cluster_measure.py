@@ -33,8 +33,9 @@ import soapjax.distributed
 from soapjax.costs.profile import profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree
+from soapjax.execute.arrivals import place
 from soapjax.execute.collectives import collectives_of
-from soapjax.execute.compiled import CompiledStep, place
+from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.coordination import store
 from soapjax.execute.jointly import agree_on_program
 from soapjax.execute.spmd import bind_plan

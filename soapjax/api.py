@@ -8,25 +8,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import logging
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from soapjax import planning
+from soapjax import nnx_steps, planning, progress
 from soapjax.auto_pipeline import plan_one_or_pipeline
+from soapjax.calling import CallForm, Calling, listed
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
-from soapjax.execute.compiled import CompiledStep, ShapesChanged, place
+from soapjax.execute.arrivals import place_all
+from soapjax.execute.compiled import CompiledStep, ShapesChanged
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream import Event
 from soapjax.execute.stream_step import StreamStep, compile_step
-from soapjax.graph.trace import TracedStep, signature, trace
+from soapjax.graph.trace import TracedStep, argument_names, check_leaves, leaf_paths, signature, trace
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
@@ -37,16 +40,6 @@ from soapjax.topology import DeviceTopology
 log = logging.getLogger("soapjax")
 
 
-class Constants(NamedTuple):
-    """Which positional arguments are compile-time constants, and the values of those that `static_argnums` names."""
-
-    positions: tuple[int, ...] = ()
-    values: tuple[Any, ...] = ()
-
-    def others(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(a for i, a in enumerate(args) if i not in self.positions) if self.positions else args
-
-
 class SoapShard:
     """A step function that plans itself; made by `soap_shard`. Feels like `jax.jit`'s result."""
 
@@ -54,129 +47,189 @@ class SoapShard:
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a functools.partial has none
         self._fn = fn
+        self._given = dict(options)
         self._source = options.pop("plan")
         self._donate = options.pop("donate")
         self._devices = options.pop("devices")
-        self._static = tuple(options.pop("static_argnums"))
         self._pipeline: PipelineOptions | None = options.pop("pipeline")
+        jit_options = {k: options.pop(k) for k in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")}
+        self._calling = Calling(fn, **jit_options)
+        self._tracing = {k: options[k] for k in ("axis_name", "strip_constraints")}
         self._options = options
         self._by_shapes: dict[Any, tuple[Plan | None, CompiledStep | StreamStep]] = {}
         self._agreed: set[CompiledStep | StreamStep] = set()  # by all processes, where there are several
         self._last: CompiledStep | StreamStep | None = None
-        self._last_constants: Constants = Constants()
+        self._last_form: CallForm = CallForm()
         self._last_plan: Plan | None = None
+        self._of_objects: dict[Any, SoapShard] = {}  # the same step as a function of its nnx objects' arrays
+        self._methods: dict[int, tuple[Any, SoapShard]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or self._static:
-            args, constants = self._bound(args, kwargs)
-        else:
-            constants = Constants()
-        if self._last is not None and constants == self._last_constants and self._is_agreed(self._last):
+        args, form = self._calling.bound(args, kwargs)
+        if positions := nnx_steps.object_positions(args):
+            step, arrays = self._functional(args, form, positions)
+            result, *parts = step(*arrays)
+            nnx_steps.update(args, positions, tuple(parts))
+            return result
+        dynamic = form.dynamic(args)
+        if self._last is not None and form == self._last_form and self._is_agreed(self._last):
             try:
-                return self._last(*constants.others(args))
+                return self._last(*dynamic)
             except ShapesChanged:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
-        compiled = self._prepared(args, constants)
-        placed = compiled.place_state(*constants.others(args))
+        compiled = self._prepared(args, form)
+        if _has_tracers(dynamic):
+            return compiled(*dynamic)
+        placed = compiled.place_state(*dynamic)
         if not self._is_agreed(compiled):
             jointly.agree_on_program(self.__name__, compiled, placed)
             self._agreed.add(compiled)
+        if isinstance(compiled, CompiledStep) and not compiled.is_compiled:
+            with progress.shown(f"compiling {self.__name__}"):
+                compiled.compile()
         return compiled(*placed)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method. An instance that is a pytree is an argument; any other is a constant, and has a plan of its own."""
+        if instance is None:
+            return self
+        if nnx_steps.is_object(instance) or not jax.tree_util.all_leaves([instance]):
+            return types.MethodType(self, instance)
+        store = getattr(instance, "__dict__", None)
+        key = f"_soap_shard_{self.__name__}"
+        found = self._methods.get(id(instance), (None, None))[1] if store is None else store.get(key)
+        if found is None or found._fn.__func__ is not self._fn:
+            options = dict(self._given)
+            for name in ("static_argnums", "donate_argnums"):
+                if options[name] is not None:
+                    options[name] = tuple(i - 1 if i > 0 else i for i in options[name] if i != 0)
+            found = SoapShard(types.MethodType(self._fn, instance), **options)
+            if store is None:
+                self._methods[id(instance)] = instance, found
+            else:
+                store[key] = found
+        return found
+
+    def _functional(self, args: tuple[Any, ...], form: CallForm, positions: tuple[int, ...]) -> tuple[SoapShard, tuple[Any, ...]]:
+        """The step of arrays that stands for a step of nnx objects, and the arguments with arrays in place of the objects."""
+        graph, arrays = nnx_steps.split(args, positions)
+        key = graph, positions, form.names, len(args)
+        if key not in self._of_objects:
+            options = self._given | {"static_argnames": (), "donate_argnames": None}
+            options |= {"static_argnums": form.positions, "donate_argnums": None}
+            if self._calling.gives_away:
+                kept = [i for i in range(len(args)) if i not in form.positions]
+                options["donate_argnums"] = tuple(kept[k] for k in self._calling.given_away(form, len(args)))
+            fn = nnx_steps.functional(self._calling.function(form, len(args)), graph, positions)
+            self._of_objects[key] = SoapShard(fn, **options)
+        step = self._of_objects[key]
+        self._of_objects[key] = self._of_objects.pop(key)  # the last one last
+        return step, arrays
 
     def _is_agreed(self, compiled: CompiledStep) -> bool:
         """Whether it may run: over several processes only after all have compiled the same program."""
         return not compiled.spans_processes or compiled in self._agreed
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Constants]:
-        """Arguments by position, and those among them that are compile-time constants.
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SoapShard, tuple[Any, ...], CallForm]:
+        """The step that such a call means, with its arguments by position."""
+        args, form = self._calling.bound(args, kwargs)
+        if positions := nnx_steps.object_positions(args):
+            step, arrays = self._functional(args, form, positions)
+            return step._bound(arrays, {})
+        return self, args, form
 
-        Where a keyword comes after parameters that were left out, these take their defaults, as constants.
-        """
-        left_out: list[int] = []
-        if kwargs:
-            bound = inspect.signature(self._fn).bind(*args, **kwargs)
-            parameters = bound.signature.parameters.values()
-            only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.kind is p.VAR_KEYWORD]
-            if given := [name for name in only if name in bound.arguments]:
-                expected, remedy = "arguments that have a position", "wrap the step in a function of positional arguments"
-                raise SoapjaxError(Problem(self.__name__, f"keyword-only arguments {given}", expected, remedy))
-            if bound.kwargs:
-                named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD or p.kind is p.POSITIONAL_ONLY]
-                left_out = [i for i, name in enumerate(named) if name not in bound.arguments]
-                bound.apply_defaults()
-            args = bound.args
-        static = {i + len(args) if i < 0 else i for i in self._static}
-        positions = sorted({i for i in static if 0 <= i < len(args)} | set(left_out))
-        return args, Constants(tuple(positions), tuple(args[i] for i in positions if i not in left_out))
-
-    def _prepared(self, args: tuple[Any, ...], constants: Constants) -> CompiledStep | StreamStep:
+    def _prepared(self, args: tuple[Any, ...], form: CallForm) -> CompiledStep | StreamStep:
         """Plans (or loads) for these shapes and constants, once."""
-        key = (constants, signature(constants.others(args)))
-        asked = self._pipeline
-        if key not in self._by_shapes and asked is not None and isinstance(asked.pipeline, Pipeline):
-            self._by_shapes[key] = None, pipelined(
-                self._fn, *args, pipeline=asked.pipeline, reduction=asked.reduction, topology=self._options["topology"],
-                devices=self._devices, static_argnums=constants.positions, unroll=self._options["unroll"], donate=self._donate,
-            )  # fmt: skip
+        fn = self._calling.function(form, len(args))
+        check_leaves(form.dynamic(args), form.dynamic(tuple(argument_names(fn, len(args)))))
+        key = (form, signature(form.dynamic(args)))
         if key not in self._by_shapes:
-            start = time.monotonic()
-            if jointly.spans_processes(self._devices):
-                made, step = self._plan_jointly(args, constants.positions)
-            else:
-                made, step = self._make_plan(args, constants.positions)
-            devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
-            if made.pipeline is not None:
-                compiled = planned_pipeline(
-                    self._fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=self._donate,
-                    static_argnums=constants.positions, reduction="mean" if asked is None else asked.reduction,
-                )  # fmt: skip
-            else:
-                compiled = compile_step(bind_plan(step, made, devices=devices), donate=self._donate)
-            self._by_shapes[key] = made, compiled
-            log.info(
-                "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
-                self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
-            )  # fmt: skip
+            inside = _has_tracers(form.dynamic(args))
+            if inside:  # of another transformation: its values are not known, and what planning computes does not belong to it
+                args = tuple(a if i in form.positions else jax.tree.map(_struct, a) for i, a in enumerate(args))
+            with jax.ensure_compile_time_eval() if inside else contextlib.nullcontext():
+                self._by_shapes[key] = self._made(fn, args, form)
         self._last_plan, self._last = self._by_shapes[key]
-        self._last_constants = constants
+        self._last_form = form
         return self._last
 
-    def _make_plan(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
+    def _made(self, fn: Callable[..., Any], args: tuple[Any, ...], form: CallForm) -> tuple[Plan | None, CompiledStep | StreamStep]:
+        asked, static = self._pipeline, form.positions
+        given_away = self._calling.given_away(form, len(args))
+        donate = self._donate if given_away is None else given_away
+        if asked is not None and isinstance(asked.pipeline, Pipeline):
+            return None, pipelined(
+                fn, *args, pipeline=asked.pipeline, reduction=asked.reduction, topology=self._options["topology"],
+                devices=self._devices, static_argnums=static, unroll=self._options["unroll"], donate=bool(donate), **self._tracing,
+            )  # fmt: skip
+        start = time.monotonic()
+        with progress.shown(f"planning {self.__name__}") as report:
+            if jointly.spans_processes(self._devices):
+                made, step = self._plan_jointly(fn, args, static, report)
+            else:
+                made, step = self._make_plan(fn, args, static, report)
+        devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
+        if made.pipeline is not None:
+            compiled = planned_pipeline(
+                fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=bool(donate), static_argnums=static,
+                reduction="mean" if asked is None else asked.reduction, **self._tracing,
+            )  # fmt: skip
+        else:
+            compiled = compile_step(bind_plan(step, made, devices=devices), donate=donate)
+        log.info(
+            "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
+            self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
+        )  # fmt: skip
+        return made, compiled
+
+    def _make_plan(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> tuple[Plan, TracedStep]:
         options = self._options
+        tracing = dict(static_argnums=static, **self._tracing)
         if self._source is None and self._pipeline is not None:
-            return self._planned_pipeline(args, static), trace(self._fn, *args, static_argnums=static, unroll=options["unroll"])
+            return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing)
         if self._source is None:
-            found = planning.plan(self._fn, *args, static_argnums=static, devices=self._devices, **options)
+            found = planning.plan(fn, *args, static_argnums=static, devices=self._devices, progress=report, **options)
             return found.plan, found.step
         source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
-        step = trace(self._fn, *args, static_argnums=static, unroll=source.unroll or options["unroll"])
+        step = trace(fn, *args, unroll=source.unroll or options["unroll"], **tracing)
         return recost(source, step, place="plan" if source is self._source else str(self._source)), step
 
-    def _planned_pipeline(self, args: tuple[Any, ...], static: tuple[int, ...]) -> Plan:
+    def _planned_pipeline(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> Plan:
         """The plan of the schedule that was asked for; of "auto" perhaps one of a single program."""
         asked, options = self._pipeline, self._options
-        numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static)
+        numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static, progress=report)
         if asked.pipeline == "auto":
-            return plan_one_or_pipeline(self._fn, *args, devices=self._devices, **numbers, **options)[0]
-        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll", "profile")}
-        return planning.plan_pipeline(self._fn, *args, pipeline=asked.pipeline, **numbers, **shared)[0]
+            return plan_one_or_pipeline(fn, *args, devices=self._devices, **numbers, **options)[0]
+        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll", "profile", *self._tracing)}
+        return planning.plan_pipeline(fn, *args, pipeline=asked.pipeline, devices=self._devices, **numbers, **shared)[0]
 
-    def _plan_jointly(self, args: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Plan, TracedStep]:
+    def _plan_jointly(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> tuple[Plan, TracedStep]:
         """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
         if self._source is None:
             step: TracedStep | None = None
 
             def search() -> Plan:
                 nonlocal step
-                made, step = self._make_plan(args, static)
+                made, step = self._make_plan(fn, args, static, report)
                 return made
 
             made = jointly.planned_by_first(self.__name__, search, seconds=self._options["seconds"])
-            step = step or trace(self._fn, *args, static_argnums=static, unroll=self._options["unroll"])
+            step = step or trace(fn, *args, static_argnums=static, unroll=self._options["unroll"], **self._tracing)
         else:
-            made, step = self._make_plan(args, static)
+            made, step = self._make_plan(fn, args, static, report)
         jointly.agree_on_plan(self.__name__, made, step)
         return made, step
+
+    @property
+    def _latest(self) -> SoapShard:
+        """The step that the last call ran: one of arrays, where the call was one of nnx objects."""
+        return next(reversed(self._of_objects.values()), self) if self._last is None else self
 
     @property
     def plan(self) -> Plan:
@@ -184,59 +237,120 @@ class SoapShard:
 
         Raises: SoapjaxError before the first.
         """
-        if self._last_plan is None and self._last is not None:
+        step = self._latest
+        if step._last_plan is None and step._last is not None:
             remedy = "a given pipeline is not planned: read .pipeline instead"
             raise SoapjaxError(Problem(f"{self.__name__}.plan", "none", "a planned step", remedy))
-        if self._last_plan is None:
+        if step._last_plan is None:
             raise SoapjaxError(
                 Problem(f"{self.__name__}.plan", "not planned yet", "a call before", "call the step, or .prepare(*args), first")
             )
-        return self._last_plan
+        return step._last_plan
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline of the last call; None where the step is none."""
-        return getattr(getattr(self._last, "streamed", None), "pipeline", None)
+        return getattr(getattr(self._latest._last, "streamed", None), "pipeline", None)
 
     def traced(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Event]]:
         """A call, and what ran when: one event per program and transfer of a pipeline or a placed plan, seconds since its begin.
 
         Raises: SoapjaxError where the step is one program.
         """
-        args, constants = self._bound(args, kwargs)
-        step = self._prepared(args, constants)
-        if not isinstance(step, StreamStep):
+        step, args, form = self._bound(args, kwargs)
+        made = step._prepared(args, form)
+        if not isinstance(made, StreamStep):
             expected, remedy = "a step of several programs", "use jax.profiler for one program"
             raise SoapjaxError(Problem(f"{self.__name__}.traced", "one program", expected, remedy))
-        return step.traced(*constants.others(args))
+        return made.traced(*form.dynamic(args))
 
     def prepare(self, *args: Any, **kwargs: Any) -> SoapShard:
         """Plans for these arguments (arrays or ShapeDtypeStructs) without running."""
-        self._prepared(*self._bound(args, kwargs))
+        step, args, form = self._bound(args, kwargs)
+        step._prepared(args, form)
         return self
 
     def shard(self, tree: Any, *, argument: int = 0) -> Any:
-        """`tree` laid out as the plan wants positional argument `argument` (the state, by default)."""
-        before = sum(i < argument for i in self._last_constants.positions)
-        return jax.tree.map(place, tree, self.shardings()[argument - before])
+        """`tree` laid out as the plan wants positional argument `argument` (the state, by default).
+
+        Raises: SoapjaxError naming the leaves that one has and the other has not.
+        """
+        before = sum(i < argument for i in self._latest._last_form.positions)
+        wanted = self.shardings()[argument - before]
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        place = f"{self.__name__}.shard"
+        paths, planned = leaf_paths(tree, ""), leaf_paths(wanted, "")
+        if paths != planned:
+            expected, remedy = "the tree that was planned", "pass argument=, or the same tree"
+            sides = ("not planned", paths, planned), ("missing", planned, paths)
+            more = [(kind, [p or "(a single leaf)" for p in ours if p not in set(theirs)]) for kind, ours, theirs in sides]
+            raise SoapjaxError(Problem(place, f"{kind}: {', '.join(found)}", expected, remedy) for kind, found in more if found)
+        if structure != jax.tree_util.tree_structure(wanted):
+            log.warning(
+                "%s: the arrays are those that were planned, but static parts of the tree are other objects (a TrainState's "
+                "tx or apply_fn made anew): the step will plan again for it", place,
+            )  # fmt: skip
+        return structure.unflatten(place_all(leaves, jax.tree_util.tree_leaves(wanted)))
 
     def shardings(self) -> tuple[Any, ...]:
-        """NamedShardings of every argument but the static ones, as pytrees: `in_shardings` for plain `jax.jit`."""
-        if self._last is None:
+        """NamedShardings of every argument but the static ones, as pytrees: `in_shardings` for plain `jax.jit`.
+
+        What the step does not read has the layout that `fixed` gives it; calls take it as it comes.
+        """
+        step = self._latest
+        if step._last is None:
             self.plan  # noqa: B018 - raises
-        return self._last.in_shardings
+        return step._last.in_shardings
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`: the planned program, lowered for these arguments."""
-        args, constants = self._bound(args, kwargs)
-        return self._prepared(args, constants).lower(*constants.others(args))
+        step, args, form = self._bound(args, kwargs)
+        return step._prepared(args, form).lower(*form.dynamic(args))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).trace`: the planned program, traced for these arguments."""
+        step, args, form = self._bound(args, kwargs)
+        return step._prepared(args, form).trace(*form.dynamic(args))
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).eval_shape`: shapes and types of the results; nothing is planned."""
+        step, args, form = self._bound(args, kwargs)
+        fn = step._calling.function(form, len(args))
+        traced = trace(fn, *args, static_argnums=form.positions, **self._tracing)
+        return traced.out_tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.out_avals])
+
+    def _cache_size(self) -> int:
+        """How many compiled steps there are, as `jax.jit(fn)._cache_size()` says of its own."""
+        made = [step for _, step in self._by_shapes.values() if not isinstance(step, CompiledStep) or step.is_compiled]
+        return len(made) + sum(s._cache_size() for s in self._of_objects.values())
+
+    def clear_cache(self) -> None:
+        """Forgets all plans and programs: the next call plans anew."""
+        self._by_shapes.clear()
+        self._agreed.clear()
+        self._of_objects.clear()
+        self._last = self._last_plan = None
+        self._last_form = CallForm()
+
+
+def _has_tracers(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree_util.tree_leaves(args))
+
+
+def _struct(x: Any) -> Any:
+    if not isinstance(x, jax.core.Tracer):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
 def soap_shard(
     fn: Callable[..., Any] | None = None, *, topology: str | DeviceTopology = "local", plan: str | Plan | None = None,
     planner: str = "mcmc", seconds: float | None = None, proposals: int | None = None, seed: int = 0,
-    fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (), donate: bool = True,
-    devices: Sequence[Any] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
+    fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (), donate: bool = True, donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None, devices: Sequence[Any] | None = None,
+    profile: str | Profile | None = None, verify_top: int = 0,
     pipeline: str | Pipeline | None = None, microbatches: int | str = "auto", stages: int | str = "auto",
     microbatch_reduction: str = "mean",
 ) -> Any:  # fmt: skip
@@ -248,20 +362,31 @@ def soap_shard(
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
       topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top: as for `soapjax.plan`.
       plan: a plan file (or `Plan`) to execute instead of searching.
-      static_argnums: positions of compile-time constants, as for `jax.jit`.
-      donate: give the memory of state arguments to the results, as `donate_argnums` does.
-      devices: the devices to run on; the first of `jax.devices()` by default.
+      static_argnums, static_argnames: compile-time constants, by position or name, as for `jax.jit`.
+      donate: give the memory of state arguments (what the step returns anew) to the results.
+      donate_argnums, donate_argnames: the arguments whose memory is given away instead, as for `jax.jit`. Arrays that are not yet
+        laid out as planned are copied, and stay the caller's.
+      axis_name: axes over which the step's collectives go, as for `jax.pmap` (`jax.lax.pmean(grads, "batch")`, BatchNorm's
+        `axis_name`). The step gets the global batch, which is the one member of the axis: means and sums are those over the whole
+        batch (soapjax/graph/one_program.py).
+      strip_constraints: ignore the step's own `with_sharding_constraint`, such as one on a mesh of its own.
+      logical_axis_rules: (logical name, mesh axis, several or None) pairs, as Flax has them, for the logical names in Flax's
+        partitioning metadata. Names that nothing maps to axes of the plan's mesh are ignored, with one note.
+      devices: the devices to run on; the first of `jax.devices()` by default. "local" means these, where they are given.
       pipeline: a `Pipeline` to run, or what to plan: a schedule ("gpipe", "1f1b", "interleaved", "pipedream"), or "auto": the
         best synchronous one, where it is faster than one program.
       microbatches, stages: of a pipeline that is planned, a number or "auto".
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
     """
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if plan is not None and fixed is not None:
         raise SoapjaxError(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
-        static_argnums=static, donate=donate, devices=devices, profile=profile, verify_top=verify_top,
+        static_argnums=listed(static_argnums), static_argnames=listed(static_argnames), donate=donate,
+        donate_argnums=None if donate_argnums is None else listed(donate_argnums),
+        donate_argnames=None if donate_argnames is None else listed(donate_argnames),
+        devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
+        logical_axis_rules=logical_axis_rules,
         pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction, plan=plan, fixed=fixed),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

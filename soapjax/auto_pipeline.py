@@ -8,7 +8,7 @@ from typing import Any
 from soapjax import planning
 from soapjax.errors import SoapjaxError
 from soapjax.search.stages import DEFAULT_PROPOSALS
-from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan import Plan, StrategyFigures
 
 
 def plan_one_or_pipeline(
@@ -26,7 +26,9 @@ def plan_one_or_pipeline(
     one = found.plan.prediction
     if found.result.stopped_by == "interrupted":
         return found.plan, "interrupted"
-    shared = ("topology", "seed", "unroll", "static_argnums", "model", "progress", "profile")
+    shared = (
+        "topology", "seed", "unroll", "static_argnums", "model", "progress", "profile", "devices", "axis_name", "strip_constraints"
+    )  # fmt: skip
     try:
         plan, best = planning.plan_pipeline(
             fn, *args, pipeline="auto", microbatches=microbatches, stages=stages, seconds=half_s,
@@ -39,14 +41,26 @@ def plan_one_or_pipeline(
         return _with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by
     planner = found.plan.provenance.planner
     if one.feasible and one.step_time_s <= plan.prediction.step_time_s:
-        times = {f"pipeline {plan.pipeline.schedule}": plan.prediction.step_time_s}
-        return _with_note(found.plan, "no pipeline is faster", times), found.result.stopped_by
-    times = {f"one program ({planner})": one.step_time_s} | found.plan.provenance.baselines
+        others = {f"pipeline {plan.pipeline.schedule}": figures_of_plan(plan)}
+        return _with_note(found.plan, "no pipeline is faster", others), found.result.stopped_by
+    others = {f"one program ({planner})": figures_of_plan(found.plan)} | found.plan.provenance.baseline_figures
     note = "" if one.feasible else f"one program ({planner}): does not fit"
-    return _with_note(plan, note, times), best.stopped_by
+    return _with_note(plan, note, others), best.stopped_by
 
 
-def _with_note(plan: Plan, note: str, baselines: dict[str, float | None]) -> Plan:
+def _with_note(plan: Plan, note: str, others: dict[str, StrategyFigures]) -> Plan:
     old = plan.provenance
-    more = {"notes": (*old.notes, note) if note else old.notes, "baselines": {**old.baselines, **baselines}}
+    more = {
+        "notes": (*old.notes, note) if note else old.notes,
+        "baselines": {**old.baselines, **{name: f.step_time_s for name, f in others.items()}},
+        "baseline_figures": {**old.baseline_figures, **others},
+    }
     return plan.model_copy(update={"provenance": old.model_copy(update=more)})
+
+
+def figures_of_plan(plan: Plan) -> StrategyFigures:
+    p = plan.prediction
+    return StrategyFigures(
+        step_time_s=p.step_time_s, without_overlap_s=p.without_overlap_s, split_flops_share=p.split_flops_share,
+        memory_bytes_per_device=p.memory_bytes_per_device, sent_bytes=sum(p.bytes_by_collective.values()), feasible=p.feasible,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: plan, simulate, run, verify, profile, calibrate, topologies, demo.
+"""The command line: plan, simulate, explain, diff, report, run, verify, profile, calibrate, topologies, demo.
 
 Every command takes --json: one JSON object on standard output, everything else on standard error.
 Bad input ends with exit status 2 and a message that names the place, the value, what was expected and
@@ -97,6 +97,65 @@ class SimulateCommand:
     """Refuse the plan unless it is for this topology."""
     trace: str | None = None
     """Where to write the simulated timeline, for Perfetto: a track per device and link."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class ExplainCommand:
+    """Say why a plan is as it is: critical path, largest costs, baselines, which limit binds; of an operator, its neighbours.
+
+    Example:  soapjax explain plan.json
+
+    Example:  soapjax explain plan.json blk0/attn/query
+
+    Example:  soapjax explain plan.json --plan-only    (from the file alone: no critical path, no neighbours)
+    """
+
+    plan: Annotated[str, tyro.conf.Positional]
+    """A plan file."""
+    operator: Annotated[str | None, tyro.conf.Positional] = None
+    """The name of an operator, or a part of it that no other has: every other choice for it is simulated."""
+    plan_only: bool = False
+    """Do not load the plan's model: say what is written in the file."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class DiffCommand:
+    """Compare two plans: operators that differ, with what each change costs.
+
+    Example:  soapjax diff a.json b.json
+
+    Example:  soapjax diff a.json b.json --plan-only    (from the files alone: what each side takes, not what a change costs)
+    """
+
+    a: Annotated[str, tyro.conf.Positional]
+    """A plan file."""
+    b: Annotated[str, tyro.conf.Positional]
+    """Another one."""
+    plan_only: bool = False
+    """Do not load the plans' model: say what is written in the files."""
+    json: bool = False
+    """Print one JSON object on standard output."""
+
+
+@dataclasses.dataclass
+class ReportCommand:
+    """Write a plan as one HTML page: timeline, memory, operators, costs, baselines. It needs no network.
+
+    Example:  soapjax report plan.json -o report.html
+
+    Example:  soapjax report plan.json -o report.html --plan-only    (without timeline and memory over the step)
+    """
+
+    plan: Annotated[str, tyro.conf.Positional]
+    """A plan file."""
+    output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "report.html"
+    """Where to write the page."""
+    plan_only: bool = False
+    """Do not load the plan's model: show what is written in the file."""
     json: bool = False
     """Print one JSON object on standard output."""
 
@@ -219,6 +278,9 @@ class DemoCommand:
 COMMANDS = {
     "plan": PlanCommand,
     "simulate": SimulateCommand,
+    "explain": ExplainCommand,
+    "diff": DiffCommand,
+    "report": ReportCommand,
     "run": RunCommand,
     "verify": VerifyCommand,
     "profile": ProfileCommand,

@@ -18,7 +18,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, parse_settings, with_arrays
 from soapjax.report.perfetto import write_trace
-from soapjax.report.tables import plan_report
+from soapjax.report.tables import gains, plan_report
 from soapjax.search.planners import get_planner
 from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.plan import ModelSource, Plan
@@ -30,11 +30,14 @@ Progress = Callable[[int, float, float], None] | None
 
 def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command."""
-    from soapjax import measuring_commands, running_commands, topology_commands  # they use the helpers below
+    from soapjax import explaining_commands, measuring_commands, running_commands, topology_commands  # they use the helpers below
 
     handlers = {
         cli.PlanCommand: functools.partial(plan_command, progress=progress),
         cli.SimulateCommand: simulate_command,
+        cli.ExplainCommand: explaining_commands.explain_command,
+        cli.DiffCommand: explaining_commands.diff_command,
+        cli.ReportCommand: explaining_commands.report_command,
         cli.RunCommand: running_commands.run_command,
         cli.VerifyCommand: running_commands.verify_command,
         cli.ProfileCommand: functools.partial(measuring_commands.profile_command, progress=progress),
@@ -157,7 +160,12 @@ def plan_result(plan: Plan) -> dict[str, Any]:
     p, source = plan.prediction, plan.provenance
     return {
         "step_time_s": p.step_time_s,
+        "without_overlap_s": p.without_overlap_s,
+        "hidden_communication_s": p.hidden_communication_s,
+        "split_flops_share": p.split_flops_share,
         "baselines": source.baselines,
+        "baseline_figures": {name: f.model_dump() for name, f in source.baseline_figures.items()},
+        "gains": {name: {"times_as_fast": gain, "caveat": words} for name, (gain, words) in gains(plan).items()},
         "feasible": p.feasible,
         "executable": plan.executable,
         "memory_bytes_per_device": p.memory_bytes_per_device,
@@ -176,6 +184,12 @@ def plan_result(plan: Plan) -> dict[str, Any]:
 
 def loaded(path: str, *, topology: str | None = None, concrete: bool = False) -> tuple[Plan, Model, TracedStep]:
     """A plan file with its model, traced, and its prediction made anew."""
+    found, model, step = opened(path, topology=topology)
+    return found.plan, with_arrays(model) if concrete else model, step
+
+
+def opened(path: str, *, topology: str | None = None) -> tuple[plan_files.Opened, Model, TracedStep]:
+    """As `loaded`, with what the prediction was made from."""
     raw = Plan.load(path)
     if raw.model is None:
         expected = "the model that the plan is for"
@@ -184,16 +198,15 @@ def loaded(path: str, *, topology: str | None = None, concrete: bool = False) ->
     wanted = load_topology(topology) if topology is not None else None
     model = abstract_model(raw.model)
     step = trace(model.step, *model.arguments, unroll=raw.unroll)
-    plan = plan_files.recost(raw, step, place=path, topology=wanted)
-    return plan, with_arrays(model) if concrete else model, step
+    return plan_files.opened(raw, step, place=path, topology=wanted), model, step
 
 
 def simulate_command(command: cli.SimulateCommand) -> Result:
     if command.trace is not None and (problems := output_problems(command.trace, "--trace", "trace.json")):
         raise SoapjaxError(problems)
-    plan, _, step = loaded(command.plan, topology=command.topology)
-    result, report = plan_result(plan), plan_report(plan)
+    found, _, _ = opened(command.plan, topology=command.topology)
+    result, report = plan_result(found.plan), plan_report(found.plan)
     if command.trace is not None:
-        write_trace(command.trace, plan_files.timeline_events(plan, step), title=f"simulated: {command.plan}")
+        write_trace(command.trace, plan_files.timeline_events(found), title=f"simulated: {command.plan}")
         result, report = result | {"trace": command.trace}, Group(report, Text(f"timeline written to {command.trace}"))
     return result, report, 0

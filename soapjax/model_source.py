@@ -23,6 +23,7 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
+from soapjax.graph.source_lines import line_of_error
 from soapjax.strategy.plan import ModelSource
 
 Setting = bool | int | float | str
@@ -124,10 +125,14 @@ def _guarded(source: ModelSource, run: Callable[[], Any]) -> Any:
         raise
     except (Exception, SystemExit) as e:  # the user's own code may raise anything; its words are passed on
         message = str(e).strip().split("\n")[0][:300]
-        raise SoapjaxError(
-            Problem(f"model {source.path}", f"{type(e).__name__}: {message}", "a factory that runs with these settings",
-                    f"check --set; settings: {source.settings}")
-        ) from e  # fmt: skip
+        line = line_of_error(e)
+        place, value = f"model {source.path}" + (f", {line}" if line else ""), f"{type(e).__name__}: {message}"
+        expected, remedy = "a factory that runs with these settings", f"check --set; settings: {source.settings}"
+        if isinstance(e, jax.errors.JAXTypeError):
+            # It is called for shapes alone at first: no array has values then.
+            expected = "a factory that decides nothing by values of JAX arrays: it is traced for shapes, and nothing is computed"
+            remedy = "compute such values with NumPy, or leave jax.jit, float(), if and np.asarray on JAX arrays out of it"
+        raise SoapjaxError(Problem(place, value, expected, remedy)) from e
 
 
 def _find_own_models() -> None:

@@ -168,21 +168,22 @@ class PipelineOptions(NamedTuple):
 
 def pipelined(
     fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "mean",
-    devices: Sequence[Any] | None = None,
-    static_argnums: Sequence[int] = (), unroll: bool = False, donate: bool = True,
+    devices: Sequence[Any] | None = None, static_argnums: Sequence[int] = (), donate: bool = True,
     axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, is_float64: bool = False,
+    **tracing: Any,
 ) -> StreamStep:  # fmt: skip
     """The step of a given pipeline, of any schedule.
 
     Args:
       reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
       axes, storage: of operators, as for `pipeline_step`.
+      tracing: `unroll`, `axis_name` and `strip_constraints` of `trace`.
     Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
     """
     topology = load_topology(topology) if isinstance(topology, str) else topology
     devices = list(jax.devices()) if devices is None else list(devices)
     num_microbatches = pipeline.num_microbatches
-    micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, unroll=unroll)
+    micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, **tracing)
     graph, binding = build_graph(micro.step)
     places = places_of(micro, graph, binding, pipeline, topology, devices, axes=axes, storage=storage, is_float64=is_float64)
     if pipeline.schedule == "pipedream":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from soapjax.costs.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.stream import Event
@@ -10,10 +12,11 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep
 from soapjax.planning import on_cpu, plan_of_strategy
 from soapjax.search.problem import PlanningProblem
-from soapjax.stage_plans import recost_pipeline
+from soapjax.stage_plans import StageTimes, recost_pipeline
 from soapjax.strategy.plan import Plan, parse_spec
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.strategy.space import search_space
+from soapjax.strategy.strategy import Strategy
 from soapjax.timelines import pipeline_events, spmd_events
 from soapjax.topology import DeviceTopology, FactorMesh
 from soapjax.user_shardings import check_constraints
@@ -29,15 +32,39 @@ def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = 
 
 def recost(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Plan:
     """The plan with specs and prediction derived from its `axes` and `storage`."""
+    return opened(loaded, step, place=place, topology=topology).plan
+
+
+class Opened(NamedTuple):
+    """A plan with what its prediction was made from."""
+
+    plan: Plan
+    graph: OperatorGraph
+    problem: PlanningProblem | None  # of a plan of one program, or of placed operators
+    strategy: Strategy | None
+    stages: StageTimes | None  # of a pipeline
+
+
+def opened(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Opened:
+    """As `recost`, and keeps what it was made from."""
     if loaded.pipeline is not None:
         graph, own, _ = _checked(loaded, step, place, topology)
         with on_cpu():
-            return recost_pipeline(loaded, graph, own, place=place)[0]
-    problem = problem_of_plan(loaded, step, place=place, topology=topology)
-    strategy = strategy_of(loaded, problem.space, place=place)
+            made, stages = recost_pipeline(loaded, graph, own, place=place)
+        return Opened(made, graph, None, None, stages)
     with on_cpu():
-        made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
-    return made.model_copy(update={"mesh": loaded.mesh})
+        return _priced(loaded, problem_of_plan(loaded, step, place=place, topology=topology), place)
+
+
+def reopened(loaded: Plan, other: Opened, *, place: str = "plan") -> Opened:
+    """A plan for the same problem as one that is opened already."""
+    return _priced(loaded, other.problem, place)
+
+
+def _priced(loaded: Plan, problem: PlanningProblem, place: str) -> Opened:
+    strategy = strategy_of(loaded, problem.space, place=place)
+    made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
+    return Opened(made.model_copy(update={"mesh": loaded.mesh, "logical_axes": loaded.logical_axes}), problem.graph, problem, strategy, None)
 
 
 def problem_of_plan(
@@ -83,11 +110,10 @@ def _checked(
     return graph, own, mesh
 
 
-def timeline_events(plan: Plan, step: TracedStep) -> list[Event]:
+def timeline_events(opened: Opened) -> list[Event]:
     """What runs when in the simulation of a plan: a track per device, and per device and level of links."""
     with on_cpu():
-        if plan.pipeline is not None:
-            graph, topology, _ = _checked(plan, step, "plan", None)
-            return pipeline_events(recost_pipeline(plan, graph, topology)[1].timeline, topology)
-        problem = problem_of_plan(plan, step)
-        return spmd_events(problem.simulator, strategy_of(plan, problem.space))
+        if opened.stages is not None:
+            topology, _ = topology_of(opened.plan)
+            return pipeline_events(opened.stages.timeline, topology)
+        return spmd_events(opened.problem.simulator, opened.strategy)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd import bind_plan
@@ -20,18 +21,22 @@ from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
+from soapjax.report.html import framed, page
+from soapjax.search.plainest import sends_less
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, TimedStep
+from soapjax.strategy.plan import ModelSource, Plan, Provenance, StrategyFigures, TimedStep
 from soapjax.strategy.plan_strategy import make_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
-from soapjax.user_shardings import check_constraints, user_layouts
+from soapjax.topology.local import local_topology
+from soapjax.user_shardings import check_constraints, logical_axes, user_layouts
 from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
 
 DEFAULT_PROPOSALS = 100_000
@@ -50,13 +55,19 @@ class Planned(NamedTuple):
     def graph(self) -> OperatorGraph:
         return self.problem.graph
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the plan's tables, and folded under them the page of `soapjax report`."""
+        with on_cpu():
+            return framed(self.plan, page(self.plan, extras_of(self.problem.simulator, self.result.best.strategy)))
+
 
 def plan(
     fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
     proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
     static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -70,17 +81,21 @@ def plan(
       progress: called between rounds with (proposals, best step time, elapsed seconds).
       profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
       verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
-      devices: those to run on for that; `jax.devices()` by default.
+      devices: those to run on for that, and those that "local" means; `jax.devices()` by default.
+      axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
     Raises: SoapjaxError for every input that does not fit.
     """
-    topology = load_topology(topology) if isinstance(topology, str) else topology
+    topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
     if verify_top:
         require_real_devices(topology, jax.devices() if devices is None else list(devices))
     search = get_planner(planner, space=space)
-    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    step = trace(
+        fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
+    )  # fmt: skip
     static = {i % len(args) for i in static_argnums} if args else set()
-    layouts = user_layouts([a for i, a in enumerate(args) if i not in static], step.in_paths, fixed)
+    given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
+    layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
     problem = planning_problem(step, topology, layouts, space=space, profile=profile)
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
@@ -97,14 +112,19 @@ def plan(
             best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
             result = SearchResult(best, 0, 0.0, "interrupted")
         result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
+        if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
+            result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
         table: tuple[TimedStep, ...] = ()
         if verify_top:
             leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
             verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
             result, table = result._replace(best=verified.best), verified.table
             remarks = (*remarks, *verified.notes)
-        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table)
+        figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
+        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
+    if names := logical_axes(given, step.in_paths, axis_names):
+        made = made.model_copy(update={"logical_axes": names})
     return Planned(made, result, baselines, problem, step)
 
 
@@ -113,6 +133,7 @@ def plan_pipeline(
     stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
     static_argnums: Sequence[int] = (), model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None,
+    devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
 
@@ -120,9 +141,11 @@ def plan_pipeline(
       microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
     Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
     """
-    topology = load_topology(topology) if isinstance(topology, str) else topology
+    topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
-    step = trace(fn, *args, unroll=unroll, static_argnums=static_argnums)
+    step = trace(
+        fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
+    )  # fmt: skip
     graph, _ = build_graph(step)
     with on_cpu():
         found = find_pipeline(
@@ -133,6 +156,13 @@ def plan_pipeline(
     provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
     made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
     return made, found
+
+
+def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> DeviceTopology:
+    """The topology that is meant; "local" is that of the devices to run on."""
+    if topology == "local":
+        return local_topology(devices)
+    return load_topology(topology) if isinstance(topology, str) else topology
 
 
 def planning_problem(
@@ -217,18 +247,20 @@ def plan_of_strategy(
 ) -> Plan:  # fmt: skip
     """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator
-    layouts = layouts_for_plan(simulator.tables, simulator.costs(strategy))
+    costs = simulator.costs(strategy)
     topology, profile = simulator.tables.topology, simulator.tables.profile
     figures, shares = compute_figures(simulator, strategy)
+    prediction = simulator.prediction(strategy, compute_figures=shares)
     return make_plan(
-        problem.space, topology, strategy, *layouts, simulator.prediction(strategy, compute_figures=shares), model=model,
+        problem.space, topology, strategy, *layouts_for_plan(simulator.tables, costs), prediction, model=model,
         provenance=provenance, unroll=unroll, figures=figures, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
+        costs=operator_costs(simulator.tables, costs, strategy, prediction.sends),
     )  # fmt: skip
 
 
 def _provenance(
     planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult],
-    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (),
+    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (), figures: Mapping[str, StrategyFigures] | None = None,
 ) -> Provenance:  # fmt: skip
     notes = [*remarks, *result.notes]
     for name, found in baselines.items():
@@ -245,6 +277,7 @@ def _provenance(
         num_proposals=result.num_proposals,
         search_s=round(result.search_s, 3),
         baselines={name: found.best.step_time_s for name, found in baselines.items()},
+        baseline_figures=dict(figures or {}),
         notes=tuple(notes),
         verified=tuple(verified),
     )

@@ -29,7 +29,7 @@ from soapjax.execute.verify import verify
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import OWN_MODELS, Model, abstract_model, with_arrays
 from soapjax.pipelining import planned_pipeline
-from soapjax.report.tables import plan_report, seconds
+from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import topology_of
@@ -104,7 +104,8 @@ def run_command(command: cli.RunCommand) -> Result:
     remark = "" if result["comparable"] else " (not comparable: these are not the planned devices)"
     text = Text(
         f"{command.steps} steps: loss {losses[0]:.6g} → {losses[-1]:.6g}\n"
-        f"predicted {seconds(result['predicted_s'])} per step, measured {seconds(result['measured_s'])}{remark}"
+        f"predicted {seconds(result['predicted_s'])} per step{overlap_words(plan)}, "
+        f"measured {seconds(result['measured_s'])}{remark}"
     )
     return result, text, 0
 

@@ -6,7 +6,6 @@ of its stage's own mesh. Specs follow from them when the plan runs (pipelining.p
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.profile import Profile, carried, profile_of
+from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
@@ -25,9 +25,20 @@ from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
+from soapjax.stage_baselines import whole_baselines
 from soapjax.stage_sends import mean_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.plan import GraphId, MeshPart, ModelSource, OperatorPart, Plan, Prediction, Provenance, SentPart
+from soapjax.strategy.plan import (
+    GraphId,
+    MeshPart,
+    ModelSource,
+    OperatorPart,
+    Plan,
+    Prediction,
+    Provenance,
+    SentPart,
+    StrategyFigures,
+)
 from soapjax.strategy.plan_strategy import strategy_of
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
@@ -43,7 +54,9 @@ class StageTimes(NamedTuple):
     timeline: PipelineTimeline
     inside: dict[str, tuple[dict[str, str], str]]  # operator -> axes and storage on its stage's mesh
     usable_bytes: int
-    sends: tuple[SentPart, ...] = ()  # per step: of a program what each device of its stage sends, of a transfer all together
+    sends: tuple[SentPart, ...]  # per step: of a program what each device of its stage sends, of a transfer all together
+    without_overlap_s: float
+    split_flops_share: float
 
     @property
     def is_feasible(self) -> bool:
@@ -57,6 +70,7 @@ class FoundPipeline(NamedTuple):
     num_proposals: int
     search_s: float
     stopped_by: str
+    baseline_figures: dict[str, StrategyFigures] = {}
 
 
 def find_pipeline(
@@ -73,24 +87,27 @@ def find_pipeline(
     if schedule == "pipedream":
         begin = time.monotonic()
         times = _pipedream(graph, topology, num_stages, num_microbatches, profile)
-        baselines = _whole_baselines(StageLoads(graph, topology, profile))
-        found = FoundPipeline(times, baselines, (), 0, time.monotonic() - begin, "complete")
+        figures = whole_baselines(StageLoads(graph, topology, profile))
+        baselines = {name: f.step_time_s for name, f in figures.items()}
+        found = FoundPipeline(times, baselines, (), 0, time.monotonic() - begin, "complete", figures)
     else:
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe", profile=profile,
         )  # fmt: skip
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
-        baselines = _whole_baselines(problem.loads)
+        figures = whole_baselines(problem.loads)
+        baselines = {name: f.step_time_s for name, f in figures.items()}
         baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}
         notes = tuple(
             f"{name}: does not fit ({p.memory_bytes / 1e9:.3g} GB per device)"
             for name, p in result.baselines.items() if not p.is_feasible
         )  # fmt: skip
         # Search prices a stage as if its plan held on all stages; here each has its own, as when it runs.
-        best = [_times_of(problem, p) for p in dict.fromkeys((result.best, *result.baselines.values()))]
-        times = min(best, key=lambda t: (not t.is_feasible, t.timeline.step_time_s))
-        found = FoundPipeline(times, baselines, notes, result.num_proposals, result.search_s, result.stopped_by)
+        best = {p: _times_of(problem, p) for p in dict.fromkeys((result.best, *result.baselines.values()))}
+        times = min(best.values(), key=lambda t: (not t.is_feasible, t.timeline.step_time_s))
+        figures |= {name: _figures_of(best[p], topology.num_devices) for name, p in result.baselines.items()}
+        found = FoundPipeline(times, baselines, notes, result.num_proposals, result.search_s, result.stopped_by, figures)
     if not found.times.is_feasible:
         raise SoapjaxError(_does_not_fit(found.times))
     return found
@@ -108,19 +125,12 @@ def _does_not_fit(times: StageTimes) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _whole_baselines(loads: StageLoads) -> dict[str, float]:
-    """Step times without a pipeline, by the same rules: one stage of all operators on all devices."""
-    usable = loads.topology.device.usable_memory_bytes
-    best: dict[str, float] = {}
-    everything = (0, len(loads.forward))
-    for k, inside in enumerate(loads.choices(0, loads.topology.num_devices, 1)):
-        load = loads.load(everything, 0, loads.topology.num_devices, 1, k)
-        name = "tensor_parallel" if inside.name.startswith("tensor") else "fsdp" if "sharded" in inside.name else "data_parallel"
-        step_s = load.forward_s + load.backward_s + load.update_s
-        fits = load.state_bytes + load.gradient_bytes + load.working_bytes <= usable
-        if name == "data_parallel" or fits:
-            best[name] = min(step_s, best.get(name, math.inf))
-    return best
+def _figures_of(times: StageTimes, num_devices: int) -> StrategyFigures:
+    return StrategyFigures(
+        step_time_s=times.timeline.step_time_s, without_overlap_s=times.without_overlap_s,
+        split_flops_share=times.split_flops_share, memory_bytes_per_device=int(max(times.timeline.memory_bytes)),
+        sent_bytes=sum(mean_sent_bytes(times.pipeline, times.sends, num_devices).values()), feasible=times.is_feasible,
+    )  # fmt: skip
 
 
 def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
@@ -204,19 +214,23 @@ def _simulated(
     topology, num = loads.topology, pipeline.num_microbatches
     workers = Workers.of(topology)
     found: list[StageLoad] = []
-    inside, figures, sends = {}, [], []
+    serial: list[StageLoad] = []  # without overlap
+    inside, figures, sends, split = {}, [], [], []
     shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
     for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
         strategy = strategies.get(i, loads.choices(first, count, num)[0].strategy)
         figures.append(loads.figures(first, count, num, strategy))
-        load = loads.load_of((bounds[i], bounds[i + 1]), first, count, num, figures[i])
+        where = ((bounds[i], bounds[i + 1]), first, count, num)
+        load, load_alone = (loads.load_of(*where, figures[i], overlap=overlap) for overlap in (True, False))
+        split.append(loads.split_flops(*where, strategy, figures[i]))
         if stage.replicas > 1:
             last = first + len(stage.devices) - 1
             level = level_between(topology, first, last)
             sync = load.gradient_bytes * workers.sync_s_per_byte(first, len(stage.devices))
             sync += 2 * (stage.replicas - 1) * topology.levels[level].latency_s
-            load = load._replace(sync_s=sync, sync_level=level)
+            load, load_alone = (x._replace(sync_s=sync, sync_level=level) for x in (load, load_alone))
         found.append(load)
+        serial.append(load_alone)
         inside |= _configs(loads, first, count, num, strategy, stage.operators)
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
         sends += sends_of_stage(loads, pipeline, i, once)
@@ -235,7 +249,11 @@ def _simulated(
             forward, backward = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in (t.forward_s, t.backward_s))
             transfers[k] = t._replace(level=level, forward_s=forward, backward_s=backward)
     timeline = simulate_pipeline(pipeline, found, transfers)
-    return StageTimes(pipeline, timeline, inside, topology.device.usable_memory_bytes, tuple(sends))
+    without_overlap_s = simulate_pipeline(pipeline, serial, transfers, overlap=False).step_time_s
+    share = share_of(*np.array(split).T)
+    return StageTimes(
+        pipeline, timeline, inside, topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
+    )
 
 
 def pipeline_plan(
@@ -274,6 +292,8 @@ def _prediction(times: StageTimes, num_devices: int) -> Prediction:
         feasible=times.is_feasible,
         bytes_by_collective=mean_sent_bytes(times.pipeline, times.sends, num_devices),
         sends=times.sends,
+        without_overlap_s=float(f"{times.without_overlap_s:.6g}"),
+        split_flops_share=times.split_flops_share,
     )
 
 
@@ -344,6 +364,6 @@ def provenance_of(found: FoundPipeline, base: Provenance, *, planner: str, seed:
     return base.model_copy(
         update=dict(
             planner=planner, seed=seed, num_proposals=found.num_proposals, search_s=round(found.search_s, 3),
-            baselines=found.baselines, notes=found.notes,
+            baselines=found.baselines, baseline_figures=found.baseline_figures, notes=found.notes,
         )
     )  # fmt: skip

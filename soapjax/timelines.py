@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 
 from soapjax.costs.evaluate import Costs
-from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import PHASE_NAMES
 from soapjax.report.perfetto import Event
 from soapjax.simulate.pipeline import PipelineTimeline
@@ -28,22 +27,22 @@ def pipeline_events(timeline: PipelineTimeline, topology: DeviceTopology) -> lis
 
 def spmd_events(simulator: Simulator, strategy: Strategy) -> list[Event]:
     """The timeline of a plan of one program (or of pinned operators): on every device that takes part."""
-    schedule, graph, topology = simulator.schedule, simulator.tables.graph, simulator.tables.topology
-    costs = simulator.costs(strategy)
-    takes_part = None if costs.holders is None else _holders(costs)
+    schedule, topology = simulator.schedule, simulator.tables.topology
+    costs, names = simulator.costs(strategy), TaskNames(simulator)
+    takes_part = None if costs.holders is None else devices_taking_part(costs)
     events = []
     for entry in simulator.timeline(strategy).entries:
         kind, source, level = (int(x[entry.task]) for x in (schedule.kind, schedule.source, schedule.level))
         if kind == BARRIER:
             continue
-        name = _task_name(graph, simulator, kind, source)
         link = "" if level < 0 else f" {topology.levels[level].name} link"
         devices = range(topology.num_devices) if takes_part is None else takes_part(kind, source)
-        events += [Event(name, f"device {d}{link}", entry.start_time, entry.end_time - entry.start_time) for d in devices]
+        name, duration_s = names[entry.task], entry.end_time - entry.start_time
+        events += [Event(name, f"device {d}{link}", entry.start_time, duration_s) for d in devices]
     return events
 
 
-def _holders(costs: Costs) -> Callable[[int, int], list[int]]:
+def devices_taking_part(costs: Costs) -> Callable[[int, int], list[int]]:
     """(kind, source) -> devices that take part, where pins tell devices apart."""
     found = costs.holders
     by_kind = {COMPUTE: found.compute, SUM: found.sum, RESOLVE: found.resolve, CONVERT: found.convert}
@@ -54,15 +53,29 @@ def _holders(costs: Costs) -> Callable[[int, int], list[int]]:
     return devices
 
 
-def _task_name(graph: OperatorGraph, simulator: Simulator, kind: int, source: int) -> str:
-    tables = simulator.tables
-    if kind == COMPUTE:
-        task = graph.tasks[source]
-        if task.parameter >= 0:
-            return f"update {graph.parameters[task.parameter].path}"
-        return f"{graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
-    if kind == SUM:
-        return f"{KIND_NAMES[kind]} in {graph.operators[graph.tasks[int(tables.sum_task[source])].operator].name}"
-    tensor = source if kind == RESOLVE else int(tables.edge_tensor[source])
-    maker = next((graph.operators[t.operator].name for t in graph.tasks for a in t.writes if a.tensor == tensor), "an argument")
-    return f"{KIND_NAMES[kind]} what {maker} made"
+class TaskNames:
+    """What a person calls the scheduled tasks: `names[task]`."""
+
+    def __init__(self, simulator: Simulator):
+        self.schedule, self.tables, self.graph = simulator.schedule, simulator.tables, simulator.tables.graph
+        self.made: dict[int, str] = {}  # tensor -> "what an operator made", or the argument's path
+        for task in self.graph.tasks:
+            for access in task.writes:
+                self.made.setdefault(access.tensor, f"what {self.graph.operators[task.operator].name} made")
+
+    def __getitem__(self, scheduled: int) -> str:
+        kind, source = int(self.schedule.kind[scheduled]), int(self.schedule.source[scheduled])
+        if kind == BARRIER:
+            return KIND_NAMES[kind]
+        if kind == COMPUTE:
+            task = self.graph.tasks[source]
+            if task.parameter >= 0:
+                return f"update {self.graph.parameters[task.parameter].path}"
+            return f"{self.graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
+        if kind == SUM:
+            operator = self.graph.tasks[int(self.tables.sum_task[source])].operator
+            return f"{KIND_NAMES[kind]} in {self.graph.operators[operator].name}"
+        tensor = source if kind == RESOLVE else int(self.tables.edge_tensor[source])
+        leaf = self.graph.tensors[tensor].input_leaf
+        argument = self.graph.in_paths[leaf] if leaf >= 0 else "an argument"
+        return f"{KIND_NAMES[kind]} {self.made.get(tensor, argument)}"

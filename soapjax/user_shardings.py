@@ -5,6 +5,7 @@ Constraints inside the step (`with_sharding_constraint`) are operators of the gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,19 +15,27 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.rules import user_spec
 from soapjax.graph.trace import TracedStep, leaf_paths
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import parse_spec
+from soapjax.strategy.plan import format_spec, parse_spec
 from soapjax.topology import FactorMesh
 
+log = logging.getLogger("soapjax")
 
-def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[str, Any] | None) -> dict[str, Spec]:
+
+def user_layouts(
+    args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[str, Any] | None, *, axis_names: Sequence[str],
+    rules: Sequence[tuple[str, Any]] | None = None,
+) -> dict[str, Spec]:  # fmt: skip
     """Specs by argument path.
 
     A path that names a subtree fixes all leaves in it: each to the one spec that it is given, or to
     its own where a pytree of shardings is given, such as a part of another step's `.shardings()`.
 
+    Args:
+      axis_names: those of the plan's mesh. Names in Flax's metadata that are none of them are logical ones ("embed", "mlp").
+      rules: what logical names map to, as Flax's `logical_axis_rules`. Others are ignored, with one note.
     Raises: SoapjaxError naming every entry that is no spec, and every path that names nothing.
     """
-    layouts = _flax_metadata(args, in_paths)
+    layouts = _mapped(_flax_metadata(args, in_paths), axis_names, rules)
     problems = []
     for path, value in (fixed or {}).items():
         specs = _specs(path, value)
@@ -45,20 +54,77 @@ def user_layouts(args: Sequence[Any], in_paths: Sequence[str], fixed: Mapping[st
 
 
 def check_constraints(step: TracedStep, mesh: FactorMesh) -> None:
-    """Axes that the user's own constraints and the plan's mesh both name must have one size.
+    """Axes that the user's own constraints name must be axes of the plan's mesh, of one size.
 
-    Raises: SoapjaxError naming those that have not. (Axes that the plan's mesh lacks are named by the space.)
+    Raises: SoapjaxError naming those that are not, and the line of the constraint.
     """
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    constraints = [s for eqn, _ in step.program.walk() if (s := user_spec(eqn)) is not None]
-    used = {(a, s.mesh.shape[a]) for s in constraints for a in jax.tree.leaves(tuple(s.spec)) if a in s.mesh.axis_names}
-    problems = [
-        Problem(f"sharding constraint over {a!r}", f"size {n}", f"size {sizes[a]}, the plan's", f"use a mesh of {sizes}")
-        for a, n in sorted(used)
-        if sizes.get(a, n) != n
-    ]
+    problems: dict[Problem, None] = {}
+    remedy = f"use a mesh of {sizes}, or pass strip_constraints=True to leave the step's constraints out"
+    for eqn, _ in step.program.walk():
+        constraint = user_spec(eqn)
+        line = f" at {eqn.source}" if constraint is not None and eqn.source else ""
+        for d, names in enumerate(() if constraint is None else constraint.spec):
+            place = f"sharding constraint{line}, dim {d}"
+            for a in names if isinstance(names, tuple) else (names,):
+                n = constraint.mesh.shape.get(a) if isinstance(a, str) else None
+                if n is not None and a not in sizes:
+                    problems[Problem(place, repr(a), f"axes of the plan's mesh {mesh.axis_names}", remedy)] = None
+                elif n is not None and sizes[a] != n:
+                    problems[Problem(place, f"{a!r} of size {n}", f"size {sizes[a]}, the plan's", remedy)] = None
     if problems:
         raise SoapjaxError(problems)
+
+
+def logical_axes(args: Sequence[Any], in_paths: Sequence[str], axis_names: Sequence[str]) -> dict[str, str]:
+    """The logical names in Flax's metadata by argument path, "-" for a dim without one; paths of mesh axes alone are left out."""
+    named = _flax_metadata(args, in_paths)
+    return {p: format_spec(s) for p, s in named.items() if any(n not in axis_names for names in s for n in names)}
+
+
+def _mapped(named: dict[str, Spec], axis_names: Sequence[str], rules: Sequence[tuple[str, Any]] | None) -> dict[str, Spec]:
+    """Names of Flax's metadata as axes of the mesh; a leaf of which nothing maps to any is not fixed."""
+    layouts: dict[str, Spec] = {}
+    unknown: dict[str, None] = {}
+    problems = []
+    for path, spec in named.items():
+        used: set[str] = set()
+        found = []
+        for names in spec:
+            axes: list[str] = []
+            for name in names:
+                if name in axis_names:
+                    axes.append(name)
+                    continue
+                target = _rule(name, rules or (), used | set(axes))
+                if target is None:
+                    unknown[name] = None
+                elif wrong := [a for a in target if a not in axis_names]:
+                    value, expected = f"{wrong} for {name!r}", f"axes of the plan's mesh {tuple(axis_names)}"
+                    problems.append(Problem("logical_axis_rules", value, expected, "use these names"))
+                else:
+                    axes += target
+            used.update(axes)
+            found.append(tuple(axes))
+        if any(found):
+            layouts[path] = tuple(found)
+    if problems:
+        raise SoapjaxError(dict.fromkeys(problems))
+    if unknown:
+        log.info(
+            "the axis names %s in Flax's metadata are none of the mesh %s and are ignored: the plan decides "
+            "(logical_axis_rules= maps them)", ", ".join(map(repr, unknown)), tuple(axis_names),
+        )  # fmt: skip
+    return layouts
+
+
+def _rule(name: str, rules: Sequence[tuple[str, Any]], used: set[str]) -> tuple[str, ...] | None:
+    """The axes of the first rule for a name whose axes are free, () where a rule says None; None where there is no such rule."""
+    for logical, target in rules:
+        axes = () if target is None else (target,) if isinstance(target, str) else tuple(target)
+        if logical == name and not used.intersection(axes):
+            return axes
+    return None
 
 
 def _specs(path: str, value: Any) -> dict[str, Spec] | None:

@@ -31,7 +31,7 @@ def data_parallel(space):
     """Every axis that divides goes to the sample dim."""
     strategy = replicated(space.graph, space.mesh)
     for n, op in enumerate(space.graph.operators):
-        k = next((k for k, d in enumerate(op.dims) if d.name == "sample"), None)
+        k = next((k for k, d in enumerate(op.dims) if d.kind == "S" and d.divisor % 2 == 0), None)
         split = 1
         for a, size in enumerate(space.mesh.axis_sizes):
             if k is not None and space.allowed[n, a, k + 1] and op.dims[k].divisor % (split * size) == 0:

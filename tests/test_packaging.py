@@ -37,6 +37,13 @@ def test_setup_cfg_ships_every_topology():
     assert {p.suffix for p in (ROOT / "topologies").iterdir() if not p.name.startswith("__")} == {".toml"}
 
 
+def test_setup_cfg_ships_the_page():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert config["options.package_data"]["soapjax.report"] == "page/*"
+    assert {p.name for p in (ROOT / "soapjax" / "report" / "page").iterdir()} == {"page.html", "page.css", "page.js"}
+
+
 def run(arguments, *, path, cwd):
     """A Python process that finds soapjax in `path`, before any installed one."""
     env = os.environ | {"PYTHONPATH": str(path)}

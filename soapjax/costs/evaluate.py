@@ -301,24 +301,42 @@ def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, A
 
 def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts, sent: Array) -> Array:
     """Bytes alive during each task [K]: tensors until nobody needs them, converted copies while a reader may reuse them."""
-    num_k, working, waits = tables.num_tasks, tables.working, tables.working.waits
-    birth, death, read_at, made_at, at_least = tables.order
-    alive = np.flatnonzero(death >= 0)
-    of_alive = rows(held, alive)
-    steps = add(jnp.zeros(num_k + 2), birth[alive], of_alive)
-    until = held_until(needed_until(found.shared_since, sent, made_at, read_at), tables.edge_tensor, at_least, death)
-    steps = add(steps, rows(jnp.where(waits, birth, until), alive) + 1, -of_alive)
-    late = np.flatnonzero(waits & (death >= 0))
+    num_k, working = tables.num_tasks, tables.working
+    spans = lifespans(tables, found, sent)
+    birth, death = tables.order.since, tables.order.until
+    of_alive = rows(held, spans.tensors)
+    steps = add(jnp.zeros(num_k + 2), spans.since, of_alive)
+    steps = add(steps, spans.until + 1, -of_alive)
+    late = np.flatnonzero(working.waits & (death >= 0))
     held_back = jnp.zeros((num_k + 2, 2))
     if len(late):
         of_late = rows(waiting, late)
         for bytes_, since in waiting_spans(of_late, birth[late], working.operand_share, working.merged_at):
             held_back = add(add(held_back, since, bytes_), np.maximum(death[late] + 1, since), -bytes_)
     if len(tables.edge_task):
-        task = np.minimum(read_at, num_k - 1)
-        start = jnp.where(found.is_shared, jnp.minimum(found.shared_since, task), np.minimum(made_at, task))
-        steps = add(add(steps, start, copy), task + 1, -copy)
+        steps = add(add(steps, spans.copy_since, copy), spans.copy_until + 1, -copy)
     return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], working.most_waiting).sum(1)
+
+
+class Lifespans(NamedTuple):
+    """Tasks from which on, and until which, something is alive, both included."""
+
+    tensors: np.ndarray  # int [V]: those that are counted
+    since: np.ndarray  # int32 [V]
+    until: Array  # int32 [V]; gradients that wait to be summed in one collective wait beside this (`waiting_spans`)
+    copy_since: Array  # int32 [E]: of converted copies
+    copy_until: np.ndarray  # int32 [E]
+
+
+def lifespans(tables: CostTables, found: Layouts, sent: Array) -> Lifespans:
+    """Of tensors and copies under a strategy; NumPy arrays give NumPy arrays."""
+    birth, death, read_at, made_at, at_least = tables.order
+    xp = np if isinstance(sent, np.ndarray) else jnp
+    alive = np.flatnonzero(death >= 0)
+    until = held_until(needed_until(found.shared_since, sent, made_at, read_at), tables.edge_tensor, at_least, death)
+    task = np.minimum(read_at, tables.num_tasks - 1)
+    copy_since = xp.where(found.is_shared, xp.minimum(found.shared_since, task), np.minimum(made_at, task))
+    return Lifespans(alive, birth[alive], xp.where(tables.working.waits, birth, until)[alive], copy_since, task)
 
 
 def _made(tables: CostTables, passing: Array) -> Array:

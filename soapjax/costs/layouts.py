@@ -119,11 +119,16 @@ def is_sent(home: Array, target: Array) -> Array:
 
 def needed_until(since: Array, sent: Array, made_at: Array, read_at: Array) -> Array:
     """int32 [E]: until when a conversion needs the tensor itself; -1 where an earlier reader has made its copy."""
-    return jnp.where(sent, jnp.where(since > 0, -1, made_at), read_at)
+    xp = np if isinstance(sent, np.ndarray) else jnp
+    return xp.where(sent, xp.where(since > 0, -1, made_at), read_at)
 
 
 def held_until(needed: Array, edge_tensor: Array, at_least: Array, until: Array) -> Array:
     """int32 [T]: until when tensors are kept, by what all conversions need [E]."""
+    if isinstance(needed, np.ndarray):
+        last = np.full(len(until), -1, np.int32)
+        np.maximum.at(last, edge_tensor, needed)
+        return np.clip(last, at_least, until)
     last = jnp.full(len(until), -1, jnp.int32).at[edge_tensor].max(
         needed, mode="promise_in_bounds", wrap_negative_indices=False
     )  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from soapjax.execute.compiled import place
+from soapjax.execute.arrivals import place
 
 
 def put_batch(arrays: Sequence[Any], shardings: Sequence[NamedSharding], num: int) -> list[Any]:

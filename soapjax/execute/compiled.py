@@ -1,98 +1,70 @@
-"""A bound plan as a function that feels like `jax.jit`'s: pytrees in, pytrees out, state donated."""
+"""A bound plan as a function that feels like `jax.jit`'s: pytrees in, pytrees out, state donated.
+
+The step is compiled once, ahead of its first call, for its shapes alone. A function of `jax.jit` would be compiled again where a
+leaf comes committed that came uncommitted before, or strongly typed that was a Python number: which is what the state, a random
+key and a step count do at the second call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from soapjax.errors import SoapjaxError
-from soapjax.execute.pieces import piecewise
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.arrivals import place_all
 from soapjax.execute.spmd import Program
-from soapjax.graph.trace import signature
+from soapjax.graph.trace import check_leaves, signature
+
+# Of every leaf at every call.
+_IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgetter("committed")
 
 
 class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
     """The arguments have other shapes than the plan was made for."""
 
 
-def place(x: Any, sharding: NamedSharding) -> Any:
-    """`x` under `sharding`: itself where it is laid out so, else a copy (donation must not take the caller's buffer).
-
-    Where `sharding` is of other processes too, each gives `x` in full, and keeps its own part; nothing is sent. What already is
-    spread over processes in another way goes piece by piece.
-    """
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        if x.committed and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        if x.is_fully_addressable and not sharding.is_fully_addressable:
-            return _own_part(x, sharding)
-        if not x.is_fully_addressable:
-            return piecewise([x.sharding], [sharding])(x)[0]
-        x = x.copy()
-    elif not isinstance(x, jax.core.Tracer) and not sharding.is_fully_addressable:
-        return _own_part(jax.numpy.asarray(x), sharding)
-    return jax.device_put(x, sharding)
-
-
-def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = _own_part(jax.random.key_data(x), NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec)))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    whole = np.asarray(x)
-    # A copy, which the step may use up: on CPUs an array may share its memory with what it was made from.
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]), dtype=whole.dtype)
-
-
-def _some_leaf(tree: Any) -> Any:
-    """One leaf, without flattening a large tree where that can be helped: this runs at every call."""
-    node = tree
-    while not isinstance(node, jax.Array):
-        if isinstance(node, dict) and node:
-            node = next(iter(node.values()))
-        elif isinstance(node, tuple | list) and node:
-            node = node[0]
-        else:
-            return next(iter(jax.tree_util.tree_leaves(tree)), None)
-    return node
-
-
 class CompiledStep:
-    """Calls cost what `jax.jit` costs: next to nothing is looked at in Python but by `jax.jit` itself.
+    """Calls cost what `jax.jit` costs: of every leaf only whether it is used up, and of state whether it is laid out, is looked at.
 
     Args:
       program: the bound step and plan.
-      donate: reuse the memory of state arguments (those that an output replaces) for the results. Only of state that is
-        laid out as planned, such as the step's own results: any other is copied, and stays the caller's.
+      donate: reuse the memory of state arguments (those that an output replaces) for the results, or of the arguments at
+        these positions. Only of arrays that are laid out as planned, such as the step's own results: any other is copied, and
+        stays the caller's.
     """
 
-    def __init__(self, program: Program, *, donate: bool = True):
+    def __init__(self, program: Program, *, donate: bool | Sequence[int] = True):
         self.program = program
         step = program.step
         args, kwargs = step.in_tree.unflatten(range(step.in_tree.num_leaves))
         if kwargs:
             raise TypeError("keyword arguments must be bound to positions before")
-        self._argument_leaves = [jax.tree_util.tree_leaves(a) for a in args]
-        # Training state: what holds a parameter or its optimizer state. Other arguments may look like a result by chance.
-        trained = {k for p in program.graph.parameters for k in (p.leaf, *p.state_leaves)}
-        state = {
-            i
-            for i, leaves in enumerate(self._argument_leaves)
-            if trained.intersection(leaves) and all(k in step.state_pairs for k in leaves)
-        }
-        self._donated = tuple(sorted(state)) if donate else ()
+        self._leaves_of = [jax.tree_util.tree_leaves(a) for a in args]
+        self._donated = self._state() if donate is True else tuple(donate or ())
+        self._donated_leaves = [k for i in self._donated for k in self._leaves_of[i]]
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
         self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
         self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
         self.out_shardings = step.out_tree.unflatten(out_shardings)
-        shardings = dict(in_shardings=tuple(self.in_shardings), out_shardings=self.out_shardings)
+        # What the step does not read keeps the layout that it comes in.
+        self._wanted = [s if is_read else None for s, is_read in zip(in_shardings, step.is_read, strict=True)]
+        shardings = dict(in_shardings=tuple(step.in_tree.unflatten(self._wanted)[0]), out_shardings=self.out_shardings)
         if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
             shardings = {}  # exactly plain jax.jit
         self.spans_processes = any(d.process_index != jax.process_index() for d in program.mesh.devices.flat)
         self.jitted = jax.jit(self._run, donate_argnums=self._donated, **shardings)
+        self._compiled: Any = None
+
+    def _state(self) -> tuple[int, ...]:
+        """Positions of training state: what holds a parameter or its optimizer state. Others may look like a result by chance."""
+        trained = {k for p in self.program.graph.parameters for k in (p.leaf, *p.state_leaves)}
+        pairs = self.program.step.state_pairs
+        return tuple(
+            i for i, leaves in enumerate(self._leaves_of) if trained.intersection(leaves) and all(k in pairs for k in leaves)
+        )
 
     def _run(self, *args: Any) -> Any:
         step = self.program.step
@@ -104,51 +76,90 @@ class CompiledStep:
         if signature((args, {})) != self._signature:
             raise ShapesChanged
 
-    def _is_foreign(self, args: tuple[Any, ...]) -> bool:
-        """Whether a state comes from elsewhere: the step's own results are arrays committed to devices. Looks at one leaf each."""
-        for i in self._donated:
-            leaf = _some_leaf(args[i]) if i < len(args) else None
-            is_own = isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
-            if leaf is not None and not is_own:
-                return True
-        return False
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def compile(self) -> None:
+        """Compiles the step for its shapes; the first call does it where nobody did before."""
+        if self._compiled is None:
+            self._compiled = self.lower().compile()
+
+    def _structs(self) -> tuple[Any, ...]:
+        structs = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+            for a, s in zip(self.program.step.in_avals, self._wanted, strict=True)
+        ]
+        return self.program.step.in_tree.unflatten(structs)[0]
 
     def __call__(self, *args: Any) -> Any:
-        if self._donated and self._is_foreign(args):
+        leaves = jax.tree_util.tree_leaves(args)
+        kinds = set(map(type, leaves))
+        if any(issubclass(t, jax.core.Tracer) for t in kinds):
             self._require_shapes(args)
-            args = self.place_state(*args)
-        if self.spans_processes:
-            self._require_shapes(args)
-            args = self._place_others(args)
-        try:
             return self.jitted(*args)
-        except ValueError as e:
+        arrays = {t for t in kinds if issubclass(t, jax.Array)}
+        if any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
+            raise self._used_up(leaves)
+        donated = self._donated_of(leaves)
+        is_foreign = not arrays.issuperset(map(type, donated)) or not all(map(_COMMITTED, donated))
+        if is_foreign or self.spans_processes or self._compiled is None:
+            self._require_shapes(args)
+            args = self.place(*args) if self.spans_processes else self.place_state(*args)
+        if self._compiled is None:
+            self.compile()
+        try:
+            return self._compiled(*args)
+        except (TypeError, ValueError) as e:
             if isinstance(e, SoapjaxError):
                 raise
-            self._require_shapes(args)  # another tree, or a size that its sharding does not divide
-            if "sharding" not in str(e).lower():
+            check_leaves(args, self.program.step.in_names)
+            self._require_shapes(args)
+            if "sharding" not in str(e).lower() and "device" not in str(e).lower():
                 raise
             # Committed to other devices (a data loader's device_put, say): place them, then run.
-            return self.jitted(*self.place(*args))
+            return self._compiled(*self.place(*args))
+
+    def _donated_of(self, leaves: list[Any]) -> list[Any]:
+        if len(leaves) != len(self._wanted):
+            raise ShapesChanged
+        return [leaves[k] for k in self._donated_leaves]
+
+    def _used_up(self, leaves: list[Any]) -> SoapjaxError:
+        """Names the leaves. JAX looks only after it has begun on some of the devices, and the process ends."""
+        gone = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and x.is_deleted()]
+        paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else [f"leaf {k}" for k in range(len(leaves))]
+        shown = ", ".join(paths[k] for k in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+        remedy = "go on with the state that the last call returned, or say donate=False to keep the old one"
+        value, expected = "used up by an earlier call, which took its memory", "arrays that no step has used up"
+        return SoapjaxError(Problem(f"argument {shown}", value, expected, remedy))
 
     def place_state(self, *args: Any) -> tuple[Any, ...]:
         """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
-        return tuple(jax.tree.map(place, a, self.in_shardings[i]) if i in self._donated else a for i, a in enumerate(args))
-
-    def _place_others(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """All but state laid out as planned: across processes `jax.jit` takes no host's arrays, such as a batch is."""
-        return tuple(
-            a if i in self._donated else jax.tree.map(place, a, self.in_shardings[i]) for i, a in enumerate(args)
-        )  # fmt: skip
+        donated = set(self._donated_leaves)
+        return self._placed(args, [s if k in donated else None for k, s in enumerate(self._wanted)])
 
     def place(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments laid out as planned."""
-        return tuple(jax.tree.map(place, a, s) for a, s in zip(args, self.in_shardings, strict=True))
+        """The arguments laid out as planned; those that the step does not read as they come."""
+        return self._placed(args, self._wanted)
 
-    def lower(self, *args: Any) -> Any:
-        return self.jitted.lower(*args)
+    def _placed(self, args: tuple[Any, ...], shardings: Sequence[Any]) -> tuple[Any, ...]:
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        return tree.unflatten(place_all(leaves, shardings))
+
+    def lower(self, *_: Any) -> Any:
+        """The program lowered for arguments laid out as planned, however any at hand lie."""
+        return self.jitted.lower(*self._structs())
+
+    def trace(self, *_: Any) -> Any:
+        """As `lower`, traced."""
+        return self.jitted.trace(*self._structs())
 
     def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
         """What all processes must have alike before any of them runs, and what compiles it here."""
-        lowered = self.lower(*self.place(*args))
-        return {"program": lowered.as_text()}, lowered.compile  # jax.jit finds it again at the first call
+        lowered = self.lower()
+
+        def compile_here() -> None:
+            self._compiled = lowered.compile()
+
+        return {"program": lowered.as_text()}, compile_here

@@ -44,7 +44,8 @@ class Evaluator:
         env.update((i, self.as_traced(i, a)) for i, a in zip(self.program.inputs, arguments, strict=True))
         self.enter(env)
         self.block(self.program, env)
-        return [self.read(o, env) for o in self.program.outputs], [env[i] for i in also]
+        outputs = [self.as_typed(o, self.read(o, env)) for o in self.program.outputs]
+        return outputs, [env[i] for i in also]
 
     def lift(self, x: Any) -> Any:
         return promote(x) if self.is_float64 else x
@@ -60,7 +61,19 @@ class Evaluator:
         if isinstance(atom, int):
             return env[atom]
         value = np.asarray(atom.val, dtype=atom.aval.dtype) if hasattr(atom.aval, "dtype") else atom.val
-        return self.lift(jnp.asarray(value)) if self.is_float64 else value
+        if self.is_float64:
+            return self.lift(jnp.asarray(value))
+        if getattr(atom.aval, "weak_type", False) and jax.typeof(value.item()).dtype == atom.aval.dtype:
+            return value.item()  # a Python number: what is made of it stays weakly typed
+        return value
+
+    def as_typed(self, atom: Atom, x: Any) -> Any:
+        """An output weakly or strongly typed as it was traced: the next step gets it, and jit functions compile for each."""
+        traced = self.program.aval(atom)
+        is_weak = getattr(traced, "weak_type", False)
+        if self.is_float64 or x is None or (found := jax.typeof(x)).dtype != traced.dtype or found.weak_type == is_weak:
+            return x
+        return jax.lax.convert_element_type_p.bind(jnp.asarray(x), new_dtype=traced.dtype, weak_type=is_weak, sharding=None)
 
     def block(self, program: Program, env: dict[int, Any]) -> None:
         for eqn in program.eqns:

@@ -46,12 +46,14 @@ class Joining(NamedTuple):
     dim: int = 0
 
 
-def micro_step(fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), unroll: bool = False) -> MicroStep:
-    """Traces `fn` with the whole batch and with one micro-batch.
+def micro_step(
+    fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), **tracing: Any
+) -> MicroStep:  # fmt: skip
+    """Traces `fn` with the whole batch and with one micro-batch; `tracing`: as for `trace`.
 
     Raises: SoapjaxError where the batch is not to be found, or the micro-batches do not divide it.
     """
-    full = trace(fn, *args, static_argnums=static_argnums, unroll=unroll)
+    full = trace(fn, *args, static_argnums=static_argnums, **tracing)
     if num_microbatches < 1:
         problem = Problem("microbatches", str(num_microbatches), "at least 1", "choose 1 or more micro-batches")
         raise SoapjaxError(problem)
@@ -73,7 +75,7 @@ def micro_step(fn: Any, *args: Any, num_microbatches: int, static_argnums: Seque
         aval = full.in_avals[i]
         flat[i] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
     rest = iter(tree.unflatten(flat))
-    small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, unroll=unroll)
+    small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
     scaling = scalings(small.program, full.program, num_microbatches)
     return MicroStep(small, leaves, num_microbatches, size, scaling, full)
 

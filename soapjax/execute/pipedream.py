@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.arrivals import place_all
 from soapjax.execute.batches import put_batch, structs
-from soapjax.execute.compiled import place as placed
 from soapjax.execute.cut import Part, make_part, phase_of
 from soapjax.execute.microbatches import MicroStep, joining
 from soapjax.execute.part_program import Place, evaluate_part, finished, jit_part
@@ -313,7 +313,7 @@ class PipeDreamStep:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """State as the stages hold it; the batch stays as it is."""
-        return [a if s is None else placed(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+        return place_all(leaves, self.in_shardings)
 
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         leaves_in_place = self.place(leaves)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.arrivals import place_all
 from soapjax.execute.batches import put_batch, structs
-from soapjax.execute.compiled import place as placed
 from soapjax.execute.microbatches import Joining, MicroStep, joining, require_reduction
 from soapjax.execute.part_program import Place
 from soapjax.execute.pipeline_stream import PipelineStream, Staged
@@ -107,7 +107,7 @@ class PipelineStep:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Arguments as the stages hold them; the batch stays as it is."""
-        return [a if s is None else placed(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+        return place_all(leaves, self.in_shardings)
 
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """What the list of dispatches takes: the state, placed, and the batch where stages read it."""

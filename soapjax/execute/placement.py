@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled import place as placed
+from soapjax.execute.arrivals import place_all
 from soapjax.execute.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.part_program import Place, jit_part
 from soapjax.execute.spmd import Program
@@ -125,7 +125,7 @@ class PlacedStep:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Arguments on the devices that hold them."""
-        return [placed(a, s) for a, s in zip(leaves, self.in_shardings, strict=True)]
+        return place_all(leaves, self.in_shardings)
 
     arguments = place
 

@@ -52,7 +52,12 @@ class StreamStep:
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         if signature((args, {})) != (self._step.in_tree, self._shapes):
             raise ShapesChanged
-        return jax.tree_util.tree_leaves(args)
+        leaves = jax.tree_util.tree_leaves(args)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            value, expected = "a call inside another transformation (jit, scan, eval_shape, ...)", "a plan that is one program"
+            remedy = "call it outside, or plan without pins and pipeline"
+            raise SoapjaxError(Problem("a step of several programs", value, expected, remedy))
+        return leaves
 
     def __call__(self, *args: Any) -> Any:
         return self._step.out_tree.unflatten(self._everywhere(self.streamed.run(self._leaves(args))[0]))
@@ -85,13 +90,20 @@ class StreamStep:
 
     place_state = place
 
+    def trace(self, *args: Any) -> Any:
+        return self.lower(*args)
+
     def lower(self, *args: Any) -> Any:
         value, expected = "a step of several programs", "a plan that is one program"
         raise SoapjaxError(Problem("lower", value, expected, "plan without pins and pipeline to read the compiled program"))
 
 
-def compile_step(program: Program, *, donate: bool = True) -> CompiledStep | StreamStep:
-    """A bound plan as a function: one program, or several where operators are pinned to parts of the devices."""
+def compile_step(program: Program, *, donate: bool | Sequence[int] = True) -> CompiledStep | StreamStep:
+    """A bound plan as a function: one program, or several where operators are pinned to parts of the devices.
+
+    Args:
+      donate: positions of arguments whose memory results may take; True: of state. Several programs know state alone.
+    """
     if program.plan.pinned:
-        return StreamStep(PlacedStep(program, donate=donate), program.step)
+        return StreamStep(PlacedStep(program, donate=bool(donate)), program.step)
     return CompiledStep(program, donate=donate)

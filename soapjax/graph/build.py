@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from soapjax.graph.operators import (
 from soapjax.graph.pairing import Pairing
 from soapjax.graph.phases import UPDATE, Phases, find_phases
 from soapjax.graph.program import FlatEqn
-from soapjax.graph.rules import user_spec
+from soapjax.graph.rules import BLOCKED, shard_map_axes, user_spec
 from soapjax.graph.tasks import EqnDims, TaskBuilder, readers_of
 from soapjax.graph.trace import TracedStep
 from soapjax.graph.units import Unit, find_units, generated_values
@@ -135,7 +136,7 @@ class _Builder:
                     tuple(tasks_of[n]),
                     tuple(p for p, parameter in enumerate(parameters) if parameter.owner == n),
                     0,
-                    _fixed_axes(first),
+                    *_fixed(first, operators[k][1], dims[n][1]),
                 )
             )
         return OperatorGraph(
@@ -157,9 +158,17 @@ class _Builder:
         return DimClasses(units, self.program, self.values, self.phases, self.labels, self.generated)
 
     def _split_unmatched(self, members: list[int]) -> list[tuple[list[int], DimClasses]]:
-        """A backward region with dims that its forward unit lacks becomes an operator of its own."""
+        """A backward region with dims that its forward unit lacks becomes an operator of its own.
+
+        So does one that makes two dims of a product one: of x xᵀ the gradients of both operands are added up.
+        """
         classes = self._classes(members)
         first = self.units[members[0]]
+        if self._lost_dims(first, classes):
+            heavy = [i for i in members if self.units[i].heavy is not None]
+            apart = self._classes(heavy)
+            if not self._lost_dims(first, apart):
+                return [(heavy, apart), *(([i], self._classes([i])) for i in members if i not in heavy)]
         known = classes.touched(first)
         loose = [
             i
@@ -170,6 +179,17 @@ class _Builder:
             return [(members, classes)]
         kept = [i for i in members if i not in loose]
         return [(kept, self._classes(kept)), *((([i], self._classes([i]))) for i in loose)]
+
+    def _lost_dims(self, unit: Unit, classes: DimClasses) -> bool:
+        """Whether a dim of a product's result cannot be split although its own rule says so."""
+        if unit.kind != "dot":
+            return False
+        out = unit.heavy.outputs[0]
+        sizes, labelled = self.program.avals[out].shape, self.labels[unit.heavy].outputs[0]
+        return any(
+            n > 1 and label != BLOCKED and classes.of(self.values.node(out, d)) is None
+            for d, (n, label) in enumerate(zip(sizes, labelled, strict=True))
+        )
 
     def _dims(self, members: list[int], classes: DimClasses) -> tuple[tuple[Dim, ...], dict[Hashable, int]]:
         """Names and orders the dims: those of the main result first, then those that it sums over."""
@@ -286,14 +306,20 @@ class _Builder:
             self.tensors.all[i] = self.tensors.all[i]._replace(sum_dtype="", sum_itemsize=0)
 
 
-def _fixed_axes(unit: Unit) -> tuple[tuple[str, ...], ...] | None:
-    """A user's own sharding constraint as axis names per dim."""
+def _fixed(unit: Unit, classes: DimClasses, index: dict[Hashable, int]) -> tuple[tuple[tuple[str, ...], ...] | None, Any]:
+    """A user's own layout: axis names per dim (of the tensor, or of the operator for a shard_map), and the axes of their mesh."""
+    if unit.kind == "shard_map":
+        names: list[tuple[str, ...]] = [()] * len(index)
+        for label, axes in enumerate(shard_map_axes(unit.heavy)):
+            if (c := classes.of_label(unit.heavy, label)) is not None:
+                names[index[c]] = axes
+        return tuple(names), tuple(unit.heavy.params["mesh"].shape.items())
     sharding = user_spec(unit.heavy) if unit.kind == "constraint" else None
     if sharding is None:
-        return None
+        return None, ()
     # P.UNCONSTRAINED stays as a name, which no mesh has: the space refuses it by this name.
     spec = [() if s is None else tuple(s) if isinstance(s, tuple) else (str(s),) for s in sharding.spec]
-    return tuple(spec)
+    return tuple(spec), tuple(sharding.mesh.shape.items())
 
 
 def total_flops(graph: OperatorGraph) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from soapjax.graph.phases import FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, Labels, labels_of
-from soapjax.graph.units import Unit
+from soapjax.graph.units import LAYOUT_ONLY, Unit
 from soapjax.graph.values import Values
 
 
@@ -123,10 +123,30 @@ class DimClasses:
         self.spatial_nodes: dict[tuple[int, int], int] = {}  # -> the largest degree
         self.labelled: set[tuple[int, int]] = set()
         for unit in units:
+            apart = self._second_reading(unit)
             for eqn in unit.eqns:
-                self._equation(eqn, is_heavy=eqn is unit.heavy)
+                if eqn.key not in apart:
+                    self._equation(eqn, is_heavy=eqn is unit.heavy)
         self._tie_backward(units, phases)
         self._finish()
+
+    def _second_reading(self, unit: Unit) -> set[str]:
+        """Keys of the equations that lay out a value anew for a product with itself: of x xᵀ both dims are rows of x.
+
+        The value is read twice then, split in two ways.
+        """
+        if unit.kind != "dot":
+            return set()
+        makers = {e.outputs[0]: e for e in unit.eqns if e.name in LAYOUT_ONLY and isinstance(e.inputs[0], int)}
+        roots, chains = [], []
+        for a in unit.heavy.inputs:
+            chain = set()
+            while a in makers:
+                chain.add(makers[a].key)
+                a = makers[a].inputs[0]
+            roots.append(a)
+            chains.append(chain)
+        return (chains[1] or chains[0]) if roots[0] == roots[1] and chains[0] != chains[1] else set()
 
     def _equation(self, eqn: FlatEqn, *, is_heavy: bool) -> None:
         found = self.labels[eqn]

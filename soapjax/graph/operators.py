@@ -169,7 +169,9 @@ class Operator(NamedTuple):
     tasks: tuple[int, ...]
     parameters: tuple[int, ...]
     group: int  # operators of one group repeat each other: same structure, same shapes
-    fixed: tuple[tuple[str, ...], ...] | None = None  # a user's own constraint: axis names per dim
+    # A user's own constraint: axis names per dim of the tensor, of a user's shard_map per dim of the operator; and their mesh.
+    fixed: tuple[tuple[str, ...], ...] | None = None
+    fixed_mesh: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from soapjax.graph.source_lines import line_of_equation
+
 # Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
 CALL_PRIMITIVES = {
     "jit": "jaxpr",
@@ -56,10 +58,16 @@ class FlatEqn:
     stack: str
     ctx: Any
     body: Program | None = None
+    source_info: Any = None
 
     @property
     def name(self) -> str:
         return self.primitive.name
+
+    @property
+    def source(self) -> str:
+        """The line of the user's code that it comes from, "" where that is not known."""
+        return line_of_equation(self.source_info)
 
     @functools.cached_property
     def key(self) -> str:
@@ -143,6 +151,7 @@ class _Flattener:
                         ctx=eqn.ctx,
                         body=body,
                         effects=bool(eqn.effects),
+                        source_info=eqn.source_info,
                     )
                 )
             for var, atom in zip(eqn.outvars, results, strict=True):
@@ -275,7 +284,8 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
             args, results, inner = r["body"]
             inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
             body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
-        eqns.append(FlatEqn(address, r["primitive"], r["params"], r["inputs"], r["outputs"], r["stack"], r["ctx"], body))
+        fields = (r[k] for k in ("primitive", "params", "inputs", "outputs", "stack", "ctx"))
+        eqns.append(FlatEqn(address, *fields, body, r["source_info"]))
     return tuple(eqns)
 
 

@@ -9,7 +9,7 @@ from soapjax.graph import heavy_rules  # noqa: F401 - registers its rules
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 
-__all__ = ["BLOCKED", "LIGHT", "Labels", "is_known", "labels_of", "register", "replicated", "user_spec"]
+__all__ = ["BLOCKED", "LIGHT", "Labels", "is_known", "labels_of", "register", "replicated", "shard_map_axes", "user_spec"]
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
@@ -228,6 +228,26 @@ def _dynamic_update_slice(eqn: FlatEqn, ins, outs) -> Labels:
 @register("sharding_constraint", "reshard")
 def _sharding_constraint(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(range(len(ins[0]))),), (tuple(range(len(outs[0]))),))
+
+
+@register("shard_map")
+def _shard_map(eqn: FlatEqn, ins, outs) -> Labels:
+    """The user's own: dims that its specs split over the same axes are one dim, no other dim is split."""
+    numbers: dict[tuple[str, ...], int] = {}
+
+    def labelled(spec, shape: tuple[int, ...]) -> tuple[int, ...]:
+        entries = [axes if isinstance(axes, tuple) else (axes,) for axes in (*spec, *(None,) * (len(shape) - len(spec)))]
+        return tuple(BLOCKED if None in axes or not axes else numbers.setdefault(axes, len(numbers)) for axes in entries)
+
+    return Labels(tuple(map(labelled, eqn.params["in_specs"], ins)), tuple(map(labelled, eqn.params["out_specs"], outs)))
+
+
+def shard_map_axes(eqn: FlatEqn) -> list[tuple[str, ...]]:
+    """The axes that each label of the user's `shard_map` is split over."""
+    found: dict[tuple[str, ...], None] = {}
+    for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"]):
+        found.update((axes if isinstance(axes, tuple) else (axes,), None) for axes in spec if axes)
+    return list(found)
 
 
 @register("while", "cond")

@@ -243,7 +243,7 @@ class TaskBuilder:
             kept = {lab for labs in found.outputs for lab in labs}
             gone = sorted({lab for labs in found.inputs for lab in labs} - kept - {BLOCKED})
             reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in gone) if c is not None)
-            if not reduced:
+            if not reduced or e.name == "shard_map":  # which sums over devices itself
                 continue
             out = e.outputs[0]
             # Follow transposes and casts of the sum: it stays partial up to the unit's result.

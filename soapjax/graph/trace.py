@@ -16,7 +16,9 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
+from soapjax.graph.one_program import for_one_program
 from soapjax.graph.program import Program, flatten
+from soapjax.graph.source_lines import line_of_error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,10 +31,22 @@ class TracedStep:
     in_paths: tuple[str, ...]
     out_paths: tuple[str, ...]
     state_pairs: dict[int, int]  # input leaf -> the output leaf that becomes it in the next step
+    in_names: tuple[str, ...] = ()  # of the arguments
 
     @property
     def in_avals(self) -> list[Any]:
         return [self.program.avals[i] for i in self.program.inputs]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [self.program.aval(o) for o in self.program.outputs]
+
+    @functools.cached_property
+    def is_read(self) -> tuple[bool, ...]:
+        """Per input leaf whether an equation reads it, or the step returns it."""
+        read = {a for eqn, _ in self.program.walk() for a in eqn.inputs if isinstance(a, int)}
+        read.update(a for a in self.program.outputs if isinstance(a, int))
+        return tuple(i in read for i in self.program.inputs)
 
 
 def leaf_paths(tree: Any, prefix: str) -> list[str]:
@@ -50,6 +64,29 @@ def _abstract(x: Any) -> Any:
     return x
 
 
+def check_leaves(args: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises: SoapjaxError naming every leaf that is neither an array nor a number."""
+    problems = []
+    for name, argument in zip(names, args, strict=False):
+        for path, x in zip(leaf_paths(argument, name), jax.tree_util.tree_leaves(argument), strict=True):
+            if isinstance(x, jax.ShapeDtypeStruct | jax.Array):
+                continue
+            try:
+                jax.typeof(x)
+            except TypeError:
+                kind = f"{type(x).__module__}.{type(x).__qualname__}"
+                value = f"{x!r}, a {type(x).__name__}" if isinstance(x, str | bytes) else f"a {kind}"
+                problems.append(Problem(f"argument {path}", value, "an array or a number", _instead(x, name)))
+    if problems:
+        raise SoapjaxError(problems)
+
+
+def _instead(x: Any, name: str) -> str:
+    if hasattr(x, "__array__") or hasattr(x, "numpy"):
+        return "convert it with np.asarray (a torch tensor: .numpy()) before the call"
+    return f"leave it out of what the step is given, or name {name!r} in static_argnames where all of it is constant"
+
+
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     """The names of the first `count` positional parameters, `arg0` where there is none."""
     try:
@@ -62,16 +99,25 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 @fewer_collections()
 def trace(
-    fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (), **kwargs: Any
-) -> TracedStep:
+    fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (),
+    axis_name: str | Sequence[str] = (), strip_constraints: bool = False, **kwargs: Any,
+) -> TracedStep:  # fmt: skip
     """Traces `fn(*args, **kwargs)`; positions in `static_argnums` are compile-time constants.
 
-    Raises: SoapjaxError where the function cannot be traced (the cause is named).
+    Args:
+      axis_name: axes over which the step's collectives go, as for `jax.pmap`: the whole batch is their one member.
+      strip_constraints: leave the step's own sharding constraints out.
+    Raises: SoapjaxError where an argument is no array, and where the function cannot be traced: the cause is named, with its line,
+      and the exception is the error's `__cause__`.
     """
     static = {i % len(args) for i in static_argnums} if args else set()
+    all_names = argument_names(fn, len(args))
+    names = [n for i, n in enumerate(all_names) if i not in static]
+    check_leaves([*(a for i, a in enumerate(args) if i not in static), *kwargs.values()], [*names, *kwargs])
     # Shapes only: an array's own sharding would leave its marks in the jaxpr.
     dynamic = [jax.tree.map(_abstract, a) for i, a in enumerate(args) if i not in static]
     kwargs = jax.tree.map(_abstract, kwargs)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
     @functools.wraps(fn)
     def step(*dyn: Any, **kw: Any) -> Any:
@@ -79,28 +125,39 @@ def trace(
         return fn(*(a if i in static else next(it) for i, a in enumerate(args)), **kw)
 
     try:
-        traced = jax.jit(step).trace(*dynamic, **kwargs)
+        if axes:
+            axis_env = [(a, 1) for a in axes]
+            closed, out_info = jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*dynamic, **kwargs)
+        else:
+            traced = jax.jit(step).trace(*dynamic, **kwargs)
+            closed, out_info = traced.jaxpr, traced.out_info
     except SoapjaxError:
         raise
     except Exception as e:  # noqa: BLE001 - whatever the user's function raises is reported with its own words
-        message = str(e).strip().split("\n")[0]
-        raise SoapjaxError(
-            Problem(
-                getattr(fn, "__qualname__", str(fn)),
-                f"{type(e).__name__}: {message}",
-                "a function that jax.jit can trace with these arguments",
-                "run jax.jit(step).trace(*args) to see the whole error",
-            )
-        ) from e
-    closed = traced.jaxpr
-    names = [n for i, n in enumerate(argument_names(fn, len(args))) if i not in static]
+        raise SoapjaxError(_untraceable(fn, e)) from e
+    if axes or strip_constraints:
+        closed = for_one_program(closed, axes, strip_constraints=strip_constraints)
     in_paths = [p for n, a in zip(names, dynamic, strict=True) for p in leaf_paths(a, n)]
     in_paths += [p for k in sorted(kwargs) for p in leaf_paths(kwargs[k], k)]
-    out_paths = leaf_paths(traced.out_info, "out")
+    out_paths = leaf_paths(out_info, "out")
     program = flatten(closed, unroll=unroll)
-    pairs = _state_pairs([*dynamic, *(kwargs[k] for k in sorted(kwargs))], traced.out_info)
+    pairs = _state_pairs([*dynamic, *(kwargs[k] for k in sorted(kwargs))], out_info)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
-    return TracedStep(program, in_tree, jax.tree_util.tree_structure(traced.out_info), tuple(in_paths), tuple(out_paths), pairs)
+    out_tree = jax.tree_util.tree_structure(out_info)
+    return TracedStep(program, in_tree, out_tree, tuple(in_paths), tuple(out_paths), pairs, (*names, *sorted(kwargs)))
+
+
+def _untraceable(fn: Callable[..., Any], e: Exception) -> Problem:
+    """What a user's function raised while it was traced, at its own line."""
+    line = line_of_error(e)
+    place = getattr(fn, "__qualname__", str(fn)) + (f", {line}" if line else "")
+    message = " ".join(str(e).strip().split("\n\n")[0].split())
+    value = f"{type(e).__name__}: {message}" if message else type(e).__name__
+    if isinstance(e, NameError) and "unbound axis name" in message:
+        name = message.partition("unbound axis name: ")[2].split(".")[0]
+        expected = "an axis that is known under one program"
+        return Problem(place, value, expected, f"pass axis_name={name!r}: its one member is the whole batch then")
+    return Problem(place, value, "a function that jax.jit can trace with these arguments", "correct the step at that line")
 
 
 def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -38,6 +38,7 @@ HEAVY = {
     "while": "loop",
     "cond": "loop",
     "sharding_constraint": "constraint",
+    "shard_map": "shard_map",
 }
 ADDITIONS = {"add_any", "add"}
 LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"}
@@ -188,11 +189,17 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
             finishes = all(e.name in LAYOUT_ONLY for e in eqns)
+        if finishes and any(e.name == "transpose" and _is_square(e, program) for e in eqns):
+            finishes = all(e.name in LAYOUT_ONLY for e in eqns)  # k + kᵀ makes rows and columns of a product one dim
         if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):
             host.eqns += eqns
         else:
             units.append(Unit(eqns, phase, scope, "fused", None, trips))
     return units
+
+
+def _is_square(eqn: FlatEqn, program: Program) -> bool:
+    return program.aval(eqn.inputs[0]).shape == program.aval(eqn.outputs[0]).shape
 
 
 def _sink_additions(light, keys, values: Values, uses: Uses) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -12,7 +15,7 @@ from soapjax.strategy.plan import OperatorPart, Plan
 
 
 def seconds(s: float) -> str:
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
+    return f"{s:.3g} s" if s >= 1 or not s else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
 
 
 def size(n: float) -> str:
@@ -23,26 +26,79 @@ def size(n: float) -> str:
     return f"{n:.3g} TB"
 
 
+FOLDED = 0.001  # of the time: what takes less together is folded
+
+
+class OperatorRow(NamedTuple):
+    """Operators that differ only in a layer number and share their config."""
+
+    names: tuple[str, ...]
+    kind: str
+    split: str
+    storage: str
+    time_share: float | None  # of all operators' seconds, computing and communicating; None where no costs are known
+
+    @property
+    def title(self) -> str:
+        names = self.names
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def operator_rows(plan: Plan) -> list[OperatorRow]:
+    """Equal operators merged, in the plan's order."""
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    merged: dict[tuple, list[str]] = {}
+    for name, part in plan.operators.items():
+        storage = short_storage(part.storage, plan)
+        merged.setdefault((re.sub(r"\d+", "#", name), part.kind, split_of(part, sizes), storage), []).append(name)
+    total = sum(seconds_of(part) for part in plan.operators.values())
+    rows = []
+    for (_, kind, split, storage), names in merged.items():
+        known = total > 0 and all(plan.operators[name].cost is not None for name in names)
+        share = sum(seconds_of(plan.operators[name]) for name in names) / total if known else None
+        rows.append(OperatorRow(tuple(names), kind, split, storage, share))
+    return rows
+
+
+def short_storage(storage: str, plan: Plan) -> str:
+    """With "/64" in place of the names of all axes."""
+    return storage.replace(f"({','.join(plan.mesh.axis_names)})", f"/{plan.num_devices}")
+
+
+def seconds_of(part: OperatorPart) -> float:
+    """That an operator computes and communicates; 0 where they are not known."""
+    return part.cost.compute_s + part.cost.communication_s if part.cost is not None else 0.0
+
+
+def split_of(part: OperatorPart, sizes: dict[str, int]) -> str:
+    """How an operator is split, in words: "sample/4 (d0+d2)"."""
+    degrees: dict[str, int] = {}
+    for axis, dim in part.axes.items():
+        if dim != "replicate" and not dim.startswith("pin("):
+            degrees[dim] = degrees.get(dim, 1) * sizes.get(axis, 1)
+    axes_of = {d: [a for a, v in part.axes.items() if v == d] for d in degrees}
+    split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items())
+    return "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
+
+
 def operator_table(plan: Plan) -> Table:
-    """One row per kind of operator: those that differ only in a layer number and share their config are one row."""
+    """One row per kind of operator; those that take less than FOLDED of the time are one row at the end."""
     table = Table(title="the plan: into how many parts each dim of an operator is split", title_justify="left")
     for column in ("operators", "kind", "split", "parameters stored"):
         table.add_column(column, overflow="fold")
-    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    rows: dict[tuple, list[str]] = {}
-    for name, part in plan.operators.items():
-        degrees: dict[str, int] = {}
-        for axis, dim in part.axes.items():
-            if dim != "replicate" and not dim.startswith("pin("):
-                degrees[dim] = degrees.get(dim, 1) * sizes[axis]
-        axes_of = {d: [a for a, v in part.axes.items() if v == d] for d in degrees}
-        split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items())
-        split = "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
-        storage = part.storage.replace(f"({','.join(sizes)})", f"/{plan.num_devices}")
-        rows.setdefault((re.sub(r"\d+", "#", name), part.kind, split, storage), []).append(name)
-    for (_, kind, split, storage), names in rows.items():
-        shown = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-        table.add_row(shown, kind, split, storage)
+    table.add_column("time", justify="right")
+    rows = operator_rows(plan)
+    small = [row for row in rows if row.time_share is not None and row.time_share < FOLDED]
+    small = small if len(small) > 1 else []
+    for row in rows:
+        if row not in small:
+            share = "" if row.time_share is None else f"{row.time_share:.1%}"
+            table.add_row(escape(row.title), row.kind, row.split, row.storage, share)
+    if small:
+        count = sum(len(row.names) for row in small)
+        words = "replicated" if all(row.split == "replicated" for row in small) else "as the plan file says"
+        title = f"{count} others, each line under {FOLDED:.1%}"
+        table.add_row(title, "", words, "", f"{sum(row.time_share for row in small):.1%}")
     return table
 
 
@@ -95,28 +151,88 @@ def _split(part: OperatorPart, mesh: dict[str, int]) -> str:
     return found if part.storage == "as used" else f"{found}, {part.storage}"
 
 
+FULLY_SPLIT = 0.9  # a baseline that splits less of the FLOPs is no measure of a plan, and its gain says so
+FEW_TIMES = 2.0  # nor is one that does every FLOP on so many devices
+
+
+def caveat(share: float | None, num_devices: int) -> str:
+    """What to know of a strategy that repeats work, "" where it repeats little: "splits only 12 % of the FLOPs"."""
+    if share is None:
+        return ""
+    times = num_devices - share * (num_devices - 1)  # on how many devices a FLOP is done, in the mean
+    if share >= FULLY_SPLIT and times < FEW_TIMES:
+        return ""
+    return f"splits only {percent(share)} of the FLOPs (each is done on {times:.3g} devices in the mean)"
+
+
+def percent(share: float) -> str:
+    """Rounded down: 100 % is all."""
+    return f"{math.floor(share * 1000) / 10:.3g} %"
+
+
+def gains(plan: Plan) -> dict[str, tuple[float, str]]:
+    """Per baseline how many times as fast the plan is, and what to know of that figure: "" or a clause."""
+    known, notes = plan.provenance.baseline_figures, plan.provenance.notes
+    unfit = {n.split(":")[0] for n in notes if "does not fit" in n}
+    found = {}
+    for name, s in plan.provenance.baselines.items():
+        if s:
+            share = known[name].split_flops_share if name in known else None
+            fits = "" if name not in unfit else "does not fit"
+            words = " and ".join(filter(None, (caveat(share, plan.num_devices), fits)))
+            found[name] = (s / plan.prediction.step_time_s, words)
+    return found
+
+
+def gain_lines(plan: Plan) -> list[str]:
+    """ "1.9 × data_parallel, which splits only 12 % of the FLOPs"; what needs no clause comes first, on one line."""
+    plain = [f"{gain:.2f} × {name}" for name, (gain, words) in gains(plan).items() if not words]
+    others = [f"{gain:.2f} × {name}, which {words}" for name, (gain, words) in gains(plan).items() if words]
+    if not (plain or others):
+        return []
+    own = caveat(plan.prediction.split_flops_share, plan.num_devices)
+    lines = [*([", ".join(plain)] if plain else []), *others]
+    return [f"this plan's speed: {lines[0]}", *(f"  {line}" for line in lines[1:]), *([f"this plan {own}"] if own else [])]
+
+
 def comparison_table(plan: Plan) -> Table:
-    """Predicted step time of the plan and of the baselines."""
-    table = Table(title="predicted step time", title_justify="left")
-    for column in ("strategy", "step", "against data parallelism", "memory per device"):
+    """Predicted step times of the plan and of the baselines, with what they are made of."""
+    title = "predicted step time; how much communication is hidden under compute, and the step if none were"
+    table = Table(title=title, title_justify="left")
+    for column in ("strategy", "step", "hidden", "if none", "FLOPs split", "memory"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     p = plan.prediction
-    baselines = plan.provenance.baselines
-    base = baselines.get("data_parallel")
+    known = plan.provenance.baseline_figures
     unfit = {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}
 
-    def gain(s: float | None) -> str:
-        return f"{base / s:.2f} ×" if base and s else ""
+    def overlapped(step_s: float, serial_s: float | None, share: float | None) -> tuple[str, str, str]:
+        if serial_s is None:
+            return "", "", ""
+        hidden_s = max(serial_s - step_s, 0.0)
+        return seconds(hidden_s) if hidden_s > 1e-4 * step_s else "none", seconds(serial_s), percent(share)
 
-    fits = "" if p.feasible else " — does not fit"
     table.add_row(
-        f"this plan ({plan.provenance.planner})", seconds(p.step_time_s), gain(p.step_time_s),
-        f"{size(p.memory_bytes_per_device)} of {size(p.usable_memory_bytes)}{fits}",
+        f"this plan ({plan.provenance.planner})", seconds(p.step_time_s),
+        *overlapped(p.step_time_s, p.without_overlap_s, p.split_flops_share),
+        size(p.memory_bytes_per_device) + ("" if p.feasible else " — does not fit"),
     )  # fmt: skip
-    for name, s in baselines.items():
+    for name, s in plan.provenance.baselines.items():
         if s is not None:
-            table.add_row(name, seconds(s), gain(s), "does not fit" if name in unfit else "fits")
+            of = known.get(name)
+            memory = "fits" if of is None else size(of.memory_bytes_per_device)
+            if name in unfit:
+                memory = "does not fit" if of is None else f"{memory} — does not fit"
+            columns = ("", "", "") if of is None else overlapped(s, of.without_overlap_s, of.split_flops_share)
+            table.add_row(name, seconds(s), *columns, memory)
     return table
+
+
+def overlap_words(plan: Plan) -> str:
+    """ " (with 511 µs of communication hidden; 1.89 ms if none were)", "" where nothing is hidden."""
+    hidden_s = plan.prediction.hidden_communication_s
+    if not hidden_s or hidden_s <= 1e-4 * plan.prediction.step_time_s:
+        return ""
+    return f" (with {seconds(hidden_s)} of communication hidden; {seconds(plan.prediction.without_overlap_s)} if none were)"
 
 
 def verified_table(plan: Plan) -> Table:
@@ -136,10 +252,11 @@ def plan_report(plan: Plan) -> RenderableType:
     parts = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in p.memory_parts_bytes.items())
     figures = ", ".join(f"{share:.0%} {source}" for source, share in p.compute_figures.items())
     lines = [
+        *gain_lines(plan),
         f"{plan.graph.num_operators} operators on {plan.topology.get('name', '?')}, {plan.num_devices} devices: "
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
         *([] if plan.pipeline is not None else [f"each device sends per step: {moved}"]),
-        f"memory per device: {parts}",
+        f"memory per device: {parts}; {size(p.usable_memory_bytes)} are usable",
         *([f"compute seconds: {figures}"] if figures else []),
         *(["for simulation only: a loop's operators are on different devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),

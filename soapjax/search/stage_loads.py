@@ -16,6 +16,7 @@ from soapjax.costs.itemize import sent_parts
 from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.measured import ComputeRates, linked, without_links
 from soapjax.costs.profile import Profile
+from soapjax.costs.split_share import split_flops
 from soapjax.graph.lifetimes import Lifetimes, lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
@@ -98,9 +99,20 @@ class StageLoads:
             self._loads[key] = self._summing(self._part(fabric, fabric.choices[inner].figures, bounds), num)
         return self._loads[key]
 
-    def load_of(self, bounds: tuple[int, int], first: int, count: int, num: int, figures: Figures) -> StageLoad:
-        """As `load`, for any strategy of the graph on the stage's mesh, by its figures."""
-        return self._summing(self._part(self._fabric(first, count, num), figures, bounds), num)
+    def load_of(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, figures: Figures, *, overlap: bool = True
+    ) -> StageLoad:  # fmt: skip
+        """As `load`, for any strategy of the graph on the stage's mesh, by its figures; `overlap` False: one thing at a time."""
+        return self._summing(self._part(self._fabric(first, count, num), figures, bounds, overlap), num)
+
+    def split_flops(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
+    ) -> tuple[float, float]:  # fmt: skip
+        """FLOPs of a stage per micro-batch, and those that are split (costs/split_share.py)."""
+        fabric = self._fabric(first, count, num)
+        every = split_flops(fabric.tables, strategy.axes, figures.layouts.slots, num_devices=self.topology.num_devices)
+        flops, split = (x[self._mine(fabric, bounds)].sum() for x in every)
+        return flops, split
 
     def _summing(self, load: StageLoad, num: int) -> StageLoad:
         """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written.
@@ -127,9 +139,9 @@ class StageLoads:
     def figures(self, first: int, count: int, num: int, strategy: Strategy) -> Figures:
         return self._fabric(first, count, num).figures(strategy)
 
-    def _part(self, fabric: Fabric, figures: Figures, bounds: tuple[int, int]) -> StageLoad:
+    def _part(self, fabric: Fabric, figures: Figures, bounds: tuple[int, int], overlap: bool = True) -> StageLoad:
         mine = self._mine(fabric, bounds)
-        return _Part(fabric, figures, mine, self.lives).load()
+        return _Part(fabric, figures, mine, self.lives, overlap).load()
 
     def sends(
         self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
@@ -199,8 +211,9 @@ def crossing_bytes(
 class _Part:
     """The scheduled tasks of some operators under one strategy, run by the simulators' rules."""
 
-    def __init__(self, fabric: Fabric, figures: Figures, mine: np.ndarray, lives: Lifetimes):
-        self.tables, self.schedule, self.figures, self.mine, self.lives = fabric.tables, fabric.schedule, figures, mine, lives
+    def __init__(self, fabric: Fabric, figures: Figures, mine: np.ndarray, lives: Lifetimes, overlap: bool = True):
+        self.tables, self.figures, self.mine, self.lives = fabric.tables, figures, mine, lives
+        self.schedule = fabric.schedule if overlap else fabric.schedule.without_overlap()
         self.graph = fabric.tables.graph
         tables, schedule = self.tables, self.schedule
         num_k = tables.num_tasks

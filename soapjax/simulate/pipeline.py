@@ -112,16 +112,17 @@ class _Tasks:
 
 
 def simulate_pipeline(
-    pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer]
+    pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer], *, overlap: bool = True
 ) -> PipelineTimeline:
     """The timeline and the memory of one step.
 
     Args:
       loads: per stage. `transfers`: between stages, forwards.
+      overlap: whether transfers and sums of gradients run beside passes; without, the devices that they are between wait.
     Raises: SoapjaxError where the schedule does not fit the stages (see `schedules.actions`).
     """
     simulated = _long_enough(pipeline)
-    tasks, updates = _expand(simulated, loads, transfers)
+    tasks, updates = _expand(simulated, loads, transfers, overlap)
     graph = tasks.graph()
     times = run(graph, [r.seconds for r in tasks.rows], [r.streams if r.seconds > 0 else () for r in tasks.rows])
     makespan = max(times.end_s)
@@ -187,7 +188,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     return stays, own
 
 
-def _expand(pipeline: Pipeline, loads, transfers) -> tuple[_Tasks, list[int]]:
+def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks, list[int]]:
     """All tasks of a step; and which are the updates of the first stage."""
     stages = pipeline.stages
     group_of = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
@@ -220,7 +221,8 @@ def _expand(pipeline: Pipeline, loads, transfers) -> tuple[_Tasks, list[int]]:
         seconds, kind = (t.backward_s, "backward") if backward else (t.forward_s, "forward")
         row = _Row(
             f"{'gradient' if backward else 'activation'} {m}: stage {a} to {b}", a, devices(a, ra) + devices(b, rb), t.level,
-            seconds if group_of[a] != group_of[b] else 0.0, (leaving(a, ra, t.level), arriving(b, rb, t.level)),
+            seconds if group_of[a] != group_of[b] else 0.0,
+            (leaving(a, ra, t.level), arriving(b, rb, t.level), *(() if overlap else (compute(a, ra), compute(b, rb)))),
         )  # fmt: skip
         tasks.add(("send", t.source, t.target, m, backward), row, [(kind, a, m)])
 
@@ -234,6 +236,7 @@ def _expand(pipeline: Pipeline, loads, transfers) -> tuple[_Tasks, list[int]]:
                 key = (action, "sync")
                 every = range(stages[i].replicas)
                 streams = tuple(way(i, r, load.sync_level) for r in every for way in (leaving, arriving))
+                streams += () if overlap else tuple(compute(i, r) for r in every)
                 row = _Row(f"sum of gradients {m}: stage {i}", i, stages[i].devices, load.sync_level, load.sync_s, streams)
                 tasks.add(key, row, waiting or list(before.values()))
                 row = _Row(f"update {m}: stage {i}", i, stages[i].devices, -1, load.update_s, tuple(compute(i, r) for r in every))

@@ -54,6 +54,10 @@ class Schedule:
         index = np.where(self.kind == BARRIER, flat.shape[-1] - 1, index)
         return flat[..., index]
 
+    def without_overlap(self) -> Schedule:
+        """The same where all communication occupies the compute stream too: a device does one thing at a time."""
+        return dataclasses.replace(self, occupies=np.concatenate([np.ones_like(self.occupies[:, :1]), self.occupies[:, 1:]], 1))
+
     def occupies_of_groups(self, h: Holders) -> np.ndarray:
         """bool [T, S * G]: streams of every group of devices that pins tell apart, under one strategy."""
         groups = np.asarray(h.compute).shape[1]

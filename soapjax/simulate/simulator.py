@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -19,14 +19,15 @@ from jax import Array
 from soapjax.costs.conversion import COLLECTIVES, ConversionCost
 from soapjax.costs.evaluate import Asked, Costs, stages
 from soapjax.costs.itemize import sent_parts
+from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables import CostTables
 from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.programs import Program, side_by_side
-from soapjax.simulate.schedule import schedule_of
+from soapjax.simulate.schedule import Schedule, schedule_of
 from soapjax.simulate.trace import ItemArrays, item_arrays
-from soapjax.strategy.plan import Prediction
+from soapjax.strategy.plan import Prediction, StrategyFigures
 from soapjax.strategy.strategy import Strategy
 
 T = TypeVar("T")
@@ -120,31 +121,63 @@ class Simulator:
         return self.batch(*_stacked([strategy])).costs(0)
 
     def timeline(self, strategy: Strategy) -> Timeline:
-        costs = self.costs(strategy)
-        occupies = self.schedule.occupies
-        if costs.holders is not None:
-            occupies = self.schedule.occupies_of_groups(costs.holders)
-        return simulate(self.schedule, self.schedule.durations(costs.durations), occupies)
+        return self._simulated(self.costs(strategy), self.schedule)
+
+    def _simulated(self, costs: Costs, schedule: Schedule) -> Timeline:
+        return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
+
+    def without_overlap_s(self, costs: Costs) -> float:
+        """The step time if every device did one thing at a time: communication and computing one after the other."""
+        if costs.holders is None:
+            # Every task runs on every device: one after the other.
+            return float(np.sum(self.schedule.durations(costs.durations), dtype=np.float64))
+        return self._simulated(costs, self.schedule.without_overlap()).makespan_s
+
+    def figures(self, strategies: Sequence[Strategy]) -> list[StrategyFigures]:
+        """What strategies are compared by."""
+        found = self.batch(*_stacked(strategies))
+        return [
+            StrategyFigures(
+                step_time_s=_rounded(found.scores.step_time_s[i]), without_overlap_s=_rounded(self.without_overlap_s(costs)),
+                split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),
+                memory_bytes_per_device=int(costs.memory_bytes[3]), sent_bytes=int(costs.bytes_by_collective.sum()),
+                feasible=self._is_feasible(costs),
+            )
+            for i, (strategy, costs) in enumerate(zip(strategies, map(found.costs, range(len(strategies))), strict=True))
+        ]  # fmt: skip
+
+    def _is_feasible(self, costs: Costs) -> bool:
+        return bool(costs.memory_bytes[3] <= self.tables.usable_memory_bytes) and not int(costs.penalty)
 
     def prediction(self, strategy: Strategy, compute_figures: dict[str, float] | None = None) -> Prediction:
         costs = self.costs(strategy)
         time = float(self.step_times([strategy]).step_time_s[0])
         parts = dict(zip(("parameters_and_state", "activations_and_gradients", "transient"), costs.memory_bytes, strict=False))
-        usable = self.tables.usable_memory_bytes
         return Prediction(
-            # Rounded to what float32 carries, so that the file is the same on every host.
-            step_time_s=float(f"{time:.6g}"),
+            step_time_s=_rounded(time),
             memory_bytes_per_device=int(costs.memory_bytes[3]),
-            usable_memory_bytes=usable,
+            usable_memory_bytes=self.tables.usable_memory_bytes,
             memory_parts_bytes={k: int(v) for k, v in parts.items()},
-            feasible=bool(costs.memory_bytes[3] <= usable) and not int(costs.penalty),
+            feasible=self._is_feasible(costs),
             sends=sent_parts(self.tables, costs.layouts, strategy),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
             compute_figures=compute_figures or {},
+            without_overlap_s=_rounded(self.without_overlap_s(costs)),
+            split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),
         )
 
 
-def _stacked(strategies: list[Strategy]) -> tuple[np.ndarray, np.ndarray]:
+def occupied_by(schedule: Schedule, costs: Costs) -> np.ndarray:
+    """bool [T, S * G]: the streams that every scheduled task occupies, those of each group of devices where pins are."""
+    return schedule.occupies if costs.holders is None else schedule.occupies_of_groups(costs.holders)
+
+
+def _rounded(seconds: float) -> float:
+    """To what float32 carries, so that a file is the same on every host."""
+    return float(f"{float(seconds):.6g}")
+
+
+def _stacked(strategies: Sequence[Strategy]) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
+from soapjax.strategy import plan_words
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
 
@@ -58,6 +60,17 @@ class TaskPart(_Part):
     results: tuple[str, ...] = ()
 
 
+class OperatorCost(_Part):
+    """What an operator is predicted to take of a step, on one device; rounded to four digits."""
+
+    compute_s: float
+    communication_s: float  # all link levels added up, hidden or not
+    sent_bytes: int
+    memory_bytes: int  # at the step's peak: its parameters with their optimizer state, its results and converted operands
+    flops: float  # of the whole operator, before it is split
+    split_flops_share: float  # 1: no FLOP of it is done on two devices, 0: every device does all
+
+
 class OperatorPart(_Part):
     kind: str
     dims: dict[str, int] = {}  # name and size of what an axis may be assigned to, for those who edit
@@ -65,6 +78,7 @@ class OperatorPart(_Part):
     storage: str = "as used"
     figures: str = "analytic"  # where its compute seconds come from: "measured", "calibrated" or "analytic", the weakest
     tasks: tuple[TaskPart, ...] = ()
+    cost: OperatorCost | None = None  # None: written by an older version, or a pipeline's
 
 
 class SentPart(_Part):
@@ -77,6 +91,17 @@ class SentPart(_Part):
     program: str = ""  # of a pipeline: "forward 0", "backward 0", "update 0" of stage 0; a transfer is "send 0 to 1"
 
 
+class StrategyFigures(_Part):
+    """A strategy that a plan is compared with, as predicted by the same simulator."""
+
+    step_time_s: float
+    without_overlap_s: float
+    split_flops_share: float
+    memory_bytes_per_device: int
+    sent_bytes: int  # by each device in one step
+    feasible: bool
+
+
 class Prediction(_Part):
     step_time_s: float
     memory_bytes_per_device: int
@@ -86,6 +111,14 @@ class Prediction(_Part):
     bytes_by_collective: dict[str, int]
     sends: tuple[SentPart, ...] = ()  # the summands of `bytes_by_collective`
     compute_figures: dict[str, float] = {}  # "measured", "calibrated", "analytic" -> share of the compute seconds
+    # None in plans of older versions. If a device did one thing at a time, communicate or compute, on one link or another:
+    without_overlap_s: float | None = None
+    split_flops_share: float | None = None  # 1: no FLOP of the step is done on two devices, 0: every device does all
+
+    @property
+    def hidden_communication_s(self) -> float | None:
+        """Seconds of communication that are assumed to pass while the device computes, or sends over another link."""
+        return None if self.without_overlap_s is None else max(self.without_overlap_s - self.step_time_s, 0.0)
 
 
 class TimedStep(_Part):
@@ -104,6 +137,7 @@ class Provenance(_Part):
     num_proposals: int = 0
     search_s: float = 0.0
     baselines: dict[str, float | None] = {}
+    baseline_figures: dict[str, StrategyFigures] = {}  # of those that are known in full
     notes: tuple[str, ...] = ()
     verified: tuple[TimedStep, ...] = ()  # --verify-top
 
@@ -123,10 +157,18 @@ class Plan(_Part):
     operators: dict[str, OperatorPart]
     arguments: dict[str, str]
     results: dict[str, str]
+    logical_axes: dict[str, str] = {}  # the names that the model's own metadata gives an argument's dims: "embed, mlp"
     prediction: Prediction
     provenance: Provenance = Provenance()
     # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
     pipeline: Pipeline | None = None
+
+    # What a notebook shows; soapjax/report/html.py, which may import this and not the reverse, says it.
+    notebook_html: ClassVar[Callable[[Plan], str] | None] = None
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks; None, and so the plain `repr`, where soapjax.report.html was not imported."""
+        return None if Plan.notebook_html is None else Plan.notebook_html(self)
 
     @property
     def num_devices(self) -> int:
@@ -137,13 +179,29 @@ class Plan(_Part):
         """The operators that run on a part of the devices."""
         return tuple(name for name, part in self.operators.items() if any(v.startswith("pin(") for v in part.axes.values()))
 
+    def logical_axis_rules(self) -> list[tuple[str, tuple[str, ...] | None]]:
+        """As Flax's `logical_axis_rules`, where one rule per name says the plan (soapjax/strategy/plan_words.py).
+
+        Raises: SoapjaxError naming what it cannot serve.
+        """
+        return plan_words.logical_axis_rules(self)
+
+    def to_maxtext(self) -> dict[str, int]:
+        """As MaxText's degrees of parallelism, where every mesh axis is one of them for all operators.
+
+        Raises: SoapjaxError naming the operators that differ.
+        """
+        return plan_words.to_maxtext(self)
+
     def dumps(self) -> str:
-        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=False) + "\n"
+        left_out = None if self.logical_axes else {"logical_axes"}
+        return json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False) + "\n"
 
     @property
     def plan_sha256(self) -> str:
-        """Over the canonical JSON without provenance and measurements."""
-        data = self.model_dump(mode="json", exclude={"provenance", "profile"})
+        """Over the canonical JSON without provenance, measurements, names, and figures that only explain the prediction."""
+        explaining = {"operators": {"__all__": {"cost"}}, "prediction": {"without_overlap_s", "split_flops_share"}}
+        data = self.model_dump(mode="json", exclude={"provenance": True, "profile": True, "logical_axes": True, **explaining})
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def save(self, path: str) -> None:

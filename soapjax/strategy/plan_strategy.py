@@ -15,6 +15,7 @@ from soapjax.strategy.plan import (
     GraphId,
     MeshPart,
     ModelSource,
+    OperatorCost,
     OperatorPart,
     Plan,
     Prediction,
@@ -30,7 +31,7 @@ from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 def make_plan(
     space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
     prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
-    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None,
+    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None, costs: Sequence[OperatorCost] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan from a strategy and the layouts that it implies.
 
@@ -39,6 +40,7 @@ def make_plan(
       home: int8 [T, A], layout of every tensor.
       stored: int8 [P, A], storage layout of every parameter.
       profile: the measurements behind the prediction; `figures`: per operator where its seconds come from.
+      costs: what every operator is predicted to take.
     """
     graph, mesh = space.graph, space.mesh
     names = mesh.axis_names
@@ -61,8 +63,9 @@ def make_plan(
         operators[op.name] = OperatorPart(
             kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage,
             figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
+            cost=None if costs is None else costs[n],
         )  # fmt: skip
-    arguments, results = _leaf_specs(graph, home, stored, spec)
+    arguments, results = _leaf_specs(graph, home, stored, spec, space.fixed_layouts)
     return Plan(
         model=model,
         graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
@@ -93,9 +96,11 @@ def _is_executable(graph: OperatorGraph, strategy: Strategy) -> bool:
     return True
 
 
-def _leaf_specs(graph: OperatorGraph, home, stored, spec) -> tuple[dict[str, str], dict[str, str]]:
-    """Argument and result specs by path; a leaf that no task touches is replicated."""
+def _leaf_specs(graph: OperatorGraph, home, stored, spec, fixed) -> tuple[dict[str, str], dict[str, str]]:
+    """Argument and result specs by path; a leaf that no task touches is as the user fixed it, or replicated."""
     arguments: dict[str, str] = dict.fromkeys(graph.in_paths, "")
+    for leaf, layout in fixed.items():
+        arguments[graph.in_paths[leaf]] = spec(layout, int(max(layout, default=-1)) + 1)
     results: dict[str, str] = dict.fromkeys(graph.out_paths, "")
     for i, tensor in enumerate(graph.tensors):
         rank = len(tensor.shape)

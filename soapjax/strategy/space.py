@@ -16,11 +16,12 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.strategy.layout import REPLICATED, divides, layout_of
+from soapjax.strategy.layout import divides, layout_of
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, storage_options
 from soapjax.topology.factor_mesh import FactorMesh
 
 NOT_FIXED = -9
+MOST_DIMS = 127  # of an operator that an axis may split: a config value is an int8, and values + 1 are used as rows
 SPACES = ("soap", "paper")  # what executors run; the paper's whole space, with operators on parts of the devices
 
 
@@ -98,13 +99,31 @@ class SearchSpace:
 
     def configs(self, n: int) -> Iterator[tuple[int, ...]]:
         """All valid axis assignments of operator `n`, without storage."""
+        for values in itertools.product(*self._choices(n)):
+            if self._divides(n, values):
+                yield values
+
+    def _choices(self, n: int) -> list[list[int]]:
+        """Per axis what operator `n` may do with it, whatever it does with the others."""
         per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
         if self.may_pin(n):
             for values, size in zip(per_axis, self.mesh.axis_sizes, strict=True):
                 values += [PIN(i) for i in range(size) if size > 1]
-        for values in itertools.product(*per_axis):
-            if self._divides(n, values):
-                yield values
+        return per_axis
+
+    def nearest(self, n: int, axes: Sequence[int], storage: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The other valid configs (axes, storage) of operator `n`; those that differ in fewest choices first."""
+        choices = self._choices(n)
+        choices.append(list(range(len(self.storages))) if self.owns_parameters[n] else [storage])
+        now = [*map(int, axes), int(storage)]
+        for count in range(1, len(now) + 1):
+            for places in itertools.combinations(range(len(now)), count):
+                for values in itertools.product(*([v for v in choices[p] if v != now[p]] for p in places)):
+                    found = [*now]
+                    for p, v in zip(places, values, strict=True):
+                        found[p] = v
+                    if self._divides(n, found[:-1]):
+                        yield tuple(found[:-1]), found[-1]
 
     def num_configs(self, n: int) -> int:
         return sum(1 for _ in self.configs(n))
@@ -157,7 +176,7 @@ def search_space(
         for j, dim in enumerate(op.dims):
             divisors[i, j] = dim.divisor
             for a, size in enumerate(mesh.axis_sizes):
-                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1
+                allowed[i, a, j + 1] = dim.divisor % size == 0 and size > 1 and j < MOST_DIMS
         if op.fixed is not None:
             problems += _fix_operator(graph, mesh, i, allowed)
     owns = np.array([bool(o.parameters) for o in graph.operators])
@@ -173,16 +192,21 @@ def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.nd
     task = graph.tasks[op.tasks[0]]
     access = (*task.writes, *task.reads)[0]
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    own = mesh.axes_of(op.fixed_mesh)
     problems = []
     allowed[i, :, 1:] = False
-    for d, names in enumerate(op.fixed):
+    for d, theirs in enumerate(op.fixed):
         place = f"sharding constraint at {op.name}, dim {d}"
-        unknown = [name for name in names if name not in sizes]
-        dim = access.dims[d]
+        unknown = [name for name in theirs if name not in own]
+        if unknown and op.kind == "shard_map":
+            continue  # it runs on its own mesh all the same, on whole operands
+        names = [name for axis in theirs for name in own.get(axis, ())]
+        dim = d if op.kind == "shard_map" else access.dims[d]
         split = math.prod(sizes.get(name, 1) for name in names)
         if unknown:
-            value, expected = repr(unknown), f"axes of the plan's mesh {mesh.axis_names}"
-            problems.append(Problem(place, value, expected, "name these axes in the constraint"))
+            expected = f"axes of the plan's mesh {mesh.axis_names}, or a mesh that has products of them in this order"
+            remedy = "name these axes in the constraint, or pass strip_constraints=True"
+            problems.append(Problem(place, repr(unknown), expected, remedy))
         elif split > 1 and (dim < 0 or op.dims[dim].divisor % split):
             whole = 1 if dim < 0 else op.dims[dim].divisor
             value = f"{names}, a split into {split}"
@@ -213,10 +237,8 @@ def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list
             problems.append(Problem(place, repr(unknown), f"axes of the plan's mesh {mesh.axis_names}", "use these names"))
             continue
         layout = np.array(layout_of(spec, mesh.axis_names), np.int8)
-        if leaf not in shapes:
-            if (layout != REPLICATED).any():
-                expected = "no axes: no operator reads this argument, so that it is kept whole"
-                problems.append(Problem(place, shown, expected, "drop this entry"))
+        if leaf not in shapes:  # no operator reads it: it stays as the user wants it
+            layouts[leaf] = layout
             continue
         twice = len({a for names in spec for a in names}) < sum(map(len, spec))
         if twice or len(spec) > len(shapes[leaf]) or not divides(layout, shapes[leaf], mesh.axis_sizes):

@@ -49,6 +49,29 @@ class FactorMesh:
             coordinates.append(coordinate)
         return tuple(reversed(coordinates))
 
+    def axes_of(self, other: Sequence[tuple[str, int]]) -> dict[str, tuple[str, ...]]:
+        """The axes of this mesh that each (name, size) axis of another mesh over the same devices is, as far as it is any.
+
+        Axes that both name with one size are themselves; else those of this mesh, in order, are factors of the other's.
+
+        >>> FactorMesh(("h0", "d0", "d1"), (2, 2, 2), (0, 1, 1)).axes_of([("data", 4), ("model", 2)])
+        {'data': ('h0', 'd0'), 'model': ('d1',)}
+        """
+        sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        found = {name: (name,) for name, size in other if sizes.get(name) == size}
+        if len(found) == len(other) or math.prod(size for _, size in other) != self.num_devices:
+            return found
+        left = [name for name in self.axis_names if sizes[name] > 1]
+        factors: dict[str, tuple[str, ...]] = {}
+        for name, size in other:
+            taken: list[str] = []
+            while left and math.prod(sizes[a] for a in taken) < size:
+                taken.append(left.pop(0))
+            if math.prod(sizes[a] for a in taken) != size:
+                return found
+            factors[name] = tuple(taken)
+        return factors
+
 
 def factor_mesh(topology: DeviceTopology) -> FactorMesh:
     """The factor mesh of `topology`; one device in total is the single axis `d0` of size 1."""

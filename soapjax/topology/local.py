@@ -39,18 +39,18 @@ HOST_LINK_LATENCY_S = 50e-6
 SHARED_MEMORY_LATENCY_S = 20e-6
 
 
-def local_topology() -> DeviceTopology:
-    """The topology of `jax.devices()`. Timings on fake CPU devices mean nothing, and `fake` says so.
+def local_topology(devices: Sequence[Any] | None = None) -> DeviceTopology:
+    """The topology of `devices`, `jax.devices()` by default. Timings on fake CPU devices mean nothing, and `fake` says so.
 
     Raises: SoapjaxError where devices differ in kind, or hosts in their number of devices.
     """
     import jax  # late: reading a topology file needs no JAX
 
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else list(devices)
     num_hosts, num_local = _host_and_device_counts(devices)
-    first = jax.local_devices()[0]
+    first = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     if first.platform == "cpu":
-        device, host_level, device_level = _cpu_figures(num_local)
+        device, host_level, device_level = _cpu_figures(max(num_local, jax.local_device_count()))  # they share the machine
     else:
         device, host_level, device_level = _accelerator_figures(first, num_local)
     levels = (replace(host_level, size=num_hosts), replace(device_level, size=num_local))

@@ -417,6 +417,7 @@ UNREACHED = {
     "empty2": "the traceable form of empty, for internal use",
     "approx_top_k": "top_k's rule under another name; runs on TPU",
     "sharding_constraint": "needs a mesh: see the executor's tests",
+    "shard_map": "needs a mesh: see the tests of the space",
     "reshard": "what the gradient of a sharding constraint is: see the executor's tests",
 }
 

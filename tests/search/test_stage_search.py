@@ -24,6 +24,7 @@ from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_oper
 from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
 from soapjax.search.stages import search_stages
 from soapjax.simulate.simulator import Simulator
+from soapjax.stage_baselines import whole_baselines
 from soapjax.strategy.plan import Plan
 from soapjax.topology import factor_mesh
 
@@ -56,9 +57,17 @@ def test_one_stage_takes_the_time_of_one_program(model, name):
     assert choices[0].name == "data" and len(choices) > 3
     simulator = Simulator(loads._fabric(0, 8, 1).tables)
     times = simulator.step_times([c.strategy for c in choices]).step_time_s
+    figures = simulator.figures([c.strategy for c in choices])
+    named = whole_baselines(loads)
+    assert named.keys() == {"data_parallel", "fsdp", "tensor_parallel"}
     for k, (inside, expected) in enumerate(zip(choices, times, strict=True)):
         load = loads.load((0, len(loads.forward)), 0, 8, 1, k)
         assert load.forward_s + load.backward_s + load.update_s == pytest.approx(float(expected), rel=1e-5)
+        # So does the step without overlap, and the share of FLOPs that is split is the same.
+        serial = loads.load_of((0, len(loads.forward)), 0, 8, 1, inside.figures, overlap=False)
+        assert serial.forward_s + serial.backward_s + serial.update_s == pytest.approx(figures[k].without_overlap_s, rel=1e-5)
+        flops, split = loads.split_flops((0, len(loads.forward)), 0, 8, 1, inside.strategy, inside.figures)
+        assert split / flops == pytest.approx(figures[k].split_flops_share, abs=1e-5)
         # Memory is an upper bound, and no wild one.
         memory = float(simulator.costs(inside.strategy).memory_bytes[3])
         assert memory * (1 - 1e-6) <= load.state_bytes + load.gradient_bytes + load.working_bytes + load.batch_bytes <= 1.6 * memory

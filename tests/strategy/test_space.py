@@ -40,6 +40,34 @@ def test_configs_are_exactly_the_assignments_that_divide(model, topology):
         assert (REPLICATE,) * 3 in found
 
 
+def test_an_operator_of_more_dims_than_a_byte_counts_is_split_on_the_first_ones():
+    """The sum of a penalty over seventy weights is one region, each weight with two dims of its own."""
+
+    def penalty(weights):
+        return sum((w * w).sum() for w in weights)
+
+    graph = build_graph(trace(penalty, [jnp.zeros((4, 6 + 2 * i)) for i in range(70)]))[0]
+    assert max(len(o.dims) for o in graph.operators) > 127, "no such operator: choose another step"
+    space = search_space(graph, factor_mesh(topology_of("a100x8")))
+    for seed in range(3):
+        assert space.is_valid(space.random(np.random.default_rng(seed)))
+    n = max(range(graph.num_operators), key=lambda n: len(graph.operators[n].dims))
+    assert space.allowed[n, :, 1:].any() and not space.allowed[n, :, 128:].any()
+
+
+@pytest.mark.parametrize("model, topology", FEW_AXES[:2])
+def test_the_nearest_configs_are_all_the_others_in_order(model, topology):
+    c = case(model, topology)
+    now = c.strategies(5, 1)[0]
+    for n in range(c.graph.num_operators):
+        own = (tuple(now.axes[n].tolist()), int(now.storage[n]))
+        storages = range(len(c.space.storages)) if c.space.owns_parameters[n] else [own[1]]
+        found = list(c.space.nearest(n, *own))
+        assert set(found) == {(axes, k) for axes in c.space.configs(n) for k in storages} - {own}
+        distances = [sum(a != b for a, b in zip((*axes, k), (*own[0], own[1]), strict=True)) for axes, k in found]
+        assert len(found) == len(set(found)) and distances == sorted(distances)
+
+
 def test_sizes_that_do_not_divide_are_not_offered():
     """24 x 36 x 6 on axes of 2, 3 and 2 devices, counted on paper."""
     c = case("mlp_of_sixes", "2x6")

@@ -1,0 +1,174 @@
+"""Why a plan is as it is: its critical path, its costs, and what a change of one operator would make of it.
+
+All figures are the simulator's own. From a plan file alone come the costs that are written in it; the critical path and the
+neighbours need the step, from which the cost tables are made (`soapjax explain` loads the plan's model, as `simulate` does).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from soapjax.costs.by_operator import owners
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.plan_files import Opened
+from soapjax.planning import on_cpu
+from soapjax.report.explanation import (
+    Explanation,
+    Neighbour,
+    OperatorExplanation,
+    PathPart,
+    limit_lines,
+    merged_name,
+    totals_of,
+)
+from soapjax.report.tables import short_storage, split_of
+from soapjax.search.baselines import BASELINES
+from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.simulate.critical_path import PathStep, critical_path, pipeline_path
+from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.simulate.simulator import BATCH, occupied_by
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import topology_of
+from soapjax.strategy.strategy import Strategy
+from soapjax.timelines import TaskNames
+
+MOST_NEIGHBOURS = 512
+MOST_COUNTED = 100_000
+
+
+def explain(plan: Plan, opened: Opened | None = None) -> Explanation:
+    """Of a whole plan; without `opened` from what is written in it."""
+    totals = totals_of(plan)
+    named = plan.provenance.baseline_figures
+    large = [n for n, f in named.items() if not f.feasible and f.step_time_s < plan.prediction.step_time_s]
+    if opened is None:
+        where = {"compute": sum(t.compute_s for t in totals), "communication": sum(t.communication_s for t in totals)}
+        return Explanation((), {}, totals, limit_lines(plan, where, large, of_what="all seconds of operators, hidden or not"))
+    with on_cpu():
+        placed = _path(opened)
+    merged: dict[tuple[str, str], list[float]] = {}
+    where: dict[str, float] = {}
+    for name, place, took_s in placed:
+        merged.setdefault((merged_name(name), place), []).append(took_s)
+        where[place] = where.get(place, 0.0) + took_s
+    first = {merged_name(name): name for name, _, _ in reversed(placed)}
+    parts = (PathPart(n if len(s) > 1 else first[n], w, len(s), sum(s)) for (n, w), s in merged.items())
+    path = tuple(sorted(parts, key=lambda p: -p.seconds))
+    return Explanation(path, where, totals, limit_lines(plan, where, large))
+
+
+def _path(opened: Opened) -> list[tuple[str, str, float]]:
+    """The critical path: (task, where it runs, seconds) each."""
+    topology, _ = topology_of(opened.plan)
+
+    def place(level: int) -> str:
+        return "compute" if level < 0 else f"{topology.levels[level].name} link"
+
+    if opened.stages is not None:
+        tasks = opened.stages.timeline.tasks
+        return [(tasks[s.task].name, place(tasks[s.task].level), s.duration_s) for s in pipeline_path(tasks)]
+    names, schedule = TaskNames(opened.problem.simulator), opened.problem.simulator.schedule
+    steps = path_of(opened.problem, opened.strategy)
+    return [(names[s.task], place(int(schedule.level[s.task])), s.duration_s) for s in steps]
+
+
+def path_of(problem: PlanningProblem, strategy: Strategy) -> list[PathStep]:
+    """The critical path of a strategy, in tasks of the schedule."""
+    schedule, costs = problem.simulator.schedule, problem.simulator.costs(strategy)
+    return critical_path(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
+
+
+def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, place: str = "OPERATOR") -> OperatorExplanation:
+    """Of one operator, by its name or a part of it that no other has.
+
+    Raises: SoapjaxError where there is no such operator, or several.
+    """
+    name = _operator_named(plan, name, place)
+    part = plan.operators[name]
+    sizes, where = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), ""
+    for i, stage in enumerate(plan.pipeline.stages if plan.pipeline is not None else ()):
+        if name in stage.operators:
+            sizes, where = stage.mesh, f", in stage {i} on devices {', '.join(map(str, stage.devices))}"
+    sends = [(s.reason, sum(s.bytes.values())) for s in plan.prediction.sends if s.operator == name]
+    found = OperatorExplanation(
+        name, part.kind, part.dims, split_of(part, sizes) + where, short_storage(part.storage, plan), part.cost, None,
+        tuple(sorted(sends, key=lambda s: -s[1])[:5]),
+    )  # fmt: skip
+    if opened is None or opened.problem is None:
+        return found
+    problem, strategy = opened.problem, opened.strategy
+    n = [op.name for op in problem.graph.operators].index(name)
+    with on_cpu():
+        neighbours, count = neighbours_of(plan, problem, strategy, n)
+        (now,) = _costed(problem, [strategy], [("as planned", ())])
+        owner = operator_of_scheduled(problem)
+        seconds = sum(s.duration_s for s in path_of(problem, strategy) if owner[s.task] == n)
+    return found._replace(seconds_on_path=seconds, neighbours=tuple(neighbours), num_neighbours=count, now=now)
+
+
+def operator_of_scheduled(problem: PlanningProblem) -> np.ndarray:
+    """int [T]: the operator that every scheduled task belongs to, -1 for a barrier."""
+    schedule, own = problem.simulator.schedule, owners(problem.simulator.tables)
+    found = np.full(schedule.num_tasks, -1)
+    for kind, of in ((COMPUTE, own.of_task), (RESOLVE, own.of_tensor), (CONVERT, own.of_edge), (SUM, own.of_sum)):
+        mine = schedule.kind == kind
+        if mine.any():
+            found[mine] = of[schedule.source[mine]]
+    return found
+
+
+def _operator_named(plan: Plan, name: str, place: str) -> str:
+    if name in plan.operators:
+        return name
+    parts = [o for o in plan.operators if name and name in o]
+    if len(parts) == 1:
+        return parts[0]
+    close = parts[:5] or difflib.get_close_matches(name, list(plan.operators), 5, 0.3) or list(plan.operators)[:5]
+    value = f"{name!r}, in the names of {len(parts)} operators" if parts else f"{name!r}, no operator's name"
+    raise SoapjaxError(Problem(place, value, "the name of one operator", f"choose one, e.g. {', '.join(close)}"))
+
+
+def neighbours_of(plan: Plan, problem: PlanningProblem, strategy: Strategy, n: int) -> tuple[list[Neighbour], int]:
+    """The strategy with every other config of operator `n`, fastest first, and how many the space has.
+
+    Of a large space the MOST_NEIGHBOURS that differ in fewest choices are simulated, and MOST_COUNTED more are counted.
+    """
+    space, op = problem.space, problem.graph.operators[n]
+    every = space.nearest(n, strategy.axes[n], int(strategy.storage[n]))
+    nearest = list(itertools.islice(every, MOST_NEIGHBOURS))
+    count = len(nearest) + sum(1 for _ in itertools.islice(every, MOST_COUNTED))
+    like: dict[tuple, list[str]] = {}
+    for name, run in BASELINES.items():
+        theirs = run(None, problem, Budget()).best.strategy
+        like.setdefault((tuple(theirs.axes[n].tolist()), int(theirs.storage[n])), []).append(name)
+    now = strategy.config(n, op, space.mesh, space.storages)
+    strategies, titles = [], []
+    for axes, storage in nearest:
+        moved = Strategy(strategy.axes.copy(), strategy.storage.copy())
+        moved.axes[n], moved.storage[n] = axes, storage
+        other = moved.config(n, op, space.mesh, space.storages)
+        words = [f"{a}: {v}, not {now.axes[a]}" for a, v in other.axes.items() if v != now.axes[a]]
+        words += [f"stored {short_storage(other.storage, plan)}"] if other.storage != now.storage else []
+        strategies.append(moved)
+        titles.append(("; ".join(words), tuple(like.get((axes, storage), ()))))
+    found = _costed(problem, strategies, titles)
+    return sorted(found, key=lambda x: (not x.is_feasible, x.step_time_s, x.sent_bytes)), count
+
+
+def _costed(
+    problem: PlanningProblem, strategies: Sequence[Strategy], titles: Sequence[tuple[str, tuple[str, ...]]]
+) -> list[Neighbour]:  # fmt: skip
+    found: list[Neighbour] = []
+    for k in range(0, len(strategies), BATCH):
+        some = strategies[k : k + BATCH]
+        batch = problem.simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
+        for i, (changes, like) in enumerate(titles[k : k + BATCH]):
+            memory = float(batch.scores.memory_bytes[i])
+            sent = int(batch.costs(i).bytes_by_collective.sum())
+            fits = memory <= problem.usable_memory_bytes and not batch.scores.violations[i]
+            found.append(Neighbour(changes, float(batch.scores.step_time_s[i]), sent, int(memory), bool(fits), like))
+    return found

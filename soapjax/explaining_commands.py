@@ -1,0 +1,131 @@
+"""The commands that say why: explain, diff, report. They run no step; a plan's model is loaded for its shapes, unless only the
+file is to count."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from soapjax import cli
+from soapjax.commands import Result, opened, output_problems
+from soapjax.comparing import with_costs
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.explaining import explain, explain_operator
+from soapjax.files import write_text_atomic
+from soapjax.page_data import extras_of, pipeline_extras
+from soapjax.plan_files import Opened, reopened
+from soapjax.planning import on_cpu
+from soapjax.report.difference import difference_of, difference_report
+from soapjax.report.explanation import explanation_report, operator_report
+from soapjax.report.html import Extras, page
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import topology_of
+
+NO_MODEL = "the plan names no model: this is what is written in the file"
+
+
+def _opened(path: str, *, plan_only: bool) -> tuple[Plan, Opened | None, list[str]]:
+    """A plan, with what its prediction is made from unless only the file counts; and remarks."""
+    raw = Plan.load(path)
+    if plan_only or raw.model is None:
+        _check_choices(raw, path)
+        return raw, None, [] if plan_only else [NO_MODEL]
+    found, _, _ = opened(path)
+    return found.plan, found, []
+
+
+def _check_choices(plan: Plan, place: str) -> None:
+    """What is read without the step must at least be possible to read.
+
+    Raises: SoapjaxError naming every choice that is none.
+    """
+    topology_of(plan, place=place)
+    problems = []
+    for name, part in plan.operators.items():
+        for axis, value in part.axes.items():
+            if value not in part.dims and value != "replicate" and not re.fullmatch(r"pin\(\d{1,9}\)", value):
+                choices = " or ".join([*part.dims, "replicate"])
+                problems.append(Problem(f"{place}: operators.{name}.axes.{axis}", repr(value), choices, "choose one of these"))
+    if problems:
+        raise SoapjaxError(problems)
+
+
+def explain_command(command: cli.ExplainCommand) -> Result:
+    plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
+    if command.operator is not None:
+        operator = explain_operator(plan, command.operator, found, place=f"{command.plan}: operators")
+        if found is not None and found.problem is None:
+            remarks.append("of a pipeline no other choices are simulated")
+        return plain(operator), Group(operator_report(plan, operator), Text("\n".join(remarks))), 0
+    why = explain(plan, found)
+    result = plain(why) | {"step_time_s": plan.prediction.step_time_s, "notes": [*remarks, *plan.provenance.notes]}
+    return result, Group(explanation_report(plan, why), Text("\n".join(remarks))), 0
+
+
+def diff_command(command: cli.DiffCommand) -> Result:
+    problems, raw = [], []
+    for path in (command.a, command.b):
+        try:
+            raw.append(Plan.load(path))
+        except SoapjaxError as e:
+            problems += e.problems
+    if problems:
+        raise SoapjaxError(problems)
+    a, a_opened, remarks = _opened(command.a, plan_only=command.plan_only)
+    if a_opened is not None and _one_problem(*raw):
+        # One problem prices both: its tables and programs are made once.
+        with on_cpu():
+            b_opened = reopened(raw[1], a_opened, place=command.b)
+        b, found = b_opened.plan, with_costs(difference_of(a, b_opened.plan), a_opened, b_opened)
+    else:
+        b, _, more = _opened(command.b, plan_only=command.plan_only)
+        found, remarks = difference_of(a, b), list(dict.fromkeys([*remarks, *more]))
+    steps = {"a": a.prediction.step_time_s, "b": b.prediction.step_time_s}
+    result = plain(found) | {"same": found.is_none, "step_time_s": steps}
+    return result, Group(difference_report(a, b, found), Text("\n".join(remarks))), 0
+
+
+def _one_problem(a: Plan, b: Plan) -> bool:
+    """Whether two plans are points of one space, with the same figures for their costs."""
+    same = all(getattr(a, f) == getattr(b, f) for f in ("topology", "mesh", "profile", "fixed", "unroll"))
+    is_one_program = a.pipeline is None and b.pipeline is None
+    return same and is_one_program and a.graph.fingerprint == b.graph.fingerprint and bool(a.pinned) == bool(b.pinned)
+
+
+def report_command(command: cli.ReportCommand) -> Result:
+    if problems := output_problems(command.output, "--output", "report.html"):
+        raise SoapjaxError(problems)
+    plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
+    extras = Extras()
+    if found is not None:
+        with on_cpu():
+            if found.stages is not None:
+                topology, _ = topology_of(plan)
+                extras = pipeline_extras(found.stages.timeline, topology, found.graph)
+            else:
+                extras = extras_of(found.problem.simulator, found.strategy)
+    text = page(plan, extras, title=_title(plan))
+    write_text_atomic(command.output, text)
+    result = {"output": command.output, "bytes": len(text.encode()), "step_time_s": plan.prediction.step_time_s}
+    lines = [*remarks, f"written to {command.output}, {len(text.encode()) / 1e3:.0f} kB: open it in a browser"]
+    return result | {"notes": remarks}, Text("\n".join(lines)), 0
+
+
+def _title(plan: Plan) -> str:
+    model = f"{plan.model.path} " if plan.model is not None else ""
+    settings = "" if plan.model is None else " ".join(f"{k}={v}" for k, v in plan.model.settings.items())
+    return f"{model}{settings + ' ' if settings else ''}on {plan.topology.get('name', '?')}, {plan.num_devices} devices"
+
+
+def plain(value: Any) -> Any:
+    """Named tuples and pydantic parts as what JSON has."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if hasattr(value, "_asdict"):
+        return {k: plain(v) for k, v in value._asdict().items()}
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,154 @@
+"""Two plans beside each other: `soapjax diff`. What can be read from the files is here; what a change costs is found in
+soapjax/comparing.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from soapjax.report.explanation import merged_name
+from soapjax.report.tables import percent, seconds, seconds_of, short_storage, size, split_of
+from soapjax.strategy.plan import Plan
+
+MOST_ROWS = 40
+
+
+class Side(NamedTuple):
+    """Some operators in one of the plans."""
+
+    split: str
+    storage: str
+    seconds: float  # that they compute and communicate, hidden or not; 0 where the plan has no costs
+    sent_bytes: int
+    memory_bytes: int
+
+
+class Alone(NamedTuple):
+    """What changes if plan a takes these operators from b and nothing else."""
+
+    step_s: float
+    sent_bytes: int
+    memory_bytes: int
+
+
+class Changed(NamedTuple):
+    """Operators that differ in numbers only and are changed alike."""
+
+    names: tuple[str, ...]
+    a: Side
+    b: Side
+    alone: Alone | None = None  # None where it was not simulated, or is not possible
+
+
+class Difference(NamedTuple):
+    changed: tuple[Changed, ...]  # largest first
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    others: tuple[str, ...]  # what else differs, in words
+
+    @property
+    def is_none(self) -> bool:
+        return not (self.changed or self.only_a or self.only_b or self.others)
+
+
+def difference_of(a: Plan, b: Plan) -> Difference:
+    """What is written differently in two plans."""
+    merged: dict[tuple, list[str]] = {}
+    for name in a.operators.keys() & b.operators.keys():
+        here, there = _place(a, name), _place(b, name)
+        if here != there:
+            merged.setdefault((merged_name(name), here, there), []).append(name)
+    order = {name: i for i, name in enumerate(a.operators)}
+    changed = []
+    for names in merged.values():
+        names = tuple(sorted(names, key=order.get))
+        changed.append(Changed(names, _side(a, names), _side(b, names)))
+    changed.sort(key=lambda c: (-abs(c.a.seconds - c.b.seconds), order[c.names[0]]))
+    others = []
+    if a.graph.fingerprint != b.graph.fingerprint:
+        others.append(f"they are for different steps: {a.graph.num_operators} and {b.graph.num_operators} operators")
+    if a.topology != b.topology:
+        others.append(f"topologies {a.topology.get('name', '?')} and {b.topology.get('name', '?')} differ")
+    stages = [f"{len(p.pipeline.stages)} stages of {p.pipeline.schedule}" if p.pipeline else "one program" for p in (a, b)]
+    if a.pipeline != b.pipeline:
+        same = stages[0] == stages[1]
+        others.append(f"{stages[0]} differ in operators, devices or micro-batches" if same else f"{stages[0]}, and {stages[1]}")
+    only = (tuple(n for n in x.operators if n not in y.operators) for x, y in ((a, b), (b, a)))
+    return Difference(tuple(changed), *only, tuple(others))
+
+
+def _place(plan: Plan, name: str) -> tuple[str, str]:
+    part = plan.operators[name]
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    if plan.pipeline is not None:
+        sizes = next((s.mesh for s in plan.pipeline.stages if name in s.operators), sizes)
+    return split_of(part, sizes), part.storage
+
+
+def _side(plan: Plan, names: tuple[str, ...]) -> Side:
+    parts = [plan.operators[name] for name in names]
+    costs = [p.cost for p in parts if p.cost is not None]
+    split, storage = _place(plan, names[0])
+    sent, memory = sum(c.sent_bytes for c in costs), sum(c.memory_bytes for c in costs)
+    return Side(split, short_storage(storage, plan), sum(map(seconds_of, parts)), sent, memory)
+
+
+def difference_report(a: Plan, b: Plan, found: Difference) -> RenderableType:
+    """Totals, then operators that differ, those with the largest difference first."""
+    if found.is_none:
+        return Text("the plans are the same")
+    total = Table(title="predicted", title_justify="left")
+    for column in ("", "a", "b", "b against a"):
+        total.add_column(column, justify="left" if not column else "right")
+    for name, values, show in _totals(a, b):
+        change = f"{(values[1] / values[0] - 1) * 100:+.2f} %" if None not in values and values[0] else ""
+        total.add_row(name, *("" if v is None else show(v) for v in values), change)
+    out: list[RenderableType] = [total]
+    if found.changed:
+        is_known = any(c.alone is not None for c in found.changed)
+        title = "operators that differ" + ("; what b's choice costs: in a, nothing else changed" if is_known else "")
+        table = Table(title=title, title_justify="left")
+        for column in ("operators", "a", "b", *(("step", "sends", "memory") if is_known else ("seconds in a", "in b"))):
+            table.add_column(column, justify="left" if column in ("operators", "a", "b") else "right", overflow="fold")
+        for c in found.changed[:MOST_ROWS]:
+            title = c.names[0] if len(c.names) == 1 else f"{c.names[0]} … {c.names[-1]} ({len(c.names)})"
+            sides = _shown(c.a, c.b), _shown(c.b, c.a)
+            if is_known:
+                columns = ("", "", "") if c.alone is None else (
+                    signed(c.alone.step_s, seconds), signed(c.alone.sent_bytes, size), signed(c.alone.memory_bytes, size)
+                )  # fmt: skip
+            else:
+                columns = (seconds(c.a.seconds), seconds(c.b.seconds))
+            table.add_row(*map(escape, (title, *sides)), *columns)
+        if len(found.changed) > MOST_ROWS:
+            table.add_row(f"{len(found.changed) - MOST_ROWS} more rows", *[""] * (len(table.columns) - 1))
+        out.append(table)
+    lines = [*found.others]
+    lines += [f"only in {x}: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}" for x, names in _only(found) if names]
+    return Group(*out, Text("\n".join(lines)))
+
+
+def _only(found: Difference) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return ("a", found.only_a), ("b", found.only_b)
+
+
+def _shown(side: Side, other: Side) -> str:
+    return side.split if side.storage == other.storage else f"{side.split}, {side.storage}"
+
+
+def _totals(a: Plan, b: Plan):
+    p, q = a.prediction, b.prediction
+    yield "step", (p.step_time_s, q.step_time_s), seconds
+    yield "if no communication were hidden", (p.without_overlap_s, q.without_overlap_s), seconds
+    yield "FLOPs split", (p.split_flops_share, q.split_flops_share), percent
+    yield "each device sends", (sum(p.bytes_by_collective.values()), sum(q.bytes_by_collective.values())), size
+    yield "memory per device", (p.memory_bytes_per_device, q.memory_bytes_per_device), size
+
+
+def signed(value: float, show) -> str:
+    """A difference with its sign."""
+    return "0" if not value else ("+" if value > 0 else "−") + show(abs(value))

@@ -1,0 +1,73 @@
+"""The critical path of a simulated step: the tasks that no other could have made shorter by getting out of the way.
+
+From the task that ends last one goes back, each time to what ended at the very moment when the task started: one of its inputs,
+or the task before it on one of its streams. The tasks on the path follow one another without a gap, so that their durations add
+up to the step time (tested). Tasks without duration (conversions that a strategy does not need, barriers) are passed through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.simulate.event import occupied_streams, run, task_graph
+from soapjax.simulate.pipeline import PipelineTask
+from soapjax.simulate.schedule import Schedule
+
+
+class PathStep(NamedTuple):
+    """A task on the path, and what it waited for."""
+
+    task: int
+    start_s: float
+    duration_s: float
+    waits_for: str  # "begin", "input", or "stream": the task before it on a stream, of which it needs nothing
+
+
+def critical_path(schedule: Schedule, durations: Sequence[float] | np.ndarray, occupies: np.ndarray) -> list[PathStep]:
+    """Of a step in program order, first task first; `occupies` bool [T, S]."""
+    if not schedule.num_tasks:
+        return []
+    graph = task_graph(schedule)
+    streams = occupied_streams(schedule, durations, occupies)
+    times = run(graph, durations, streams)
+    before: list[tuple[int, ...]] = []  # the task before each one on each of its streams
+    last: dict[int, int] = {}
+    for t, mine in enumerate(streams):
+        before.append(tuple(last[s] for s in mine if s in last))
+        last.update(dict.fromkeys(mine, t))
+    t: int | None = int(np.argmax(times.end_s))
+    path: list[PathStep] = []
+    while t is not None:
+        found, waits_for = None, "begin"
+        if times.start_s[t] > 0:
+            for candidates, word in ((graph.inputs[t], "input"), (before[t], "stream")):
+                at_once = [p for p in candidates if times.end_s[p] == times.start_s[t]]
+                if at_once and found is None:
+                    found, waits_for = at_once[-1], word
+        if durations[t] > 0:
+            path.append(PathStep(t, times.start_s[t], float(durations[t]), waits_for))
+        t = found
+    return path[::-1]
+
+
+def pipeline_path(tasks: Sequence[PipelineTask]) -> list[PathStep]:
+    """Of a pipeline's timeline, as `PipelineTimeline` keeps it; a step back goes to a task on a common device if one ended then."""
+    by_end: dict[float, list[int]] = {}
+    for t, task in enumerate(tasks):
+        by_end.setdefault(task.start_s + task.duration_s, []).append(t)
+    ends = np.array(sorted(by_end))
+    t: int | None = by_end[ends[-1]][-1] if len(ends) else None
+    path: list[PathStep] = []
+    while t is not None:
+        task = tasks[t]
+        # Ends are sums of floats, made again here: the last digit may differ.
+        near = ends[np.abs(ends - task.start_s) <= 1e-9 * ends[-1]] if task.start_s > 0 else ()
+        before = [p for e in near for p in by_end[e] if p != t and tasks[p].start_s < task.start_s]
+        shared = [p for p in before if set(tasks[p].devices) & set(task.devices)]
+        found = (shared or before or [None])[-1]
+        path.append(PathStep(t, task.start_s, task.duration_s, "begin" if found is None else "input" if shared else "other"))
+        t = found
+    return path[::-1]

@@ -1,0 +1,143 @@
+"""Steps written for something else: evaluation, `jax.pmap`, a mesh of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from soapjax import SoapjaxError, soap_shard
+from soapjax.graph.one_program import for_one_program
+from soapjax.graph.trace import trace
+
+FSDP = dict(planner="fsdp")
+TX = optax.sgd(0.1, momentum=0.9)  # Adam makes steps of the rounding of gradients that are zero
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.standard_normal((16, 8)).astype(np.float32), "y": RNG.standard_normal((16, 4)).astype(np.float32)}
+
+
+class Net(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(nn.Dense(16)(x))
+        return nn.Dense(4)(nn.relu(x))
+
+
+def new_state(model):
+    variables = model.init(jax.random.key(0), BATCH["x"])
+    return {"params": variables["params"], "stats": variables["batch_stats"], "opt_state": TX.init(variables["params"])}
+
+
+def train_step(model, axis_name=None):
+    def mean(tree):
+        return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+
+    def step(state, batch):
+        def loss_fn(params):
+            out, new = model.apply({"params": params, "batch_stats": state["stats"]}, batch["x"], mutable=["batch_stats"])
+            return ((out - batch["y"]) ** 2).mean(), new["batch_stats"]
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        updates, opt_state = TX.update(mean(grads), state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "stats": mean(stats), "opt_state": opt_state}, mean(loss)
+
+    return step
+
+
+def losses(f, state, count=3):
+    found = []
+    for _ in range(count):
+        state, loss = f(state, BATCH)
+        found.append(float(loss))
+    return found, state
+
+
+def test_a_pmap_step_is_that_over_the_whole_batch():
+    expected, state = losses(jax.jit(train_step(Net())), new_state(Net()))
+    step = train_step(Net(axis_name="batch"), axis_name="batch")
+    sharded = soap_shard(step, axis_name="batch", **FSDP)
+    found, new = losses(sharded, new_state(Net()))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), new["stats"], state["stats"])
+    # The batch is split, as without the collectives.
+    assert sharded.plan.arguments["batch.x"].startswith("d0+d1+d2")
+    with pytest.raises(SoapjaxError, match="pass axis_name='batch'") as error:
+        soap_shard(step, **FSDP)(new_state(Net()), BATCH)
+    assert "test_other_steps.py:" in str(error.value) and isinstance(error.value.__cause__, NameError)
+
+
+def collectives(x, key):
+    lax, i = jax.lax, jax.lax.axis_index("b")
+    key = jax.random.fold_in(key, i)
+    gathered = lax.all_gather(x, "b"), lax.all_gather(x, "b", axis=1), lax.all_gather(x, "b", tiled=True)
+    scattered = lax.psum_scatter(x, "b", tiled=True), lax.psum_scatter(x[None], "b"), lax.all_to_all(x, "b", 0, 1, tiled=True)
+    sums = lax.psum(x, "b"), lax.pmean({"a": x}, "b"), lax.pmax(x, "b"), lax.pmin(x, "b"), lax.psum(1, "b")
+    branch = lax.cond(x[0, 0] > 0, lambda: lax.pmean(x, "b"), lambda: 2 * x)
+    looped = lax.scan(lambda c, row: (lax.psum(c + row.sum(), "b"), lax.axis_index("b") + row), 0.0, x)
+    rolled = lax.ppermute(x, "b", [(0, 0)]), jax.grad(lambda v: (lax.pmean(v, "b") ** 2).sum())(x)
+    return i, jax.random.normal(key, (2,)), gathered, scattered, sums, branch, looped, rolled, lax.axis_size("b")
+
+
+def test_collectives_of_one_member_are_those_of_jax():
+    """Against `shard_map` over one device, where the axis is real."""
+    x, key = jnp.arange(12.0).reshape(4, 3) - 2, jax.random.key(1)
+    mesh = Mesh(np.array(jax.devices()[:1]), "b")
+    expected = jax.jit(jax.shard_map(collectives, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(x, key)
+    closed = jax.make_jaxpr(jax.jit(collectives), axis_env=[("b", 1)])(x, key)
+    rewritten = for_one_program(closed, ["b"])
+    found = jax.jit(jaxpr_as_fun(rewritten))(x, key)
+    for a, b in zip(found, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert trace(collectives, x, key, axis_name="b").out_avals[0].shape == ()
+    text = str(rewritten)
+    assert not any(word in text for word in ("psum", "pmax", "all_gather", "axis_index", "reduce_scatter", "NamedAxis"))
+
+
+def test_constraints_on_a_mesh_of_its_own_can_be_left_out():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    inner = train_step(Net())
+
+    def step(state, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(mesh, P("data")))
+        return inner(state, batch | {"x": x})
+
+    with pytest.raises(SoapjaxError, match=r"test_other_steps.py:\d+ in step.*strip_constraints=True"):
+        soap_shard(step, **FSDP)(new_state(Net()), BATCH)
+    found, _ = losses(soap_shard(step, strip_constraints=True, **FSDP), new_state(Net()))
+    np.testing.assert_allclose(found, losses(jax.jit(inner), new_state(Net()))[0], rtol=1e-5)
+
+
+def test_an_evaluation_step_takes_the_training_state_as_it_lies():
+    train = soap_shard(train_step(Net()), **FSDP)
+    state, _ = train(new_state(Net()), BATCH)
+
+    def evaluate(state, batch):
+        out, _ = Net().apply({"params": state["params"], "batch_stats": state["stats"]}, batch["x"], mutable=["batch_stats"])
+        return ((out - batch["y"]) ** 2).mean()
+
+    expected = float(evaluate(jax.device_get(state), BATCH))
+    fixed = soap_shard(evaluate, fixed={"state": train.shardings()[0]}, **FSDP)
+    assert float(fixed(state, BATCH)) == pytest.approx(expected, rel=1e-5)
+    assert jax.tree.map(lambda s: s.spec, fixed.shardings()[0]["params"]) == jax.tree.map(
+        lambda s: s.spec, train.shardings()[0]["params"]
+    )
+    # The momentum, which it does not read, are neither moved nor part of the program.
+    free = soap_shard(evaluate, **FSDP)
+    assert float(free(state, BATCH)) == pytest.approx(expected, rel=1e-5)
+    placed = free._last.place(state, BATCH)[0]
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (placed["opt_state"], state["opt_state"])), strict=True))
+    compiled = free.lower(state, BATCH).compile()
+    read = sum(x.nbytes for x in jax.tree.leaves((state["params"], BATCH)))
+    assert compiled.memory_analysis().argument_size_in_bytes <= read < sum(x.nbytes for x in jax.tree.leaves((state, BATCH)))
+    # A last batch that does not split over eight devices is planned anew.
+    few = jax.tree.map(lambda x: x[:6], BATCH)
+    assert float(free(state, few)) == pytest.approx(float(evaluate(jax.device_get(state), few)), rel=1e-5)
+    assert free._cache_size() == 2
+    train(state, BATCH)  # it has not been used up

@@ -1,0 +1,62 @@
+"""What public training scripts are made of, and random programs of the same kinds: planned, they compute what one device does."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from patterns import PATTERNS
+from planned import Case, data_parallel, rotated
+from random_steps import random_step
+
+from soapjax.graph.build import build_graph
+from soapjax.graph.trace import trace
+
+
+@functools.cache
+def made(name):
+    return Case(*PATTERNS[name]())
+
+
+def split_share(case, strategy):
+    """Which share of the FLOPs of products is split over devices."""
+    tasks = case.graph.tasks
+    flops = np.array([
+        sum(w.flops * tasks[t].trip_count for t in op.tasks if tasks[t].kind == "dot" for w in tasks[t].work)
+        for op in case.graph.operators
+    ])  # fmt: skip
+    return float(flops[(strategy.axes >= 0).any(axis=1)].sum() / flops.sum())
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_planned_pattern_computes_what_one_device_does(name):
+    case = made(name)
+    strategy = data_parallel(case.space)
+    # Products of one example's Hessian with the identity, norms of gradients and one matrix' factors have no batch.
+    assert split_share(case, strategy) >= (0.9 if name == "cholesky" else 0.98)
+    case.check(strategy)
+
+
+@pytest.mark.parametrize("name", ["adversaries", "scan_of_updates", "joined_batches", "inner_update", "trained_scalar"])
+def test_a_pattern_under_another_strategy(name):
+    made(name).check_plain(1e-3)
+    made(name).check(rotated(made(name).space, 0))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_random_steps_have_graphs(first):
+    """Every pass leaves a consistent graph (checks.py), whatever the structure."""
+    for seed in range(first, first + 20):
+        step, args, what = random_step(seed)
+        graph, _ = build_graph(trace(step, *args))
+        assert graph.tasks, what
+
+
+@pytest.mark.parametrize("seed", [0, 2, 8])
+def test_a_random_step_computes_what_one_device_does(seed):
+    step, args, what = random_step(seed)
+    case = Case(step, args)
+    for strategy in (data_parallel(case.space), rotated(case.space, seed)):
+        case.check(strategy)
+    plain, flat = jax.tree.leaves(jax.eval_shape(step, *args)), case.expected
+    assert [x.shape for x in plain] == [x.shape for x in flat], what
