@@ -142,7 +142,17 @@ def jaxrl_batch(make):
 def sac() -> Made:
     old_names()
     m = package(
-        JAXRL, "jaxrl.agents.sac.sac_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown", "gym.wrappers", "gym.envs"]
+        JAXRL,
+        "jaxrl.agents.sac.sac_learner",
+        stand_ins=[
+            "d4rl",
+            "dm_control",
+            "mujoco_py",
+            "gdown",
+            "gym.wrappers",
+            "gym.wrappers.pixel_observation",
+            "dm_control_suite",
+        ],
     )
     with frozen_init():
         learner = m.SACLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32))
@@ -160,7 +170,17 @@ def redq() -> Made:
     """An ensemble of critics (`nn.vmap`), of which a random subset gives the target."""
     old_names()
     m = package(
-        JAXRL, "jaxrl.agents.redq.redq_learner", stand_ins=["d4rl", "dm_control", "mujoco_py", "gdown", "gym.wrappers", "gym.envs"]
+        JAXRL,
+        "jaxrl.agents.redq.redq_learner",
+        stand_ins=[
+            "d4rl",
+            "dm_control",
+            "mujoco_py",
+            "gdown",
+            "gym.wrappers",
+            "gym.wrappers.pixel_observation",
+            "dm_control_suite",
+        ],
     )
     with frozen_init():
         learner = m.REDQLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32), n=4, m=2)
