@@ -19,7 +19,7 @@ from foreign.registry import Made, case, floats, ints
 from foreign.sources import pieces, plain
 
 EQUINOX, DIFFRAX = "patrick-kidger+equinox", "patrick-kidger+diffrax"
-equinox_case = functools.partial(case, source=EQUINOX, packages=["equinox"])
+equinox_case = functools.partial(case, source=EQUINOX, packages=["equinox", "diffrax", "einops"])
 diffrax_case = functools.partial(case, source=DIFFRAX, packages=["diffrax"])
 
 

@@ -196,7 +196,7 @@ def stylegan2() -> Made:
         stand_ins=["jaxlib.xla_extension", "flax.optim", "flax.optim.dynamic_scale"],
     )
     sizes = dict(resolution=16, num_channels=3, fmap_base=128, fmap_max=16, dtype="float32")
-    mapping = m.MappingNetwork(z_dim=16, c_dim=0, w_dim=16, num_ws=6, num_layers=2)
+    mapping = m.MappingNetwork(z_dim=16, c_dim=0, w_dim=16, num_ws=6, num_layers=2, layer_features=16)
     synthesis = m.SynthesisNetwork(**sizes, w_dim=16)
     discriminator = m.Discriminator(**sizes, c_dim=0, mbstd_group_size=4)
     key, z = jax.random.PRNGKey(0), floats(8, 16)

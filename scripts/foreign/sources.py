@@ -239,6 +239,8 @@ def old_names() -> None:
     for name, value in {"tree_map": jax.tree.map, "tree_leaves": jax.tree.leaves, "tree_multimap": jax.tree.map}.items():
         setattr(jax, name, value)
     jnp.DeviceArray = jax.Array
+    if not hasattr(jax, "util"):
+        jax.util = types.SimpleNamespace(safe_zip=zip, safe_map=map)
 
 
 @contextlib.contextmanager
