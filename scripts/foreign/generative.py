@@ -26,7 +26,7 @@ def dit() -> Made:
     old_names()
     m = without_collectives(load(
         "kvfrans+jax-diffusion-transformer", "train_diffusion", "utils", "schedulers", "diffusion_transformer",
-        stand_ins=["utils.wandb", "utils.stable_vae", "utils.checkpoint", "ml_collections.config_flags", "localutils",
+        stand_ins=["utils.stable_vae", "utils.checkpoint", "ml_collections.config_flags", "localutils",
                    "localutils.debugger", "diffusers"],
     ))  # fmt: skip
     sizes = dict(hidden_size=32, patch_size=2, depth=2, num_heads=4, mlp_ratio=4)
@@ -181,49 +181,6 @@ def mipnerf() -> Made:
         return 0.1 * jnp.sum(losses[:-1]) + losses[-1]
 
     return adamw_step(loss_fn, params, rays, np.abs(floats(32, 3)), key)
-
-
-@case("stylegan2", "gan", source="matthias-wright+flaxmodels")
-def stylegan2() -> Made:
-    """`main_step_D`, `regul_step_D` and `main_step_G` of its training: modulated convolutions, R1 penalty, moving averages."""
-    old_names()
-    steps = load("matthias-wright+flaxmodels/training/stylegan2", "training_steps", stand_ins=["training_utils"])
-    m = package("matthias-wright+flaxmodels", "flaxmodels.stylegan2", ["h5py", "dataclasses_json"])
-    steps = without_collectives(steps)
-    utils = load(
-        "matthias-wright+flaxmodels/training/stylegan2",
-        "training_utils",
-        stand_ins=["jaxlib.xla_extension", "flax.optim", "flax.optim.dynamic_scale"],
-    )
-    sizes = dict(resolution=16, num_channels=3, fmap_base=128, fmap_max=16, dtype="float32")
-    mapping = m.MappingNetwork(z_dim=16, c_dim=0, w_dim=16, num_ws=6, num_layers=2, layer_features=16)
-    synthesis = m.SynthesisNetwork(**sizes, w_dim=16)
-    discriminator = m.Discriminator(**sizes, c_dim=0, mbstd_group_size=4)
-    key, z = jax.random.PRNGKey(0), floats(8, 16)
-    mapped = mapping.init(key, jnp.ones((1, 16)), None)
-    drawn = synthesis.init(key, jnp.ones((1, 6, 16)))
-    images = floats(8, 16, 16, 3)
-    judged = discriminator.init(key, images, None)
-    tx = optax.adam(2e-3, b1=0.0, b2=0.99)
-    generator_params = {"mapping": mapped["params"], "synthesis": drawn["params"]}
-    g = utils.TrainStateG.create(
-        apply_fn=None, apply_mapping=mapping.apply, apply_synthesis=synthesis.apply, params=generator_params,
-        moving_stats=mapped.get("moving_stats"), noise_consts=drawn["noise_consts"], tx=tx, epoch=0, dynamic_scale_main=None,
-        dynamic_scale_reg=None,
-    )  # fmt: skip
-    d = utils.TrainStateD.create(apply_fn=discriminator.apply, params=judged, tx=tx, epoch=0, dynamic_scale_main=None,
-                                 dynamic_scale_reg=None)  # fmt: skip
-    config = types.SimpleNamespace(r1_gamma=10.0, D_reg_interval=16)
-
-    def step(g, d, key, images, z1, z2):
-        key, a, b = jax.random.split(key, 3)
-        batch, metrics = {"image": images, "label": None}, {}
-        d, metrics = plain(steps.main_step_D)(g, d, batch, z1, z2, metrics, 0.9, a)
-        d, metrics = plain(steps.regul_step_D)(d, batch, metrics, config)
-        g, metrics, *_ = plain(steps.main_step_G)(g, d, batch, z1, z2, metrics, 0.9, b)
-        return g, d, key, metrics
-
-    return Made(step, (g, d, key, images, z, floats(8, 16)), {0: 0, 1: 1, 2: 2})
 
 
 @case("diffusers_unet_text_to_image", "diffusion", packages=["diffusers", "transformers"])

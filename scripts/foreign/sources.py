@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -240,7 +241,7 @@ def old_names() -> None:
         setattr(jax, name, value)
     jnp.DeviceArray = jax.Array
     if not hasattr(jax, "util"):
-        jax.util = types.SimpleNamespace(safe_zip=zip, safe_map=map)
+        jax.util = types.SimpleNamespace(safe_zip=zip, safe_map=map, cache=lambda: functools.cache)
 
 
 @contextlib.contextmanager
