@@ -165,34 +165,6 @@ def sac() -> Made:
     return Made(update, (*state, jaxrl_batch(m.Batch)), {i: i for i in range(5)})
 
 
-@rl_case("jaxrl_redq", source=JAXRL, packages=["tensorflow_probability"])
-def redq() -> Made:
-    """An ensemble of critics (`nn.vmap`), of which a random subset gives the target."""
-    old_names()
-    m = package(
-        JAXRL,
-        "jaxrl.agents.redq.redq_learner",
-        stand_ins=[
-            "d4rl",
-            "dm_control",
-            "mujoco_py",
-            "gdown",
-            "gym.wrappers",
-            "gym.wrappers.pixel_observation",
-            "dm_control_suite",
-        ],
-    )
-    with frozen_init():
-        learner = m.REDQLearner(0, floats(1, OBSERVATION), floats(1, ACTIONS), hidden_dims=(32, 32), n=4, m=2)
-    inner = plain(m._update_jit)
-
-    def update(rng, actor, critic, target, temp, batch):
-        return inner(rng, actor, critic, target, temp, batch, 0.99, 0.005, -2.0, True, 4, 2, True, True)
-
-    state = (learner.rng, learner.actor, learner.critic, learner.target_critic, learner.temp)
-    return Made(update, (*state, jaxrl_batch(m.Batch)), {i: i for i in range(5)})
-
-
 @rl_case("iql", source="ikostrikov+implicit_q_learning", packages=["tensorflow_probability"])
 def iql() -> Made:
     old_names()
