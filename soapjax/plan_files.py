@@ -64,7 +64,8 @@ def reopened(loaded: Plan, other: Opened, *, place: str = "plan") -> Opened:
 def _priced(loaded: Plan, problem: PlanningProblem, place: str) -> Opened:
     strategy = strategy_of(loaded, problem.space, place=place)
     made = plan_of_strategy(problem, strategy, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll)
-    return Opened(made.model_copy(update={"mesh": loaded.mesh, "logical_axes": loaded.logical_axes}), problem.graph, problem, strategy, None)
+    kept = {"mesh": loaded.mesh, "logical_axes": loaded.logical_axes}
+    return Opened(made.model_copy(update=kept), problem.graph, problem, strategy, None)
 
 
 def problem_of_plan(

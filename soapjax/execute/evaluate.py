@@ -161,11 +161,19 @@ def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:
 
 
 def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
+    """The loop in float64. A vmapped condition is one per row: a row stays as it is once its own is over."""
     condition, body = _in_float64(params["cond_jaxpr"]), _in_float64(params["body_jaxpr"])
     first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    final = jax.lax.while_loop(
-        lambda carry: condition(*inputs[:first], *carry)[0],
-        lambda carry: body(*inputs[first:start], *carry),
-        tuple(map(jnp.asarray, inputs[start:])),
-    )
-    return list(final)
+
+    def goes_on(carry: tuple[Any, ...]) -> Any:
+        return condition(*inputs[:first], *carry)[0]
+
+    def trip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, new = goes_on(carry), body(*inputs[first:start], *carry)
+        if not rows.ndim:
+            return new
+        return tuple(
+            jnp.where(rows.reshape(rows.shape + (1,) * (a.ndim - rows.ndim)), a, b) for a, b in zip(new, carry, strict=True)
+        )  # fmt: skip
+
+    return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), trip, tuple(map(jnp.asarray, inputs[start:]))))

@@ -27,9 +27,14 @@ class Accumulation:
     relayouts: dict[str, str]  # key of an equation between a product and its addition -> key of the product's equation
 
 
-def find_accumulations(program: Program, values: Values, phases: Phases) -> dict[int, Accumulation]:
-    """Parameter index -> how its gradient is summed up, where there is more than one summand."""
-    context = _Context(program, values, phases)
+def find_accumulations(
+    program: Program, values: Values, phases: Phases, generated: set[int] = frozenset()
+) -> dict[int, Accumulation]:
+    """Parameter index -> how its gradient is summed up, where there is more than one summand.
+
+    `generated`: values that every device makes of constants (the gradient of a mean); a sum with such a summand is none of these.
+    """
+    context = _Context(program, values, phases, generated)
     found = {}
     for p, parameter in enumerate(phases.parameters):
         walk = _Walk(context)
@@ -45,8 +50,8 @@ def find_accumulations(program: Program, values: Values, phases: Phases) -> dict
 class _Context:
     """What every walk looks up."""
 
-    def __init__(self, program: Program, values: Values, phases: Phases):
-        self.program, self.values, self.phases = program, values, phases
+    def __init__(self, program: Program, values: Values, phases: Phases, generated: set[int]):
+        self.program, self.values, self.phases, self.generated = program, values, phases, generated
         self.uses = Uses(program, values)
 
     def order(self, root: int) -> int:
@@ -116,7 +121,7 @@ class _Walk:
     def _summand(self, root: int) -> None:
         self.summands.append(root)
         eqn = self.context.backward(root)
-        if eqn is None or root in self.context.uses.carried:
+        if eqn is None or root in self.context.uses.carried or root in self.context.generated:
             self.is_broken = True
             return
         between: list[FlatEqn] = []

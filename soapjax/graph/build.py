@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jax
 import numpy as np
 
 from soapjax.garbage import fewer_collections
@@ -85,19 +86,28 @@ class _Builder:
         self.phases = find_phases(step, self.values)
         check_phases(self.program, self.values, self.phases)
         self.generated = generated_values(self.program, self.values)
-        self.sums = traced.find_accumulations(self.program, self.values, self.phases)
+        self.sums = traced.find_accumulations(self.program, self.values, self.phases, self.generated)
         additions = frozenset(key for found in self.sums.values() for key in found.additions)
         self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
         check_units(self.units, self.updates, self.values, self.phases)
         self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
         self.labels = LabelCache(self.program)
-        data = {v for i, v in enumerate(self.program.inputs) if i not in step.state_pairs}
-        self.samples = sample_nodes(self.program, self.values, self.labels, data)
+        self.samples = sample_nodes(self.program, self.values, self.labels, self._data())
         self.parameter_values = {p.value for p in self.phases.parameters}
         readers = readers_of(self.units, self.updates, self.program, self.values)
         self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
         self.tensors = self.tasks.tensors
         self.by_key = {e.key: e for e in self.updates}
+
+    def _data(self) -> set[int]:
+        """The inputs whose leading dim is the batch: those that are no state; of a step that has none (chains of a sampler,
+        walkers, environments) the state that is not trained, but for vectors, which may be of features."""
+        inputs, avals = self.program.inputs, self.program.avals
+        data = {v for i, v in enumerate(inputs) if i not in self.step.state_pairs}
+        if any(avals[v].shape and not _is_key(avals[v]) for v in data):
+            return data
+        trained = {i for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
+        return data | {v for i, v in enumerate(inputs) if i not in trained and len(avals[v].shape) > 1}
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
@@ -304,6 +314,11 @@ class _Builder:
         """They are added up as what they are cast to: over devices too, since their sums stay apart until then."""
         for i in {i for chain in accumulations for i in chain.summands}:
             self.tensors.all[i] = self.tensors.all[i]._replace(sum_dtype="", sum_itemsize=0)
+
+
+def _is_key(aval: Any) -> bool:
+    """Whether a value is a random key, in either of JAX's forms."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or (str(aval.dtype), aval.shape) == ("uint32", (2,))
 
 
 def _fixed(unit: Unit, classes: DimClasses, index: dict[Hashable, int]) -> tuple[tuple[tuple[str, ...], ...] | None, Any]:
