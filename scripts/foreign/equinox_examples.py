@@ -169,8 +169,8 @@ def dcgan() -> Made:
     n = notebook(EQUINOX, "deep_convolutional_gan", "Generator", "Discriminator", *grads, "step_discriminator", "step_generator",
                  given={"batch_size": 8, "latent_size": 16})  # fmt: skip
     shape = (1, 64, 64)
-    generator, g_state = eqx.nn.make_with_state(n.Generator)(16, (64, 64, 1), key=jr.PRNGKey(0))
-    discriminator, d_state = eqx.nn.make_with_state(n.Discriminator)((64, 64, 1), key=jr.PRNGKey(1))
+    generator, g_state = eqx.nn.make_with_state(n.Generator)(16, (64, 8, 1), key=jr.PRNGKey(0))
+    discriminator, d_state = eqx.nn.make_with_state(n.Discriminator)((64, 8, 1), key=jr.PRNGKey(1))
     tx = optax.adam(2e-4, b1=0.5)
     step_d, step_g = plain(n.step_discriminator), plain(n.step_generator)
 
