@@ -34,16 +34,11 @@ STUBS = (
     "clu.preprocess_spec clu.platform flax.metrics.tensorboard gym gym.spaces gymnasium gymnasium.spaces "
     "gymnasium.spaces.box cv2 grain grain.python sentencepiece kagglehub datasets stable_baselines3 "
     "stable_baselines3.common.buffers stable_baselines3.common.atari_wrappers envpool tensorboardX pandas imageio PIL.Image "
-    "seaborn mpl_toolkits mpl_toolkits.axes_grid1 omegaconf hydra pygame tensorflow_gan tensorflow_hub jax.experimental.host_callback"
+    "seaborn mpl_toolkits mpl_toolkits.axes_grid1 omegaconf hydra pygame"
+    " tensorflow_gan tensorflow_hub jax.experimental.host_callback"
 ).split()
-NEVER_REAL = (
-    "tensorflow",
-    "clu.",
-    "flax.metrics",
-    "sklearn",
-    "matplotlib",
-    "mpl_toolkits",
-)  # slow, or not needed, even where installed
+# Slow, or not needed, even where installed.
+NEVER_REAL = ("tensorflow", "clu.", "flax.metrics", "sklearn", "matplotlib", "mpl_toolkits", "seaborn")
 _folder = Path(".")
 _counter = itertools.count()
 
