@@ -53,7 +53,7 @@ def measured(case: Case, planner: str, *, proposals: int, seed: int = 0) -> dict
             begin = time.perf_counter()
             found = soapjax.plan(made.step, *made.args, topology="cpu8", planner=planner, proposals=proposals, seed=seed)
             row["plan_s"] = time.perf_counter() - begin
-            row |= shares(found.graph, found.plan)
+            row |= shares(found.plan)
             row["notes"] = " / ".join(found.plan.provenance.notes)
             row["status"] = "does not run"
             planned = run(soapjax.soap_shard(made.step, plan=found.plan), made)
@@ -181,33 +181,10 @@ def moved_by_rounding(x: Any, rng: np.random.Generator) -> Any:
     return (np.asarray(x, np.float64) * by).astype(x.dtype)
 
 
-def shares(graph: Any, plan: Plan) -> dict[str, Any]:
+def shares(plan: Plan) -> dict[str, Any]:
     """How much of the step's arithmetic is split over devices, and how many operators are split at all."""
     num_split = sum(any(v != "replicate" for v in o.axes.values()) for o in plan.operators.values())
-    return {"num_operators": len(plan.operators), "num_split": num_split, "flops_split": split_share(graph, plan)}
-
-
-def split_share(graph: Any, plan: Plan) -> float:
-    """The share of FLOPs that is split: 1 where no device repeats another's work, 0 where all do everything.
-
-    Work of degree n on D devices counts as (1 - 1/n) / (1 - 1/D). An update is as its parameter is stored.
-    """
-    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    total = split = 0.0
-    for task in graph.tasks:
-        operator = graph.operators[task.operator]
-        part = plan.operators[operator.name]
-        degrees = dict.fromkeys((d.name for d in operator.dims), 1)
-        for axis, dim in part.axes.items():
-            if dim in degrees:
-                degrees[dim] *= sizes[axis]
-        for work in task.work:
-            degree = int(np.prod([degrees[operator.dims[d].name] for d in work.dims if d >= 0], initial=1))
-            if task.parameter >= 0 and part.storage.startswith("sharded/"):
-                degree = int(part.storage.removeprefix("sharded/").split(",")[0])
-            flops = work.flops * task.trip_count
-            total, split = total + flops, split + flops * (1 - 1 / degree) / (1 - 1 / plan.num_devices)
-    return split / total if total else 1.0
+    return {"num_operators": len(plan.operators), "num_split": num_split, "flops_split": plan.prediction.split_flops_share}
 
 
 def proof(found: soapjax.Planned, made: Made) -> dict[str, Any]:
