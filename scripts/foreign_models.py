@@ -131,7 +131,7 @@ def table(cases: list[Any], options: argparse.Namespace) -> None:
         for planner in options.planners:
             arguments = {"name": c.name, "planner": planner, "proposals": options.proposals}
             known = rows.find(arguments)
-            if known is not None and options.retry and known["status"] != "proven":
+            if known is not None and options.retry and not known["status"].startswith("proven"):
                 known = None
             if known is None:
                 facts = {"family": c.family, "source": c.source or " ".join(c.packages), "is_listed": int(c.is_listed)}

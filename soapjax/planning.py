@@ -97,7 +97,7 @@ def plan(
     given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
     layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
     problem = planning_problem(step, topology, layouts, space=space, profile=profile)
-    remarks = (*remarks, *_order_remark(problem.graph))
+    remarks = (*remarks, *_graph_remarks(problem.graph))
     key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
@@ -129,10 +129,15 @@ def plan(
     return Planned(made, result, baselines, problem, step)
 
 
-def _order_remark(graph: OperatorGraph) -> tuple[str, ...]:
-    if not (graph.is_single_phase and graph.parameters):
-        return ()
-    return ("a gradient is taken of what an update made: forward, backward and update run as one phase, in program order",)
+def _graph_remarks(graph: OperatorGraph) -> tuple[str, ...]:
+    """What of the step's structure a reader of the plan should know."""
+    remarks = []
+    if graph.is_single_phase and graph.parameters:
+        remarks.append("a gradient of what an update made: forward, backward and update run as one phase, in program order")
+    if whole := [op.name for op in graph.operators if op.kind in ("unknown", "loop")]:
+        shown = ", ".join(whole[:4]) + (f", ... ({len(whole)} in all)" if len(whole) > 4 else "")
+        remarks.append(f"no rule splits linear algebra, while, cond, unknown primitives: every device does all of {shown}")
+    return tuple(remarks)
 
 
 def plan_pipeline(

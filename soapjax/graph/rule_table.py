@@ -74,8 +74,9 @@ def labels_of(eqn: FlatEqn, program: Program) -> Labels:
         if eqn.name not in _warned:
             _warned.add(eqn.name)
             log.warning(
-                "no dimension rule for primitive %r: it is replicated on every device (add one with soapjax.graph.rules.register)",
-                eqn.name,
+                "no dimension rule for primitive %r (%s): it is replicated on every device "
+                "(add one with soapjax.graph.rules.register)",
+                eqn.name, eqn.source or "line unknown",
             )
         return replicated(ins, outs)
     found = rule(eqn, ins, outs)
