@@ -6,12 +6,12 @@ import numpy as np
 
 from soapjax.plan_files import Opened
 from soapjax.planning import on_cpu
-from soapjax.report.difference import Alone, Difference
+from soapjax.report.difference import Alone, PlanDifference
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
 
-def with_costs(found: Difference, a: Opened, b: Opened) -> Difference:
+def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
     """The difference with what each change alone costs in `a`, largest first.
 
     Both are opened with one problem.

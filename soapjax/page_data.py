@@ -9,7 +9,7 @@ import numpy as np
 from soapjax.costs.memory_curve import memory_curve
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, PHASE_NAMES, UPDATE
-from soapjax.report.html import Extras, MemoryOverStep, Timeline
+from soapjax.report.html import Extras, MemoryOverStep, TimelineView
 from soapjax.simulate.critical_path import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
 from soapjax.simulate.pipeline import PipelineTimeline
@@ -78,7 +78,7 @@ def _phase(graph: OperatorGraph, task: int) -> int:
     return {FORWARD: 0, BACKWARD: 1, UPDATE: 2}[graph.tasks[task].phase]
 
 
-def _timeline(rows: list[tuple], makespan_s: float, note: str) -> Timeline:
+def _timeline(rows: list[tuple], makespan_s: float, note: str) -> TimelineView:
     """Rows of (device or None, link, start, duration, name, kind, on the critical path) as tracks; equal devices are one."""
     by_device: dict[int | None, list[tuple]] = {}
     for device, *row in rows:
@@ -104,7 +104,7 @@ def _timeline(rows: list[tuple], makespan_s: float, note: str) -> Timeline:
             spans.append((track_of[link], *at, names.setdefault(name, len(names)), kind, int(critical)))
     if shown < len(by_device):
         note += f" The first {shown} are shown."
-    return Timeline(makespan_s, unit_s, tuple(tracks), tuple(names), tuple(spans), note)
+    return TimelineView(makespan_s, unit_s, tuple(tracks), tuple(names), tuple(spans), note)
 
 
 def _ranges(devices: Iterable[int]) -> str:

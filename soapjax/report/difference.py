@@ -35,7 +35,7 @@ class Alone(NamedTuple):
     memory_bytes: int
 
 
-class Changed(NamedTuple):
+class ChangedOperators(NamedTuple):
     """Operators that differ in numbers only and are changed alike."""
 
     names: tuple[str, ...]
@@ -44,8 +44,8 @@ class Changed(NamedTuple):
     alone: Alone | None = None  # None where it was not simulated, or is not possible
 
 
-class Difference(NamedTuple):
-    changed: tuple[Changed, ...]  # largest first
+class PlanDifference(NamedTuple):
+    changed: tuple[ChangedOperators, ...]  # largest first
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     others: tuple[str, ...]  # what else differs, in words
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
         return not (self.changed or self.only_a or self.only_b or self.others)
 
 
-def difference_of(a: Plan, b: Plan) -> Difference:
+def difference_of(a: Plan, b: Plan) -> PlanDifference:
     """What is written differently in two plans."""
     merged: dict[tuple, list[str]] = {}
     for name in a.operators.keys() & b.operators.keys():
@@ -66,7 +66,7 @@ def difference_of(a: Plan, b: Plan) -> Difference:
     changed = []
     for names in merged.values():
         names = tuple(sorted(names, key=order.get))
-        changed.append(Changed(names, _side(a, names), _side(b, names)))
+        changed.append(ChangedOperators(names, _side(a, names), _side(b, names)))
     changed.sort(key=lambda c: (-abs(c.a.seconds - c.b.seconds), order[c.names[0]]))
     others = []
     if a.graph.fingerprint != b.graph.fingerprint:
@@ -78,7 +78,7 @@ def difference_of(a: Plan, b: Plan) -> Difference:
         same = stages[0] == stages[1]
         others.append(f"{stages[0]} differ in operators, devices or micro-batches" if same else f"{stages[0]}, and {stages[1]}")
     only = (tuple(n for n in x.operators if n not in y.operators) for x, y in ((a, b), (b, a)))
-    return Difference(tuple(changed), *only, tuple(others))
+    return PlanDifference(tuple(changed), *only, tuple(others))
 
 
 def _place(plan: Plan, name: str) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def _side(plan: Plan, names: tuple[str, ...]) -> Side:
     return Side(split, short_storage(storage, plan), sum(map(seconds_of, parts)), sent, memory)
 
 
-def difference_report(a: Plan, b: Plan, found: Difference) -> RenderableType:
+def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType:
     """Totals, then operators that differ, those with the largest difference first."""
     if found.is_none:
         return Text("the plans are the same")
@@ -132,7 +132,7 @@ def difference_report(a: Plan, b: Plan, found: Difference) -> RenderableType:
     return Group(*out, Text("\n".join(lines)))
 
 
-def _only(found: Difference) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _only(found: PlanDifference) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return ("a", found.only_a), ("b", found.only_b)
 
 

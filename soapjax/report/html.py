@@ -23,7 +23,7 @@ from soapjax.strategy.plan import Plan
 MOST_SPLITS = 8  # that get a colour of their own; "other" is one more
 
 
-class Timeline(NamedTuple):
+class TimelineView(NamedTuple):
     """What runs when; times are numbers of `unit_s` seconds."""
 
     makespan_s: float
@@ -50,7 +50,7 @@ class MemoryOverStep(NamedTuple):
 class Extras(NamedTuple):
     """What a page can show beside the plan file."""
 
-    timeline: Timeline | None = None
+    timeline: TimelineView | None = None
     memory: MemoryOverStep | None = None
     edges: tuple[tuple[int, int], ...] = ()  # positions of operators in the plan: the first's results are read by the second
     path: tuple[tuple[str, float], ...] = ()  # seconds of the critical path by stream, largest first

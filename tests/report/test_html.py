@@ -11,7 +11,7 @@ import pytest
 from command_line import plan_text
 
 from soapjax import Plan
-from soapjax.report.html import Extras, MemoryOverStep, Timeline, fragment, framed, page
+from soapjax.report.html import Extras, MemoryOverStep, TimelineView, fragment, framed, page
 from soapjax.strategy.plan import OperatorCost
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -35,7 +35,8 @@ def extras_with(count):
     num = 5 * count
     names = tuple(f"task {i}" for i in range(count))
     spans = tuple((i % 3, 10**7 // num * i, 10**7 // num, i % count, i % 6, int(i % 3 == 0)) for i in range(num))
-    timeline = Timeline(1e-2, 1e-9, ("every device computes", "every device a link", "every device b link"), names, spans, "note")
+    tracks = ("every device computes", "every device a link", "every device b link")
+    timeline = TimelineView(1e-2, 1e-9, tracks, names, spans, "note")
     steps = range(count)
     memory = MemoryOverStep(
         "every device", tuple(1e-2 * i / count for i in steps), 10**6, tuple(10**6 + i for i in steps), (0,) * count, names,
