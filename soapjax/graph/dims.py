@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 from soapjax.graph.phases import FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.program import FlatEqn, Program
-from soapjax.graph.rules import BLOCKED, Labels, labels_of
+from soapjax.graph.rules import BLOCKED, Labels, MadeOf, labels_of
 from soapjax.graph.units import LAYOUT_ONLY, Unit
 from soapjax.graph.values import Values
 
@@ -65,8 +65,33 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
     it be split, every device takes its block of what the equation makes of whole operands.
     """
     leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
-    uf = UnionFind()
-    nodes: set[tuple[int, int]] = set()
+    uf, nodes = _tied_nodes(leaves, program, values, labels)
+    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data_inputs if program.avals[v].shape}
+    sizes = {program.avals[v].shape[d] for v, d in seeds}
+    making = [eqn for eqn in leaves if labels[eqn].made_of]
+    for _ in range(8):  # a batch is cut and joined a few times at most
+        samples = {uf.find(n) for n in seeds}
+        found = set()
+        for eqn in making:
+            for made in labels[eqn].made_of:
+                target = _new_sample(eqn, made, program, values, uf, samples, sizes)
+                if target is not None and target not in seeds | found:
+                    found.add(target)
+                    if labels[eqn].outputs[made.result][made.result_dim] == BLOCKED or eqn.name == "reshape":
+                        labels.free(eqn, made.result, made.result_dim)
+        seeds |= found
+        nodes |= found
+        if not found:
+            break
+    samples = {uf.find(n) for n in seeds}
+    return {n for n in nodes if uf.find(n) in samples}
+
+
+def _tied_nodes(
+    leaves: list[FlatEqn], program: Program, values: Values, labels: LabelCache
+) -> tuple[UnionFind, set[tuple[int, int]]]:
+    """All nodes that some equation labels, and which of them labels and loops make one."""
+    uf, nodes = UnionFind(), set()
     for eqn in leaves:
         found = labels[eqn]
         for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
@@ -81,33 +106,22 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
             for end in ends[1:]:
                 if None not in (ends[0], end):
                     uf.union(ends[0], end)
-    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data_inputs if program.avals[v].shape}
-    sizes = {program.avals[v].shape[d] for v, d in seeds}
-    making = [eqn for eqn in leaves if labels[eqn].made_of]
-    for _ in range(8):  # a batch is cut and joined a few times at most
-        samples = {uf.find(n) for n in seeds}
-        before = len(seeds)
-        for eqn in making:
-            for made in labels[eqn].made_of:
-                a, out = eqn.inputs[made.operand], eqn.outputs[made.result]
-                source = values.node(a, made.dim) if isinstance(a, int) else None
-                target = values.node(out, made.result_dim)
-                if source is None or target is None or uf.find(source) not in samples or uf.find(target) in samples:
-                    continue
-                shape, is_cut = program.avals[a].shape, len(program.avals[out].shape) > len(program.avals[a].shape)
-                if program.avals[out].shape[made.result_dim] <= 1 or target in seeds:
-                    continue
-                if eqn.name == "reshape" and is_cut and shape[made.dim] not in sizes:
-                    continue  # positions within an example, merged with the examples before
-                label = labels[eqn].outputs[made.result][made.result_dim]
-                if label == BLOCKED or eqn.name == "reshape":
-                    labels.free(eqn, made.result, made.result_dim)
-                seeds.add(target)
-                nodes.add(target)
-        if len(seeds) == before:
-            break
-    samples = {uf.find(n) for n in seeds}
-    return {n for n in nodes if uf.find(n) in samples}
+    return uf, nodes
+
+
+def _new_sample(
+    eqn: FlatEqn, made: MadeOf, program: Program, values: Values, uf: UnionFind, samples: set[Hashable], sizes: set[int]
+) -> tuple[int, int] | None:
+    """The node of a result that is made anew of a batch and is not known as one; None where it is neither."""
+    a, out = eqn.inputs[made.operand], eqn.outputs[made.result]
+    source = values.node(a, made.dim) if isinstance(a, int) else None
+    target = values.node(out, made.result_dim)
+    if source is None or target is None or uf.find(source) not in samples or uf.find(target) in samples:
+        return None
+    before, after = program.avals[a].shape, program.avals[out].shape
+    if eqn.name == "reshape" and len(after) > len(before) and before[made.dim] not in sizes:
+        return None  # positions within an example, merged with the examples before
+    return target if after[made.result_dim] > 1 else None
 
 
 def _batch_dim(v: int, program: Program, values: Values, uf: UnionFind) -> int:

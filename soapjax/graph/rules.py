@@ -9,7 +9,7 @@ from soapjax.graph import heavy_rules  # noqa: F401 - registers its rules
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 
-__all__ = ["BLOCKED", "LIGHT", "Labels", "is_known", "labels_of", "register", "replicated", "shard_map_axes", "user_spec"]
+__all__ = ["BLOCKED", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated", "shard_map_axes", "user_spec"]
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
