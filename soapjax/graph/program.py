@@ -134,6 +134,9 @@ class _Flattener:
                 is_again = name in ("remat2", "checkpoint") and eqn.params.get("differentiated", False)
                 keep = bool(is_again and (in_scan or eqn.params.get("prevent_cse", False)))
                 results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=keep, in_scan=in_scan)
+            elif name == "custom_linear_solve":  # differentiated already: what is left to run is the solver
+                closed, args = _solver(eqn.params, inputs)
+                results = self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, path, out, in_scan=in_scan)
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
             elif name == "scan" and self.unroll:
@@ -218,6 +221,14 @@ class _Flattener:
 
     def _stack(self, parts: list[Atom], path: str, out: list[dict]) -> Atom:
         return self._traced(lambda *p: jax.numpy.stack(p), parts, path, out)[0]
+
+
+def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]]:
+    """The jaxpr that solves, of those of a linear solve, and what it is called with: its own constants and the right-hand sides."""
+    lengths = params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    own = inputs[start : start + lengths.solve]
+    return params["jaxprs"].solve, [*own, *inputs[start + lengths.solve + lengths.transpose_solve :]]
 
 
 def flatten(closed: Any, *, unroll: bool = False) -> Program:

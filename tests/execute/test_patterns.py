@@ -33,7 +33,7 @@ def test_a_planned_pattern_computes_what_one_device_does(name):
     case = made(name)
     strategy = data_parallel(case.space)
     # Products of one example's Hessian with the identity, norms of gradients and one matrix' factors have no batch.
-    assert split_share(case, strategy) >= (0.9 if name == "cholesky" else 0.98)
+    assert split_share(case, strategy) >= (0.7 if name == "cholesky" else 0.98)
     case.check(strategy)
 
 
