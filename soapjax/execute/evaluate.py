@@ -157,7 +157,13 @@ class Evaluator:
 def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:
     """A jaxpr of an opaque equation as a function that evaluates it in float64."""
     inner = Evaluator(flatten(closed), is_float64=True)
-    return lambda *arguments: tuple(inner.run(list(arguments))[0])
+
+    def typed(x: Any, aval: Any) -> Any:  # a branch that returns a constant, and one that computes it, have one type
+        if not hasattr(aval, "dtype") or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+            return x
+        return jax.lax.convert_element_type(x, high(aval.dtype))
+
+    return lambda *arguments: tuple(map(typed, inner.run(list(arguments))[0], closed.out_avals))
 
 
 def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
