@@ -142,10 +142,14 @@ def _moved(arguments: list[Any]) -> Iterator[list[Any]]:
 
 
 def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
-    """Value ids of the gradients at the outermost level, in the order of the graph's parameters."""
+    """Value ids of the gradients at the outermost level, in the order of the graph's parameters.
+
+    A gradient that stays inside a loop of updates is proven by the parameter that the loop returns.
+    """
     level = [o for eqn in step.program.eqns for o in eqn.outputs]
     at = {binding.values.of(o).root: o for o in reversed(level)}
-    return tuple(at[p.gradient] for p in binding.phases.parameters)
+    updated = {p.leaf: step.program.outputs[step.state_pairs[p.leaf]] for p in binding.phases.parameters}
+    return tuple(at.get(p.gradient, updated[p.leaf]) for p in binding.phases.parameters)
 
 
 class OneDevice:

@@ -9,6 +9,7 @@ from patterns import PATTERNS
 from planned import Case, data_parallel, rotated
 from random_steps import random_step
 
+from soapjax.execute.verify import gradient_ids
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 
@@ -41,6 +42,13 @@ def test_a_planned_pattern_computes_what_one_device_does(name):
 def test_a_pattern_under_another_strategy(name):
     made(name).check_plain(1e-3)
     made(name).check(rotated(made(name).space, 0))
+
+
+def test_gradients_inside_a_loop_of_updates_are_proven_by_what_it_returns():
+    case = made("scan_of_updates")
+    ids = gradient_ids(case.step, case.binding)
+    new = {case.step.program.outputs[case.step.state_pairs[p.leaf]] for p in case.binding.phases.parameters}
+    assert set(ids) == new and len(ids) == len(case.graph.parameters)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
