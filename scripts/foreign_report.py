@@ -71,9 +71,9 @@ def is_proven(row: Row) -> bool:
 
 
 def as_often(row: Row) -> bool:
-    """Whether no call compiled more programs than the same call of jax.jit."""
+    """Whether no call compiled more programs than the same call of jax.jit, but for the first: it may lay arguments out too."""
     planned, plain = ([int(n) for n in row[c].split()] for c in ("compilations", "jit_compilations"))
-    return all(a <= b for a, b in zip(planned, plain, strict=True))
+    return all(a <= b for a, b in zip(planned[1:], plain[1:], strict=True))
 
 
 def shown(row: Row) -> dict[str, str]:
