@@ -99,7 +99,6 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
         if eqn.name == "name" and str(eqn.params.get("name", "")).startswith(MARK)
         for a in eqn.outputs
     }
-    has_stacks = any("transpose(" in eqn.stack for eqn, _ in program.walk())
     downstream: set[int] = set()  # values that depend on a backward equation or on a marked gradient
     phase: dict[str, int] = {}
     leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
@@ -127,9 +126,7 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
         if phase[eqn.key] != UPDATE:
             read_before |= values.sources(eqn)
     parameters = _parameters(step, values, phase, downstream)
-    # Without transposes to be seen, all that the marked gradients need is one phase, and the rest stays update.
-    is_single = not (marked and not has_stacks) and _reads_later(leaves, values, phase)
-    return Phases(phase, parameters, is_single)
+    return Phases(phase, parameters, _reads_later(leaves, values, phase))
 
 
 def _outermost_transform(stack: str) -> int | None:
