@@ -58,15 +58,23 @@ class LabelCache:
         self._found[eqn.key] = found._replace(outputs=tuple(map(tuple, outputs)))
 
 
-def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inputs: set[int]) -> set[tuple[int, int]]:
+def sample_nodes(
+    program: Program, values: Values, labels: LabelCache, *, data: set[int], walkers: set[int], trained: set[int]
+) -> set[tuple[int, int]]:
     """All (root, dim) nodes that descend from the leading dim of the step's data, or the second of what a loop runs over.
 
     What is made anew of a whole batch (two batches joined, one shuffled, cut or regrouped) is a batch too: `labels` then lets
-    it be split, every device takes its block of what the equation makes of whole operands.
+    it be split, every device takes its block of what the equation makes of whole operands. So is what the step draws as many
+    times as the data have examples (a generator's noise), or at all where it has no data (rows to pick, a population).
+
+    Args:
+      data: inputs that hold data. `walkers`: state that is handled as data. `trained`: parameters and their optimizer's state.
     """
     leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
     uf, nodes = _tied_nodes(leaves, program, values, labels)
-    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data_inputs if program.avals[v].shape}
+    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data if program.avals[v].shape}
+    seeds |= _drawn(leaves, program, values, uf, {program.avals[v].shape[d] for v, d in seeds}, trained)
+    seeds |= {(v, 0) for v in walkers}
     sizes = {program.avals[v].shape[d] for v, d in seeds}
     making = [eqn for eqn in leaves if labels[eqn].made_of]
     for _ in range(8):  # a batch is cut and joined a few times at most
@@ -85,6 +93,27 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
             break
     samples = {uf.find(n) for n in seeds}
     return {n for n in nodes if uf.find(n) in samples}
+
+
+def _drawn(
+    leaves: list[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int]
+) -> set[tuple[int, int]]:
+    """The leading dim of what is drawn with one key: as long as the data's batches, of any length where `sizes` is empty.
+
+    Not what is drawn for a parameter, nor without data what loops carry on: a whole training begins with the weights.
+    """
+    kept = {(v, d) for v in trained for d in range(len(program.avals[v].shape))}
+    if not sizes:
+        kept |= {(c.argument, d) for c in values.carries.values() for d in range(len(program.avals[c.argument].shape))}
+    tied = {uf.find(values.node(v, d)) for v, d in kept if values.node(v, d) is not None}
+    found = set()
+    for eqn in leaves:
+        if eqn.name in ("random_bits", "random_split"):
+            shape, first = program.avals[eqn.outputs[0]].shape, len(program.aval(eqn.inputs[0]).shape)
+            node = values.node(eqn.outputs[0], first) if len(shape) > first else None
+            if node is not None and shape[first] > 1 and (shape[first] in sizes or not sizes) and uf.find(node) not in tied:
+                found.add(node)
+    return found
 
 
 def _tied_nodes(

@@ -61,17 +61,25 @@ def _broadcast_in_dim(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((inputs, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(range(len(outs[0]))),))
 
 
-@register("iota", "rng_uniform", "random_bits", "empty", "empty2")
+@register("iota", "rng_uniform", "empty", "empty2")
 def _generated(eqn: FlatEqn, ins, outs) -> Labels:
-    # Bits of a counter-based generator do not depend on the sharding (jax_threefry_partitionable).
-    per_key = len(ins[0]) if ins and eqn.name == "random_bits" else 0
-    out = tuple(BLOCKED if i < per_key else i for i in range(len(outs[0])))
-    return Labels(tuple((BLOCKED,) * len(s) for s in ins), (out,))
+    return Labels(tuple((BLOCKED,) * len(s) for s in ins), (tuple(range(len(outs[0]))),))
 
 
-@register("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split", "random_clone", "rng_bit_generator")
+@register("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split", "random_clone", "random_bits")
 def _keys(eqn: FlatEqn, ins, outs) -> Labels:
-    return replicated(ins, outs)
+    """Arrays of keys split as other arrays do. The words of a key stay together.
+
+    What one key makes (bits, more keys) is counted out, position by position (jax_threefry_partitionable): split or not, the
+    numbers are the same.
+    """
+    per_key = min(len(ins[0]), len(outs[0]))
+    made = range(len(outs[0])) if eqn.name in ("random_split", "random_bits") else range(per_key)
+
+    def labelled(shape: tuple[int, ...], kept: range) -> tuple[int, ...]:
+        return tuple(i if i in kept else BLOCKED for i in range(len(shape)))
+
+    return Labels(tuple(labelled(s, range(per_key)) for s in ins), (labelled(outs[0], made),))
 
 
 @register("transpose")
@@ -250,6 +258,6 @@ def shard_map_axes(eqn: FlatEqn) -> list[tuple[str, ...]]:
     return list(found)
 
 
-@register("while", "cond")
+@register("while", "cond", "rng_bit_generator")
 def _opaque(eqn: FlatEqn, ins, outs) -> Labels:
     return replicated(ins, outs)
