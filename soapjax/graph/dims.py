@@ -11,30 +11,13 @@ import collections
 import math
 from collections.abc import Hashable
 
+from soapjax.graph import control_rules
 from soapjax.graph.phases import FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, Labels, MadeOf, labels_of
+from soapjax.graph.union_find import UnionFind
 from soapjax.graph.units import LAYOUT_ONLY, Unit
 from soapjax.graph.values import Values
-
-
-class UnionFind:
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def find(self, x: Hashable) -> Hashable:
-        parent = self.parent
-        root = parent.setdefault(x, x)
-        while parent[root] != root:
-            root = parent[root]
-        while parent[x] != root:
-            parent[x], x = root, parent[x]
-        return root
-
-    def union(self, a: Hashable, b: Hashable) -> None:
-        ra, rb = self.find(a), self.find(b)
-        if ra != rb:
-            self.parent[max(ra, rb, key=str)] = min(ra, rb, key=str)
 
 
 class LabelCache:
@@ -46,7 +29,12 @@ class LabelCache:
 
     def __getitem__(self, eqn: FlatEqn) -> Labels:
         if eqn.key not in self._found:
-            self._found[eqn.key] = labels_of(eqn, self.program)
+            found = labels_of(eqn, self.program)
+            if eqn.name in control_rules.NAMES:
+                made = {lab for labs in found.outputs for lab in labs}
+                read = tuple(tuple(lab if lab in made else BLOCKED for lab in labs) for labs in found.inputs)
+                found = found._replace(inputs=read)
+            self._found[eqn.key] = found
         return self._found[eqn.key]
 
     def free(self, eqn: FlatEqn, result: int, dim: int) -> None:

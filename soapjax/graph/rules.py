@@ -1,11 +1,12 @@
 """The rules of equations that carry dims along: elementwise, broadcasts, reshapes, reductions, slices, sorts.
 
-Importing this module registers every rule, those of products, windows and indexing (heavy_rules.py) too.
+Importing this module registers every rule, those of products, windows and indexing (heavy_rules.py), of linear
+algebra (linalg_rules.py) and of `while` and `cond` (control_rules.py) too.
 """
 
 from __future__ import annotations
 
-from soapjax.graph import heavy_rules  # noqa: F401 - registers its rules
+from soapjax.graph import control_rules, heavy_rules, linalg_rules  # noqa: F401 - they register their rules
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 
@@ -17,7 +18,7 @@ convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp ex
 imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
 polygamma population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt
 select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-threefry2x32 xor name zeta clz erf_inv mulhi pvary
+threefry2x32 xor eq_to le_to lt_to name zeta clz erf_inv mulhi pvary
 """
 
 # What the compiler computes anew in every reader instead of storing the result.
@@ -258,6 +259,6 @@ def shard_map_axes(eqn: FlatEqn) -> list[tuple[str, ...]]:
     return list(found)
 
 
-@register("while", "cond", "rng_bit_generator")
+@register("rng_bit_generator")
 def _opaque(eqn: FlatEqn, ins, outs) -> Labels:
     return replicated(ins, outs)
