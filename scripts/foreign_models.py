@@ -7,7 +7,8 @@
 `--sources` is a folder with one folder `owner+name` for each public repository (scripts/foreign/README.md lists them; nothing
 of them is committed here). A case whose repository or packages are not at hand is skipped, and counted as skipped. Every case
 is planned for `cpu8` by `mcmc` and by `fsdp`, runs four steps on 8 fake devices beside `jax.jit`, and is verified, in a process
-of its own with a time limit, so that one broken case ends nothing. Rows are kept in foreign_models.csv: the same command
+of its own with a time limit, so that one broken case ends nothing. JAX_DISABLE_MOST_OPTIMIZATIONS=1 compiles quicker, and makes
+times that say little; the table tells which rows were made so. Rows are kept in foreign_models.csv: the same command
 goes on where it stopped; `--retry` computes what is not proven again.
 """
 
@@ -135,6 +136,7 @@ def table(cases: list[Any], options: argparse.Namespace) -> None:
                 known = None
             if known is None:
                 facts = {"family": c.family, "source": c.source or " ".join(c.packages), "is_listed": int(c.is_listed)}
+                facts["is_optimized"] = int(not os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS"))
                 known = rows.add({**arguments, **facts, **row_of(c.name, planner, options)})
             note(f"{c.name} {planner}: {known['status']} {known.get('error', '')[:200]}")
             write_report(rows, skipped, options)

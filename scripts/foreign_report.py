@@ -40,6 +40,8 @@ def text(rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
         "up to 1e-2 apart. Compilations are counted call by call; times are of two shared cores, planned / `jax.jit`.\n",
         markdown(SHOWN, map(shown, rows)),
     ]  # fmt: skip
+    if quick := sum(r.get("is_optimized") == "0" for r in rows):
+        lines.insert(3, f"\n{quick} of {len(rows)} rows with JAX_DISABLE_MOST_OPTIMIZATIONS=1: their times say little.\n")
     if failed := [r for r in rows if not is_proven(r)]:
         lines += ["\n## Not proven\n", markdown(("name", "planner", "status", "error"), map(escaped, failed))]
     if remarked := [r for r in rows if r.get("notes") or r.get("warnings")]:
