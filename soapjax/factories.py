@@ -94,7 +94,7 @@ def _working_folder(place: str) -> Path:
 def _check_module(name: str, folder: Path, place: str) -> None:
     """Raises: SoapjaxError where a module is none, or nobody's own. Imports nothing."""
     where = _places(name)
-    if not where:
+    if not where and name.partition(".")[0] not in sys.stdlib_module_names:
         parts = name.split(".")
         missing = next(m for m in (".".join(parts[: k + 1]) for k in range(len(parts))) if not _places(m))
         raise SoapjaxError(
@@ -102,13 +102,13 @@ def _check_module(name: str, folder: Path, place: str) -> None:
                     f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp")
         )  # fmt: skip
     own_models = _PACKAGE.parent / "models"  # of a checkout
-    if is_within(name, "models") and not _is_installed(own_models) and all(p.is_relative_to(own_models) for p in where):
-        return
-    if all(p.is_relative_to(folder) and not _is_installed(p) for p in where) or any(is_within(name, d) for d in _declared(folder)):
+    is_ours = is_within(name, "models") and not _is_installed(own_models) and all(p.is_relative_to(own_models) for p in where)
+    is_here = all(p.is_relative_to(folder) and not _is_installed(p) for p in where)
+    if where and (is_ours or is_here or any(is_within(name, d) for d in _declared(folder))):
         return
     expected = f"a module under the working folder, or of an installed package that declares factories ({DECLARED_BY})"
     remedy = "run it where your module lies, or declare the module as an entry point of its package (docs/planning.md)"
-    raise SoapjaxError(Problem(place, str(where[0]), expected, remedy))
+    raise SoapjaxError(Problem(place, str(where[0]) if where else "a module of the standard library", expected, remedy))
 
 
 def _places(name: str) -> list[Path]:

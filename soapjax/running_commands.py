@@ -200,6 +200,7 @@ def verify_command(command: cli.VerifyCommand) -> Result:
         is_proven = found.is_proven
         lines = numeric_lines(found)
     ops = inspected.ops
+    is_proven &= runs or ops.ops_as_planned > 0  # of a program with nothing to find again nothing is shown
     result |= {
         "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,
         "differences": list(ops.differences),
@@ -228,7 +229,8 @@ def verify_command(command: cli.VerifyCommand) -> Result:
 def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVerified, *, runs: bool) -> Result:
     """The result and report of a plan that is several programs."""
     inspected, numbers, ops = found.inspected, found.numbers, found.inspected.ops
-    is_proven = ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked and (numbers is None or numbers.is_proven)
+    shown = ops.ops_as_planned > 0 if numbers is None else numbers.is_proven
+    is_proven = shown and ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
     compiled_bytes = max(compiled for _, compiled in found.memory.values())
     fits = compiled_bytes <= plan.prediction.usable_memory_bytes or not plan.prediction.feasible
     result = {} if numbers is None else numbers._asdict() | {"reference": found.reference}

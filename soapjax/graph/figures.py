@@ -11,6 +11,7 @@ True
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -60,7 +61,7 @@ def graph_of(figures: dict[str, Any], *, place: str = "operator_graph") -> Opera
             Problem(f"{place}.{name[:80]}", "an unknown entry", "a graph's figures", REMEDY) for name in unknown[:MOST_PROBLEMS]
         )
     try:
-        graph = pydantic.TypeAdapter(OperatorGraph).validate_json(json.dumps(figures), strict=True)
+        graph = _types().validate_json(json.dumps(figures), strict=True)
     except pydantic.ValidationError as e:
         raise SoapjaxError(
             Problem(f"{place}.{'.'.join(str(x) for x in error['loc'])}", repr(error.get("input"))[:80], error["msg"], REMEDY)
@@ -76,6 +77,11 @@ def graph_of(figures: dict[str, Any], *, place: str = "operator_graph") -> Opera
             Problem(f"{place}: {p.place}", p.value, p.expected, REMEDY) for p in e.problems[:MOST_PROBLEMS]
         ) from None
     return graph
+
+
+@functools.cache
+def _types() -> pydantic.TypeAdapter:
+    return pydantic.TypeAdapter(OperatorGraph)
 
 
 class _Ranges:

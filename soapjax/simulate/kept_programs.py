@@ -76,6 +76,13 @@ def write_program(folder: Path, key: str, kept: bytes) -> None:
         _sweep(at)
 
 
+def drop_program(folder: Path, key: str) -> None:
+    """Removes a program that does not run."""
+    with _opened_folder(folder) as at, contextlib.suppress(OSError):
+        if at is not None:
+            os.unlink(key, dir_fd=at)
+
+
 def _sum(key: str, kept: bytes) -> bytes:
     return hashlib.sha256(key.encode() + b"\n" + kept).digest()
 

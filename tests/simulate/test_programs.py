@@ -235,3 +235,43 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     assert right(Program(double_of_sines)) and not list(folder.iterdir())
+
+
+def test_what_jax_read_from_a_cache_of_its_own_is_not_kept(folder, monkeypatch):
+    """XLA writes it down without its functions: the next process could not run it."""
+    compile_one = programs._by_compiler
+
+    def from_cache(lowered, options):
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return compile_one(lowered, options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(programs, "_by_compiler", from_cache)
+        assert right(Program(double_of_sines))
+    assert not folder.exists()
+    assert right(Program(double_of_sines)) and len(list(folder.iterdir())) == 1
+
+
+def test_what_was_kept_and_does_not_run_is_made_anew_once(folder, monkeypatch):
+    kept = planted(folder)
+    before = kept.stat().st_mtime_ns
+
+    def broken(*_, **__):
+        def call(*_):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Function fusion not found")
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(programs.serialize_executable, "deserialize_and_load", broken)
+        program = Program(double_of_sines)
+        assert right(program) and right(program)
+    assert kept.stat().st_mtime_ns > before
+    names = compiled(monkeypatch)
+    assert right(Program(double_of_sines)) and not names
+
+
+def test_an_error_of_the_program_itself_is_told(folder, monkeypatch):
+    planted(folder)
+    with pytest.raises((TypeError, ValueError)):
+        Program(double_of_sines)(jnp.zeros(4), jnp.zeros(4))
