@@ -134,9 +134,10 @@ def _graph_remarks(graph: OperatorGraph) -> tuple[str, ...]:
     remarks = []
     if graph.is_single_phase and graph.parameters:
         remarks.append("a gradient of what an update made: forward, backward and update run as one phase, in program order")
-    if whole := [op.name for op in graph.operators if op.kind in ("unknown", "loop")]:
+    if whole := [op.name for op in graph.operators if op.kind == "unknown" or (op.kind in ("loop", "linalg") and not op.dims)]:
         shown = ", ".join(whole[:4]) + (f", ... ({len(whole)} in all)" if len(whole) > 4 else "")
-        remarks.append(f"no rule splits linear algebra, while, cond, unknown primitives: every device does all of {shown}")
+        what = "no dim of a while, a cond, a decomposition of one matrix or an unknown primitive is kept apart"
+        remarks.append(f"{what}: every device does all of {shown}")
     return tuple(remarks)
 
 

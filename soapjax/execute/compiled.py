@@ -7,6 +7,7 @@ key and a step count do at the second call.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,10 +40,11 @@ class CompiledStep:
     def __init__(self, program: Program, *, donate: bool | Sequence[int] = True):
         self.program = program
         step = program.step
-        args, kwargs = step.in_tree.unflatten(range(step.in_tree.num_leaves))
-        if kwargs:
+        positional, named = step.in_tree.children()
+        if named.num_leaves:
             raise TypeError("keyword arguments must be bound to positions before")
-        self._leaves_of = [jax.tree_util.tree_leaves(a) for a in args]
+        ends = list(itertools.accumulate((a.num_leaves for a in positional.children()), initial=0))
+        self._leaves_of = [range(a, b) for a, b in itertools.pairwise(ends)]
         self._donated = self._state() if donate is True else tuple(donate or ())
         self._donated_leaves = [k for i in self._donated for k in self._leaves_of[i]]
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()

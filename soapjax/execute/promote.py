@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.graph.program import FlatEqn
+from soapjax.graph.rules import is_known
 
 _HIGH = {"float32": "float64", "bfloat16": "float64", "float16": "float64", "complex64": "complex128"}
 _BITS = {"bitcast_convert_type", "random_bits", "rng_bit_generator", "random_wrap", "random_unwrap", "nextafter"}
@@ -48,10 +49,15 @@ def promoted_bind(eqn: FlatEqn, inputs: list[Any], in_dtypes: list[Any], params:
     if name in _SCATTERS and (name != "scatter" or params["update_jaxpr"] is None):
         keep = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         return [_SCATTERS[name](*inputs, **{k: params[k] for k in keep})]
-    if name in _BITS or any(k.endswith(("jaxpr", "branches")) for k in params):
-        low = [jnp.asarray(x, d) if is_low(d) else x for x, d in zip(inputs, in_dtypes, strict=True)]
-        return [promote(x) for x in _listed(eqn, low, params)]
-    return _listed(eqn, inputs, {k: _promoted_param(v) for k, v in params.items()})
+    if name not in _BITS and not any(k.endswith(("jaxpr", "branches")) for k in params):
+        try:
+            return _listed(eqn, inputs, {k: _promoted_param(v) for k, v in params.items()})
+        except Exception:
+            if is_known(name):
+                raise
+            # A primitive of another library, which holds the types of its operands in a way of its own: evaluated in them.
+    low = [jnp.asarray(x, d) if is_low(d) else x for x, d in zip(inputs, in_dtypes, strict=True)]
+    return [promote(x) for x in _listed(eqn, low, params)]
 
 
 def _promoted_param(value: Any) -> Any:

@@ -11,30 +11,13 @@ import collections
 import math
 from collections.abc import Hashable
 
+from soapjax.graph import control_rules
 from soapjax.graph.phases import FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, Labels, MadeOf, labels_of
+from soapjax.graph.union_find import UnionFind
 from soapjax.graph.units import LAYOUT_ONLY, Unit
 from soapjax.graph.values import Values
-
-
-class UnionFind:
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def find(self, x: Hashable) -> Hashable:
-        parent = self.parent
-        root = parent.setdefault(x, x)
-        while parent[root] != root:
-            root = parent[root]
-        while parent[x] != root:
-            parent[x], x = root, parent[x]
-        return root
-
-    def union(self, a: Hashable, b: Hashable) -> None:
-        ra, rb = self.find(a), self.find(b)
-        if ra != rb:
-            self.parent[max(ra, rb, key=str)] = min(ra, rb, key=str)
 
 
 class LabelCache:
@@ -46,7 +29,12 @@ class LabelCache:
 
     def __getitem__(self, eqn: FlatEqn) -> Labels:
         if eqn.key not in self._found:
-            self._found[eqn.key] = labels_of(eqn, self.program)
+            found = labels_of(eqn, self.program)
+            if eqn.name in control_rules.NAMES:
+                made = {lab for labs in found.outputs for lab in labs}
+                read = tuple(tuple(lab if lab in made else BLOCKED for lab in labs) for labs in found.inputs)
+                found = found._replace(inputs=read)
+            self._found[eqn.key] = found
         return self._found[eqn.key]
 
     def free(self, eqn: FlatEqn, result: int, dim: int) -> None:
@@ -58,15 +46,23 @@ class LabelCache:
         self._found[eqn.key] = found._replace(outputs=tuple(map(tuple, outputs)))
 
 
-def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inputs: set[int]) -> set[tuple[int, int]]:
+def sample_nodes(
+    program: Program, values: Values, labels: LabelCache, *, data: set[int], walkers: set[int], trained: set[int]
+) -> set[tuple[int, int]]:
     """All (root, dim) nodes that descend from the leading dim of the step's data, or the second of what a loop runs over.
 
     What is made anew of a whole batch (two batches joined, one shuffled, cut or regrouped) is a batch too: `labels` then lets
-    it be split, every device takes its block of what the equation makes of whole operands.
+    it be split, every device takes its block of what the equation makes of whole operands. So is what the step draws as many
+    times as the data have examples (a generator's noise), or at all where it has no data (rows to pick, a population).
+
+    Args:
+      data: inputs that hold data. `walkers`: state that is handled as data. `trained`: parameters and their optimizer's state.
     """
     leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
     uf, nodes = _tied_nodes(leaves, program, values, labels)
-    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data_inputs if program.avals[v].shape}
+    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data if program.avals[v].shape}
+    seeds |= _drawn(leaves, program, values, uf, {program.avals[v].shape[d] for v, d in seeds}, trained)
+    seeds |= {(v, 0) for v in walkers}
     sizes = {program.avals[v].shape[d] for v, d in seeds}
     making = [eqn for eqn in leaves if labels[eqn].made_of]
     for _ in range(8):  # a batch is cut and joined a few times at most
@@ -85,6 +81,27 @@ def sample_nodes(program: Program, values: Values, labels: LabelCache, data_inpu
             break
     samples = {uf.find(n) for n in seeds}
     return {n for n in nodes if uf.find(n) in samples}
+
+
+def _drawn(
+    leaves: list[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int]
+) -> set[tuple[int, int]]:
+    """The leading dim of what is drawn with one key: as long as the data's batches, of any length where `sizes` is empty.
+
+    Not what is drawn for a parameter, nor without data what loops carry on: a whole training begins with the weights.
+    """
+    kept = {(v, d) for v in trained for d in range(len(program.avals[v].shape))}
+    if not sizes:
+        kept |= {(c.argument, d) for c in values.carries.values() for d in range(len(program.avals[c.argument].shape))}
+    tied = {uf.find(values.node(v, d)) for v, d in kept if values.node(v, d) is not None}
+    found = set()
+    for eqn in leaves:
+        if eqn.name in ("random_bits", "random_split"):
+            shape, first = program.avals[eqn.outputs[0]].shape, len(program.aval(eqn.inputs[0]).shape)
+            node = values.node(eqn.outputs[0], first) if len(shape) > first else None
+            if node is not None and shape[first] > 1 and (shape[first] in sizes or not sizes) and uf.find(node) not in tied:
+                found.add(node)
+    return found
 
 
 def _tied_nodes(

@@ -3,6 +3,7 @@
 One per element of what an elementwise equation makes, whatever its type;
 products count two per multiply-add, and of a convolution only the window
 positions that meet a real input element (no padding, no zero of a dilation).
+Of a `while`, whose trips nobody knows, one trip counts, as XLA does, and of the branches of a `cond` the mean.
 Unlike XLA, which keeps a second counter for them, exponentials and the like count one.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+from soapjax.graph import linalg_rules
+from soapjax.graph.control_rules import body_flops
 from soapjax.graph.program import FlatEqn, Program
 
 _FREE = {
@@ -17,7 +20,7 @@ _FREE = {
     "concatenate", "stack", "unstack", "tile", "pad", "rev", "gather", "iota", "copy", "bitcast_convert_type", "stop_gradient",
     "optimization_barrier", "name", "random_wrap", "random_unwrap", "random_seed",
     "random_fold_in", "random_split", "random_clone", "split", "sort", "top_k", "sharding_constraint", "reshard",
-    "scatter", "empty", "empty2", "while", "cond",
+    "scatter", "empty", "empty2",
 }  # fmt: skip
 # Threefry: 20 rounds of an addition, a rotation (two shifts, an or) and an xor make two words.
 _PER_RANDOM_WORD = 50.0
@@ -35,6 +38,10 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
         return _conv(eqn, ins, out)
     if name in _FREE:
         return 0.0
+    if name in ("while", "cond"):
+        return sum(share * flops_of(e, body) * n for body, share in body_flops(eqn) for e, n in body.walk() if e.body is None)
+    if name in linalg_rules.NAMES:
+        return linalg_rules.linalg_flops(name, ins)
     if name == "random_bits":
         return _PER_RANDOM_WORD * math.prod(out)
     if name == "integer_pow":

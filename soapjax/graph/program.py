@@ -1,7 +1,7 @@
 """A train step as one flat list of equations, loops kept as nested programs.
 
 `flatten` inlines the call-like primitives (after differentiation: before it
-the custom rules would be lost), gives every value one integer id that is
+the custom rules would be lost) and other libraries' primitives that are made of JAX's, gives every value one integer id that is
 unique over all nesting levels, prepends the caller's name stack, and drops
 dead equations. Loops (`scan`) keep their body as a nested `Program`; `while`
 and `cond` stay opaque equations.
@@ -97,8 +97,8 @@ class Program:
 
 
 class _Flattener:
-    def __init__(self, unroll: bool):
-        self.unroll = unroll
+    def __init__(self, unroll: bool, has_rule: Callable[[str], bool]):
+        self.unroll, self.has_rule = unroll, has_rule
         self.avals: dict[int, Any] = {}
 
     def fresh(self, aval: Any) -> int:
@@ -139,6 +139,9 @@ class _Flattener:
                 results = self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, path, out, in_scan=in_scan)
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
+            elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
+                consts = [self._const(c, out) for c in closed.consts]
+                results = self.inline(closed.jaxpr, consts, inputs, path, out, in_scan=in_scan)
             elif name == "scan" and self.unroll:
                 results = self._unrolled(eqn, inputs, path, out)
             else:
@@ -231,9 +234,33 @@ def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]
     return params["jaxprs"].solve, [*own, *inputs[start + lengths.solve + lengths.transpose_solve :]]
 
 
-def flatten(closed: Any, *, unroll: bool = False) -> Program:
-    """The flat program of a ClosedJaxpr; `unroll=True` also unrolls every scan into equations."""
-    f = _Flattener(unroll)
+def made_of(eqn: Any) -> Any:
+    """The jaxpr that another library's primitive stands for, by its own `def_impl`; None where that is no JAX code.
+
+    Such a primitive marks what it must not be (differentiated, batched), or carries derivatives of its own: after
+    differentiation only its value counts. JAX's own primitives are not made of others.
+    """
+    impl = eqn.primitive.impl
+    if getattr(getattr(impl, "func", impl), "__module__", "jax").split(".")[0] in ("jax", "jaxlib"):
+        return None
+    params = eqn.primitive.get_bind_params(eqn.params)
+    try:
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+        closed = jax.make_jaxpr(lambda *args: impl(*args, **params))(*structs)
+    except Exception:  # it computes on numbers, calls a kernel, ...: whatever it is, it stays one equation
+        return None
+    is_same = [(a.shape, a.dtype) for a in closed.out_avals] == [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    return closed if is_same and all(e.primitive is not eqn.primitive for e in closed.eqns) else None
+
+
+def flatten(closed: Any, *, unroll: bool = False, has_rule: Callable[[str], bool] = lambda name: True) -> Program:
+    """The flat program of a ClosedJaxpr.
+
+    Args:
+      unroll: also unroll every scan into equations.
+      has_rule: whether a primitive of this name is planned as it stands; others are looked into where they can be.
+    """
+    f = _Flattener(unroll, has_rule)
     args: list[Atom] = [f.fresh(v.aval) for v in closed.jaxpr.invars]
     records: list[dict] = []
     consts = [f._const(c, records) for c in closed.consts]

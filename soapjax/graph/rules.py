@@ -1,11 +1,12 @@
 """The rules of equations that carry dims along: elementwise, broadcasts, reshapes, reductions, slices, sorts.
 
-Importing this module registers every rule, those of products, windows and indexing (heavy_rules.py) too.
+Importing this module registers every rule, those of products, windows and indexing (heavy_rules.py), of linear
+algebra (linalg_rules.py) and of `while` and `cond` (control_rules.py) too.
 """
 
 from __future__ import annotations
 
-from soapjax.graph import heavy_rules  # noqa: F401 - registers its rules
+from soapjax.graph import control_rules, heavy_rules, linalg_rules  # noqa: F401 - they register their rules
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 
@@ -17,7 +18,7 @@ convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp ex
 imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
 polygamma population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt
 select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-threefry2x32 xor name zeta clz erf_inv mulhi pvary
+threefry2x32 xor eq_to le_to lt_to name zeta clz erf_inv mulhi pvary
 """
 
 # What the compiler computes anew in every reader instead of storing the result.
@@ -61,17 +62,25 @@ def _broadcast_in_dim(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((inputs, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(range(len(outs[0]))),))
 
 
-@register("iota", "rng_uniform", "random_bits", "empty", "empty2")
+@register("iota", "rng_uniform", "empty", "empty2")
 def _generated(eqn: FlatEqn, ins, outs) -> Labels:
-    # Bits of a counter-based generator do not depend on the sharding (jax_threefry_partitionable).
-    per_key = len(ins[0]) if ins and eqn.name == "random_bits" else 0
-    out = tuple(BLOCKED if i < per_key else i for i in range(len(outs[0])))
-    return Labels(tuple((BLOCKED,) * len(s) for s in ins), (out,))
+    return Labels(tuple((BLOCKED,) * len(s) for s in ins), (tuple(range(len(outs[0]))),))
 
 
-@register("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split", "random_clone", "rng_bit_generator")
+@register("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split", "random_clone", "random_bits")
 def _keys(eqn: FlatEqn, ins, outs) -> Labels:
-    return replicated(ins, outs)
+    """Arrays of keys split as other arrays do. The words of a key stay together.
+
+    What one key makes (bits, more keys) is counted out, position by position (jax_threefry_partitionable): split or not, the
+    numbers are the same.
+    """
+    per_key = min(len(ins[0]), len(outs[0]))
+    made = range(len(outs[0])) if eqn.name in ("random_split", "random_bits") else range(per_key)
+
+    def labelled(shape: tuple[int, ...], kept: range) -> tuple[int, ...]:
+        return tuple(i if i in kept else BLOCKED for i in range(len(shape)))
+
+    return Labels(tuple(labelled(s, range(per_key)) for s in ins), (labelled(outs[0], made),))
 
 
 @register("transpose")
@@ -250,6 +259,6 @@ def shard_map_axes(eqn: FlatEqn) -> list[tuple[str, ...]]:
     return list(found)
 
 
-@register("while", "cond")
+@register("rng_bit_generator")
 def _opaque(eqn: FlatEqn, ins, outs) -> Labels:
     return replicated(ins, outs)

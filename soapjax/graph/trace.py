@@ -18,6 +18,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
 from soapjax.graph.one_program import for_one_program
 from soapjax.graph.program import Program, flatten
+from soapjax.graph.rules import is_known
 from soapjax.graph.source_lines import line_of_error
 
 
@@ -140,7 +141,7 @@ def trace(
     in_paths = [p for n, a in zip(names, dynamic, strict=True) for p in leaf_paths(a, n)]
     in_paths += [p for k in sorted(kwargs) for p in leaf_paths(kwargs[k], k)]
     out_paths = leaf_paths(out_info, "out")
-    program = flatten(closed, unroll=unroll)
+    program = flatten(closed, unroll=unroll, has_rule=is_known)
     pairs = _state_pairs([*dynamic, *(kwargs[k] for k in sorted(kwargs))], out_info)
     in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
     out_tree = jax.tree_util.tree_structure(out_info)

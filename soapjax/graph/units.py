@@ -10,6 +10,7 @@ takes them apart.
 
 from __future__ import annotations
 
+from soapjax.graph import linalg_rules
 from soapjax.graph.order import Unit, ordered, without_circles
 from soapjax.graph.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.program import FlatEqn, Program
@@ -39,6 +40,7 @@ HEAVY = {
     "cond": "loop",
     "sharding_constraint": "constraint",
     "shard_map": "shard_map",
+    **dict.fromkeys(linalg_rules.NAMES, "linalg"),
 }
 ADDITIONS = {"add_any", "add"}
 LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"}

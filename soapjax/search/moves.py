@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.graph.dims import UnionFind
+from soapjax.graph.union_find import UnionFind
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
