@@ -34,7 +34,7 @@ def figures_of(graph: OperatorGraph) -> dict[str, Any]:
     """The graph as JSON data."""
     tasks = tuple(t._replace(equations=()) for t in graph.tasks)
     rows = {f.name: getattr(graph, f.name) for f in dataclasses.fields(graph)} | {"tasks": tasks}
-    return json.loads(json.dumps(rows))
+    return json.loads(json.dumps(rows, default=lambda x: x.item()))  # NumPy's numbers, where an array was asked for a size
 
 
 def figures_sha256(figures: dict[str, Any]) -> str:
@@ -108,7 +108,8 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
     for i, op in enumerate(graph.operators):
         at = f"operators.{i}"
         within(f"{at}: dims", [len(op.dims)], 0, MOST_DIMS)
-        within(f"{at}: sizes", [n for d in op.dims for n in (d.size, d.divisor)], 1, MOST)
+        within(f"{at}: sizes", [d.size for d in op.dims], 0, MOST)
+        within(f"{at}: divisors", [d.divisor for d in op.dims], 1, MOST)
         within(f"{at}: tasks", op.tasks, 0, tasks)
         within(f"{at}: parameters", op.parameters, 0, parameters)
         within(f"{at}: group", [op.group], 0, MOST)

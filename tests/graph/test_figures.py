@@ -1,14 +1,19 @@
 """An operator graph as figures: the same costs from the file, and no figure that a stranger wrote is believed unchecked."""
 
+import dataclasses
 import json
 import random
 
+import jax.numpy as jnp
 import pytest
 from command_line import call, plan_text
+from patterns import PATTERNS
 
 from soapjax import Plan
 from soapjax.errors import SoapjaxError
+from soapjax.graph.build import build_graph
 from soapjax.graph.figures import figures_of, figures_sha256, figures_text, graph_of
+from soapjax.graph.trace import trace
 from soapjax.plan_files import opened_alone
 
 
@@ -20,6 +25,19 @@ def test_what_is_written_is_what_is_read():
     graph = graph_of(figures())
     assert figures_of(graph) == figures() == json.loads(figures_text(figures()))
     assert graph.fingerprint() == Plan.loads(plan_text()).graph.fingerprint
+
+
+@pytest.mark.parametrize("name", ["scan_of_updates", "key_that_is_returned_and_read", "fourier", "reduces_nothing"])
+def test_any_step_has_figures(name):
+    def reduces_nothing(state, batch):
+        return state + (batch - batch[:0].sum(axis=0)) @ state, {}
+
+    steps = PATTERNS | {"reduces_nothing": lambda: (reduces_nothing, (jnp.ones((8, 8)), jnp.ones((8, 8))))}
+    step, arguments = steps[name]()
+    graph, _ = build_graph(trace(step, *arguments))
+    read = graph_of(figures_of(graph))
+    assert read == dataclasses.replace(graph, tasks=tuple(t._replace(equations=()) for t in graph.tasks))
+    assert read.fingerprint() == graph.fingerprint()
 
 
 def test_a_line_each():
@@ -43,7 +61,8 @@ def put(found, value, *path):
 
 
 WRONG = {
-    "a size below one": (("operators", 0, 2, 0, 1), 0),
+    "a size below zero": (("operators", 0, 2, 0, 1), -1),
+    "a divisor of zero": (("operators", 0, 2, 0, 2), 0),
     "a size beyond floats": (("operators", 0, 2, 0, 1), 10**30),
     "a task that is not there": (("operators", 0, 3), [10**6]),
     "an operator that is not there": (("tasks", 0, 0), 99),
