@@ -30,7 +30,8 @@ import jax
 import soapjax
 import soapjax.distributed
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.model_source import concrete_model, model_source
+from soapjax.model_source import concrete_model, parse_settings
+from soapjax.strategy.plan import ModelSource
 
 TERM_S = 5.0
 
@@ -90,7 +91,7 @@ def _end(processes: list[subprocess.Popen]) -> None:
 def train(options: argparse.Namespace) -> None:
     """What every process does: the same calls, with the same global arguments."""
     soapjax.distributed.initialize(timeout_s=options.timeout)
-    source = model_source(options.model, options.set)
+    source = ModelSource(path=options.model, settings=parse_settings(options.set))
     model = concrete_model(source)
     chosen = dict(plan=options.plan) if options.plan else dict(planner=options.planner, proposals=options.proposals)
     if options.pipeline:
