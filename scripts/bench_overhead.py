@@ -18,8 +18,7 @@ import time
 import jax
 
 import soapjax
-from soapjax.model_source import concrete_model, parse_settings
-from soapjax.strategy.plan import ModelSource
+from soapjax.model_source import concrete_model, model_source
 
 
 def one_device() -> soapjax.DeviceTopology:
@@ -38,7 +37,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    source = ModelSource(path=options.model, settings=parse_settings(options.set))
+    source = model_source(options.model, options.set)
     model = concrete_model(source)
     state, batch = model.arguments
     # Data stays on the device: what is measured is the step and the call, not the transfer.

@@ -82,9 +82,21 @@ class PlanCommand:
     """Print one JSON object on standard output."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class StepOptions:
+    """Where the step of a plan comes from."""
+
+    model: str | None = None
+    """The plan's step: package.module (its `make`) or package.module:factory."""
+    set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
+    """A setting of --model, key=value; repeat for more."""
+    trust: bool = False
+    """Import and call what the plan names as its step. Only for plans whose writer you trust."""
+
+
 @dataclasses.dataclass
-class SimulateCommand:
-    """Predict the step time of a plan file, edited or not, anew.
+class SimulateCommand(StepOptions):
+    """Predict the step time of a plan file, edited or not, anew; from the file alone, unless --model gives the step.
 
     Example:  soapjax simulate plan.json
 
@@ -109,7 +121,7 @@ class ExplainCommand:
 
     Example:  soapjax explain plan.json blk0/attn/query
 
-    Example:  soapjax explain plan.json --plan-only    (from the file alone: no critical path, no neighbours)
+    Example:  soapjax explain plan.json --plan-only    (as written: no critical path, no neighbours)
     """
 
     plan: Annotated[str, tyro.conf.Positional]
@@ -117,7 +129,7 @@ class ExplainCommand:
     operator: Annotated[str | None, tyro.conf.Positional] = None
     """The name of an operator, or a part of it that no other has: every other choice for it is simulated."""
     plan_only: bool = False
-    """Do not load the plan's model: say what is written in the file."""
+    """Predict nothing anew: say what is written in the file."""
     json: bool = False
     """Print one JSON object on standard output."""
 
@@ -128,7 +140,7 @@ class DiffCommand:
 
     Example:  soapjax diff a.json b.json
 
-    Example:  soapjax diff a.json b.json --plan-only    (from the files alone: what each side takes, not what a change costs)
+    Example:  soapjax diff a.json b.json --plan-only    (as written: what each side takes, not what a change costs)
     """
 
     a: Annotated[str, tyro.conf.Positional]
@@ -136,7 +148,7 @@ class DiffCommand:
     b: Annotated[str, tyro.conf.Positional]
     """Another one."""
     plan_only: bool = False
-    """Do not load the plans' model: say what is written in the files."""
+    """Predict nothing anew: say what is written in the files."""
     json: bool = False
     """Print one JSON object on standard output."""
 
@@ -155,16 +167,16 @@ class ReportCommand:
     output: Annotated[str, tyro.conf.arg(aliases=["-o"])] = "report.html"
     """Where to write the page."""
     plan_only: bool = False
-    """Do not load the plan's model: show what is written in the file."""
+    """Predict nothing anew: show what is written in the file."""
     json: bool = False
     """Print one JSON object on standard output."""
 
 
 @dataclasses.dataclass
-class RunCommand:
-    """Train the plan's model under the plan, and time it.
+class RunCommand(StepOptions):
+    """Train a model under a plan for it, and time it.
 
-    Example:  soapjax run plan.json --steps 20
+    Example:  soapjax run plan.json --model soapjax.models.mlp --steps 20
     """
 
     plan: Annotated[str, tyro.conf.Positional]
@@ -176,12 +188,12 @@ class RunCommand:
 
 
 @dataclasses.dataclass
-class VerifyCommand:
+class VerifyCommand(StepOptions):
     """Prove a plan: numbers equal to one device's, compiled program as planned, bytes and memory as predicted.
 
-    Example:  soapjax verify plan.json
+    Example:  soapjax verify plan.json --model soapjax.models.mlp --set width=1024
 
-    Example:  soapjax verify plan.json --target cuda --topology a100x64
+    Example:  soapjax verify plan.json --trust --target cuda --topology a100x64
     """
 
     plan: Annotated[str, tyro.conf.Positional]
@@ -229,10 +241,10 @@ class ProfileCommand:
 
 
 @dataclasses.dataclass
-class CalibrateCommand:
-    """Run plans on the devices at hand, and fit at most two scalars (compute and network) to their step times.
+class CalibrateCommand(StepOptions):
+    """Run plans of one model on the devices at hand, and fit at most two scalars (compute and network) to their step times.
 
-    Example:  soapjax calibrate plan.json fsdp.json --steps 10
+    Example:  soapjax calibrate plan.json fsdp.json --model soapjax.models.mlp --steps 10
     """
 
     plans: Annotated[list[str], tyro.conf.Positional]

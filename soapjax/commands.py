@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax import cli, plan_files, planning
+from soapjax import cli, plan_files, planning, step_source
 from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
-from soapjax.model_source import Model, abstract_model, parse_settings, with_arrays
+from soapjax.model_source import Model, abstract_model, model_source, with_arrays
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import gains, plan_report
 from soapjax.search.planners import get_planner
@@ -45,7 +45,11 @@ def run(command: Any, progress: Progress) -> Result:
         cli.TopologiesCommand: topology_commands.topologies_command,
         cli.DemoCommand: running_commands.demo_command,
     }
-    return handlers[type(command)](command)
+    try:
+        return handlers[type(command)](command)
+    except SystemExit as e:  # the user's step or model, whatever its status: this command has not done what it was asked to do
+        value, remedy = f"SystemExit: {str(e)[:100]}", "take sys.exit() out of the step, and of what it calls"
+        raise SoapjaxError(Problem("model", value, "a step that returns", remedy)) from None
 
 
 def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
@@ -65,7 +69,7 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     numbers = _pipeline_numbers(command)
     topology = wanted_topology(command)
     get_planner(command.planner, space=command.space)
-    model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
+    model = abstract_model(model_source(command.model, command.set))
     if command.pipeline is not None and command.pipeline != "auto":
         return _pipeline_command(command, model, topology, numbers, progress)
     options = dict(
@@ -182,29 +186,30 @@ def plan_result(plan: Plan) -> dict[str, Any]:
     }
 
 
-def loaded(path: str, *, topology: str | None = None, concrete: bool = False) -> tuple[Plan, Model, TracedStep]:
-    """A plan file with its model, traced, and its prediction made anew."""
-    found, model, step = opened(path, topology=topology)
+def loaded(
+    path: str, source: ModelSource, *, topology: str | None = None, concrete: bool = False
+) -> tuple[Plan, Model, TracedStep]:  # fmt: skip
+    """A plan file with its step, which the user chose, traced, and its prediction made anew."""
+    found, model, step = _opened(Plan.load(path), path, source, topology)
     return found.plan, with_arrays(model) if concrete else model, step
 
 
-def opened(path: str, *, topology: str | None = None) -> tuple[plan_files.Opened, Model, TracedStep]:
-    """As `loaded`, with what the prediction was made from."""
-    raw = Plan.load(path)
-    if raw.model is None:
-        expected = "the model that the plan is for"
-        remedy = 'add "model": {"path": "package.module", "settings": {}}, or use soap_shard(plan=...) in your own code'
-        raise SoapjaxError(Problem(f"{path}: model", "missing", expected, remedy))
+def _opened(plan: Plan, path: str, source: ModelSource, topology: str | None) -> tuple[plan_files.Opened, Model, TracedStep]:
     wanted = load_topology(topology) if topology is not None else None
-    model = abstract_model(raw.model)
-    step = trace(model.step, *model.arguments, unroll=raw.unroll)
-    return plan_files.opened(raw, step, place=path, topology=wanted), model, step
+    model = abstract_model(source)
+    step = trace(model.step, *model.arguments, unroll=plan.unroll)
+    return plan_files.opened(plan, step, place=path, topology=wanted), model, step
 
 
 def simulate_command(command: cli.SimulateCommand) -> Result:
     if command.trace is not None and (problems := output_problems(command.trace, "--trace", "trace.json")):
         raise SoapjaxError(problems)
-    found, _, _ = opened(command.plan, topology=command.topology)
+    plan = Plan.load(command.plan)
+    if (source := step_source.chosen_source(command, plan, place=command.plan)) is not None:
+        found, _, _ = _opened(plan, command.plan, source, command.topology)
+    else:
+        wanted = load_topology(command.topology) if command.topology is not None else None
+        found = plan_files.opened_alone(plan, place=command.plan, topology=wanted)
     result, report = plan_result(found.plan), plan_report(found.plan)
     if command.trace is not None:
         write_trace(command.trace, plan_files.timeline_events(found), title=f"simulated: {command.plan}")

@@ -1,7 +1,7 @@
 """Why a plan is as it is: its critical path, its costs, and what a change of one operator would make of it.
 
-All figures are the simulator's own. From a plan file alone come the costs that are written in it; the critical path and the
-neighbours need the step, from which the cost tables are made (`soapjax explain` loads the plan's model, as `simulate` does).
+All figures are the simulator's own. What is written in a plan are costs; the critical path and the neighbours need the operator
+graph, from which the cost tables are made.
 """
 
 from __future__ import annotations

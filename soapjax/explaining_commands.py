@@ -1,5 +1,5 @@
-"""The commands that say why: explain, diff, report. They run no step; a plan's model is loaded for its shapes, unless only the
-file is to count."""
+"""The commands that say why: explain, diff, report. They need no step: a plan is predicted anew from the figures that it carries,
+unless only what is written is to count."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.console import Group
 from rich.text import Text
 
 from soapjax import cli
-from soapjax.commands import Result, opened, output_problems
+from soapjax.commands import Result, output_problems
 from soapjax.comparing import with_costs
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.explaining import explain, explain_operator
 from soapjax.files import write_text_atomic
 from soapjax.page_data import extras_of, pipeline_extras
-from soapjax.plan_files import Opened, reopened
+from soapjax.plan_files import Opened, opened_alone, reopened
 from soapjax.planning import on_cpu
 from soapjax.report.difference import difference_of, difference_report
 from soapjax.report.explanation import explanation_report, operator_report
@@ -24,21 +24,21 @@ from soapjax.report.html import Extras, page
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
 
-NO_MODEL = "the plan names no model: this is what is written in the file"
+NO_GRAPH = "the plan carries no operator graph (older versions wrote none): this is what is written in the file"
 
 
 def _opened(path: str, *, plan_only: bool) -> tuple[Plan, Opened | None, list[str]]:
     """A plan, with what its prediction is made from unless only the file counts; and remarks."""
     raw = Plan.load(path)
-    if plan_only or raw.model is None:
+    if plan_only or raw.operator_graph is None:
         _check_choices(raw, path)
-        return raw, None, [] if plan_only else [NO_MODEL]
-    found, _, _ = opened(path)
+        return raw, None, [] if plan_only else [NO_GRAPH]
+    found = opened_alone(raw, place=path)
     return found.plan, found, []
 
 
 def _check_choices(plan: Plan, place: str) -> None:
-    """What is read without the step must at least be possible to read.
+    """What is not predicted anew must at least be possible to read.
 
     Raises: SoapjaxError naming every choice that is none.
     """

@@ -22,10 +22,11 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
 from soapjax.files import write_text_atomic
 from soapjax.graph.trace import trace
-from soapjax.model_source import abstract_model, parse_settings
+from soapjax.model_source import abstract_model, model_source
 from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.report.tables import seconds
-from soapjax.strategy.plan import ModelSource, Plan
+from soapjax.step_source import required_source
+from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.verify_top import require_real_devices
 
@@ -40,7 +41,7 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
         raise SoapjaxError(problems)
     topology = commands.wanted_topology(command)
     require_kind(topology)
-    model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))
+    model = abstract_model(model_source(command.model, command.set))
     step = trace(model.step, *model.arguments, unroll=command.unroll)
     with commands.closing(progress):
         found, notes = measure_profile(
@@ -105,7 +106,7 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
             value, first = topology.name, next(iter(fingerprints.values()))
             raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
-        plan, model, step = commands.loaded(path, concrete=True)
+        plan, model, step = commands.loaded(path, required_source(command, plan, place=path), concrete=True)
         base = planning.find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")

@@ -1,4 +1,4 @@
-"""Models by name: `package.module` (its `make`) or `package.module:factory`, importable from the working folder.
+"""Models by name: `package.module` (its `make`) or `package.module:factory`; factories.py says which may be named.
 
 `soapjax.models.mlp` is one of soapjax's own, anywhere; in a checkout, where they lie in the folder `models/`, it is `models.mlp`
 too. A factory returns `(train_step, state, batch)`. For planning it is evaluated abstractly, so that no parameter
@@ -7,27 +7,22 @@ is allocated, whatever the size.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
 import json
-import os
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.factories import OWN_MODELS, find_factory
 from soapjax.garbage import fewer_collections
 from soapjax.graph.source_lines import line_of_error
 from soapjax.strategy.plan import ModelSource
 
 Setting = bool | int | float | str
-OWN_MODELS = "soapjax.models"
 
 
 class Model(NamedTuple):
@@ -61,6 +56,39 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Setting]:
     if problems:
         raise SoapjaxError(problems)
     return settings
+
+
+def model_source(path: str, pairs: Iterable[str], *, place: str = "model") -> ModelSource:
+    """What a user names: a model, and `key=value` texts.
+
+    Raises: SoapjaxError naming every text that is none.
+    """
+    settings = parse_settings(pairs)
+    try:
+        return ModelSource(path=path, settings=settings)
+    except pydantic.ValidationError as e:
+        problems = []
+        for error in e.errors():
+            of_path = error["loc"][0] == "path"
+            at = place if of_path else f"--set {error['loc'][1]}"
+            expected = "package.module or package.module:factory" if of_path else error["msg"]
+            remedy = f"soapjax's own are e.g. {OWN_MODELS}.mlp" if of_path else "give another value"
+            problems.append(Problem(at[:200], repr(error["input"])[:200], expected, remedy))
+        raise SoapjaxError(problems) from None
+
+
+def setting_pairs(settings: dict[str, Setting]) -> list[str]:
+    """`key=value` texts that `parse_settings` reads as these settings."""
+    pairs = []
+    for key, value in settings.items():
+        plain = value if isinstance(value, str) else json.dumps(value)
+        try:
+            read = parse_settings([f"{key}={plain}"])[key]
+            is_same = (type(read), read) == (type(value), value)
+        except SoapjaxError:
+            is_same = False
+        pairs.append(f"{key}={plain if is_same else json.dumps(value, ensure_ascii=False)}")
+    return pairs
 
 
 @fewer_collections()
@@ -135,53 +163,16 @@ def _guarded(source: ModelSource, run: Callable[[], Any]) -> Any:
         raise SoapjaxError(Problem(place, value, expected, remedy)) from e
 
 
-def _find_own_models() -> None:
-    """Makes `soapjax.models` importable in a checkout, even one that is only on PYTHONPATH: it is the folder beside the package."""
-    package = Path(__file__).resolve().parent
-    folder = package.parent / "models"
-    if OWN_MODELS in sys.modules or (package / "models").is_dir() or not folder.is_dir():
-        return
-    path, locations = folder / "__init__.py", [str(folder)]
-    spec = importlib.util.spec_from_file_location(OWN_MODELS, path, submodule_search_locations=locations)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[OWN_MODELS] = module
-    spec.loader.exec_module(module)
-
-
 def _factory(source: ModelSource) -> Callable[..., Any]:
-    module_name, _, name = source.path.partition(":")
-    name = name or "make"
-    place = f"model {source.path}"
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if module_name.startswith(OWN_MODELS):
-        _find_own_models()
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as e:
-        raise SoapjaxError(
-            Problem(place, str(e), "a module importable from the working folder or PYTHONPATH",
-                    f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp")
-        ) from None  # fmt: skip
-    except (Exception, SystemExit) as e:  # as above
-        remedy = f"run python -c 'import {module_name}' to see the error"
-        raise SoapjaxError(Problem(place, f"{type(e).__name__}: {str(e)[:200]}", "a module that imports", remedy)) from None
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        close = difflib.get_close_matches(name, names, 3) or names[:5]
-        raise SoapjaxError(
-            Problem(place, f"no function {name!r}", "a factory in that module", f"it has {', '.join(close) or 'none'}")
-        )
-    # A plan file names its model: it may name a model, not os:system.
-    if not inspect.isfunction(inspect.unwrap(factory)) or module_name.split(".")[0] in sys.stdlib_module_names:
-        raise SoapjaxError(Problem(place, type(factory).__name__, "a Python function of your own code", "name the model's factory"))
+    """The source's function, which takes all settings."""
+    factory = find_factory(source.path)
     parameters = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = [k for k in source.settings if k not in parameters]
         if unknown:
             raise SoapjaxError(
-                Problem(f"{place}: --set {k}", repr(source.settings[k]), f"one of {', '.join(parameters)}", "correct the name")
+                Problem(f"model {source.path}: --set {k}", repr(source.settings[k]), f"one of {', '.join(parameters)}",
+                        "correct the name")
                 for k in unknown
-            )
+            )  # fmt: skip
     return factory

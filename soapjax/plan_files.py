@@ -1,13 +1,19 @@
-"""A plan that was written before, edited perhaps, with the step that it is for: its prediction and timeline made anew."""
+"""A plan that was written before, edited perhaps: its prediction and timeline made anew, with its step or from the file alone.
+
+The file alone has the figures of the operator graph. Whoever wrote it could write any: they are checked as any input is, and
+what is predicted from them is as good as they are. Nothing in a plan is called or imported.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from soapjax.costs.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.stream import Event
 from soapjax.graph.build import build_graph
+from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep
 from soapjax.planning import on_cpu, plan_of_strategy
@@ -48,12 +54,61 @@ class Opened(NamedTuple):
 def opened(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Opened:
     """As `recost`, and keeps what it was made from."""
     if loaded.pipeline is not None:
-        graph, own, _ = _checked(loaded, step, place, topology)
-        with on_cpu():
-            made, stages = recost_pipeline(loaded, graph, own, place=place)
-        return Opened(made, graph, None, None, stages)
+        graph, _ = build_graph(step)
+        own, _ = _checked(loaded, graph, place, topology)
+        return _opened_pipeline(loaded, graph, own, place)
     with on_cpu():
         return _priced(loaded, problem_of_plan(loaded, step, place=place, topology=topology), place)
+
+
+def opened_alone(loaded: Plan, *, place: str = "plan", topology: DeviceTopology | None = None) -> Opened:
+    """As `opened`, without the step: from the figures of the operator graph that the plan carries.
+
+    Raises: SoapjaxError where it has none, where they are damaged, or are those of no step.
+    """
+    try:
+        graph = _graph_in(loaded, place)
+        own, mesh = _checked(loaded, graph, place, topology)
+        if loaded.pipeline is not None:
+            found = _opened_pipeline(loaded, graph, own, place)
+        else:
+            with on_cpu():
+                found = _priced(loaded, _problem(loaded, graph, own, mesh, place, None), place)
+    except SoapjaxError:
+        raise
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as e:
+        # Figures that are possible one by one, and together of no graph that the tracer makes.
+        value, expected = f"{type(e).__name__}: {str(e)[:150]}", "the figures of a traced step"
+        raise SoapjaxError(Problem(f"{place}: operator_graph", value, expected, REMEDY)) from None
+    step_time_s = found.plan.prediction.step_time_s
+    if not 0 < step_time_s < math.inf:
+        expected = "a step that takes time"
+        raise SoapjaxError(Problem(f"{place}: operator_graph", f"a step of {step_time_s} s", expected, REMEDY))
+    return found
+
+
+def _graph_in(loaded: Plan, place: str) -> OperatorGraph:
+    """The graph that a plan carries."""
+    figures, named = loaded.operator_graph, loaded.graph
+    at = f"{place}: operator_graph"
+    if figures is None:
+        expected, remedy = "the figures of its operator graph", "give the step with --model, or plan anew"
+        raise SoapjaxError(Problem(at, "missing, as in plans of older versions", expected, remedy))
+    if (sha256 := figures_sha256(figures)) != named.figures_sha256:
+        expected = f"{sha256[:12]}, that of the figures in the file"
+        raise SoapjaxError(Problem(f"{place}: graph.figures_sha256", named.figures_sha256[:12] or "''", expected, REMEDY))
+    graph = graph_of(figures, place=at)
+    if graph.fingerprint() != named.fingerprint or graph.num_operators != named.num_operators:
+        value = f"{named.fingerprint[:12]}, {named.num_operators} operators"
+        expected = f"{graph.fingerprint()[:12]}, {graph.num_operators} operators, those of operator_graph"
+        raise SoapjaxError(Problem(f"{place}: graph.fingerprint", value, expected, REMEDY))
+    return graph
+
+
+def _opened_pipeline(loaded: Plan, graph: OperatorGraph, topology: DeviceTopology, place: str) -> Opened:
+    with on_cpu():
+        made, stages = recost_pipeline(loaded, graph, topology, place=place)
+    return Opened(made, graph, None, None, stages)
 
 
 def reopened(loaded: Plan, other: Opened, *, place: str = "plan") -> Opened:
@@ -73,8 +128,15 @@ def problem_of_plan(
     profile: Profile | None = None,
 ) -> PlanningProblem:  # fmt: skip
     """The problem that a plan solves, costed with the plan's own measurements, or with `profile`."""
-    graph, own, mesh = _checked(loaded, step, place, topology)
+    graph, _ = build_graph(step)
+    own, mesh = _checked(loaded, graph, place, topology)
     check_constraints(step, mesh)
+    return _problem(loaded, graph, own, mesh, place, profile)
+
+
+def _problem(
+    loaded: Plan, graph: OperatorGraph, own: DeviceTopology, mesh: FactorMesh, place: str, profile: Profile | None
+) -> PlanningProblem:
     fixed = {path: parse_spec(spec) for path, spec in loaded.fixed.items()}
     try:
         if profile is None and loaded.profile is not None:
@@ -85,9 +147,9 @@ def problem_of_plan(
 
 
 def _checked(
-    loaded: Plan, step: TracedStep, place: str, topology: DeviceTopology | None
-) -> tuple[OperatorGraph, DeviceTopology, FactorMesh]:
-    """The step's graph and the plan's topology and mesh, where the plan is for them."""
+    loaded: Plan, graph: OperatorGraph, place: str, topology: DeviceTopology | None
+) -> tuple[DeviceTopology, FactorMesh]:  # fmt: skip
+    """The plan's topology and mesh, where the plan is for the graph and (if given) the topology."""
     own, mesh = topology_of(loaded, place=place)
     problems = []
     if topology is not None and topology.fingerprint() != own.fingerprint():
@@ -96,7 +158,6 @@ def _checked(
                 f"{place}: topology", own.name, f"{topology.name}, which differs from the plan's", "plan anew for this topology"
             )
         )
-    graph, _ = build_graph(step)
     if graph.fingerprint() != loaded.graph.fingerprint:
         problems.append(
             Problem(
@@ -108,7 +169,7 @@ def _checked(
         )  # fmt: skip
     if problems:
         raise SoapjaxError(problems)
-    return graph, own, mesh
+    return own, mesh
 
 
 def timeline_events(opened: Opened) -> list[Event]:

@@ -26,11 +26,13 @@ from soapjax.execute.spmd import bind_plan, not_executable
 from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.execute.verify import verify
+from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace import TracedStep
-from soapjax.model_source import OWN_MODELS, Model, abstract_model, with_arrays
+from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
+from soapjax.step_source import required_source
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology
@@ -39,13 +41,16 @@ from soapjax.verify_programs import ProgramsVerified, verify_programs
 MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine
 
 
-def _devices_for(path: str) -> list[Any]:
-    """The devices for a plan file; its mesh, and that it can be run, are checked before any are started."""
-    plan = Plan.load(path)
-    topology, _ = topology_of(plan, place=path)
-    if problems := not_executable(plan, place=path):
+def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[ModelSource, DeviceTopology]:
+    """The step that the user chose for a plan file, and the plan's topology: before a device is started or a module imported.
+
+    Raises: SoapjaxError where the plan's mesh is not its topology's, where it cannot be run, or no step was chosen.
+    """
+    plan = Plan.load(command.plan)
+    topology, _ = topology_of(plan, place=command.plan)
+    if problems := not_executable(plan, place=command.plan):
         raise SoapjaxError(problems)
-    return start_devices(topology.num_devices)
+    return required_source(command, plan, place=command.plan), topology
 
 
 def devices_of_target(topology: DeviceTopology, target: str) -> list[Any]:
@@ -86,11 +91,11 @@ def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
 def run_command(command: cli.RunCommand) -> Result:
     if command.steps < 1:
         raise SoapjaxError(Problem("--steps", str(command.steps), "at least 1", "train one step or more"))
-    devices = _devices_for(command.plan)
-    plan, model, step = loaded(command.plan, concrete=True)
+    source, topology = _checked(command)
+    devices = start_devices(topology.num_devices)
+    plan, model, step = loaded(command.plan, source, concrete=True)
     _require_state(model, step)
     if plan.pipeline is not None:
-        topology, _ = topology_of(plan, place=command.plan)
         compiled = planned_pipeline(model.step, *model.arguments, plan=plan, topology=topology, devices=devices)
     else:
         compiled = compile_step(bind_plan(step, plan, devices=devices))
@@ -178,14 +183,12 @@ def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_command(command: cli.VerifyCommand) -> Result:
-    topology, _ = topology_of(Plan.load(command.plan), place=command.plan)
-    if problems := not_executable(Plan.load(command.plan), place=command.plan):
-        raise SoapjaxError(problems)
+    source, topology = _checked(command)
     runs = command.target in ("local", "cpu")
     if command.topology is not None and load_topology(command.topology).fingerprint() != topology.fingerprint():
-        loaded(command.plan, topology=command.topology)  # raises, and says what differs
+        loaded(command.plan, source, topology=command.topology)  # raises, and says what differs
     devices = devices_of_target(topology, command.target)
-    plan, model, step = loaded(command.plan, topology=command.topology, concrete=runs)
+    plan, model, step = loaded(command.plan, source, topology=command.topology, concrete=runs)
     if plan.pipeline is not None or plan.pinned:
         return _verified_programs(command, plan, verify_programs(plan, model, step, devices, runs=runs), runs=runs)
     program = bind_plan(step, plan, devices=devices)
@@ -197,6 +200,7 @@ def verify_command(command: cli.VerifyCommand) -> Result:
         is_proven = found.is_proven
         lines = numeric_lines(found)
     ops = inspected.ops
+    is_proven &= runs or ops.ops_as_planned > 0  # of a program with nothing to find again nothing is shown
     result |= {
         "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,
         "differences": list(ops.differences),
@@ -225,7 +229,8 @@ def verify_command(command: cli.VerifyCommand) -> Result:
 def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVerified, *, runs: bool) -> Result:
     """The result and report of a plan that is several programs."""
     inspected, numbers, ops = found.inspected, found.numbers, found.inspected.ops
-    is_proven = ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked and (numbers is None or numbers.is_proven)
+    shown = ops.ops_as_planned > 0 if numbers is None else numbers.is_proven
+    is_proven = shown and ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
     compiled_bytes = max(compiled for _, compiled in found.memory.values())
     fits = compiled_bytes <= plan.prediction.usable_memory_bytes or not plan.prediction.feasible
     result = {} if numbers is None else numbers._asdict() | {"reference": found.reference}

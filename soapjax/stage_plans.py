@@ -29,7 +29,6 @@ from soapjax.stage_baselines import whole_baselines
 from soapjax.stage_sends import mean_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import (
-    GraphId,
     MeshPart,
     ModelSource,
     OperatorPart,
@@ -38,6 +37,7 @@ from soapjax.strategy.plan import (
     Provenance,
     SentPart,
     StrategyFigures,
+    graph_parts,
 )
 from soapjax.strategy.plan_strategy import strategy_of
 from soapjax.strategy.strategy import Strategy
@@ -268,7 +268,7 @@ def pipeline_plan(
         operators[op.name] = OperatorPart(kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=axes, storage=storage)
     return Plan(
         model=model,
-        graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
+        **graph_parts(graph),
         topology=topology.to_dict(),
         mesh=MeshPart(axis_names=mesh.axis_names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
         unroll=unroll,

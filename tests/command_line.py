@@ -47,6 +47,12 @@ def done(*argv: object) -> dict:
     return ended.result
 
 
+def step_of(path: object = "plan.json") -> list[str]:
+    """The options that give a command the step that a plan was made for."""
+    model = json.loads(Path(path).read_text())["model"]
+    return ["--model", model["path"], *(word for k, v in model["settings"].items() for word in ("--set", f"{k}={v}"))]
+
+
 @functools.cache
 def plan_text(model: str = "models.mlp", *settings: str, topology: str = "cpu8", planner: str = "data_parallel") -> str:
     """The plan file of a small model."""

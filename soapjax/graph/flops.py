@@ -52,7 +52,7 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
     if name == "select_and_scatter_add":
         return float(math.prod(ins[0]) * math.prod(eqn.params["window_dimensions"]))
     if name.startswith("reduce_") and name != "reduce_precision":
-        return float(math.prod(ins[0]) - math.prod(out))
+        return float(max(math.prod(ins[0]) - math.prod(out), 0))  # of nothing, a reduction is a constant
     if name.startswith(("cum", "arg")):
         return float(math.prod(ins[0]))
     if name.startswith("scatter"):

@@ -16,6 +16,8 @@ MAX_DIFFERENCES = 12
 
 def numeric_lines(found: Any) -> list[str]:
     """The comparison with one device (`execute.verify.Verification`)."""
+    if found.num_gradients + found.num_outputs == 0:
+        return ["nothing to compare: the step has neither gradients nor results in floating point"]
     return [
         f"loss: relative error {found.loss_rel_error:.2g}, bound {found.loss_rel_bound:.2g}"
         f" (float64: {found.loss_rel_error_float64:.2g}, bound 1e-9)",

@@ -5,8 +5,8 @@ their executables are kept in a folder of the user (`$SOAPJAX_CACHE/programs`, o
 hash of the program's text and of all that a compiler looks at beside it. JAX's own compilation cache, and its
 configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing.
 
-Safe with several writers: a file appears whole or not at all, and carries its own checksum. What cannot be
-read, written or loaded is compiled as if there were no cache.
+Loading an executable unpickles it: only what this user alone could write is read (kept_programs.py). What cannot be read,
+written, loaded or run is compiled as if there were no cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import functools
 import hashlib
 import os
 import platform
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,13 +28,12 @@ from jax.experimental import serialize_executable
 
 from soapjax.costs.profile import cache_folder
 from soapjax.garbage import fewer_collections
+from soapjax.simulate.kept_programs import drop_program, read_program, write_program
 
 # XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower; LLVM's first level of optimisation: a
 # tenth less, and no slower. Asked for, not needed.
 LEVEL = "xla_backend_optimization_level"
 QUICKLY = {"xla_cpu_use_fusion_emitters": False, LEVEL: 1}
-MAX_BYTES = 512 << 20  # of all kept programs; the oldest go first
-_CHECKSUM = 32  # bytes
 
 
 class Program:
@@ -50,6 +48,7 @@ class Program:
         if jax.config.read("jax_disable_most_optimizations"):
             self._options.pop(LEVEL, None)  # the user asks for none at all
         self._compiled: Callable[..., Any] | None = None
+        self._is_proven = False  # that it runs: of what was read from disk, only a call tells
         self._lock = threading.Lock()
 
     def prepare(self, *args: Any) -> None:
@@ -64,12 +63,20 @@ class Program:
             return self._jitted.lower(*args)
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
-        self._compiled = _compiled(lowered, self._options)
+        self._compiled, self._is_proven = _compiled(lowered, self._options)
 
     def __call__(self, *args: Any) -> Any:
         if self._compiled is None:
             self.prepare(*args)
-        return self._compiled(*args)
+        if self._is_proven:
+            return self._compiled(*args)
+        try:
+            results = jax.block_until_ready(self._compiled(*args))
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # written by another build of XLA, say: once, and not again
+            self._compiled, _ = _compiled(self.lower(*args), self._options, anew=True)
+            results = self._compiled(*args)
+        self._is_proven = True
+        return results
 
 
 def threads(count: int | None) -> ThreadPoolExecutor:
@@ -104,23 +111,43 @@ def program_folder() -> Path | None:
     return cache_folder().parent / "programs"
 
 
-def _compiled(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> Callable[..., Any]:
+def _compiled(
+    lowered: jax.stages.Lowered, options: dict[str, bool | int], *, anew: bool = False
+) -> tuple[Callable[..., Any], bool]:  # fmt: skip
+    """An executable, and whether it was compiled here; else it was read. `anew` where what is kept does not run."""
     folder = program_folder()
     device = jax.config.jax_default_device or jax.local_devices()[0]  # in a job of several processes, this one's
     if folder is None or getattr(device, "platform", None) != "cpu":
-        return _by_compiler(lowered, options)
+        return _by_compiler(lowered, options), True
     # The text leaves out arguments that nothing reads; the executable wants them all the same.
     asked = f"{_surroundings()}\n{options}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
-    path = folder / hashlib.sha256(asked.encode()).hexdigest()
-    if (kept := _read(path)) is not None:
-        with contextlib.suppress(Exception):  # whatever a foreign executable may raise: it is compiled anew
-            return serialize_executable.deserialize_and_load(
+    key = hashlib.sha256(asked.encode()).hexdigest()
+    if anew:
+        drop_program(folder, key)
+    elif (kept := read_program(folder, key)) is not None:
+        with contextlib.suppress(Exception):  # whatever another machine's executable may raise: it is compiled anew
+            loaded = serialize_executable.deserialize_and_load(
                 kept, lowered.in_tree, lowered.out_tree, backend="cpu", execution_devices=[device]
             )
+            return loaded, False
+    _from_jax.is_hit = False
     compiled = _by_compiler(lowered, options)
-    with contextlib.suppress(Exception):  # an executable that cannot be written down
-        _write(path, serialize_executable.serialize(compiled)[0])
-    return compiled
+    if not _from_jax.is_hit:
+        with contextlib.suppress(Exception):  # an executable that cannot be written down
+            write_program(folder, key, serialize_executable.serialize(compiled)[0])
+    return compiled, True
+
+
+# What JAX read from a compilation cache of the user's, XLA (0.10) writes down without its functions: it would not run again.
+_from_jax = threading.local()
+
+
+def _note_hit(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _from_jax.is_hit = True
+
+
+jax.monitoring.register_event_listener(_note_hit)
 
 
 def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
@@ -141,26 +168,3 @@ def _surroundings() -> str:
         processor = next((x for x in lines if x.startswith(("flags", "Features"))), processor)
     flags = os.environ.get("XLA_FLAGS", ""), jax.config.read("jax_disable_most_optimizations")
     return "\n".join(map(str, (jax.__version__, jaxlib.__version__, platform.machine(), processor, *flags)))
-
-
-def _read(path: Path) -> bytes | None:
-    """What was kept under `path`; None where there is nothing, or half a file."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    kept = data[_CHECKSUM:]
-    return kept if hashlib.sha256(kept).digest() == data[:_CHECKSUM] else None
-
-
-def _write(path: Path, kept: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-        file.write(hashlib.sha256(kept).digest() + kept)
-    os.replace(file.name, path)
-    found = sorted(((f.stat().st_mtime, f.stat().st_size, f) for f in path.parent.iterdir()), reverse=True, key=lambda x: x[0])
-    total = 0
-    for _, size, f in found:
-        total += size
-        if total > MAX_BYTES:
-            f.unlink(missing_ok=True)

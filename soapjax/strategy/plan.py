@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
+from soapjax.graph.figures import figures_of, figures_sha256, figures_text
+from soapjax.graph.operators import OperatorGraph
 from soapjax.strategy import plan_words
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
@@ -34,16 +36,31 @@ class _Part(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ModelSource(_Part):
-    """Where the step came from: `path` names a module with `make`, or `module:factory`."""
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("should be one line of printable characters")
+    return text
 
-    path: str
-    settings: dict[str, bool | int | float | str] = {}
+
+_NAME = r"[^\W\d]\w*"
+_Word = Annotated[str, pydantic.Field(max_length=200), pydantic.AfterValidator(_one_line)]
+_SettingName = Annotated[str, pydantic.Field(max_length=200, pattern=f"^{_NAME}$")]
+
+
+class ModelSource(_Part):
+    """Where the step came from: `path` names a module with `make`, or `module:factory`.
+
+    In a plan that is read it is a remark for people: nothing imports what it names, unless the user says so.
+    """
+
+    path: Annotated[str, pydantic.Field(max_length=200, pattern=rf"^{_NAME}(\.{_NAME})*(:{_NAME})?$")]
+    settings: Annotated[dict[_SettingName, bool | int | float | _Word], pydantic.Field(max_length=100)] = {}
 
 
 class GraphId(_Part):
     fingerprint: str
     num_operators: int
+    figures_sha256: str = ""  # of `operator_graph`, as it stands in the file; "" in plans of older versions
 
 
 class MeshPart(_Part):
@@ -162,6 +179,8 @@ class Plan(_Part):
     provenance: Provenance = Provenance()
     # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
     pipeline: Pipeline | None = None
+    # What costs are made from, so that a plan is predicted anew without its step. None in plans of older versions.
+    operator_graph: dict[str, Any] | None = pydantic.Field(default=None, repr=False)
 
     # What a notebook shows; soapjax/report/html.py, which may import this and not the reverse, says it.
     notebook_html: ClassVar[Callable[[Plan], str] | None] = None
@@ -194,14 +213,22 @@ class Plan(_Part):
         return plan_words.to_maxtext(self)
 
     def dumps(self) -> str:
-        left_out = None if self.logical_axes else {"logical_axes"}
-        return json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False) + "\n"
+        left_out = {"operator_graph"} | (set() if self.logical_axes else {"logical_axes"})
+        text = json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False)
+        if self.operator_graph is not None:
+            text = text.removesuffix("\n}") + ',\n "operator_graph": ' + figures_text(self.operator_graph) + "\n}"
+        return text + "\n"
 
     @property
     def plan_sha256(self) -> str:
-        """Over the canonical JSON without provenance, measurements, names, and figures that only explain the prediction."""
+        """Over the canonical JSON without provenance, measurements, names, and figures that only explain the prediction.
+
+        The graph counts by its fingerprint.
+        """
         explaining = {"operators": {"__all__": {"cost"}}, "prediction": {"without_overlap_s", "split_flops_share"}}
-        data = self.model_dump(mode="json", exclude={"provenance": True, "profile": True, "logical_axes": True, **explaining})
+        graph = {"graph": {"figures_sha256"}, "operator_graph": True}
+        left_out = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
+        data = self.model_dump(mode="json", exclude=left_out)
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def save(self, path: str) -> None:
@@ -233,6 +260,14 @@ class Plan(_Part):
                 )
                 for error in e.errors()[:20]
             ) from None  # fmt: skip
+
+
+def graph_parts(graph: OperatorGraph) -> Mapping[str, Any]:
+    """What a plan says of its graph: the fields `graph` and `operator_graph`."""
+    figures = figures_of(graph)
+    sha256 = figures_sha256(figures)
+    found = GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators, figures_sha256=sha256)
+    return {"graph": found, "operator_graph": figures}
 
 
 def _parse(text: str, place: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import PHASE_NAMES
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
-    GraphId,
     MeshPart,
     ModelSource,
     OperatorCost,
@@ -22,6 +21,7 @@ from soapjax.strategy.plan import (
     Provenance,
     TaskPart,
     format_spec,
+    graph_parts,
 )
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
@@ -68,7 +68,7 @@ def make_plan(
     arguments, results = _leaf_specs(graph, home, stored, spec, space.fixed_layouts)
     return Plan(
         model=model,
-        graph=GraphId(fingerprint=graph.fingerprint(), num_operators=graph.num_operators),
+        **graph_parts(graph),
         topology=topology.to_dict(),
         mesh=MeshPart(axis_names=names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
         unroll=unroll,

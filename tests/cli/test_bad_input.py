@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import TINY, call, plan_text
+from command_line import TINY, call, plan_text, step_of
 
 
 @pytest.fixture(autouse=True)
@@ -181,13 +181,20 @@ EDITS = {
 }
 
 
-COMMANDS = [("simulate", edit) for edit in EDITS]
-COMMANDS += [("run", for_another_size), ("run", for_a_million_devices), ("verify", degree_over_the_batch), ("verify", not_a_number)]
+OF_THE_STEP = (for_another_size, for_another_model, without_a_model)  # no matter where no step is needed
+COMMANDS = [("simulate", edit) for edit in EDITS if edit not in OF_THE_STEP] + [("run", edit) for edit in OF_THE_STEP]
+COMMANDS += [("run", for_a_million_devices), ("verify", degree_over_the_batch), ("verify", not_a_number)]
 
 
 @pytest.mark.parametrize("command, edit", COMMANDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_a_plan_that_does_not_fit_is_refused(command, edit):
-    refused(command, edited(edit), words=EDITS[edit])
+    refused(command, edited(edit), *(["--trust"] if command != "simulate" else []), words=EDITS[edit])
+
+
+@pytest.mark.parametrize("edit", OF_THE_STEP, ids=lambda x: x.__name__)
+def test_a_plan_is_simulated_whatever_it_says_of_its_step(edit):
+    ended = call("simulate", edited(edit))
+    assert ended.status == 0, ended.err
 
 
 def test_every_mistake_is_named_at_once():
@@ -363,7 +370,7 @@ def factory(name, *, inside="pass", step="return state", returned=ARRAYS):
     "name, make, words",
     [
         ("bad_absent.model", lambda n: n, ["No module named 'bad_absent'", "importable"]),
-        ("", lambda n: n, ["Empty module name"]),
+        ("", lambda n: n, ["got ''", "package.module:factory"]),
         ("bad_syntax", lambda n: module(n, "def make(:"), ["SyntaxError"]),
         ("bad_import", lambda n: module(n, "import no_such_thing"), ["no_such_thing"]),
         ("bad_raises", lambda n: module(n, "raise RuntimeError('no luck')"), ["RuntimeError: no luck"]),
@@ -463,13 +470,13 @@ def test_no_steps(steps):
 def test_run_on_a_step_that_returns_no_state():
     factory("bad_stateless", step="return (batch @ state['w']).sum()")
     Path("plan.json").write_text(plan_text("bad_stateless", "--set", "batch=8"))
-    refused("run", "plan.json", words=["model bad_stateless", "does not return", "(state, batch) -> (state, metrics)"])
+    refused("run", "plan.json", *step_of(), words=["model bad_stateless", "does not return", "(state, batch) -> (state, metrics)"])
 
 
 @pytest.mark.parametrize("command", [pytest.param("run", marks=pytest.mark.slow), "verify"])
 def test_fewer_devices_than_planned(command):
     Path("plan.json").write_text(plan_text(topology="a100x64"))
-    refused(command, "plan.json", words=["8 cpu devices", "the 64", "plan for 8 devices"])
+    refused(command, "plan.json", "--trust", words=["8 cpu devices", "the 64", "plan for 8 devices"])
 
 
 def test_baselines_say_what_they_lowered():

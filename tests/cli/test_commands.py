@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, TINY, call, done, plan_text
+from command_line import ROOT, TINY, call, done, plan_text, step_of
 
 from soapjax import Plan
 from soapjax.cli import COMMANDS
@@ -73,13 +73,13 @@ def test_plan_simulate_run_verify():
         assert simulated[field] == planned[field], field
     assert Plan.load("plan.json") == plan
 
-    ran = done("run", "plan.json", "--steps", 4)
+    ran = done("run", "plan.json", *step_of(), "--steps", 4)
     assert ran.keys() == {"predicted_s", "measured_s", "comparable", "loss"}
     assert ran["predicted_s"] == planned["step_time_s"] and ran["measured_s"] > 0
     assert ran["comparable"] is False, "eight fake devices"
     assert len(ran["loss"]) == 4 and ran["loss"][-1] < ran["loss"][0]
 
-    verified = done("verify", "plan.json")
+    verified = done("verify", "plan.json", *step_of())
     assert verified["gradient_rel_error"] <= verified["gradient_rel_bound"]
     assert verified["loss_rel_error"] <= 1e-5 and verified["gradient_rel_error_float64"] <= 1e-9
     assert verified["ops_as_planned"] == verified["planned_ops"] - verified["ops_unchecked"] > 0
@@ -96,7 +96,7 @@ def test_an_edit_by_hand_counts():
     Path("plan.json").write_text(json.dumps(data))
     after = done("simulate", "plan.json")
     assert after["step_time_s"] != before.prediction.step_time_s and after["plan_sha256"] != before.plan_sha256
-    assert done("verify", "plan.json")["proven"]
+    assert done("verify", "plan.json", *step_of())["proven"]
 
 
 @pytest.mark.slow
@@ -108,8 +108,8 @@ def test_a_plan_in_the_space_of_the_paper_is_simulated_run_and_proven():
     assert simulated["step_time_s"] == planned["step_time_s"] and simulated["plan_sha256"] == planned["plan_sha256"]
     shown = call("simulate", "plan.json").out
     assert "on device 0" in shown and "on device 1" in shown
-    assert done("run", "plan.json", "--steps", "2")["loss"][1] > 0
-    assert done("verify", "plan.json")["proven"]
+    assert done("run", "plan.json", *step_of(), "--steps", "2")["loss"][1] > 0
+    assert done("verify", "plan.json", *step_of())["proven"]
 
 
 def test_an_edit_of_the_form_only_does_not_count():
@@ -128,7 +128,7 @@ def test_without_json_people_read_tables():
     assert ended.status == 0 and ended.err == "" and ended.out.endswith(f"plan_sha256 {Plan.loads(plan_text()).plan_sha256}\n")
     for word in ("dense0", "data_parallel", "fsdp", "plan_sha256", "memory per device"):
         assert word in ended.out
-    ended = call("run", "plan.json", "--steps", 2)
+    ended = call("run", "plan.json", *step_of(), "--steps", 2)
     assert ended.status == 0 and re.search(r"2 steps: loss \S+ → \S+", ended.out) and "not comparable" in ended.out
 
 
@@ -159,7 +159,7 @@ def test_a_model_of_ones_own_in_the_working_folder():
     argv = ("plan", "own_package.training:small", "--topology", "cpu8", "--planner", "fsdp", "--set", "width=24", "-o", "plan.json")
     planned = done(*argv)
     assert planned["feasible"] and Plan.load("plan.json").model.settings == {"width": 24}
-    ran = done("run", "plan.json", "--steps", 3)
+    ran = done("run", "plan.json", *step_of(), "--steps", 3)
     assert ran["loss"][-1] < ran["loss"][0]
 
 
@@ -191,9 +191,9 @@ def make():
 def test_a_flax_train_state_is_planned_run_and_proven():
     Path("flax_example.py").write_text(TRAIN_STATE)
     done("plan", "flax_example", "--topology", "cpu8", "--planner", "data_parallel", "-o", "plan.json")
-    ran = done("run", "plan.json", "--steps", 4)
+    ran = done("run", "plan.json", *step_of(), "--steps", 4)
     assert ran["loss"][-1] < ran["loss"][0]
-    assert done("verify", "plan.json")["proven"]
+    assert done("verify", "plan.json", *step_of())["proven"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -223,7 +223,7 @@ def test_the_same_seed_gives_the_same_plan_in_any_process():
     assert [p.returncode for p in processes] == [0, 0]
     assert results[0]["plan_sha256"] == results[1]["plan_sha256"] == Plan.load("2.json").plan_sha256
     # A process with one CPU starts as many devices as the plan needs.
-    process = started("run", "1.json", "--steps", 2, "--json", stderr=subprocess.DEVNULL)
+    process = started("run", "1.json", *step_of("1.json"), "--steps", 2, "--json", stderr=subprocess.DEVNULL)
     ran = json.loads(process.communicate(timeout=240)[0])
     assert process.returncode == 0 and len(ran["loss"]) == 2 and ran["comparable"] is False
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import ROOT, TINY, call, done
+from command_line import ROOT, TINY, call, done, step_of
 
 from soapjax import Plan, planning
 from soapjax.costs.profile import Calibration, load_profile, save_profile
@@ -141,7 +141,7 @@ def one_device(*argv):
 def test_one_device_is_timed_and_calibrated():
     planned = one_device("plan", "models.mlp", "--verify-top", 2, "--proposals", 16, "-o", "plan.json", *TINY)
     assert [t["strategy"] for t in planned["verified"]] and all(t["measured_s"] > 0 for t in planned["verified"])
-    fit = one_device("calibrate", "plan.json", "--steps", 3)
+    fit = one_device("calibrate", "plan.json", *step_of(), "--steps", 3)
     (name, predicted_s, measured_s) = fit["steps"][0]
     assert name == "plan.json" and predicted_s == pytest.approx(measured_s, rel=1e-3)
     assert fit["network_scale"] == 1.0, "nothing is sent"

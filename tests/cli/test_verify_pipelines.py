@@ -1,7 +1,7 @@
 """`soapjax verify` of plans that are several programs: each is compiled, and is what was predicted."""
 
 import pytest
-from command_line import call, done
+from command_line import call, done, step_of
 
 SIZES = [f"--set={k}={v}" for k, v in dict(batch=16, width=16, layers=2, features=8, classes=4).items()]
 
@@ -11,7 +11,7 @@ def test_every_program_of_a_pipeline_sends_what_was_predicted(schedule, microbat
     path = tmp_path / "plan.json"
     options = ("--pipeline", schedule, "--stages", 2, "--microbatches", microbatches, "--proposals", 5, "-o", path)
     assert call("plan", "models.mlp", "--topology", "cpu8", *SIZES, *options).status == 0
-    found = done("verify", path)
+    found = done("verify", path, *step_of(path))
     assert found["proven"] and not found["differences"]
     assert found["ops_as_planned"] + found["ops_unchecked"] == found["planned_ops"] > found["ops_unchecked"]
     programs = {p["name"]: p for p in found["programs"]}
@@ -32,7 +32,7 @@ def test_pinned_programs_are_verified_one_by_one(tmp_path):
     path = tmp_path / "plan.json"
     options = ("--space", "paper", "--planner", "model_parallel", "-o", path)
     assert call("plan", "models.mlp", "--topology", "cpu8", *SIZES, *options).status == 0
-    found = done("verify", path)
+    found = done("verify", path, *step_of(path))
     assert found["proven"] and found["gradient_rel_error_float64"] <= 1e-9
     assert all(p["num_devices"] == 1 for p in found["programs"])
     moved = found["collective_bytes"]["transfer"]

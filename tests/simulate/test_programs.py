@@ -1,11 +1,16 @@
 """Programs that are kept on disk: the same numbers, whatever happened to the files."""
 
+import hashlib
+import os
+import stat
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from soapjax.simulate import programs
+from soapjax.simulate import kept_programs, programs
 from soapjax.simulate.programs import QUICKLY, Program, program_folder, side_by_side
 
 
@@ -119,3 +124,154 @@ def test_what_cannot_be_compiled_side_by_side_is_told(folder, monkeypatch):
     monkeypatch.setattr(programs, "_by_compiler", refused)
     with pytest.raises(RuntimeError, match="out of registers"), side_by_side() as prepare:
         prepare(Program(double_of_sines), X)
+
+
+# --- whose files are read
+
+
+def planted(folder):
+    """A program that is kept, as the user would keep it."""
+    assert right(Program(double_of_sines))
+    (kept,) = folder.iterdir()
+    return kept
+
+
+@pytest.fixture
+def unpickled(monkeypatch):
+    """How many executables were loaded."""
+    found, load = [], programs.serialize_executable.deserialize_and_load
+    monkeypatch.setattr(programs.serialize_executable, "deserialize_and_load", lambda *a, **k: found.append(1) or load(*a, **k))
+    return found
+
+
+def test_folder_and_file_are_the_users_own(folder, unpickled):
+    before = os.umask(0)
+    try:
+        kept = planted(folder)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(kept.stat().st_mode) == 0o600
+    folder.chmod(0o755)  # as older versions left it: nobody else could write there
+    assert right(Program(double_of_sines)) and len(unpickled) == 1
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def linked(path, folder):
+    """In its place a link to it."""
+    away = folder.parent / "away"
+    path.rename(away)
+    path.symlink_to(away)
+
+
+DOUBTFUL = {
+    "group may write the folder": lambda folder, kept: folder.chmod(0o770),
+    "all may write the folder": lambda folder, kept: folder.chmod(0o1777),
+    "group may write the file": lambda folder, kept: kept.chmod(0o660),
+    "all may write the file": lambda folder, kept: kept.chmod(0o602),
+    "the folder is a link": lambda folder, kept: linked(folder, folder),
+    "the file is a link": lambda folder, kept: linked(kept, folder),
+    "a fifo": lambda folder, kept: (kept.unlink(), os.mkfifo(kept)),
+}
+
+
+@pytest.mark.parametrize("how", DOUBTFUL)
+def test_what_others_may_have_written_is_not_read(how, folder, unpickled, caplog, monkeypatch):
+    kept = planted(folder)
+    monkeypatch.setattr(kept_programs, "_told", set())
+    DOUBTFUL[how](folder, kept)
+    assert right(Program(double_of_sines)) and not unpickled
+    assert right(Program(double_of_sines))
+    lines = [r.getMessage() for r in caplog.records if "programs kept in" in r.getMessage()]
+    assert len(lines) == 1 and str(folder) in lines[0] and "\n" not in lines[0]
+
+
+def test_another_users_are_not_read(folder, unpickled, monkeypatch, caplog):
+    planted(folder)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert right(Program(double_of_sines)) and not unpickled and f"belongs to user {me}" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_what_was_given_away_is_not_read(which, folder, unpickled):
+    kept = planted(folder)
+    os.chown(folder if which == "folder" else kept, 12345, -1)
+    assert right(Program(double_of_sines)) and not unpickled
+    assert kept.stat().st_uid == 0, "a file of another user's is replaced by an own one"
+
+
+def test_another_programs_file_under_its_name_is_not_called(folder, unpickled):
+    assert np.allclose(Program(lambda x: 3 * x)(jnp.asarray(X)), 3 * X)
+    (other,) = folder.iterdir()
+    assert right(Program(double_of_sines))
+    (mine,) = set(folder.iterdir()) - {other}
+    mine.write_bytes(other.read_bytes())
+    assert right(Program(double_of_sines)) and not unpickled
+    assert right(Program(double_of_sines)) and len(unpickled) == 1, "and kept again"
+
+
+def test_a_sum_without_the_key_is_not_enough(folder, unpickled):
+    kept = planted(folder)
+    body = kept.read_bytes()[32:]
+    kept.write_bytes(hashlib.sha256(body).digest() + body)
+    assert right(Program(double_of_sines)) and not unpickled
+
+
+def test_what_killed_writers_left_is_swept_after_a_day(folder, monkeypatch):
+    kept = planted(folder)
+    old, new, older = folder / ".writing-old", folder / ".writing-new", folder / ".tmpabcdef"
+    for path, age_s in ((old, 90_000), (new, 3_600), (older, 90_000)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age_s,) * 2)
+    monkeypatch.setattr(kept_programs, "_swept", set())
+    assert right(Program(double_of_sines))
+    assert set(folder.iterdir()) == {kept, new}
+
+
+def test_a_full_disk_leaves_nothing(folder, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert right(Program(double_of_sines)) and not list(folder.iterdir())
+
+
+def test_what_jax_read_from_a_cache_of_its_own_is_not_kept(folder, monkeypatch):
+    """XLA writes it down without its functions: the next process could not run it."""
+    compile_one = programs._by_compiler
+
+    def from_cache(lowered, options):
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return compile_one(lowered, options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(programs, "_by_compiler", from_cache)
+        assert right(Program(double_of_sines))
+    assert not folder.exists()
+    assert right(Program(double_of_sines)) and len(list(folder.iterdir())) == 1
+
+
+def test_what_was_kept_and_does_not_run_is_made_anew_once(folder, monkeypatch):
+    kept = planted(folder)
+    before = kept.stat().st_mtime_ns
+
+    def broken(*_, **__):
+        def call(*_):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Function fusion not found")
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(programs.serialize_executable, "deserialize_and_load", broken)
+        program = Program(double_of_sines)
+        assert right(program) and right(program)
+    assert kept.stat().st_mtime_ns > before
+    names = compiled(monkeypatch)
+    assert right(Program(double_of_sines)) and not names
+
+
+def test_an_error_of_the_program_itself_is_told(folder, monkeypatch):
+    planted(folder)
+    with pytest.raises((TypeError, ValueError)):
+        Program(double_of_sines)(jnp.zeros(4), jnp.zeros(4))
