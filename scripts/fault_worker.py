@@ -50,9 +50,10 @@ def say_phases() -> None:
 
     phase = "start"
     while phase != "running":
-        doing = HERE.where().doing
+        where = HERE.where()
+        doing = where.doing
         new = "planning" if "plan" in doing else "compiling" if doing in ("lowering", "compiling") else phase
-        new = "running" if doing.startswith("running") else new
+        new = "running" if doing.startswith("running") or (where.num_calls and not where.is_inside) else new
         if new != phase:
             say(phase := new)
         time.sleep(0.05)  # more often would look like work

@@ -36,11 +36,15 @@ SIGNALS = {
 OTHERS = ("a step fewer", "another order", "another function", "x64", "flags")
 FLAGS = "--xla_cpu_enable_fast_math=true"
 SLACK_S = 10.0
+MAX_TRIES = 3
 START_S = 60.0  # a phase comes within
 ARGUMENTS = ("fault", "processes", "phase", "moment", "timeout_s", "seed")
 MESSAGES = ("error: ", "soapjax.errors.SoapjaxError: ")  # the second: where the program does not catch it
 STACKS = ("Check failure stack trace", "terminate called", "Fatal Python error")
-SHOWN = ("fault", "processes", "phase", "cases", "ended_in_time", "all_name_the_rank", "bare_stacks", "median_s", "slowest_s")
+SHOWN = (
+    "fault", "processes", "phase", "cases", "had_finished_before", "ended_in_time", "all_name_the_rank", "bare_stacks", "median_s",
+    "slowest_s",
+)  # fmt: skip
 
 
 class Process:
@@ -124,8 +128,19 @@ def end(processes: Sequence[Process]) -> None:
 
 
 def case(fault: str, count: int, phase: str, timeout_s: float, typical: Mapping[str, float], draw: random.Random) -> dict:
-    """Runs one job and says what became of it."""
+    """Runs one job and says what became of it; again and earlier, where it had come to its end before the fault."""
     victim, share, at = draw.randrange(count), draw.random(), draw.randrange(1, NUM_STEPS - 2)
+    for _ in range(MAX_TRIES):
+        row = tried(fault, count, phase, timeout_s, typical, victim, share, at)
+        if not row["finished"]:
+            break
+        share /= 3
+    return row
+
+
+def tried(
+    fault: str, count: int, phase: str, timeout_s: float, typical: Mapping[str, float], victim: int, share: float, at: int
+) -> dict:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
         processes = start(Path(folder), count, timeout_s, victim, fault, at)

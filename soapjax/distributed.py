@@ -60,15 +60,15 @@ def initialize(
     job = job_of_environment(Job(coordinator_address, num_processes, process_id, local), timeout_s=timeout_s)
     _check(job)
     key, is_secret = _job_key(job_key, job.coordinator_address)
-    listener = listen(0)
-    port = listener.getsockname()[1]
-    came = roll_call(job.coordinator_address, job.num_processes, job.process_id, key=key, timeout_s=timeout_s, port=port)
-    if job.num_processes > 1:
-        if job.process_id == 0:
-            _say_at_the_start(job, silence_s, is_secret=is_secret, num_dropped=came.num_dropped)
-        membership.start(job.process_id, came.peers, listener, key, silence_s)
-    else:
-        listener.close()
+    with contextlib.ExitStack() as until_watched:
+        listener = until_watched.enter_context(listen(0))
+        port = listener.getsockname()[1]
+        came = roll_call(job.coordinator_address, job.num_processes, job.process_id, key=key, timeout_s=timeout_s, port=port)
+        if job.num_processes > 1:
+            if job.process_id == 0:
+                _say_at_the_start(job, silence_s, is_secret=is_secret, num_dropped=came.num_dropped)
+            membership.start(job.process_id, came.peers, listener, key, silence_s)
+            until_watched.pop_all()
     _open_transfers(job, timeout_s)
     _spare_threads(job)
     try:

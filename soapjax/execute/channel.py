@@ -74,7 +74,7 @@ class Channel:
         self._wake, self._woken = socket.socketpair()
         self._told, self.all_ended = threading.Event(), threading.Event()
         self.num_dropped = 0  # connections that did not carry the key
-        self.is_over = False
+        self.is_stopping = self.is_over = False  # something has stopped: this process is being ended, or all is said
         self._has_news = False  # that cannot wait for the next beat
         self._close_by_s: float | None = None
         for s in (listener, self._woken):
@@ -142,13 +142,14 @@ class Channel:
             self._stop([Problem("the job", value, "all ranks to end", "see whether one was ended from outside")])
 
     def _stop(self, problems: list[Problem]) -> None:
+        self.is_stopping = True
         if not self.watch.has_left:
             say(problems)  # at once: JAX may be about to abort this process
         self._say({"stopped": [list(p) for p in problems]})
         if self.watch.has_left:
             time.sleep(OWN_REASON_S)
             if self.watch.calls.status:
-                return
+                return  # it was, and is ending by itself
             say(problems)
         self._farewell()
         self.is_over = True

@@ -66,9 +66,9 @@ def start(rank: int, peers: Sequence[Peer], listener: socket.socket, key: bytes,
 
 def _let_the_watch_decide(channel: Channel) -> None:
     """The watch ends this process where another rank is the cause: soon where all beat, or when the time-out of one is over."""
-    deadline = time.monotonic() + channel.watch.timeout_s + 5 * BEAT_S
+    deadline = time.monotonic() + max(channel.watch.timeout_s, OWN_REASON_S) + 5 * BEAT_S
     time.sleep(OWN_REASON_S)
-    while not channel.watch.all_are_fresh and time.monotonic() < deadline:
+    while (channel.is_stopping or not channel.watch.all_are_fresh) and time.monotonic() < deadline:
         time.sleep(BEAT_S / 4)
 
 
