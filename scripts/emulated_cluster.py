@@ -290,14 +290,15 @@ def _call(*command: str) -> None:
         raise CannotRunError((" ".join(command), value, "a kernel that does this", remedy))
 
 
-def environment_of(host: int, hosts: int) -> dict[str, str]:
-    """What a host's command finds: where the coordinator is, who it is, one CPU device, steady memory."""
+def environment_of(host: int, hosts: int, key: str) -> dict[str, str]:
+    """What a host's command finds: where the coordinator is, who it is, the job's key, one CPU device, steady memory."""
     inherited = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}  # no proxy is reached from a namespace
     flags = [f for f in inherited.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     return inherited | STEADY_MEMORY | {
         "JAX_COORDINATOR_ADDRESS": f"{address(0)}:{COORDINATOR_PORT}",
         "JAX_NUM_PROCESSES": str(hosts), "JAX_PROCESS_ID": str(host), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
         "XLA_FLAGS": " ".join(flags), "NPROC": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        "SOAPJAX_JOB_KEY": key,
     }  # fmt: skip
 
 
@@ -307,13 +308,14 @@ def run(namespaces: Sequence[str], command: Sequence[str], *, grace_s: float, ti
     if len(namespaces) > len(cores):
         print(f"{len(namespaces)} hosts share {len(cores)} cores: compute is slower than on a cluster", file=sys.stderr)
     library = ctypes.CDLL(None)
+    key = os.environ.get("SOAPJAX_JOB_KEY", secrets.token_hex(16))
     processes: list[subprocess.Popen] = []
     try:
         for i, name in enumerate(namespaces):
             os.sched_setaffinity(0, {cores[i % len(cores)]})  # inherited; XLA counts the cores that it may use at its start
             processes.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", name, *command], env=environment_of(i, len(namespaces)), stdin=subprocess.DEVNULL,
+                    ["ip", "netns", "exec", name, *command], env=environment_of(i, len(namespaces), key), stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
                     preexec_fn=lambda: library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # when this process is killed
                 )

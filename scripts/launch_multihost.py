@@ -10,13 +10,16 @@ As a job of a cluster, one process per host or per device; who takes part is fou
     mpirun -n 16 python scripts/launch_multihost.py models.transformer_lm --planner fsdp
     python scripts/emulated_cluster.py --hosts 2 --rate 200mbit -- python scripts/launch_multihost.py models.mlp
 
-Exit status 2 on every process, without a traceback, where they do not agree or one does not come.
+Exit status 2 on every process, without a traceback, where they do not agree, or one does not come, dies, stops or does something
+else: within --timeout seconds, with a line that names it. --processes draws the job's key (SOAPJAX_JOB_KEY) and ends those that
+do not end by themselves; as a job of a cluster, set the variable for all.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -34,6 +37,7 @@ from soapjax.model_source import concrete_model, parse_settings
 from soapjax.strategy.plan import ModelSource
 
 TERM_S = 5.0
+GRACE_S = 6.0  # after one has failed, for the others to say why and end
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -49,7 +53,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=None)
     parser.add_argument("--proposals", type=int, default=2048, help="of the search")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the other processes at the start")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0,
+        help="seconds after which the job ends where a process does not come, is silent, or is in no call while others are",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -64,6 +71,7 @@ def launch(count: int, arguments: list[str]) -> int:
     common = os.environ | {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count), "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": " ".join(flags),
+        soapjax.distributed.KEY_VARIABLE: os.environ.get(soapjax.distributed.KEY_VARIABLE, secrets.token_hex(16)),
     }  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`
     processes: list[subprocess.Popen] = []
@@ -71,15 +79,30 @@ def launch(count: int, arguments: list[str]) -> int:
         for rank in range(count):
             environment = common | {"JAX_PROCESS_ID": str(rank)}
             processes.append(subprocess.Popen([sys.executable, __file__, *arguments], env=environment))
-        statuses = [p.wait() for p in processes]
+        _wait(processes)
     finally:
         _end([p for p in processes if p.poll() is None])
+    statuses = [p.wait() for p in processes]
     return next((128 - s if s < 0 else s for s in statuses if s), 0)
+
+
+def _wait(processes: list[subprocess.Popen]) -> None:
+    """Until all have ended, or some time after one has failed: one that is stopped never ends by itself."""
+    failed_at = None
+    while any(p.poll() is None for p in processes):
+        if failed_at is None and any(p.poll() for p in processes):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
+            late = ", ".join(str(r) for r, p in enumerate(processes) if p.poll() is None)
+            print(f"ending rank {late}: another failed {GRACE_S:g} s ago", file=sys.stderr, flush=True)
+            return
+        time.sleep(0.05)
 
 
 def _end(processes: list[subprocess.Popen]) -> None:
     for p in processes:
         p.terminate()
+        p.send_signal(signal.SIGCONT)  # one that is stopped would not notice
     deadline = time.monotonic() + TERM_S
     for p in processes:
         try:
@@ -90,7 +113,7 @@ def _end(processes: list[subprocess.Popen]) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """What every process does: the same calls, with the same global arguments."""
-    soapjax.distributed.initialize(timeout_s=options.timeout)
+    soapjax.distributed.initialize(timeout_s=options.timeout, silence_s=options.timeout)
     source = ModelSource(path=options.model, settings=parse_settings(options.set))
     model = concrete_model(source)
     chosen = dict(plan=options.plan) if options.plan else dict(planner=options.planner, proposals=options.proposals)

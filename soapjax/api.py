@@ -61,10 +61,19 @@ class SoapShard:
         self._last: CompiledStep | StreamStep | None = None
         self._last_form: CallForm = CallForm()
         self._last_plan: Plan | None = None
+        self._spans: bool | None = None  # whether its devices belong to several processes
         self._of_objects: dict[Any, SoapShard] = {}  # the same step as a function of its nnx objects' arrays
         self._methods: dict[int, tuple[Any, SoapShard]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._spans is None:
+            self._spans = jointly.spans_processes(self._devices)
+        if not self._spans:
+            return self._called(*args, **kwargs)
+        with jointly.call(self.__name__):
+            return self._called(*args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         args, form = self._calling.bound(args, kwargs)
         if positions := nnx_steps.object_positions(args):
             step, arrays = self._functional(args, form, positions)
@@ -74,7 +83,7 @@ class SoapShard:
         dynamic = form.dynamic(args)
         if self._last is not None and form == self._last_form and self._is_agreed(self._last):
             try:
-                return self._last(*dynamic)
+                return self._run(self._last, dynamic)
             except ShapesChanged:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
         compiled = self._prepared(args, form)
@@ -87,7 +96,12 @@ class SoapShard:
         if isinstance(compiled, CompiledStep) and not compiled.is_compiled:
             with progress.shown(f"compiling {self.__name__}"):
                 compiled.compile()
-        return compiled(*placed)
+        return self._run(compiled, placed)
+
+    def _run(self, step: CompiledStep | StreamStep, args: tuple[Any, ...]) -> Any:
+        if self._spans:
+            jointly.runs()
+        return step(*args)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method. An instance that is a pytree is an argument; any other is a constant, and has a plan of its own."""
@@ -211,6 +225,13 @@ class SoapShard:
         self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
     ) -> tuple[Plan, TracedStep]:
         """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
+        with jointly.call(self.__name__):  # it may be `prepare` or `lower` that plans
+            return self._planned_in_call(fn, args, static, report)
+
+    def _planned_in_call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> tuple[Plan, TracedStep]:
+        jointly.agree_on_settings(self.__name__)
         if self._source is None:
             step: TracedStep | None = None
 

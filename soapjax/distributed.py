@@ -4,25 +4,30 @@
 >>> soapjax.distributed.initialize()  # first of all; under Slurm, Open MPI or Kubernetes nothing more is needed
 
 Then every process calls the same step with the same global arguments. Process 0 plans, the others take its plan, and all
-check that they are about to run the same program (soapjax/execute/agreement.py).
+check that they are about to run the same program (soapjax/execute/agreement.py). Where one dies, stops or does something else, all
+end within `silence_s` and say which it was (soapjax/execute/watch.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute import agreement, watch
-from soapjax.execute.coordination import Job, is_joined, job_of_environment, store
-from soapjax.execute.roll_call import roll_call
+from soapjax.execute import membership
+from soapjax.execute.calls import HERE
+from soapjax.execute.coordination import ANSWER_S, Job, connect, is_joined, job_of_environment, store
+from soapjax.execute.keyed import KEY_VARIABLE
+from soapjax.execute.keyed import job_key as _job_key
+from soapjax.execute.roll_call import listen, roll_call
 
 log = logging.getLogger("soapjax")
 DEFAULT_TIMEOUT_S = 300.0
@@ -32,6 +37,7 @@ DEFAULT_SILENCE_S = 60.0
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *,
     local_device_ids: Sequence[int] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S, silence_s: float = DEFAULT_SILENCE_S,
+    job_key: str | None = None,
 ) -> None:  # fmt: skip
     """Joins this process to its job, before JAX is used for anything else.
 
@@ -41,24 +47,34 @@ def initialize(
       num_processes, process_id: how many there are, and which one this is.
       local_device_ids: accelerators of the host that this process uses; all by default, or as the job's launcher says.
       timeout_s: to wait for the other processes here.
-      silence_s: a process that gives no sign of life for so long counts as dead: the others end, and name it (execute/watch.py).
+      silence_s: where a process gives no sign of life for so long, or is in no call of a step while others are in the next one,
+        all end, and name it (execute/watch.py). A process that dies is named within seconds; one that compiles gives signs of life.
+      job_key: a secret of 16 characters or more, the same on all processes, drawn for this job; by default SOAPJAX_JOB_KEY. What
+        comes to the job's ports without it is dropped. Without a secret one is made of the address: it keeps accidents away.
     Raises: SoapjaxError where it cannot be told who takes part, and on every process where some did not come: it names them.
     """
-    times = {"timeout_s": timeout_s, "silence_s": silence_s}
-    if wrong := [(name, value) for name, value in times.items() if not value > 0]:
-        raise SoapjaxError([Problem(n, str(v), "a positive number of seconds", "leave it out") for n, v in wrong])
+    _check_times(timeout_s=timeout_s, silence_s=silence_s)
     if is_joined():
         raise SoapjaxError(Problem("soapjax.distributed.initialize", "a second call", "one call", "remove one of them"))
     local = None if local_device_ids is None else tuple(local_device_ids)
     job = job_of_environment(Job(coordinator_address, num_processes, process_id, local), timeout_s=timeout_s)
     _check(job)
-    roll_call(job.coordinator_address, job.num_processes, job.process_id, timeout_s=timeout_s)
+    key, is_secret = _job_key(job_key, job.coordinator_address)
+    with contextlib.ExitStack() as until_watched:
+        listener = until_watched.enter_context(listen(0))
+        port = listener.getsockname()[1]
+        came = roll_call(job.coordinator_address, job.num_processes, job.process_id, key=key, timeout_s=timeout_s, port=port)
+        if job.num_processes > 1:
+            if job.process_id == 0:
+                _say_at_the_start(job, silence_s, is_secret=is_secret, num_dropped=came.num_dropped)
+            membership.start(job.process_id, came.peers, listener, key, silence_s)
+            until_watched.pop_all()
     _open_transfers(job, timeout_s)
     _spare_threads(job)
     try:
-        jax.distributed.initialize(
+        connect(
             job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
-            initialization_timeout=max(1, int(timeout_s)), cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(timeout_s)),
             heartbeat_timeout_seconds=int(3 * silence_s) + 100,  # later than ours: JAX ends a process without a name
         )  # fmt: skip
     except RuntimeError as e:
@@ -66,9 +82,48 @@ def initialize(
         remedy = "call soapjax.distributed.initialize() before anything else of JAX"
         raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
     _warn_of_loopback(job)
-    if job.num_processes > 1:
-        watch.start(store(), silence_s)
+    store().answer_s = min(ANSWER_S, silence_s)
     jax.devices()  # tells the others: at its first use JAX would wait minutes for a process that has ended meanwhile
+
+
+def watch(*, silence_s: float = DEFAULT_SILENCE_S, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Watches the other processes of a job that `jax.distributed.initialize` has started; all call it, right after that.
+
+    `initialize` of this module does it by itself, and the first call of a step over several processes does, with these defaults.
+
+    Args:
+      silence_s: as for `initialize`.
+      timeout_s: to wait for the other processes here.
+    Raises: SoapjaxError on every process where one does not come, naming it.
+    """
+    _check_times(timeout_s=timeout_s, silence_s=silence_s)
+    membership.start_by_store(silence_s, timeout_s)
+
+
+@contextlib.contextmanager
+def busy(what: str, *, at_most_s: float) -> Iterator[None]:
+    """Around what one process does alone for longer than `silence_s`, while others may wait in their next call.
+
+    >>> with soapjax.distributed.busy("saving a checkpoint", at_most_s=1800):
+    ...     save(state)
+    """
+    _check_times(at_most_s=at_most_s)
+    with HERE.busy(what, at_most_s):
+        yield
+
+
+def _check_times(**times: float) -> None:
+    if wrong := [(name, value) for name, value in times.items() if not 0 < value < float("inf")]:
+        raise SoapjaxError([Problem(n, str(v), "a positive number of seconds", "leave it out") for n, v in wrong])
+
+
+def _say_at_the_start(job: Job, silence_s: float, *, is_secret: bool, num_dropped: int) -> None:
+    key = "" if is_secret else f" No job key was given ({KEY_VARIABLE}): programs that know soapjax could disturb its ports."
+    dropped = f" {num_dropped} messages that did not carry the job's key were dropped." if num_dropped else ""
+    print(
+        f"soapjax: {job.num_processes} processes; the job ends when one dies, is silent for {silence_s:g} s, or is that long in no "
+        f"call while others are (silence_s).{key}{dropped}", file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _check(job: Job) -> None:
@@ -93,12 +148,9 @@ def _open_transfers(job: Job, timeout_s: float) -> None:
     """
     if jax.config.values["jax_cross_host_transfer_socket_address"] or job.num_processes == 1:
         return
-    host, _, port = job.coordinator_address.rpartition(":")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as towards:
-            towards.connect(address)  # sends nothing; tells which of this host's addresses the others see
-            own = towards.getsockname()[0]
+        own = membership.own_address(job.coordinator_address)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
         with socket.socket(family) as probe:
             probe.bind((own, 0))
             free = probe.getsockname()[1]
@@ -142,9 +194,9 @@ def fail(error: SoapjaxError) -> NoReturn:
     """Prints every problem of `error`, and ends this process with status 2 as `leave` does."""
     for problem in error.problems:
         print(f"error: {problem}", file=sys.stderr)
-    leave(2)
+    membership.leave(2, str(error.problems[0])[:150])
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process with `status` at once, after an error say, and lets the others know (agreement.py)."""
-    agreement.leave(store() if is_joined() else None, status)
+    """Ends this process with `status` at once, after an error say, and lets the others know (execute/membership.py)."""
+    membership.leave(status)

@@ -6,7 +6,7 @@ with the ranks; a rank whose record does not come in time is named too.
 
     agree(store, "train_step#1/plan", {"plan": "59c1...", "versions.jax": "0.10.2"}, timeout_s=300)
 
-A rank that ends for a reason of its own says so by `leave`, and nobody waits for it.
+A rank that ends for a reason of its own says so by `leave` (membership.py), and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.calls import HERE
 from soapjax.execute.coordination import Store
 from soapjax.execute.roll_call import missing_ranks
 
@@ -35,6 +36,7 @@ REMEDIES = {
     "topology": "use one topology file",
     "devices": "start every process with the same kind and number of devices",
     "versions": "install the same versions on all hosts",
+    "settings": "set the same on all ranks: environment variables (XLA_FLAGS, JAX_*) and jax.config",
     "program": "use the same code, versions, flags (XLA_FLAGS, JAX_*) and shapes of arguments on all ranks",
 }
 
@@ -54,13 +56,13 @@ def agree(
     Raises: SoapjaxError on all ranks, with the fields and ranks that differ, or the ranks that never came.
     """
     store.put(f"{ROOT}/agree/{name}/{store.rank}", json.dumps(dict(fields)).encode())
-    records = _gathered(store, name, timeout_s)
+    records = gathered(store, name, timeout_s)
     problems = differences(name, [json.loads(records[str(r)]) for r in range(store.num_ranks)])
     if not problems:
         return
     if details is not None:
         store.put(f"{ROOT}/agree/{name}/details/{store.rank}", zlib.compress(json.dumps(details()).encode()))
-        found = _gathered(store, f"{name}/details", timeout_s)
+        found = gathered(store, f"{name}/details", timeout_s)
         flat = [_flat(json.loads(zlib.decompress(found[str(r)]))) for r in range(store.num_ranks)]
         problems += differences(name, flat)[:MAX_DIFFERENCES]
     raise SoapjaxError(problems)
@@ -96,7 +98,7 @@ def _flat(data: Any, path: str = "") -> dict[str, str]:
     return {path: json.dumps(data)}
 
 
-def _gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
+def gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
     """The records of all ranks. The first rank whose time is up decides for all who is missing."""
     folder = f"{ROOT}/agree/{name}"
 
@@ -139,6 +141,7 @@ def _wait(found: Callable[[], Any], timeout_s: float) -> Any:
     deadline = time.monotonic() + timeout_s
     pause_s = 0.005
     while True:
+        HERE.num_looks += 1
         if (result := found()) is not None or time.monotonic() > deadline:
             return result
         time.sleep(pause_s)
@@ -160,6 +163,10 @@ def made_by_first(store: Store, name: str, make: Callable[[], str], *, timeout_s
             return text
         except SoapjaxError as e:
             result = {"problems": e.problems}
+            raise
+        except Exception as e:
+            said = f"{type(e).__name__}: {e}".split("\n")[0][:150]
+            result["problems"] = [Problem(name, f"rank 0 failed ({said})", "a result", "see what rank 0 printed")]
             raise
         finally:
             store.put(f"{folder}/done", zlib.compress(json.dumps(result).encode()))
@@ -183,11 +190,10 @@ def made_by_first(store: Store, name: str, make: Callable[[], str], *, timeout_s
     return result["text"]
 
 
-def leave(store: Store | None, status: int) -> NoReturn:
-    """Ends this process with `status` at once, after bad input say, and lets the other ranks know.
+def leave_store(store: Store | None, status: int) -> NoReturn:
+    """Ends this process with `status` at once, and lets the other ranks know by the store alone.
 
-    JAX's own ending waits minutes for ranks that never come, and is aborted then. Rank 0 stays a moment longer than the
-    others, since the store that tells them why lives in it.
+    Rank 0 stays a moment longer than the others, since the store that tells them why lives in it.
     """
     sys.stdout.flush()
     sys.stderr.flush()

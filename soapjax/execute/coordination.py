@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,9 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.private_jax import clusters as _clusters
 from soapjax.execute.private_jax import distributed as _distributed
+from soapjax.execute.relay import Relay
+
+ANSWER_S = 60.0  # within which rank 0 answers; not more than `silence_s` of the job (soapjax.distributed)
 
 
 class Store(Protocol):
@@ -35,9 +39,9 @@ class Store(Protocol):
 
 
 class KeyValueStore:
-    """The store of the job that this process belongs to."""
+    """The store of the job that this process belongs to. No call to it takes longer than `answer_s` seconds."""
 
-    def __init__(self):
+    def __init__(self, answer_s: float = ANSWER_S):
         state = _distributed.global_state
         if state.client is None:
             raise SoapjaxError(
@@ -46,9 +50,10 @@ class KeyValueStore:
                     "call soapjax.distributed.initialize() before anything else",
                 )
             )  # fmt: skip
-        self._client = state.client
+        self._client, self.answer_s = state.client, answer_s
         self.rank: int = state.process_id
         self.num_ranks: int = state.num_processes
+        self.coordinator_address: str = state.coordinator_address
 
     def put(self, key: str, data: bytes) -> None:
         self._ask(self._client.key_value_set_bytes, key, data, True)
@@ -58,13 +63,26 @@ class KeyValueStore:
         return {k.removeprefix(folder + "/"): bytes(v) for k, v in found}
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Raises: SoapjaxError where the service does not answer."""
-        try:
-            return call(*arguments)
-        except jax.errors.JaxRuntimeError as e:
-            value, expected = str(e).split("\n")[0], f"an answer from rank 0, at {_distributed.global_state.coordinator_address}"
-            remedy = "see what rank 0 printed: it has probably ended"
-            raise SoapjaxError(Problem("the coordination service", value, expected, remedy)) from None
+        """Raises: SoapjaxError where the service does not answer; JAX's own calls would wait for a stopped rank 0 for ever."""
+        outcome: list[Any] = []
+
+        def ask() -> None:
+            try:
+                outcome.append((call(*arguments), None))
+            except Exception as e:  # noqa: BLE001 - raised in the thread that asked
+                outcome.append((None, e))
+
+        asking = threading.Thread(target=ask, name="soapjax-store", daemon=True)
+        asking.start()
+        asking.join(self.answer_s)
+        result, error = outcome[0] if outcome else (None, TimeoutError(f"no answer for {self.answer_s:g} s"))
+        if error is None:
+            return result
+        if not isinstance(error, jax.errors.JaxRuntimeError | TimeoutError):
+            raise error
+        value, expected = str(error).split("\n")[0], f"an answer from rank 0, at {_distributed.global_state.coordinator_address}"
+        remedy = "see what rank 0 printed: it has probably ended, or is stopped"
+        raise SoapjaxError(Problem("the coordination service", value, expected, remedy))
 
 
 @functools.cache
@@ -74,6 +92,19 @@ def store() -> KeyValueStore:
     Raises: SoapjaxError where no job was joined.
     """
     return KeyValueStore()
+
+
+def connect(address: str, num_processes: int, process_id: int, local_device_ids: Any, **times: int) -> None:
+    """`jax.distributed.initialize`; on every rank but 0 through a relay (relay.py).
+
+    Raises: RuntimeError as that does.
+    """
+    host, _, port = address.rpartition(":")
+    near = address if process_id == 0 else Relay(host.strip("[]"), int(port)).address
+    jax.distributed.initialize(
+        near, num_processes, process_id, local_device_ids, cluster_detection_method="deactivate", **times
+    )  # fmt: skip
+    _distributed.global_state.coordinator_address = address
 
 
 def is_joined() -> bool:
