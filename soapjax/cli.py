@@ -21,7 +21,7 @@ import rich.progress
 import tyro
 
 from soapjax import interrupts, terminal
-from soapjax.errors import InfeasibleError, SoapjaxError
+from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 
 
 @dataclasses.dataclass
@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs a command line; ends the process with its exit status."""
     with interrupts.handled():
         try:
-            terminal.check_streams()
+            terminal.check_surroundings()
             status = _run(argv)
         except SoapjaxError as e:
             for p in e.problems:
@@ -327,11 +327,21 @@ def _run(argv: list[str] | None) -> int:
     log.setFormatter(terminal.LogFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[log])
     warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
-    from soapjax import commands  # after parsing: --help must not wait for jax
-
-    # What the user's own modules print must not reach --json's standard output.
-    with contextlib.redirect_stdout(sys.stderr):
-        result, text, status = commands.run(command, interrupts.checked(_progress(command)))
+    try:
+        from soapjax import commands  # after parsing: --help must not wait for jax
+    except Exception as e:  # of the user's variables: JAX_ENABLE_X64=banana
+        remedy = "check the installation, and the variables JAX_* and XLA_*"
+        raise SoapjaxError(Problem("import of JAX", f"{type(e).__name__}: {e}", "a JAX that can be imported", remedy)) from e
+    try:
+        # What the user's own modules print must not reach --json's standard output.
+        with contextlib.redirect_stdout(sys.stderr):
+            result, text, status = commands.run(command, interrupts.checked(_progress(command)))
+    except SoapjaxError:
+        raise
+    except Exception as e:
+        if problem := terminal.about_surroundings(e):
+            raise SoapjaxError(problem) from e
+        raise
     interrupts.hold("interrupted while the result was printed")
     with terminal.printing():
         if command.json:

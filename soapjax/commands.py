@@ -144,18 +144,20 @@ def with_output(path: str, write: Callable[[str], None]) -> None:
 def output_problems(output: str, option: str = "--output", example: str = "plan.json") -> list[Problem]:
     """What would keep a file from being written there: found before the search, not after it."""
     try:
-        into = files.special_file(output)
-        path = into or os.path.realpath(output)
-    except (OSError, ValueError) as e:
-        return [Problem(option, repr(output), getattr(e, "strerror", None) or str(e), "name a file, e.g. " + example)]
+        if into := files.special_file(output):  # a device or a pipe, which is written into
+            is_writable = os.access(into, os.W_OK)
+            return [] if is_writable else [Problem(option, repr(output), "a place that you may write to", "choose another")]
+        path = os.path.realpath(output)
+    except (OSError, ValueError) as e:  # a deleted working folder, a zero byte
+        why = f"{output!r} ({getattr(e, 'strerror', None) or e})"
+        return [Problem(option, why, "a file that can be written", "name one by a whole path")]
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         return [Problem(option, repr(output), "a path in an existing folder", "make the folder first")]
     if not output or os.path.isdir(path):
         return [Problem(option, f"{output!r}, a folder", "a file", f"name the file, e.g. {example}")]
-    if not os.access(into or folder, os.W_OK):
-        kind = "a place" if into else "a folder"
-        return [Problem(option, repr(output), f"{kind} that you may write to", "choose another folder")]
+    if not os.access(folder, os.W_OK):
+        return [Problem(option, repr(output), "a folder that you may write to", "choose another folder")]
     return []
 
 

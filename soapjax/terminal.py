@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
@@ -22,6 +23,7 @@ import rich.segment
 
 from soapjax.errors import Problem, SoapjaxError
 
+MIN_ADDRESS_SPACE_BYTES = 1_900_000_000  # measured with jaxlib 0.10 on two cores: with 1.5e9 it aborts, 350 MB are used
 # Control characters but tab and newline, what turns the direction of text, line separators, and halves of surrogate pairs.
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _ASCII = str.maketrans(
@@ -119,12 +121,15 @@ class LogFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-def check_streams() -> None:
+def check_surroundings() -> None:
     """Makes sure that no file that is opened becomes standard output or error.
 
-    Raises: SoapjaxError where there is no standard output.
+    Raises: SoapjaxError where there is no standard output, no working folder, or hardly any address space.
     """
-    is_missing = sys.stdout is None
+    problems = []
+    if sys.stdout is None:
+        expected = "an open file, pipe or terminal"
+        problems.append(Problem("standard output", "closed", expected, "leave out >&-, or write to /dev/null"))
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:  # the lowest free number is taken: these were closed
         os.set_inheritable(fd, True)
@@ -133,9 +138,31 @@ def check_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-    if is_missing:
-        expected = "an open file, pipe or terminal"
-        raise SoapjaxError(Problem("standard output", "closed", expected, "leave out >&-, or write to /dev/null"))
+    try:
+        os.getcwd()
+    except OSError as e:
+        problems.append(Problem("working folder", e.strerror, "a folder that is there", "go to another one: cd /"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < MIN_ADDRESS_SPACE_BYTES:  # -1 is none
+        expected = f"at least {MIN_ADDRESS_SPACE_BYTES}, which XLA's threads reserve and hardly use"
+        problems.append(Problem("address space (ulimit -v)", f"{limit} bytes", expected, "raise it, or limit memory by a cgroup"))
+    if problems:
+        raise SoapjaxError(problems)
+
+
+def about_surroundings(e: Exception) -> Problem | None:
+    """What is wrong around the command, where that is what an exception says; None for all others, which are mistakes of ours."""
+    what = f"{type(e).__name__}: {visible(str(e), one_line=True)}"
+    if isinstance(e, OSError):
+        remedy = "check the place, its rights and the space there"
+        return Problem(str(e.filename or "the operating system"), e.strerror or what, "to be able to use it", remedy)
+    if isinstance(e, MemoryError):
+        return Problem("memory", str(e) or "none left", "as much as the command needs", "free some, or raise the limit")
+    if "RESOURCE_EXHAUSTED" in str(e) or "bad_alloc" in str(e):
+        return Problem("memory", what, "as much as the command needs", "free some, or raise the limit")
+    if "initialize backend" in str(e):
+        return Problem("JAX_PLATFORMS", what, "a backend that starts here", "correct JAX_PLATFORMS, or leave it out")
+    return None
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_new_text
 from soapjax.topology import DeviceKind
 
-MAX_PROFILE_BYTES = 64 * 2**20
+MAX_PROFILE_BYTES = 16 * 2**20  # some 30,000 measurements
 VERSIONED = ("jax", "jaxlib")  # what compiles: with other versions the times are others
 _REMEDY = "measure again with `soapjax profile`"
 

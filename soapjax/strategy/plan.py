@@ -26,8 +26,9 @@ from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
 
 SCHEMA_VERSION = 1
-MAX_PLAN_BYTES = 256 * 2**20
+MAX_PLAN_BYTES = 32 * 2**20  # some 20,000 operators
 _MAX_NESTING = 32
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class _Part(pydantic.BaseModel):
@@ -237,12 +238,9 @@ class Plan(_Part):
 
 def _parse(text: str, place: str) -> dict[str, Any]:
     depth = deepest = 0
-    for c in text:
-        if c in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif c in "]}":
-            depth -= 1
+    for c in text.encode("ascii", "replace").translate(None, _NO_BRACKETS):
+        depth += 1 if c in b"[{" else -1
+        deepest = max(deepest, depth)
     if deepest > _MAX_NESTING:
         raise SoapjaxError(Problem(place, f"nested {deepest} deep", "a plan file", "this file was not written by soapjax"))
 
