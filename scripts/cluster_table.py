@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pydantic
 
-from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
+from soapjax.csv_files import Bytes, CsvRow, Name, Positive, read_rows
 from soapjax.errors import SoapjaxError
 
 FOLDER = Path(__file__).resolve().parent
@@ -118,8 +118,8 @@ class Measured(CsvRow):
     measured_s: Positive
     spread: Annotated[float, pydantic.Field(ge=0, le=1e6)]
     predicted_s: Positive | None = None
-    predicted_bytes: Count | None = None
-    compiled_bytes: Count
+    predicted_bytes: Bytes | None = None
+    compiled_bytes: Bytes
 
 
 def read(path: str) -> dict[tuple[str, str, str], list[Row]]:

@@ -48,7 +48,7 @@ LAYERS = {"2": 48, "3": 24}
 
 class Published(CsvRow):
     table: Literal["2", "3"]
-    hardware: Literal["tpu", "gpu"]
+    hardware: Literal["tpu", "p100-pcie"]
     model: Name
     microbatches: Count
     partitions: Count

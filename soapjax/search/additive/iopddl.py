@@ -75,7 +75,7 @@ class _Reader:
     def table(self, parent: Any, key: str, where: str) -> dict:
         value = parent.get(key) if isinstance(parent, dict) else None
         if not isinstance(value, dict):
-            self.report(where, "nothing" if value is None else value, "a JSON object", f"add the object {key!r}")
+            self.report(where, "nothing" if value is None else shown(value), "a JSON object", f"add the object {key!r}")
             return {}
         return value
 
@@ -83,11 +83,11 @@ class _Reader:
         """A list of lists."""
         value = parent.get(key)
         if not isinstance(value, list):
-            self.report(where, "nothing" if value is None else value, "a list of lists", f"add the list {key!r}")
+            self.report(where, "nothing" if value is None else shown(value), "a list of lists", f"add the list {key!r}")
             return []
         for i, row in enumerate(value):
             if not isinstance(row, list):
-                self.report(f"{where}[{i}]", row, "a list", "write a list")
+                self.report(f"{where}[{i}]", shown(row), "a list", "write a list")
         return [row if isinstance(row, list) else [] for row in value]
 
     def numbers(self, rows: list, where: str, what: str, largest: int) -> np.ndarray:
@@ -140,7 +140,7 @@ class _Reader:
         if type(limit) is float and limit.is_integer():
             limit = int(limit)
         if type(limit) is not int or limit <= 0:
-            value = "nothing" if limit is None else limit
+            value = "nothing" if limit is None else shown(limit)
             self.report("problem.usage_limit", value, "a positive whole number", "give the memory that there is")
         self.finish()
         intervals, costs = (
