@@ -1,6 +1,5 @@
 """The `soapjax` command, which `python -m soapjax` is too. Nothing heavy is imported before Ctrl-C is handled."""
 
-import os
 import sys
 
 from soapjax import interrupts
@@ -13,15 +12,15 @@ def main() -> None:
 
             cli.main()
         except SystemExit as e:
-            if not interrupts.came():
-                raise
-            # Threads of an interrupted search may still be in C++, under which the interpreter must not be taken down.
+            status = e.code if isinstance(e.code, int) else int(e.code is not None)
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
                 except (AttributeError, OSError, ValueError):
                     pass
-            os._exit(interrupts.STATUS if e.code is None else e.code)
+            # At once: taking the interpreter down takes seconds, in which Ctrl-C would find no handler, and crashes where threads
+            # of an interrupted search are still in C++.
+            interrupts.end(status)
 
 
 if __name__ == "__main__":

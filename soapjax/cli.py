@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import rich.progress
 import tyro
 
-from soapjax import interrupts, terminal
+from soapjax import files, interrupts, terminal
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 
 
@@ -300,8 +300,9 @@ def main(argv: list[str] | None = None) -> None:
                 terminal.print_line(f"error: {p}")
             status = 3 if isinstance(e, InfeasibleError) else 2
         except KeyboardInterrupt:
-            terminal.print_line(interrupts.NOTHING)
             status = interrupts.STATUS
+            terminal.print_line(interrupts.NOTHING)
+            interrupts.hold("")
     sys.exit(status)
 
 
@@ -327,6 +328,7 @@ def _run(argv: list[str] | None) -> int:
     log.setFormatter(terminal.LogFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[log])
     warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
+    _check_sizes(command)
     try:
         from soapjax import commands  # after parsing: --help must not wait for jax
     except Exception as e:  # of the user's variables: JAX_ENABLE_X64=banana
@@ -349,6 +351,22 @@ def _run(argv: list[str] | None) -> int:
         else:
             terminal.console().print(text)
     return interrupts.STATUS if interrupts.came() else status
+
+
+def _check_sizes(command: Any) -> None:
+    """Refuses at once what no reader would take.
+
+    Raises: SoapjaxError naming every file that is too large.
+    """
+    given = [getattr(command, name, None) for name in ("plan", "a", "b", "plans", "profile", "topology", "names")]
+    problems = []
+    for path in (p for g in given for p in (g if isinstance(g, list | tuple) else [g]) if isinstance(p, str)):
+        with contextlib.suppress(OSError, ValueError):
+            size = os.stat(path).st_size
+            if size > files.MAX_TEXT_BYTES and os.path.isfile(path):
+                problems.append(files.too_large(path, f"{size} bytes", files.MAX_TEXT_BYTES))
+    if problems:
+        raise SoapjaxError(problems)
 
 
 def _without_nan(value: Any) -> Any:

@@ -32,7 +32,7 @@ _REMEDY = "correct the file"
 Name = Annotated[str, pydantic.Field(min_length=1, max_length=200)]
 Count = Annotated[int, pydantic.Field(ge=1, le=2**40)]
 Bytes = Annotated[int, pydantic.Field(ge=0, le=2**60)]
-Positive = Annotated[float, pydantic.Field(gt=0, le=1e30, allow_inf_nan=False)]
+Positive = Annotated[float, pydantic.Field(ge=1e-30, le=1e30, allow_inf_nan=False)]
 
 
 class CsvRow(pydantic.BaseModel):

@@ -88,7 +88,7 @@ class _Handler:
             time.sleep(1.0)  # the other thread says so
         else:
             with contextlib.suppress(Exception):
-                os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + self.words.encode() + b"\n")
+                os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + (self.words + "\n" if self.words else "").encode())
         os._exit(STATUS)
 
     def _unraisable(self, found: Any) -> None:
@@ -134,7 +134,7 @@ def searching() -> Iterator[None]:
 
 
 def hold(words: str) -> None:
-    """From now on Ctrl-C is only remembered; a second one leaves with these words."""
+    """From now on Ctrl-C is only remembered; a second one leaves with these words, "" where they are said already."""
     if _installed is not None:
         _installed.action, _installed.words = "hold", words
 
@@ -142,6 +142,15 @@ def hold(words: str) -> None:
 def came() -> bool:
     """Whether Ctrl-C was pressed."""
     return _installed is not None and _installed.first_s is not None
+
+
+def end(status: int) -> NoReturn:
+    """Ends the process, with 130 and a word where Ctrl-C was pressed: all that was to be written and shown has been."""
+    if came():
+        if _installed.words:  # not said yet
+            _installed.words = "interrupted: what is written or shown above is the best so far"
+        _installed.leave()
+    os._exit(status)
 
 
 def check() -> None:
