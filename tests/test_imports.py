@@ -1,6 +1,8 @@
 """Data flows one way: every package imports only those before it, read off the syntax trees."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,14 @@ def test_nothing_unpickles_or_evaluates_text():
 )
 def test_the_check_sees_what_it_must(package, text, found):
     assert forbidden(package, imported(ast.parse(text), f"soapjax.{package}")) == found
+
+
+def test_the_package_gives_all_its_names_and_imports_no_jax_by_itself():
+    import soapjax
+
+    assert sorted(soapjax._HOMES) == sorted(soapjax.__all__) == sorted(n for n in dir(soapjax) if n in soapjax.__all__)
+    assert all(getattr(soapjax, name) is not None for name in soapjax.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        soapjax.nothing
+    ask = "import sys, soapjax.__main__, soapjax.cli; print([m for m in ('jax', 'numpy', 'pydantic') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
