@@ -164,9 +164,9 @@ def caveat(share: float | None, num_devices: int) -> str:
     return f"splits only {percent(share)} of the FLOPs (each is done on {times:.3g} devices in the mean)"
 
 
-def percent(share: float) -> str:
-    """Rounded down: 100 % is all."""
-    return f"{math.floor(share * 1000) / 10:.3g} %"
+def percent(share: float | None) -> str:
+    """Rounded down: 100 % is all. "?" where a plan does not say it."""
+    return "?" if share is None else f"{math.floor(share * 1000) / 10:.3g} %"
 
 
 def gains(plan: Plan) -> dict[str, tuple[float, str]]:
