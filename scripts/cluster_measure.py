@@ -31,6 +31,7 @@ from cluster_timing import Timer, in_rounds, shared
 import soapjax
 import soapjax.distributed
 from soapjax.costs.profile import profile_of
+from soapjax.csv_files import read_table
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.agreement import agree
 from soapjax.execute.arrivals import place
@@ -39,7 +40,7 @@ from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.coordination import store
 from soapjax.execute.jointly import agree_on_program
 from soapjax.execute.spmd import bind_plan
-from soapjax.files import read_text, write_text_atomic
+from soapjax.files import write_text_atomic
 from soapjax.model_source import concrete_model
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.plan import ModelSource, Plan
@@ -76,7 +77,7 @@ def key_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def read_rows(path: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(read_text(path)))) if Path(path).exists() else []
+    return read_table(path, tuple(FIELDS)) if Path(path).exists() else []
 
 
 def write_rows(path: str, rows: list[dict[str, Any]], fields: Sequence[str] = FIELDS) -> None:

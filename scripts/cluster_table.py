@@ -14,8 +14,6 @@ With a job's own launcher (srun, mpirun) run scripts/cluster_measure.py on the h
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import math
 import signal
@@ -23,7 +21,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import pydantic
+
+from soapjax.csv_files import Bytes, CsvRow, Name, Positive, read_rows
+from soapjax.errors import SoapjaxError
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
@@ -66,7 +69,11 @@ def main() -> int:
         for rate, model in itertools.product(options.rates, options.models):
             if status := measure(options, rate, model):
                 return status
-    cases = read(options.output)
+    try:
+        cases = read(options.output)
+    except SoapjaxError as e:
+        print("\n".join(f"error: {p}" for p in e.problems), file=sys.stderr)
+        return 2
     if not cases:
         return nothing_measured(options.output)
     print("\n\n".join(table(case, rows) for case, rows in cases.items()))
@@ -101,25 +108,33 @@ def on_hosts(script: str, options: argparse.Namespace, model: str, rate: str, mo
         signal.signal(signal.SIGTERM, before)
 
 
+class Measured(CsvRow):
+    """A row of cluster.csv; predictions may be missing."""
+
+    model: Name
+    hosts: Name
+    rate: Name
+    strategy: Name
+    measured_s: Positive
+    spread: Annotated[float, pydantic.Field(ge=0, le=1e6)]
+    predicted_s: Positive | None = None
+    predicted_bytes: Bytes | None = None
+    compiled_bytes: Bytes
+
+
 def read(path: str) -> dict[tuple[str, str, str], list[Row]]:
     return {
-        case: [
-            Row(
-                r["strategy"], float(r["measured_s"]), float(r["spread"]), float(r["predicted_s"]) if r["predicted_s"] else None,
-                int(r["predicted_bytes"]) if r["predicted_bytes"] else None, int(r["compiled_bytes"]),
-            )
-            for r in rows
-        ]
-        for case, rows in by_case(path).items()
-    }  # fmt: skip
+        case: [Row(r.strategy, r.measured_s, r.spread, r.predicted_s, r.predicted_bytes, r.compiled_bytes) for r in rows]
+        for case, rows in by_case(path, Measured).items()
+    }
 
 
-def by_case(path: str) -> dict[tuple[str, str, str], list[dict[str, str]]]:
+def by_case(path: str, row: type[CsvRow]) -> dict[tuple[str, str, str], list[Any]]:
     """Rows of a CSV by (model, hosts, rate)."""
-    cases: dict[tuple[str, str, str], list[dict[str, str]]] = {}
+    cases: dict[tuple[str, str, str], list[Any]] = {}
     if Path(path).is_file():
-        for r in csv.DictReader(io.StringIO(Path(path).read_text(encoding="utf-8"))):
-            cases.setdefault((r["model"], r["hosts"], r["rate"]), []).append(r)
+        for r in read_rows(path, row):
+            cases.setdefault((r.model, r.hosts, r.rate), []).append(r)
     return cases
 
 

@@ -20,12 +20,11 @@ numbers of micro-batches are shown for the layers.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
@@ -33,8 +32,8 @@ import jax
 from paper_tables import guarded, markdown, note, show
 
 from models import transformer_lm
-from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text, write_text_atomic
+from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
+from soapjax.files import write_text_atomic
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import trace
@@ -45,7 +44,16 @@ from soapjax.topology import DeviceTopology
 SIZES = dict(width=2048, heads=32, mlp_ratio=4, seq=1024, vocab=32000)
 BATCH = 32
 LAYERS = {"2": 48, "3": 24}
-COLUMNS = ("table", "hardware", "model", "microbatches", "partitions", "normalised_throughput")
+
+
+class Published(CsvRow):
+    table: Literal["2", "3"]
+    hardware: Literal["tpu", "p100-pcie"]
+    model: Name
+    microbatches: Count
+    partitions: Count
+    normalised_throughput: Positive
+
 # Per core of a TPU v3 (two cores a chip), per GPU for the P100; peak is that of the multiplications' own precision.
 DEVICES = {
     "tpu": dict(
@@ -114,14 +122,14 @@ def gpipe_choice(problem: StageProblem, partitions: int, microbatches: int, *, r
     return Choice("gpipe", microbatches, bounds, (1,) * partitions, (0,) * partitions, (rematerialise,) * partitions)
 
 
-def throughput_rows(published: list[dict]) -> list[dict]:
+def throughput_rows(published: list[Published]) -> list[dict]:
     graphs: dict[str, OperatorGraph] = {}
     times: dict[tuple, float] = {}
     rows = []
     for row in published:
-        if row["model"] != "transformer":
+        if row.model != "transformer":
             continue
-        table, hardware = row["table"], row["hardware"]
+        table, hardware = row.table, row.hardware
         if table not in graphs:
             graphs[table] = graph_of(LAYERS[table])
         graph = graphs[table]
@@ -132,9 +140,9 @@ def throughput_rows(published: list[dict]) -> list[dict]:
                 times[at] = simulated_s(graph, hardware, partitions, microbatches)
             return times[at]
 
-        partitions, microbatches = int(row["partitions"]), int(row["microbatches"])
+        partitions, microbatches = row.partitions, row.microbatches
         found = seconds(2, 1 if table == "2" else microbatches) / seconds(partitions, microbatches)
-        paper = float(row["normalised_throughput"])
+        paper = row.normalised_throughput
         ideal = bubble_only(partitions, microbatches) / (bubble_only(2, 1) if table == "2" else bubble_only(2, microbatches))
         rows.append(
             {
@@ -222,16 +230,8 @@ def memory_row(name: str, layers: int, paper: float, found: int, held: float, of
     }  # fmt: skip
 
 
-def published_rows(path: Path) -> list[dict]:
-    rows = list(csv.DictReader(io.StringIO(read_text(path))))
-    missing = sorted(set(COLUMNS) - set(rows[0] if rows else {}))
-    if missing:
-        raise SoapjaxError(Problem(f"{path}: columns", f"no {missing}", ", ".join(COLUMNS), "give the table of throughputs"))
-    return rows
-
-
 def run(options) -> None:
-    rows = throughput_rows(published_rows(options.published))
+    rows = throughput_rows(read_rows(options.published, Published))
     show("GPipe, Tables 2 and 3: normalised throughput of the Transformer", list(rows[0]), rows)
     many = [abs(float(r["error"].split()[0])) for r in rows if r["M"] == 32]
     note(f"largest error at M = 32: {max(many):.1f} %")

@@ -9,7 +9,6 @@ found (recomputed here), against the best team's cost; `bound` is the solver's o
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import re
@@ -17,14 +16,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import pydantic
+from paper_tables import guarded
 
+from soapjax.csv_files import CsvRow, Positive, read_rows
 from soapjax.files import write_text_atomic
 from soapjax.search.additive.iopddl import load_problem
 
 SOLVER = Path(__file__).with_name("solve_iopddl.py")
 HEAD = "| instance | seconds | cost | ratio to best team | violations | over limit | bound / cost |\n|---|---|---|---|---|---|---|"
+
+
+class Scores(CsvRow):
+    instance: Annotated[str, pydantic.Field(pattern="^[A-Z]{1,8}$")]
+    time_limit_s: Positive
+    best_team: Annotated[int, pydantic.Field(ge=1, le=10**18)]
 
 
 def main() -> int:
@@ -35,14 +44,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="instances to run, for example BV")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=Path("results/iopddl.md"))
-    options = parser.parse_args()
+    return guarded(run, parser.parse_args())
+
+
+def run(options: argparse.Namespace) -> None:
     rows, ratios = [], []
-    for entry in csv.DictReader(options.scores.read_text().splitlines()):
-        name = entry["instance"]
+    for entry in read_rows(options.scores, Scores):
+        name = entry.instance
         found = sorted(options.folder.glob(f"*-{name}.json.gz"))
         if not found or (options.only and name not in options.only):
             continue
-        seconds = float(entry["time_limit_s"]) * options.fraction_of_limit
+        seconds = entry.time_limit_s * options.fraction_of_limit
         command = [sys.executable, str(SOLVER), str(found[0]), "--seconds", str(seconds), "--seed", str(options.seed)]
         begin = time.monotonic()
         ended = subprocess.run(command, capture_output=True, text=True)
@@ -51,7 +63,7 @@ def main() -> int:
             sys.exit(f"instance {name}: {SOLVER.name} ended with status {ended.returncode}:\n{ended.stderr[-2000:]}")
         score = load_problem(found[0]).score(np.array(json.loads(ended.stdout.splitlines()[-1])))
         bound = re.search(r"no solution costs less than (\d+)", ended.stderr)
-        ratio = score.cost / int(entry["best_team"])
+        ratio = score.cost / entry.best_team
         ratios.append(ratio)
         least = f"{int(bound[1]) / score.cost:.4f}" if bound and score.cost else "-"
         rows.append(
@@ -65,7 +77,6 @@ def main() -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(options.output, text)
     print(f"geometric mean {mean:.5f}")
-    return 0
 
 
 if __name__ == "__main__":

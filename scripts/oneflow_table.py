@@ -24,7 +24,6 @@ rows. The table has both errors.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import importlib
 import itertools
@@ -33,7 +32,9 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from paper_tables import guarded
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
@@ -43,6 +44,8 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from soapjax.costs.fit import fitted_scales
+from soapjax.csv_files import Count, CsvRow, Positive, read_rows
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import write_text_atomic
 from soapjax.graph.build import build_graph
 from soapjax.graph.phases import FORWARD
@@ -61,30 +64,27 @@ VOCAB, SEQ, MICROBATCHES = 51_200, 2048, 32
 MIB = 2**20
 
 
-class Row(NamedTuple):
-    data: int
-    tensor: int
-    pipeline: int
-    global_batch: int
-    hidden: int
-    layers: int
-    step_s: float
-    memory_bytes: float
+class Row(CsvRow):
+    data: Count
+    tensor: Count
+    pipeline: Count
+    global_batch: Count
+    hidden: Literal[tuple(HEADS)]
+    layers: Count
+    oneflow_ms: Positive
+    oneflow_mib: Positive
+
+    @property
+    def step_s(self) -> float:
+        return self.oneflow_ms / 1e3
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.oneflow_mib * MIB
 
     @property
     def name(self) -> str:
         return f"{self.data}x{self.tensor}x{self.pipeline}"
-
-
-def read_rows(path: str) -> list[Row]:
-    with open(path, encoding="utf-8") as f:
-        return [
-            Row(
-                *(int(r[k]) for k in ("data", "tensor", "pipeline", "global_batch", "hidden", "layers")),
-                float(r["oneflow_ms"]) / 1e3, float(r["oneflow_mib"]) * MIB,
-            )
-            for r in csv.DictReader(f)
-        ]  # fmt: skip
 
 
 def machine(devices: int, tensor: int, platform: str) -> DeviceTopology:
@@ -196,12 +196,18 @@ def predicted_bytes(row: Row) -> float:
     return stage.memory_bytes() + (row.pipeline - 1) * kept + stage.gradient_bytes()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="the published rows (CSV)")
     parser.add_argument("--output", help="where to write the table (Markdown)")
-    options = parser.parse_args()
-    rows = read_rows(options.file)
+    return guarded(run, parser.parse_args())
+
+
+def run(options: argparse.Namespace) -> None:
+    rows = read_rows(options.file, Row)
+    if absent := [name for name in FITTED if name not in {r.name for r in rows}]:
+        expected, remedy = f"the rows {', '.join(FITTED)} (data x tensor x pipeline), which are fitted", "give the whole table"
+        raise SoapjaxError(Problem(options.file, f"no row {', '.join(absent)}", expected, remedy))
     fitted = [r for r in rows if r.name in FITTED]
 
     def predict(compute_scale: float, network_scale: float) -> list[float]:
@@ -247,4 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

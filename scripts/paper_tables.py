@@ -17,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from soapjax.csv_files import read_table
 from soapjax.errors import SoapjaxError
-from soapjax.files import read_text, write_text_atomic
+from soapjax.files import write_text_atomic
 from soapjax.search.problem import Budget
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ class Rows:
         self.rows: list[Row] = []
         self.fresh: set[tuple[str, ...]] = set()
         if path.exists():
-            self.rows = [dict(r) for r in csv.DictReader(io.StringIO(read_text(path)))]
+            self.rows = read_table(path)
 
     def _key(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(text(row.get(c)) for c in self.arguments)

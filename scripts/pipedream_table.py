@@ -20,24 +20,33 @@ epoch times. Rows without a profile are left out, with a note.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import re
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
+import pydantic
 from paper_tables import guarded, markdown, note, positive_float, show
 
 from soapjax.costs.pipedream_profile import read_profile
-from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text, write_text_atomic
+from soapjax.csv_files import Count, CsvRow, Name, read_rows
+from soapjax.files import write_text_atomic
 from soapjax.search.pipedream import Memory, StagePlan, data_parallel_s, pipedream
 from soapjax.topology import DeviceTopology
 
 PROFILE_OF = {"gnmt8": "gnmt"}  # the file has four encoder and four decoder layers
 INTRA_HOST_BYTES_PER_S = {"PCIe": 15.75e9, "NVLink": 150e9}
-COLUMNS = ("model", "cluster", "hosts", "gpus_per_host", "config", "epoch_speedup_over_dp")
+
+
+class Published(CsvRow):
+    model: Name
+    cluster: Annotated[str, pydantic.Field(pattern=r"^[^\n]{0,80}?[1-9][0-9]{0,5}Gbps$")]  # its network's rate ends the name
+    hosts: Count
+    gpus_per_host: Count
+    config: Name
+    epoch_speedup_over_dp: Name  # shown as published
+
 
 
 def arguments(argv=None):
@@ -50,11 +59,11 @@ def arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def cluster_topology(row: dict, efficiency: float, *, overlap: bool, levels: int) -> DeviceTopology:
+def cluster_topology(row: Published, efficiency: float, *, overlap: bool, levels: int) -> DeviceTopology:
     """The workers of one published row as a topology of one level or two."""
-    hosts, gpus = int(row["hosts"]), int(row["gpus_per_host"])
-    network = int(re.search(r"([0-9]+)Gbps", row["cluster"]).group(1)) / 8 * 1e9
-    intra = next((rate for kind, rate in INTRA_HOST_BYTES_PER_S.items() if kind in row["cluster"]), network)
+    hosts, gpus = row.hosts, row.gpus_per_host
+    network = int(re.search(r"([0-9]+)Gbps", row.cluster).group(1)) / 8 * 1e9
+    intra = next((rate for kind, rate in INTRA_HOST_BYTES_PER_S.items() if kind in row.cluster), network)
 
     def level(name: str, size: int, rate: float, source: str) -> dict:
         return dict(name=name, size=size, bandwidth_bytes_per_s=rate, latency_s=1e-5, efficiency_fraction=efficiency, source=source)
@@ -73,16 +82,7 @@ def cluster_topology(row: dict, efficiency: float, *, overlap: bool, levels: int
         memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 15.7e12},
         efficiency_fraction=dict(dot=1.0, conv=1.0, other=1.0), launch_s=1e-6, overlap=overlap, source=source,
     )  # fmt: skip
-    return DeviceTopology.from_dict(dict(name=row["cluster"], device=device, levels=links))
-
-
-def published_rows(path: Path) -> list[dict]:
-    rows = list(csv.DictReader(io.StringIO(read_text(path))))
-    missing = sorted(set(COLUMNS) - set(rows[0] if rows else {}))
-    if missing:
-        remedy = "give the table of published configurations"
-        raise SoapjaxError(Problem(f"{path}: columns", f"no {missing}", ", ".join(COLUMNS), remedy))
-    return rows
+    return DeviceTopology.from_dict(dict(name=row.cluster, device=device, levels=links))
 
 
 def described(plan: StagePlan) -> str:
@@ -92,11 +92,11 @@ def described(plan: StagePlan) -> str:
 
 def run(options) -> None:
     table = []
-    for row in published_rows(options.published):
-        name = PROFILE_OF.get(row["model"], row["model"])
+    for row in read_rows(options.published, Published):
+        name = PROFILE_OF.get(row.model, row.model)
         path = options.profiles / f"{name}.txt"
         if not path.exists():
-            note(f"{row['model']} on {row['cluster']}: no profile {path.name}")
+            note(f"{row.model} on {row.cluster}: no profile {path.name}")
             continue
         graph = read_profile(path)
         topologies = [
@@ -108,17 +108,17 @@ def run(options) -> None:
             begin = time.perf_counter()
             found.append(pipedream(graph, topology, memory=Memory(is_limited=False), all_workers=all_workers))
             seconds.append(time.perf_counter() - begin)
-        same = row["config"] in (found[0].config, found[1].config)
+        same = row.config in (found[0].config, found[1].config)
         ratio = data_parallel_s(graph, topologies[0]) / found[0].bottleneck_s
         table.append(
             {
-                "model": row["model"], "cluster": row["cluster"], "workers": f"{row['hosts']}x{row['gpus_per_host']}",
-                "paper": row["config"], **dict(zip(("one level", "fewest", "two levels"), map(described, found), strict=True)),
+                "model": row.model, "cluster": row.cluster, "workers": f"{row.hosts}x{row.gpus_per_host}",
+                "paper": row.config, **dict(zip(("one level", "fewest", "two levels"), map(described, found), strict=True)),
                 "same": "yes" if same else "no", "objective, ms": f"{found[0].bottleneck_s * 1e3:.1f}", "times dp": f"{ratio:.2f}",
-                "published": row["epoch_speedup_over_dp"], "search, s": f"{max(seconds):.2f}",
+                "published": row.epoch_speedup_over_dp, "search, s": f"{max(seconds):.2f}",
             }
         )  # fmt: skip
-    columns = list(table[0]) if table else COLUMNS
+    columns = list(table[0]) if table else list(Published.model_fields)
     show("PipeDream's planner on its own profiles", columns, table)
     if options.output is not None:
         write_text_atomic(options.output, markdown(columns, table))

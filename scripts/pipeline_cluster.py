@@ -15,10 +15,13 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import pydantic
 from cluster_table import APART, FITTED, by_case, nothing_measured, on_hosts
 
+from soapjax.csv_files import CsvRow, Name, Positive
+from soapjax.errors import SoapjaxError
 from soapjax.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 
@@ -78,7 +81,11 @@ def main() -> int:
     for case in [] if options.report else options.cases:
         if status := measure(options, rest, *case.partition(":")[::2]):
             return status
-    cases = read(options.output)
+    try:
+        cases = read(options.output)
+    except SoapjaxError as e:
+        print("\n".join(f"error: {p}" for p in e.problems), file=sys.stderr)
+        return 2
     if not cases:
         return nothing_measured(options.output)
     text = document(cases)
@@ -91,10 +98,23 @@ def measure(options: argparse.Namespace, rest: list[str], model: str, rate: str)
     return on_hosts("pipeline_measure.py", options, model, rate, rest, is_known=model in MODELS)
 
 
+class Measured(CsvRow):
+    """A row of pipeline_cluster.csv."""
+
+    model: Name
+    hosts: Name
+    rate: Name
+    strategy: Name
+    kind: Name
+    predicted_s: Positive
+    measured_s: Positive
+    spread: Annotated[float, pydantic.Field(ge=0, le=1e6)]
+
+
 def read(path: str) -> Cases:
     return {
-        case: [Row(r["strategy"], r["kind"], *(float(r[k]) for k in ("predicted_s", "measured_s", "spread"))) for r in rows]
-        for case, rows in by_case(path).items()
+        case: [Row(r.strategy, r.kind, r.predicted_s, r.measured_s, r.spread) for r in rows]
+        for case, rows in by_case(path, Measured).items()
     }
 
 

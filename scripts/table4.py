@@ -18,7 +18,6 @@ longer than all others. The target is a twentieth of the paper's delta search, o
 from __future__ import annotations
 
 import contextlib
-import csv
 import math
 import os
 import sys
@@ -32,8 +31,7 @@ import numpy as np
 from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, get_planner, replicate_all, search, traced
 from paper_tables import CASE_COLUMNS, Rows, guarded, note, parser_of, positive_float, positive_int, show
 
-from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text
+from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.search.optcnn import has_additive_start
 from soapjax.search.problem import Budget, SearchResult
 
@@ -140,18 +138,18 @@ def is_outdated(row: dict, target: float) -> bool:
     return bool(row["wall_s"]) and float(row["cost_s"]) > target * (1 + 1e-5)
 
 
+class Published(CsvRow):
+    gpus: Count
+    model: Name
+    full_s: Positive
+    delta_s: Positive
+
+
 def published(path: Path | None) -> dict[tuple[str, int], tuple[float, float]]:
     """(model, GPUs) -> seconds with full and with delta simulation."""
     if path is None:
         return {}
-    found = {}
-    for r in csv.DictReader(read_text(path).splitlines()):
-        try:
-            found[r["model"], int(r["gpus"])] = float(r["full_s"]), float(r["delta_s"])
-        except (KeyError, TypeError, ValueError):
-            expected = "columns gpus, model, full_s and delta_s, and numbers in them"
-            raise SoapjaxError(Problem(f"--published {path}", str(dict(r))[:200], expected, "correct the file")) from None
-    return found
+    return {(r.model, r.gpus): (r.full_s, r.delta_s) for r in read_rows(path, Published)}
 
 
 def summary(case: Case, programs: str, rows: list[dict], paper: dict, options) -> dict:

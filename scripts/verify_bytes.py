@@ -14,13 +14,14 @@ causes that were found by hand.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import re
 import sys
 import time
 from pathlib import Path
+
+from paper_tables import guarded
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,6 +32,7 @@ import numpy as np
 from verify_matrix import MODELS
 
 import soapjax
+from soapjax.csv_files import read_table
 from soapjax.execute.inspect import inspect
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.traffic import compare_by_kind, differences
@@ -88,9 +90,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further plan after so long")
     parser.add_argument("--summary", default="", help="where to write the summary (Markdown); its section '## Causes' is kept")
     parser.add_argument("--differences", type=int, default=0, help="print so many differences of each plan")
-    options = parser.parse_args()
+    return guarded(run, parser.parse_args())
+
+
+def run(options: argparse.Namespace) -> None:
     path = Path(options.output)
-    rows = list(csv.DictReader(path.open())) if path.exists() else []
+    rows = read_table(path) if path.exists() else []
     until = time.monotonic() + 60 * options.minutes
     if options.predict:
         predict_again(rows, options)
@@ -105,7 +110,6 @@ def main() -> int:
     print("\n".join(lines))
     if options.summary:
         write_summary(Path(options.summary), lines)
-    return 0
 
 
 def compile_model(name: str, topology, devices, options, rows: list[dict], path: Path, until: float) -> None:

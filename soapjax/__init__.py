@@ -1,14 +1,21 @@
-"""soapjax plans how a JAX training step is split over devices, and runs it so."""
+"""soapjax plans how a JAX training step is split over devices, and runs it so.
 
-from soapjax.api import SoapShard, soap_shard
-from soapjax.errors import InfeasibleError, Problem, SoapjaxError
-from soapjax.graph.phases import value_and_grad
-from soapjax.graph.trace import trace
-from soapjax.plan_files import load_plan
-from soapjax.planning import Planned, plan, plan_pipeline
-from soapjax.search.planners import PLANNERS
-from soapjax.strategy.plan import Plan
-from soapjax.topology import DeviceTopology, load_topology
+A name is imported when it is first used: `soapjax --help` and the handling of Ctrl-C come before JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from soapjax.api import SoapShard, soap_shard
+    from soapjax.errors import InfeasibleError, Problem, SoapjaxError
+    from soapjax.graph.phases import value_and_grad
+    from soapjax.graph.trace import trace
+    from soapjax.plan_files import load_plan
+    from soapjax.planning import Planned, plan, plan_pipeline
+    from soapjax.search.planners import PLANNERS
+    from soapjax.strategy.plan import Plan
+    from soapjax.topology import DeviceTopology, load_topology
 
 __all__ = [
     "PLANNERS",
@@ -27,3 +34,32 @@ __all__ = [
     "trace",
     "value_and_grad",
 ]
+
+_HOMES = {
+    "PLANNERS": "search.planners",
+    "DeviceTopology": "topology",
+    "InfeasibleError": "errors",
+    "Plan": "strategy.plan",
+    "Planned": "planning",
+    "Problem": "errors",
+    "SoapShard": "api",
+    "SoapjaxError": "errors",
+    "load_plan": "plan_files",
+    "load_topology": "topology",
+    "plan": "planning",
+    "plan_pipeline": "planning",
+    "soap_shard": "api",
+    "trace": "graph.trace",
+    "value_and_grad": "graph.phases",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'soapjax' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"soapjax.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

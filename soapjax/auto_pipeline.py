@@ -35,6 +35,8 @@ def plan_one_or_pipeline(
             proposals=None if proposals is None else min(proposals, DEFAULT_PROPOSALS),
             **{k: options[k] for k in shared if k in options},
         )  # fmt: skip
+    except KeyboardInterrupt:
+        return _with_note(found.plan, "interrupted before a pipeline was found", {}), "interrupted"
     except SoapjaxError as e:
         if microbatches is not None or stages is not None or not one.feasible:
             raise

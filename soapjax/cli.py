@@ -17,14 +17,11 @@ import sys
 import warnings
 from typing import Annotated, Any
 
-import rich.console
 import rich.progress
 import tyro
 
-from soapjax.errors import InfeasibleError, SoapjaxError
-from soapjax.interrupts import Interrupts
-
-errors = rich.console.Console(stderr=True, soft_wrap=True)
+from soapjax import files, interrupts, terminal
+from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 
 
 @dataclasses.dataclass
@@ -303,39 +300,85 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the `soapjax` command; ends the process with its exit status."""
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="soapjax", description=__doc__, sort_subcommands=False)
+    """Runs a command line; ends the process with its exit status."""
+    with interrupts.handled():
+        try:
+            terminal.check_surroundings()
+            status = _run(argv)
+        except SoapjaxError as e:
+            for p in e.problems:
+                # What was found is data, and makes no lines of its own; a remedy may be a list.
+                p = p._replace(place=terminal.visible(p.place, one_line=True), value=terminal.visible(p.value, one_line=True))
+                terminal.print_line(f"error: {p}")
+            status = 3 if isinstance(e, InfeasibleError) else 2
+        except KeyboardInterrupt:
+            status = interrupts.STATUS
+            terminal.print_line(interrupts.NOTHING)
+            interrupts.hold("")
+    sys.exit(status)
+
+
+def _run(argv: list[str] | None) -> int:
+    """The exit status of a command, whose result is printed.
+
+    Raises: SoapjaxError for bad input, KeyboardInterrupt where there is nothing to keep, SystemExit after --help.
+    """
+    command = None
+    with terminal.printing(), terminal.encodable():
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, args=argv, prog="soapjax", description=__doc__, sort_subcommands=False
+        )
+    if command is None:  # nobody reads the help any more
+        return 0
     if isinstance(command, VerifyCommand):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # the partitioner's warnings are read, and not shown
         if command.target not in ("local", "cpu"):
             os.environ.update(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     # XLA's C++ warnings belong to no user of a command line; they are back with TF_CPP_MIN_LOG_LEVEL=0.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(terminal.LogFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[log])
     warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
-    interrupts = Interrupts()
-    from soapjax import commands  # after parsing: --help must not wait for jax
-
+    _check_sizes(command)
+    try:
+        from soapjax import commands  # after parsing: --help must not wait for jax
+    except Exception as e:  # of the user's variables: JAX_ENABLE_X64=banana
+        remedy = "check the installation, and the variables JAX_* and XLA_*"
+        raise SoapjaxError(Problem("import of JAX", f"{type(e).__name__}: {e}", "a JAX that can be imported", remedy)) from e
     try:
         # What the user's own modules print must not reach --json's standard output.
         with contextlib.redirect_stdout(sys.stderr):
             result, text, status = commands.run(command, interrupts.checked(_progress(command)))
-    except SoapjaxError as e:
-        for problem in e.problems:
-            errors.print(f"error: {problem}", markup=False, highlight=False)
-        sys.exit(3 if isinstance(e, InfeasibleError) else 2)
-    except KeyboardInterrupt:
-        errors.print("interrupted: nothing was written")
-        sys.exit(130)
-    try:
+    except SoapjaxError:
+        raise
+    except Exception as e:
+        if problem := terminal.about_surroundings(e):
+            raise SoapjaxError(problem) from e
+        raise
+    interrupts.hold("interrupted while the result was printed")
+    with terminal.printing():
         if command.json:
             print(json.dumps(_without_nan(result), allow_nan=False))
         else:
-            rich.console.Console().print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(status)
+            terminal.console().print(text)
+    return interrupts.STATUS if interrupts.came() else status
+
+
+def _check_sizes(command: Any) -> None:
+    """Refuses at once what no reader would take.
+
+    Raises: SoapjaxError naming every file that is too large.
+    """
+    given = [getattr(command, name, None) for name in ("plan", "a", "b", "plans", "profile", "topology", "names")]
+    problems = []
+    for path in (p for g in given for p in (g if isinstance(g, list | tuple) else [g]) if isinstance(p, str)):
+        with contextlib.suppress(OSError, ValueError):
+            size = os.stat(path).st_size
+            if size > files.MAX_TEXT_BYTES and os.path.isfile(path):
+                problems.append(files.too_large(path, f"{size} bytes", files.MAX_TEXT_BYTES))
+    if problems:
+        raise SoapjaxError(problems)
 
 
 def _without_nan(value: Any) -> Any:
@@ -355,7 +398,7 @@ def _progress(command: Any) -> Any:
         return _measuring(command)
     bar = rich.progress.Progress(
         rich.progress.TextColumn("searching"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[best]}"),
-        rich.progress.TimeElapsedColumn(), console=errors, transient=True,
+        rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
     )  # fmt: skip
     total = command.proposals if command.proposals else None
     task = bar.add_task("search", total=command.seconds or total, best="")
@@ -372,7 +415,7 @@ def _measuring(command: ProfileCommand) -> Any:
     """A bar with the operator that is measured."""
     bar = rich.progress.Progress(
         rich.progress.TextColumn("measuring"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[label]}"),
-        rich.progress.TimeElapsedColumn(), console=errors, transient=True,
+        rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
     )  # fmt: skip
     task = bar.add_task("profile", total=None, label="")
     bar.start()

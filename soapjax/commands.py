@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax import cli, plan_files, planning, step_source
+from soapjax import cli, files, interrupts, plan_files, planning, step_source
 from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
@@ -94,8 +94,9 @@ def wanted_topology(command: cli.PlanCommand | cli.ProfileCommand) -> DeviceTopo
 
 def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:
     """Saves a plan and reports it."""
+    stopped_by = "interrupted" if interrupts.came() else stopped_by
     if command.output is not None:
-        plan.save(command.output)
+        with_output(command.output, plan.save)
     result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output}
     lines = [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
     if stopped_by == "interrupted":
@@ -138,9 +139,22 @@ def _pipeline_command(
     return _planned(command, plan, found.stopped_by)
 
 
+def with_output(path: str, write: Callable[[str], None]) -> None:
+    """Writes a command's file; from here on Ctrl-C no longer means that nothing was written."""
+    interrupts.hold(f"interrupted again: {path} is whole, the old one or the new one")
+    write(path)
+
+
 def output_problems(output: str, option: str = "--output", example: str = "plan.json") -> list[Problem]:
     """What would keep a file from being written there: found before the search, not after it."""
-    path = os.path.abspath(output)
+    try:
+        if into := files.special_file(output):  # a device or a pipe, which is written into
+            is_writable = os.access(into, os.W_OK)
+            return [] if is_writable else [Problem(option, repr(output), "a place that you may write to", "choose another")]
+        path = os.path.realpath(output)
+    except (OSError, ValueError) as e:  # a deleted working folder, a zero byte
+        why = f"{output!r} ({getattr(e, 'strerror', None) or e})"
+        return [Problem(option, why, "a file that can be written", "name one by a whole path")]
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         return [Problem(option, repr(output), "a path in an existing folder", "make the folder first")]
@@ -212,6 +226,7 @@ def simulate_command(command: cli.SimulateCommand) -> Result:
         found = plan_files.opened_alone(plan, place=command.plan, topology=wanted)
     result, report = plan_result(found.plan), plan_report(found.plan)
     if command.trace is not None:
-        write_trace(command.trace, plan_files.timeline_events(found), title=f"simulated: {command.plan}")
+        events = plan_files.timeline_events(found)
+        with_output(command.trace, lambda path: write_trace(path, events, title=f"simulated: {command.plan}"))
         result, report = result | {"trace": command.trace}, Group(report, Text(f"timeline written to {command.trace}"))
     return result, report, 0

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.text import Text
 
 from soapjax import cli
-from soapjax.commands import Result, output_problems
+from soapjax.commands import Result, output_problems, with_output
 from soapjax.comparing import with_costs
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.explaining import explain, explain_operator
@@ -108,7 +108,7 @@ def report_command(command: cli.ReportCommand) -> Result:
             else:
                 extras = extras_of(found.problem.simulator, found.strategy)
     text = page(plan, extras, title=_title(plan))
-    write_text_atomic(command.output, text)
+    with_output(command.output, lambda path: write_text_atomic(path, text))
     result = {"output": command.output, "bytes": len(text.encode()), "step_time_s": plan.prediction.step_time_s}
     lines = [*remarks, f"written to {command.output}, {len(text.encode()) / 1e3:.0f} kB: open it in a browser"]
     return result | {"notes": remarks}, Text("\n".join(lines)), 0

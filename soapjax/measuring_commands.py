@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from soapjax import cli, commands, plan_files, planning
+from soapjax import cli, commands, interrupts, plan_files, planning
 from soapjax.costs.fit import fitted_scales
 from soapjax.costs.profile import Profile, merged, profile_of, save_profile
 from soapjax.errors import Problem, SoapjaxError
@@ -25,6 +24,7 @@ from soapjax.graph.trace import trace
 from soapjax.model_source import abstract_model, model_source
 from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.report.tables import seconds
+from soapjax.report.text_table import TextTable
 from soapjax.step_source import required_source
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
@@ -49,6 +49,8 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
             microbatches=command.microbatches, progress=progress,
         )  # fmt: skip
     if not found.operators and not found.links:
+        if interrupts.came():
+            raise KeyboardInterrupt
         raise SoapjaxError(Problem("profile", "; ".join(notes) or "nothing measured", "measurements", "give it more --seconds"))
     path = _saved(found, command.output)
     rates, links = found.rates, found.links
@@ -68,7 +70,7 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
         less = "".join(f", {kind} at {fraction:.0%}" for kind, fraction in k.fractions.items())
         lines.append(f"{k.level}: {k.bytes_per_s / 1e9:.4g} GB/s{less}, {seconds(k.latency_s)} per step")
     lines += [*(f"note: {n}" for n in notes), f"written to {path}"]
-    table = Table(title="the largest measured tasks", title_justify="left")
+    table = TextTable(title="the largest measured tasks", title_justify="left")
     for column in ("task", "measured", "spread"):
         table.add_column(column, justify="left" if column == "task" else "right")
     for m in sorted(found.operators, key=lambda m: -m.seconds)[:10]:
@@ -78,6 +80,7 @@ def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result
 
 def _saved(profile: Profile, output: str | None) -> Path:
     """Where a profile was written: a file of the user's choice, or a new one in the cache."""
+    interrupts.hold("interrupted again: what is there of the profile is whole")
     if output is None:
         return save_profile(profile)
     write_text_atomic(output, profile.to_text())
@@ -130,7 +133,7 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
     found = calibrated(merged(bases) if bases else None, device, fit, _command_line())
     path = _saved(found, command.output)
     before = predict(1.0, 1.0)
-    table = Table(title="steps", title_justify="left")
+    table = TextTable(title="steps", title_justify="left")
     for column in ("plan", "predicted before", "predicted", "measured", "error"):
         table.add_column(column, justify="left" if column == "plan" else "right")
     for (name, predicted, real), raw in zip(fit.steps, before, strict=True):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax import interrupts
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import SoapjaxError
@@ -108,7 +109,8 @@ def plan(
             seconds = max(seconds - (time.monotonic() - begin), 1e-3)
         try:
             found = tuple(b.best.strategy for b in baselines.values())
-            result = search(key, problem, Budget(proposals, seconds, progress, baselines=found))
+            with interrupts.searching():
+                result = search(key, problem, Budget(proposals, seconds, progress, baselines=found))
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
             result = SearchResult(best, 0, 0.0, "interrupted")
@@ -116,11 +118,16 @@ def plan(
         if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
             result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
         table: tuple[TimedStep, ...] = ()
-        if verify_top:
+        if verify_top and result.stopped_by != "interrupted":
             leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
-            verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
-            result, table = result._replace(best=verified.best), verified.table
-            remarks = (*remarks, *verified.notes)
+            try:
+                with interrupts.searching():
+                    verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
+                result, table = result._replace(best=verified.best), verified.table
+                remarks = (*remarks, *verified.notes)
+            except KeyboardInterrupt:
+                result = result._replace(stopped_by="interrupted")
+                remarks = (*remarks, "interrupted while the best strategies were run: this is the best predicted one")
         figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
         provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from soapjax import interrupts
 from soapjax.costs.fit import fitted_link, fitted_rates
 from soapjax.costs.measured import LocalTask, figures_of, local_task
 from soapjax.costs.profile import Calibration, Device, Measurement, Profile, installed_versions, is_same_kind, merged
@@ -152,31 +153,32 @@ def measure_profile(
 
     stopped = False
     try:
-        rounds = _rounds(graph, space, topology, profile, seed=seed, search=search)
-        for requests in itertools.chain((in_stages(graph, topology, num) for num in microbatches), rounds):
-            fresh = [r for r in requests if r.local.identity not in found and r.local.identity not in failed]
-            for i, request in enumerate(fresh):
-                if found and time.monotonic() - begin > seconds:
-                    notes.append(f"the time was spent with {len(fresh) - i} distinct tasks not measured, the smallest ones")
-                    stopped = True
+        with interrupts.searching():
+            rounds = _rounds(graph, space, topology, profile, seed=seed, search=search)
+            for requests in itertools.chain((in_stages(graph, topology, num) for num in microbatches), rounds):
+                fresh = [r for r in requests if r.local.identity not in found and r.local.identity not in failed]
+                for i, request in enumerate(fresh):
+                    if found and time.monotonic() - begin > seconds:
+                        notes.append(f"the time was spent with {len(fresh) - i} distinct tasks not measured, the smallest ones")
+                        stopped = True
+                        break
+                    task = graph.tasks[request.task]
+                    label = f"{graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
+                    if progress is not None:
+                        progress(len(found), len(found) + len(fresh) - i, time.monotonic() - begin, label)
+                    try:
+                        timing = local_step.time(request.task, request.degrees, jax.local_devices()[0])
+                    except Unmeasurable as e:
+                        failed[request.local.identity] = f"{label}: {e}"
+                        continue
+                    local = request.local
+                    found[local.identity] = Measurement(
+                        label=label, structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads,
+                        writes=local.writes, elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes,
+                        seconds=float(f"{timing.seconds:.6g}"), spread=round(timing.spread, 4), num_runs=timing.num_runs,
+                    )  # fmt: skip
+                if stopped:
                     break
-                task = graph.tasks[request.task]
-                label = f"{graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
-                if progress is not None:
-                    progress(len(found), len(found) + len(fresh) - i, time.monotonic() - begin, label)
-                try:
-                    timing = local_step.time(request.task, request.degrees, jax.local_devices()[0])
-                except Unmeasurable as e:
-                    failed[request.local.identity] = f"{label}: {e}"
-                    continue
-                local = request.local
-                found[local.identity] = Measurement(
-                    label=label, structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads,
-                    writes=local.writes, elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes,
-                    seconds=float(f"{timing.seconds:.6g}"), spread=round(timing.spread, 4), num_runs=timing.num_runs,
-                )  # fmt: skip
-            if stopped:
-                break
     except KeyboardInterrupt:
         notes.append("interrupted: what was measured so far is kept")
     notes += [f"not measured: {why}" for why in failed.values()]

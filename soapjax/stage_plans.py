@@ -80,7 +80,8 @@ def find_pipeline(
 ) -> FoundPipeline:  # fmt: skip
     """The best pipeline of a schedule, or ("auto") of all synchronous ones.
 
-    Raises: SoapjaxError where none is possible, or none fits: the stage that is too large, and by how much.
+    Raises: SoapjaxError where none is possible, or none fits: the stage that is too large, and by how much; KeyboardInterrupt
+      where Ctrl-C came before one was found that fits.
     """
     if schedule not in PIPELINES:
         raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
@@ -109,6 +110,8 @@ def find_pipeline(
         figures |= {name: _figures_of(best[p], topology.num_devices) for name, p in result.baselines.items()}
         found = FoundPipeline(times, baselines, notes, result.num_proposals, result.search_s, result.stopped_by, figures)
     if not found.times.is_feasible:
+        if found.stopped_by == "interrupted":  # a longer search might have found one that fits
+            raise KeyboardInterrupt
         raise SoapjaxError(_does_not_fit(found.times))
     return found
 

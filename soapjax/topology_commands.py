@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from soapjax import cli
 from soapjax.errors import SoapjaxError
+from soapjax.report.text_table import TextTable
 from soapjax.topology import DeviceTopology, LinkLevel, ShippedTopology, load_topology, shipped_catalogue
 from soapjax.topology.shipped import LOCAL, LOCAL_DESCRIPTION
 
@@ -20,7 +20,7 @@ def topologies_command(command: cli.TopologiesCommand) -> Result:
     if command.names:
         return _in_full(command.names)
     shipped = shipped_catalogue()
-    table = Table(box=None, pad_edge=False, title="links in GB/s per device and direction", title_justify="left")
+    table = TextTable(box=None, pad_edge=False, title="links in GB/s per device and direction", title_justify="left")
     for column in ("name", "links", "what it is"):
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     for s in shipped:

@@ -1,6 +1,8 @@
 """Data flows one way: every package imports only those before it, read off the syntax trees."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,13 @@ MAY_IMPORT = {
     "execute": {"graph", "topology", "strategy"},
     "report": {"strategy", "simulate"},
 }
-HELPERS = {"errors", "files", "garbage"}
+HELPERS = {"csv_files", "errors", "files", "garbage", "interrupts"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "calling", "cli", "commands", "comparing", "distributed", "explaining",
-    "explaining_commands", "factories", "interrupts", "measuring_commands", "model_source", "nnx_steps", "page_data", "pipelining",
+    "explaining_commands", "factories", "measuring_commands", "model_source", "nnx_steps", "page_data", "pipelining",
     "plan_files", "planning", "profiling", "progress", "running_commands", "stage_baselines", "stage_plans", "stage_sends",
-    "step_source", "timelines", "topology_commands", "user_shardings", "verify_programs", "verify_top",
+    "step_source", "terminal", "timelines", "topology_commands", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip
 
 
@@ -138,3 +140,14 @@ def test_nothing_unpickles_or_evaluates_text():
 )
 def test_the_check_sees_what_it_must(package, text, found):
     assert forbidden(package, imported(ast.parse(text), f"soapjax.{package}")) == found
+
+
+def test_the_package_gives_all_its_names_and_imports_no_jax_by_itself():
+    import soapjax
+
+    assert sorted(soapjax._HOMES) == sorted(soapjax.__all__) == sorted(n for n in dir(soapjax) if n in soapjax.__all__)
+    assert all(getattr(soapjax, name) is not None for name in soapjax.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        soapjax.nothing
+    ask = "import sys, soapjax.__main__, soapjax.cli; print([m for m in ('jax', 'numpy', 'pydantic') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"

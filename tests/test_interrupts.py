@@ -1,37 +1,105 @@
+"""Ctrl-C in processes of their own: status 130 and a word, wherever it comes."""
+
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
-from soapjax.interrupts import Interrupts
+SETUP = """
+import os, signal, sys, time
+from soapjax import interrupts
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)
+"""
 
 
+def ended(body, *, press_after_s=None, timeout=60):
+    """What a script says under `interrupts.handled`; with `press_after_s` it is interrupted so long after its first word."""
+    script = SETUP + "with interrupts.handled():\n" + "\n".join(f"    {line}" for line in body.strip().splitlines())
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        if press_after_s is not None:
+            process.stdout.readline()
+            time.sleep(press_after_s)
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=timeout)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def test_with_nothing_to_keep_it_leaves_at_once():
+    status, out, err = ended("try:\n    press()\n    time.sleep(60)\nexcept BaseException:\n    print('caught')")
+    assert (status, out, err) == (130, "", "interrupted: nothing was written\n")
+
+
+def test_it_leaves_out_of_what_runs_no_python():
+    """One bytecode of half a minute, in which Python's own handler has no turn."""
+    begin = time.monotonic()
+    body = "import hashlib\nprint('begin', flush=True)\nhashlib.pbkdf2_hmac('sha256', b'', b'', 60_000_000)"
+    status, _, err = ended(body, press_after_s=0.3)
+    assert status == 130 and "nothing was written" in err and time.monotonic() - begin < 20
+
+
+def test_a_search_ends_with_its_best():
+    body = """
+best = 0
+try:
+    with interrupts.searching():
+        for best in range(1000):
+            if best == 3: press()
+            time.sleep(0.01)
+except KeyboardInterrupt: pass
+press()
+print(best, interrupts.came())
+"""
+    status, out, err = ended(body)
+    best, came = out.split()
+    assert status == 0 and 3 <= int(best) < 10 and came == "True" and err == ""
+
+
+def test_what_is_lost_in_a_finalizer_is_raised_by_the_next_progress():
+    body = """
 class Finalized:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture
-def interrupts():
-    before = signal.getsignal(signal.SIGINT)
-    yield Interrupts()
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_in_a_finalizer_ends_what_reports_progress(interrupts, monkeypatch):
-    lost, seen = [], []
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: lost.append(found.exc_type))
-    progress = interrupts.checked(lambda done: seen.append(done))
-    progress(1)
-    del (x := [Finalized()])[0]
-    assert lost == [KeyboardInterrupt] and not x
-    with pytest.raises(KeyboardInterrupt):
+    def __del__(self): press()
+try:
+    with interrupts.searching():
+        progress = interrupts.checked(lambda done: print(done))
+        progress(1)
+        made = Finalized()
+        del made
         progress(2)
-    progress(3)
-    assert seen == [1, 3]
+except KeyboardInterrupt: print('raised')
+progress(3)
+"""
+    assert ended(body) == (0, "1\nraised\n3\n", "")
 
 
-def test_ctrl_c_is_raised_at_once_elsewhere(interrupts):
-    with pytest.raises(KeyboardInterrupt):
+def test_after_a_search_it_is_held_and_the_next_search_does_not_begin():
+    body = """
+with interrupts.searching(): pass
+press()
+print('held')
+try:
+    with interrupts.searching(): print('began')
+except KeyboardInterrupt: print('raised')
+"""
+    assert ended(body) == (0, "held\nraised\n", "")
+
+
+def test_a_second_one_leaves_always():
+    body = "interrupts.hold('left')\npress()\ntime.sleep(0.7)\npress()\ntime.sleep(60)"
+    assert ended(body) == (130, "", "left\n")
+
+
+def test_nothing_is_left_installed():
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    from soapjax import interrupts
+
+    with interrupts.handled():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
+    with interrupts.searching(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    interrupts.checked(None).stop()

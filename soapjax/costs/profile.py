@@ -24,9 +24,17 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_new_text
 from soapjax.topology import DeviceKind
 
-MAX_PROFILE_BYTES = 64 * 2**20
+MAX_PROFILE_BYTES = 16 * 2**20  # some 30,000 measurements
 VERSIONED = ("jax", "jaxlib")  # what compiles: with other versions the times are others
 _REMEDY = "measure again with `soapjax profile`"
+
+
+# Bounds within which products and quotients of two figures are finite, far from anything that is measured.
+Amount = Annotated[float, pydantic.Field(ge=0, le=1e30)]
+Time = Annotated[float, pydantic.Field(ge=1e-15, le=1e9)]
+Latency = Annotated[float, pydantic.Field(ge=0, le=1e9)]
+Rate = Annotated[float, pydantic.Field(ge=1e-9, le=1e30)]
+Scale = Annotated[float, pydantic.Field(ge=1e-9, le=1e9)]
 
 
 class _Part(pydantic.BaseModel):
@@ -51,9 +59,9 @@ class Measurement(_Part):
     reads: tuple[tuple[int, ...], ...]  # local shapes
     writes: tuple[tuple[int, ...], ...]
     elements: int = 0  # of an update: parameter elements on the device
-    flops: float
-    moved_bytes: float
-    seconds: float = pydantic.Field(gt=0)  # of one run, median
+    flops: Amount
+    moved_bytes: Amount
+    seconds: Time  # of one run, median
     spread: float = 0.0  # (upper - lower quartile) / median
     num_runs: int = 1
 
@@ -65,9 +73,9 @@ class Measurement(_Part):
 class Rates(_Part):
     """The roofline that fits the measurements: for tasks and splits that were not measured."""
 
-    flops_per_s: dict[str, float] = {}  # "dot float32" -> achieved
-    memory_bytes_per_s: float = pydantic.Field(gt=0)
-    launch_s: float = pydantic.Field(ge=0)
+    flops_per_s: dict[str, Rate] = {}  # "dot float32" -> achieved
+    memory_bytes_per_s: Rate
+    launch_s: Latency
     median_error: float = 0.0  # of the fit over the measured tasks, relative
 
 
@@ -75,9 +83,9 @@ class Link(_Part):
     """What collectives over one level achieve: seconds = steps · latency + bytes sent / (rate · fraction of the kind)."""
 
     level: str
-    latency_s: float = pydantic.Field(ge=0)
-    bytes_per_s: float = pydantic.Field(gt=0)
-    fractions: dict[str, Annotated[float, pydantic.Field(gt=0)]] = {}  # by collective; 1 where it is absent
+    latency_s: Latency
+    bytes_per_s: Rate
+    fractions: dict[str, Scale] = {}  # by collective; 1 where it is absent
     median_error: float = 0.0
     points: tuple[tuple[str, int, float, float], ...] = ()  # collective, devices, bytes each holds before or after, seconds
 
@@ -86,8 +94,8 @@ class Calibration(_Part):
     """At most two scalars of one cluster, fitted on whole steps, and how far off predictions with them are."""
 
     topology: str = ""  # the cluster's fingerprint; the scalars say nothing about another
-    compute_scale: float = pydantic.Field(default=1.0, gt=0)
-    network_scale: float = pydantic.Field(default=1.0, gt=0)
+    compute_scale: Scale = 1.0
+    network_scale: Scale = 1.0
     residual: float = pydantic.Field(default=0.0, ge=0)  # median |predicted / measured - 1|
     worst: float = pydantic.Field(default=0.0, ge=0)
     steps: tuple[tuple[str, float, float], ...] = ()  # what ran, predicted with the scalars, measured seconds

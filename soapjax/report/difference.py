@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from soapjax.report.explanation import merged_name
 from soapjax.report.tables import percent, seconds, seconds_of, short_storage, size, split_of
+from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import Plan
 
 MOST_ROWS = 40
@@ -101,7 +100,7 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
     """Totals, then operators that differ, those with the largest difference first."""
     if found.is_none:
         return Text("the plans are the same")
-    total = Table(title="predicted", title_justify="left")
+    total = TextTable(title="predicted", title_justify="left")
     for column in ("", "a", "b", "b against a"):
         total.add_column(column, justify="left" if not column else "right")
     for name, values, show in _totals(a, b):
@@ -111,7 +110,7 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
     if found.changed:
         is_known = any(c.alone is not None for c in found.changed)
         title = "operators that differ" + ("; what b's choice costs: in a, nothing else changed" if is_known else "")
-        table = Table(title=title, title_justify="left")
+        table = TextTable(title=title, title_justify="left")
         for column in ("operators", "a", "b", *(("step", "sends", "memory") if is_known else ("seconds in a", "in b"))):
             table.add_column(column, justify="left" if column in ("operators", "a", "b") else "right", overflow="fold")
         for c in found.changed[:MOST_ROWS]:
@@ -123,7 +122,7 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
                 )  # fmt: skip
             else:
                 columns = (seconds(c.a.seconds), seconds(c.b.seconds))
-            table.add_row(*map(escape, (title, *sides)), *columns)
+            table.add_row(title, *sides, *columns)
         if len(found.changed) > MOST_ROWS:
             table.add_row(f"{len(found.changed) - MOST_ROWS} more rows", *[""] * (len(table.columns) - 1))
         out.append(table)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from soapjax.report.tables import comparison_table, gain_lines, percent, seconds, size
+from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import OperatorCost, Plan
 
 MOST_ROWS = 12
@@ -114,7 +113,7 @@ def explanation_report(plan: Plan, found: Explanation) -> RenderableType:
         title = f"the critical path: what the step of {seconds(step_s)} is made of"
         table = _table(title, "tasks", "where", "number", "time", "share")
         for part in found.path[:MOST_ROWS]:
-            table.add_row(escape(part.name), part.where, str(part.num_tasks), seconds(part.seconds), f"{part.seconds / step_s:.1%}")
+            table.add_row(part.name, part.where, str(part.num_tasks), seconds(part.seconds), f"{part.seconds / step_s:.1%}")
         rest = found.path[MOST_ROWS:]
         if rest:
             took = sum(p.seconds for p in rest)
@@ -125,12 +124,12 @@ def explanation_report(plan: Plan, found: Explanation) -> RenderableType:
         table = _table("the largest costs of operators, hidden or not", *columns)
         for t in found.totals[:MOST_ROWS]:
             columns = seconds(t.compute_s), seconds(t.communication_s), size(t.sent_bytes), size(t.memory_bytes)
-            table.add_row(escape(t.name), str(t.num_operators), *columns)
+            table.add_row(t.name, str(t.num_operators), *columns)
         out.append(table)
     if sends := largest_sends(plan):
         table = _table("what is sent most, per device and step", "in", "what, from which layout to which", "number", "bytes")
         for where, reason, count, bytes_ in sends[:MOST_ROWS]:
-            table.add_row(escape(where), escape(reason), str(count), size(bytes_))
+            table.add_row(where, reason, str(count), size(bytes_))
         out.append(table)
     return Group(*out, comparison_table(plan), Text("\n".join([*gain_lines(plan), *found.limits])))
 
@@ -163,7 +162,7 @@ def neighbour_columns(row: Neighbour, now: Neighbour) -> tuple[str, ...]:
     like = f" (as {', '.join(row.like)})" if row.like else ""
     against = "" if row is now else f"{(row.step_time_s / now.step_time_s - 1) * 100:+.2f} %"
     memory = size(row.memory_bytes) + ("" if row.is_feasible else " — does not fit")
-    return escape(row.changes + like), seconds(row.step_time_s), against, size(row.sent_bytes), memory
+    return row.changes + like, seconds(row.step_time_s), against, size(row.sent_bytes), memory
 
 
 def verdict(found: OperatorExplanation) -> list[str]:
@@ -188,8 +187,8 @@ def verdict(found: OperatorExplanation) -> list[str]:
     return lines
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(title: str, *columns: str) -> TextTable:
+    table = TextTable(title=title, title_justify="left")
     for column in columns:
         words = column in ("tasks", "where", "operators", "in", "change") or column.startswith("what")
         table.add_column(column, justify="left" if words else "right", overflow="fold")

@@ -7,10 +7,9 @@ import re
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import OperatorPart, Plan
 
 
@@ -81,9 +80,9 @@ def split_of(part: OperatorPart, sizes: dict[str, int]) -> str:
     return "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
 
 
-def operator_table(plan: Plan) -> Table:
+def operator_table(plan: Plan) -> TextTable:
     """One row per kind of operator; those that take less than FOLDED of the time are one row at the end."""
-    table = Table(title="the plan: into how many parts each dim of an operator is split", title_justify="left")
+    table = TextTable(title="the plan: into how many parts each dim of an operator is split", title_justify="left")
     for column in ("operators", "kind", "split", "parameters stored"):
         table.add_column(column, overflow="fold")
     table.add_column("time", justify="right")
@@ -93,7 +92,7 @@ def operator_table(plan: Plan) -> Table:
     for row in rows:
         if row not in small:
             share = "" if row.time_share is None else f"{row.time_share:.1%}"
-            table.add_row(escape(row.title), row.kind, row.split, row.storage, share)
+            table.add_row(row.title, row.kind, row.split, row.storage, share)
     if small:
         count = sum(len(row.names) for row in small)
         words = "replicated" if all(row.split == "replicated" for row in small) else "as the plan file says"
@@ -119,10 +118,10 @@ def _axes(names: list[str], sizes: dict[str, int]) -> str:
     return "all axes" if len(names) == len(sizes) and len(sizes) > 1 else "+".join(names)
 
 
-def stage_table(plan: Plan) -> Table:
+def stage_table(plan: Plan) -> TextTable:
     """One row per stage of a pipeline: operators, devices, how most of them are split, memory."""
     pipeline = plan.pipeline
-    table = Table(title=f"{len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches, {pipeline.schedule}")
+    table = TextTable(title=f"{len(pipeline.stages)} stages, {pipeline.num_microbatches} micro-batches, {pipeline.schedule}")
     table.title_justify = "left"
     for column in ("stage", "operators", "devices", "inside", "keeps", "memory per device"):
         table.add_column(column, overflow="fold")
@@ -165,9 +164,9 @@ def caveat(share: float | None, num_devices: int) -> str:
     return f"splits only {percent(share)} of the FLOPs (each is done on {times:.3g} devices in the mean)"
 
 
-def percent(share: float) -> str:
-    """Rounded down: 100 % is all."""
-    return f"{math.floor(share * 1000) / 10:.3g} %"
+def percent(share: float | None) -> str:
+    """Rounded down: 100 % is all. "?" where a plan does not say it."""
+    return "?" if share is None else f"{math.floor(share * 1000) / 10:.3g} %"
 
 
 def gains(plan: Plan) -> dict[str, tuple[float, str]]:
@@ -195,10 +194,10 @@ def gain_lines(plan: Plan) -> list[str]:
     return [f"this plan's speed: {lines[0]}", *(f"  {line}" for line in lines[1:]), *([f"this plan {own}"] if own else [])]
 
 
-def comparison_table(plan: Plan) -> Table:
+def comparison_table(plan: Plan) -> TextTable:
     """Predicted step times of the plan and of the baselines, with what they are made of."""
     title = "predicted step time; how much communication is hidden under compute, and the step if none were"
-    table = Table(title=title, title_justify="left")
+    table = TextTable(title=title, title_justify="left")
     for column in ("strategy", "step", "hidden", "if none", "FLOPs split", "memory"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     p = plan.prediction
@@ -235,9 +234,9 @@ def overlap_words(plan: Plan) -> str:
     return f" (with {seconds(hidden_s)} of communication hidden; {seconds(plan.prediction.without_overlap_s)} if none were)"
 
 
-def verified_table(plan: Plan) -> Table:
+def verified_table(plan: Plan) -> TextTable:
     """What was run on the devices at hand; the fastest is the plan."""
-    table = Table(title="run on the devices at hand", title_justify="left")
+    table = TextTable(title="run on the devices at hand", title_justify="left")
     for column in ("strategy", "predicted", "measured", "error"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     for t in sorted(plan.provenance.verified, key=lambda t: t.measured_s):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from soapjax.report.tables import size
+from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import Plan
 
 MAX_DIFFERENCES = 12
@@ -36,7 +36,7 @@ def compiled_report(
       apart: operators that differ (`execute.traffic.Difference`), largest first.
       runs: whether the numbers were compared too.
     """
-    table = Table(title="each device sends per step", title_justify="left")
+    table = TextTable(title="each device sends per step", title_justify="left")
     for column in ("collective", "predicted", "compiled", "difference"):
         table.add_column(column, justify="left" if column == "collective" else "right")
     total = {side: sum(k[side] for k in by_kind.values()) for side in ("predicted", "compiled")}
@@ -70,7 +70,7 @@ def _relative(predicted: int, compiled: int) -> str:
 
 def programs_report(plan: Plan, found: Any, *, runs: bool, is_proven: bool, fits: bool) -> list[RenderableType]:
     """The compiled programs (`verify_programs.ProgramsVerified`) beside the plan's prediction."""
-    table = Table(title="each device of a program sends per step; transfers: all devices together", title_justify="left")
+    table = TextTable(title="each device of a program sends per step; transfers: all devices together", title_justify="left")
     for column in ("program", "devices", "runs", "predicted", "compiled", "difference"):
         table.add_column(column, justify="left" if column == "program" else "right", overflow="fold")
     for row in found.rows:
@@ -78,7 +78,7 @@ def programs_report(plan: Plan, found: Any, *, runs: bool, is_proven: bool, fits
         devices = "" if "transfer" in row.compiled else str(row.num_devices)
         shown = (", ".join(f"{k} {size(b)}" for k, b in getattr(row, side).items() if b) for side in totals)
         table.add_row(row.name, devices, str(row.runs), *shown, _relative(**totals))
-    memory = Table(title="memory per device", title_justify="left")
+    memory = TextTable(title="memory per device", title_justify="left")
     for column in ("", "predicted", "compiled", "difference"):
         memory.add_column(column, justify="left" if not column else "right")
     for name, (predicted, compiled) in found.memory.items():

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax import interrupts
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.search.gpipe import balanced_partition
 from soapjax.search.pipedream import Memory, pipedream
@@ -147,7 +148,7 @@ def search_stages(
 
     Args:
       num_proposals, seconds: budget of the chains; DEFAULT_PROPOSALS where neither is given. Ctrl-C ends them early.
-    Raises: SoapjaxError where no pipeline is possible.
+    Raises: SoapjaxError where no pipeline is possible; KeyboardInterrupt where none has been priced yet.
     """
     begin = time.monotonic()
     if num_proposals is None and seconds is None:
@@ -160,14 +161,18 @@ def search_stages(
         return b is None or (not a.is_feasible, a.cost) < (not b.is_feasible, b.cost)
 
     try:
-        for name, choice in _starts(problem):
-            if problem.is_valid(choice):
-                found = problem.price(choice)
-                if better(found, best_of.get(name)):
-                    best_of[name] = found
-                if better(found, by_stages.get(choice.num_stages)):
-                    by_stages[choice.num_stages] = found
+        with interrupts.searching():
+            for name, choice in _starts(problem):
+                if problem.is_valid(choice):
+                    found = problem.price(choice)
+                    if better(found, best_of.get(name)):
+                        best_of[name] = found
+                    if better(found, by_stages.get(choice.num_stages)):
+                        by_stages[choice.num_stages] = found
+                interrupts.check()
     except KeyboardInterrupt:
+        if not by_stages:
+            raise
         stopped = "interrupted"
     if not best_of:
         stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
@@ -178,27 +183,30 @@ def search_stages(
     best, reference = seeds[0], seeds[0].cost
     rng = np.random.default_rng(seed)
     share = None if num_proposals is None else -(-num_proposals // len(seeds))
+    if stopped == "interrupted":
+        return StageSearch(best, best_of, done, time.monotonic() - begin, stopped)
     try:
-        for k, at in enumerate(seeds if stopped != "interrupted" else ()):
-            chain = 0
-            while (share is None or chain < share) and (
-                seconds is None or time.monotonic() - begin < seconds * (k + 1) / len(seeds)
-            ):
-                chain += 1
-                done += 1
-                move = MOVES[int(rng.integers(len(MOVES)))](rng, problem, at.choice)
-                uniform = rng.random()
-                if move is None or not problem.is_valid(move):
-                    continue
-                found = problem.price(move)
-                if uniform < math.exp(min(0.0, BETA * (at.cost - found.cost) / reference)):
-                    at = found
-                if better(found, best):
-                    best = found
-                if progress is not None and done % 16 == 0:
-                    progress(done, best.timeline.step_time_s, time.monotonic() - begin)
-        if seconds is not None and (num_proposals is None or done < num_proposals):
-            stopped = "seconds"
+        with interrupts.searching():
+            for k, at in enumerate(seeds):
+                chain = 0
+                while (share is None or chain < share) and (
+                    seconds is None or time.monotonic() - begin < seconds * (k + 1) / len(seeds)
+                ):
+                    chain += 1
+                    done += 1
+                    move = MOVES[int(rng.integers(len(MOVES)))](rng, problem, at.choice)
+                    uniform = rng.random()
+                    if move is None or not problem.is_valid(move):
+                        continue
+                    found = problem.price(move)
+                    if uniform < math.exp(min(0.0, BETA * (at.cost - found.cost) / reference)):
+                        at = found
+                    if better(found, best):
+                        best = found
+                    if progress is not None and done % 16 == 0:
+                        progress(done, best.timeline.step_time_s, time.monotonic() - begin)
+            if seconds is not None and (num_proposals is None or done < num_proposals):
+                stopped = "seconds"
     except KeyboardInterrupt:
         stopped = "interrupted"
     return StageSearch(best, best_of, done, time.monotonic() - begin, stopped)

@@ -28,8 +28,15 @@ from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline
 
 SCHEMA_VERSION = 1
-MAX_PLAN_BYTES = 256 * 2**20
+MAX_PLAN_BYTES = 32 * 2**20  # some 20,000 operators
 _MAX_NESTING = 32
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+Seconds = Annotated[float, pydantic.Field(ge=0, le=1e15)]
+StepSeconds = Annotated[float, pydantic.Field(gt=0, le=1e15)]
+Bytes = Annotated[int, pydantic.Field(ge=0, le=2**63)]
+Fraction = Annotated[float, pydantic.Field(ge=0, le=1 + 1e-6)]
 
 
 class _Part(pydantic.BaseModel):
@@ -80,12 +87,12 @@ class TaskPart(_Part):
 class OperatorCost(_Part):
     """What an operator is predicted to take of a step, on one device; rounded to four digits."""
 
-    compute_s: float
-    communication_s: float  # all link levels added up, hidden or not
-    sent_bytes: int
-    memory_bytes: int  # at the step's peak: its parameters with their optimizer state, its results and converted operands
-    flops: float  # of the whole operator, before it is split
-    split_flops_share: float  # 1: no FLOP of it is done on two devices, 0: every device does all
+    compute_s: Seconds
+    communication_s: Seconds  # all link levels added up, hidden or not
+    sent_bytes: Bytes
+    memory_bytes: Bytes  # at the step's peak: its parameters with their optimizer state, its results and converted operands
+    flops: Annotated[float, pydantic.Field(ge=0, le=1e30)]  # of the whole operator, before it is split
+    split_flops_share: Fraction  # 1: no FLOP of it is done on two devices, 0: every device does all
 
 
 class OperatorPart(_Part):
@@ -104,33 +111,33 @@ class SentPart(_Part):
     task: int  # of the operator graph, in schedule order; their number stands for the step's end
     operator: str
     reason: str
-    bytes: dict[str, int]  # by collective
+    bytes: dict[str, Bytes]  # by collective
     program: str = ""  # of a pipeline: "forward 0", "backward 0", "update 0" of stage 0; a transfer is "send 0 to 1"
 
 
 class StrategyFigures(_Part):
     """A strategy that a plan is compared with, as predicted by the same simulator."""
 
-    step_time_s: float
-    without_overlap_s: float
-    split_flops_share: float
-    memory_bytes_per_device: int
-    sent_bytes: int  # by each device in one step
+    step_time_s: StepSeconds
+    without_overlap_s: StepSeconds
+    split_flops_share: Fraction
+    memory_bytes_per_device: Bytes
+    sent_bytes: Bytes  # by each device in one step
     feasible: bool
 
 
 class Prediction(_Part):
-    step_time_s: float
-    memory_bytes_per_device: int
-    usable_memory_bytes: int
-    memory_parts_bytes: dict[str, int]
+    step_time_s: StepSeconds
+    memory_bytes_per_device: Bytes
+    usable_memory_bytes: Bytes
+    memory_parts_bytes: dict[str, Bytes]
     feasible: bool
-    bytes_by_collective: dict[str, int]
+    bytes_by_collective: dict[str, Bytes]
     sends: tuple[SentPart, ...] = ()  # the summands of `bytes_by_collective`
-    compute_figures: dict[str, float] = {}  # "measured", "calibrated", "analytic" -> share of the compute seconds
+    compute_figures: dict[str, Fraction] = {}  # "measured", "calibrated", "analytic" -> share of the compute seconds
     # None in plans of older versions. If a device did one thing at a time, communicate or compute, on one link or another:
-    without_overlap_s: float | None = None
-    split_flops_share: float | None = None  # 1: no FLOP of the step is done on two devices, 0: every device does all
+    without_overlap_s: StepSeconds | None = None
+    split_flops_share: Fraction | None = None  # 1: no FLOP of the step is done on two devices, 0: every device does all
 
     @property
     def hidden_communication_s(self) -> float | None:
@@ -142,8 +149,8 @@ class TimedStep(_Part):
     """A strategy that was run on the devices at hand."""
 
     strategy: str
-    predicted_s: float
-    measured_s: float
+    predicted_s: Seconds
+    measured_s: Seconds
 
 
 class Provenance(_Part):
@@ -152,8 +159,8 @@ class Provenance(_Part):
     space: str = "soap"  # that was searched
     seed: int = 0
     num_proposals: int = 0
-    search_s: float = 0.0
-    baselines: dict[str, float | None] = {}
+    search_s: Seconds = 0.0
+    baselines: dict[str, Seconds | None] = {}
     baseline_figures: dict[str, StrategyFigures] = {}  # of those that are known in full
     notes: tuple[str, ...] = ()
     verified: tuple[TimedStep, ...] = ()  # --verify-top
@@ -272,12 +279,9 @@ def graph_parts(graph: OperatorGraph) -> Mapping[str, Any]:
 
 def _parse(text: str, place: str) -> dict[str, Any]:
     depth = deepest = 0
-    for c in text:
-        if c in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif c in "]}":
-            depth -= 1
+    for c in text.encode("ascii", "replace").translate(None, _NO_BRACKETS):
+        depth += 1 if c in b"[{" else -1
+        deepest = max(deepest, depth)
     if deepest > _MAX_NESTING:
         raise SoapjaxError(Problem(place, f"nested {deepest} deep", "a plan file", "this file was not written by soapjax"))
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -288,10 +289,11 @@ def test_a_file_that_is_no_plan_is_refused(make, command, folder, monkeypatch):
     if make is unreadable and os.access(folder / "plan.json", os.R_OK):
         pytest.skip("this user may read everything")
     if make is huge:
+        begin = time.monotonic()
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_bytes", lambda path: pytest.fail("a file of this size must not be read"))
+            patched.setattr("soapjax.files.open", lambda *a: pytest.fail("a file of this size must not be opened"), raising=False)
             ended = call(command, "plan.json")
-        assert ended.status == 2 and all(word in ended.err for word in FILES[huge])
+        assert ended.status == 2 and all(word in ended.err for word in FILES[huge]) and time.monotonic() - begin < 1
     refused(command, "plan.json", words=FILES[make])
 
 

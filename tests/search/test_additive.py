@@ -1,6 +1,7 @@
 """Additive problems: reductions, elimination, messages and prices against enumeration; the solver against optima."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 import signal
@@ -369,8 +370,16 @@ def test_files_that_are_no_problem_are_refused(tmp_path, content):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(SoapjaxError, match="readable"):
+    with pytest.raises(SoapjaxError, match="nothing there"):
         load_problem(tmp_path / "none.json")
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("soapjax.search.additive.iopddl.MAX_BYTES", 2**16)
+    path = tmp_path / "problem.json.gz"
+    path.write_bytes(gzip.compress(b" " * 2**20))
+    with pytest.raises(SoapjaxError, match="at most 65536 bytes"):
+        load_problem(path)
 
 
 def test_costs_beyond_1e18_forbid_too(tmp_path):

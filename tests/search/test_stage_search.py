@@ -215,3 +215,24 @@ def test_more_stages_than_operators_or_devices():
     with pytest.raises(SoapjaxError, match="the operators of the forward pass") as caught:
         StageProblem(graph_of("mlp"), topology_of("2x4"), num_stages=99)
     assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("priced", [0, 1, 3])
+def test_ctrl_c_while_starts_are_priced_keeps_the_best_of_them(priced, monkeypatch):
+    problem, price, costs = two_stage_problem(), StageProblem.price, []
+
+    def interrupted(self, choice):
+        if len(costs) == priced:
+            raise KeyboardInterrupt
+        found = price(self, choice)
+        costs.append((not found.is_feasible, found.cost))
+        return found
+
+    monkeypatch.setattr(StageProblem, "price", interrupted)
+    if not priced:
+        with pytest.raises(KeyboardInterrupt):  # "cannot run" would be wrong
+            search_stages(problem)
+        return
+    found = search_stages(problem)
+    assert found.stopped_by == "interrupted" and found.num_proposals == 0
+    assert (not found.best.is_feasible, found.best.cost) == min(costs)

@@ -10,19 +10,21 @@ An edge's costs are the table of (first node's, second node's) strategies, row b
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 import os
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.files import read_bytes, too_large
 from soapjax.search.additive.problem import FORBIDDEN, AdditiveProblem
 from soapjax.topology.table_reader import shown
 
+MAX_BYTES = 256 * 2**20  # of a problem, unpacked: the contest's largest have 150 MB
 MAX_PROBLEMS = 100  # more are counted, not listed
 LARGEST = 2**62  # of a usage or a time: sums of a few stay within 64 bits
 
@@ -33,13 +35,16 @@ def load_problem(path: str | os.PathLike[str]) -> AdditiveProblem:
     Raises: SoapjaxError with every failure found.
     """
     place = str(path)
-    try:
-        raw = Path(path).read_bytes()
-        if raw[:2] == b"\x1f\x8b":
-            raw = gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error, ValueError) as e:
-        reason = getattr(e, "strerror", None) or str(e) or type(e).__name__
-        raise SoapjaxError(Problem(place, reason, "a readable .json or .json.gz file", "check the path")) from None
+    raw = read_bytes(path, max_bytes=MAX_BYTES)
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(raw)) as f:
+                raw = f.read(MAX_BYTES + 1)
+        except (OSError, EOFError, zlib.error, ValueError) as e:
+            expected, remedy = "a readable .json or .json.gz file", "check that the file is whole"
+            raise SoapjaxError(Problem(place, str(e) or type(e).__name__, expected, remedy)) from None
+        if len(raw) > MAX_BYTES:
+            raise SoapjaxError(too_large(place, f"more than {MAX_BYTES} bytes when unpacked", MAX_BYTES))
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as e:
@@ -70,7 +75,7 @@ class _Reader:
     def table(self, parent: Any, key: str, where: str) -> dict:
         value = parent.get(key) if isinstance(parent, dict) else None
         if not isinstance(value, dict):
-            self.report(where, "nothing" if value is None else value, "a JSON object", f"add the object {key!r}")
+            self.report(where, "nothing" if value is None else shown(value), "a JSON object", f"add the object {key!r}")
             return {}
         return value
 
@@ -78,11 +83,11 @@ class _Reader:
         """A list of lists."""
         value = parent.get(key)
         if not isinstance(value, list):
-            self.report(where, "nothing" if value is None else value, "a list of lists", f"add the list {key!r}")
+            self.report(where, "nothing" if value is None else shown(value), "a list of lists", f"add the list {key!r}")
             return []
         for i, row in enumerate(value):
             if not isinstance(row, list):
-                self.report(f"{where}[{i}]", row, "a list", "write a list")
+                self.report(f"{where}[{i}]", shown(row), "a list", "write a list")
         return [row if isinstance(row, list) else [] for row in value]
 
     def numbers(self, rows: list, where: str, what: str, largest: int) -> np.ndarray:
@@ -135,7 +140,7 @@ class _Reader:
         if type(limit) is float and limit.is_integer():
             limit = int(limit)
         if type(limit) is not int or limit <= 0:
-            value = "nothing" if limit is None else limit
+            value = "nothing" if limit is None else shown(limit)
             self.report("problem.usage_limit", value, "a positive whole number", "give the memory that there is")
         self.finish()
         intervals, costs = (
