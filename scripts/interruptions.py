@@ -39,8 +39,8 @@ COMMANDS = {
     "pipeline": [*PLAN, "--pipeline", "auto", "--seconds", "3", *OUT],
     "profile": ["profile", MODEL, *TINY, "--topology", "local", "--seconds", "3", "--no-search", *OUT],
     "simulate": ["simulate", "plan.json", "--trace", "out.json"],
-    "run": ["run", "plan.json", "--steps", "5"],
-    "verify": ["verify", "plan.json"],
+    "run": ["run", "plan.json", "--steps", "5", "--trust"],
+    "verify": ["verify", "plan.json", "--trust"],
 }
 OLD = "an older result\n"
 WAIT_S = 60.0  # for a command to end after Ctrl-C
