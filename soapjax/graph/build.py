@@ -323,8 +323,9 @@ class _Builder:
 
 
 def _is_key(aval: Any) -> bool:
-    """Whether a value is a random key, in either of JAX's forms."""
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or (str(aval.dtype), aval.shape) == ("uint32", (2,))
+    """Whether a value is one random key, in either of JAX's forms."""
+    is_typed = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) and not aval.shape
+    return is_typed or (str(aval.dtype), aval.shape) == ("uint32", (2,))
 
 
 def _fixed(unit: Unit, classes: DimClasses, index: dict[Hashable, int]) -> tuple[tuple[tuple[str, ...], ...] | None, Any]:
