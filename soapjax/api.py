@@ -30,6 +30,7 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream import Event
 from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.trace import TracedStep, argument_names, check_leaves, leaf_paths, signature, trace
+from soapjax.options import OPTIONS, check, check_step
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
@@ -378,8 +379,11 @@ def soap_shard(
       microbatches, stages: of a pipeline that is planned, a number or "auto".
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
     """
+    beside = PipelineOptions.problems(pipeline, microbatches, stages, plan=plan, fixed=fixed)
     if plan is not None and fixed is not None:
-        raise SoapjaxError(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
+        beside.append(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
+    given = {k: v for k, v in locals().items() if k in OPTIONS}
+    check(given, also=beside if fn is None else [*check_step(fn), *beside])
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
         static_argnums=listed(static_argnums), static_argnames=listed(static_argnames), donate=donate,
@@ -387,6 +391,6 @@ def soap_shard(
         donate_argnames=None if donate_argnames is None else listed(donate_argnames),
         devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
         logical_axis_rules=logical_axis_rules,
-        pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction, plan=plan, fixed=fixed),
+        pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

@@ -150,4 +150,4 @@ def _is_hashable(value: Any) -> bool:
 
 def listed(value: Any) -> tuple[Any, ...]:
     """An option of `jax.jit` that is one value or several."""
-    return (value,) if isinstance(value, int | str) else tuple(value)
+    return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)

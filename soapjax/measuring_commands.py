@@ -33,11 +33,6 @@ Result = tuple[dict[str, Any], RenderableType, int]
 
 
 def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result:
-    problems = commands.output_problems(command.output) if command.output is not None else []
-    if not command.seconds > 0:
-        problems.append(Problem("--seconds", str(command.seconds), "a positive number of seconds", "give it some time"))
-    if problems:
-        raise SoapjaxError(problems)
     topology = commands.wanted_topology(command)
     require_kind(topology)
     model = abstract_model(ModelSource(path=command.model, settings=parse_settings(command.set)))

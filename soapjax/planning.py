@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax import options
+from soapjax.calling import listed
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import SoapjaxError
@@ -85,6 +87,13 @@ def plan(
       axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
     Raises: SoapjaxError for every input that does not fit.
     """
+    given = dict(
+        topology=topology, planner=planner, seed=seed, proposals=proposals, seconds=seconds, fixed=fixed, unroll=unroll,
+        static_argnums=static_argnums, space=space, profile=profile, verify_top=verify_top, devices=devices, axis_name=axis_name,
+        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules,
+    )  # fmt: skip
+    options.check(given, also=options.check_step(fn))
+    static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
     if verify_top:
@@ -153,6 +162,13 @@ def plan_pipeline(
       microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
     Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
     """
+    given = dict(
+        topology=topology, pipeline=pipeline, microbatches=microbatches, stages=stages, seed=seed, proposals=proposals,
+        seconds=seconds, unroll=unroll, static_argnums=static_argnums, profile=profile, devices=devices, axis_name=axis_name,
+        strip_constraints=strip_constraints,
+    )  # fmt: skip
+    options.check(given, also=options.check_step(fn))
+    static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
     step = trace(
@@ -174,7 +190,7 @@ def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> 
     """The topology that is meant; "local" is that of the devices to run on."""
     if topology == "local":
         return local_topology(devices)
-    return load_topology(topology) if isinstance(topology, str) else topology
+    return topology if isinstance(topology, DeviceTopology) else load_topology(topology)
 
 
 def planning_problem(

@@ -84,8 +84,6 @@ def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
 
 
 def run_command(command: cli.RunCommand) -> Result:
-    if command.steps < 1:
-        raise SoapjaxError(Problem("--steps", str(command.steps), "at least 1", "train one step or more"))
     devices = _devices_for(command.plan)
     plan, model, step = loaded(command.plan, concrete=True)
     _require_state(model, step)
