@@ -2,9 +2,9 @@
 
 Options are checked before anything is loaded, imported or traced, all together:
 
->>> check({"seconds": "10", "seed": -1})
+>>> check({"steps": 0, "seed": -1})
 Traceback (most recent call last):
-soapjax.errors.SoapjaxError: seconds: got '10'; expected a positive number of seconds, 1e9 at most. Remedy: give the search some time.
+soapjax.errors.SoapjaxError: steps: got 0; expected at least 1: a whole number from 1 to 2147483647. Remedy: train one step or more.
 seed: got -1; expected a whole number from 0 to 2147483647. Remedy: choose another seed.
 
 A NumPy number is as good as Python's own; a text, or True, is no number.
@@ -123,7 +123,7 @@ OPTIONS: dict[str, Option] = {
     "planner": Option(_never, "", "choose one of these", PLANNERS),
     "space": Option(_never, "", "choose one of these", SPACES),
     "seed": Option(Natural, _natural, "choose another seed"),
-    "proposals": Option(Whole | None, f"{_whole}, a positive number", "give the search at least one"),
+    "proposals": Option(Whole | None, f"a positive number: {_whole}", "give the search at least one"),
     "seconds": Option(Seconds | None, f"a positive number of seconds, {MOST_SECONDS:.0e} at most".replace("e+0", "e"),
                       "give the search some time"),
     "fixed": Option(
@@ -132,12 +132,13 @@ OPTIONS: dict[str, Option] = {
     "unroll": _flag, "donate": _flag, "strip_constraints": _flag,
     "static_argnums": _numbers, "donate_argnums": _numbers, "static_argnames": _names, "donate_argnames": _names,
     "axis_name": Option(Names, "the name of an axis, or several", 'write e.g. axis_name="batch"'),
-    "logical_axis_rules": Option(Rules | None, "pairs of a logical name and a mesh axis, several or None", "write (('embed', 'd0'),)"),
+    "logical_axis_rules": Option(Rules | None, "pairs of a logical name and a mesh axis, several or None",
+                                 "write (('embed', 'd0'),)"),
     "devices": Option(Annotated[Any, AfterValidator(_devices)] | None, "devices of jax.devices(), one or more, each once",
                       "leave it out for all of them, or pass e.g. jax.devices()[:4]"),
     "profile": Option(InstanceOf[Profile] | PathLike | None, 'the path of a profile, "auto", or a Profile',
                       "give a file of `soapjax profile`"),
-    "verify_top": Option(Natural, f"0 or more, {_natural}", "say how many of the best to run"),
+    "verify_top": Option(Natural, f"0 or more: {_natural}", "say how many of the best to run"),
     "pipeline": Option(InstanceOf[Pipeline] | None, ", or a Pipeline", "choose one of these, or pass a Pipeline", PIPELINES),
     "microbatches": _auto, "stages": _auto,
     "microbatch_reduction": Option(_never, "", "choose one of these", REDUCTIONS),

@@ -136,7 +136,9 @@ class PipelineOptions(NamedTuple):
     reduction: str = "mean"
 
     @staticmethod
-    def problems(pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, **others: Any) -> list[Problem]:
+    def problems(
+        pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, **others: Any
+    ) -> list[Problem]:
         """Which options do not go together."""
         problems = []
         microbatches, stages = (None if n == "auto" else n for n in (microbatches, stages))

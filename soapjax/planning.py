@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +17,13 @@ from soapjax import options
 from soapjax.calling import listed
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
-from soapjax.errors import SoapjaxError
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
 from soapjax.report.html import framed, page
@@ -107,11 +108,11 @@ def plan(
     layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
     problem = planning_problem(step, topology, layouts, space=space, profile=profile)
     remarks = (*remarks, *_graph_remarks(problem.graph))
-    key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
     begin = time.monotonic()
     with on_cpu():
+        key = jax.random.key(seed)
         baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
         if seconds is not None:  # what compiling the simulator took belongs to the search
             seconds = max(seconds - (time.monotonic() - begin), 1e-3)
@@ -174,15 +175,17 @@ def plan_pipeline(
     step = trace(
         fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
     )  # fmt: skip
-    graph, _ = build_graph(step)
     with on_cpu():
+        graph, _ = build_graph(step)
+        require_operators(graph)
         found = find_pipeline(
             graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
             seconds=seconds, progress=progress, profile=profile,
         )  # fmt: skip
     found = found._replace(notes=(*remarks, *found.notes))
     provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
-    made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
+    with on_cpu():
+        made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
     return made, found
 
 
@@ -198,10 +201,20 @@ def planning_problem(
     profile: Profile | None = None,
 ) -> PlanningProblem:  # fmt: skip
     """The graph, space and simulator of a traced step on a topology."""
-    graph, _ = build_graph(step)
     mesh = factor_mesh(topology)
     check_constraints(step, mesh)
-    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
+    with own_configuration():
+        graph, _ = build_graph(step)
+        require_operators(graph)
+        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
+
+
+def require_operators(graph: OperatorGraph) -> None:
+    """Raises: SoapjaxError where a step computes nothing."""
+    if not graph.operators:
+        value = "nothing that is returned is computed from the arguments"
+        expected = "a step that computes something, as (state, batch) -> (state, metrics)"
+        raise SoapjaxError(Problem("the step", value, expected, "return the new state and the metrics"))
 
 
 def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
@@ -261,12 +274,15 @@ def _verified(
         return measured_best(shortlist(pool, count), time_one)
 
 
-def on_cpu() -> contextlib.AbstractContextManager:
-    """Searches run on the CPU: the accelerator's memory belongs to the training step."""
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Searches run on the CPU, since the accelerator's memory belongs to the training step, and under JAX's own configuration."""
     try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
+        device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        return contextlib.nullcontext()
+        device = None
+    with own_configuration(), contextlib.nullcontext() if device is None else jax.default_device(device):
+        yield
 
 
 def plan_of_strategy(
