@@ -154,4 +154,6 @@ def _is_hashable(value: Any) -> bool:
 
 def listed(value: Any) -> tuple[Any, ...]:
     """An option of `jax.jit` that is one value or several."""
-    return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)

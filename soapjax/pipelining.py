@@ -26,6 +26,7 @@ from soapjax.execute.spmd import Program
 from soapjax.execute.stream_step import StreamStep
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.own_config import own_configuration
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.pipeline import Pipeline, Stage
@@ -55,6 +56,7 @@ def _part(topology: DeviceTopology, num: int) -> DeviceTopology:
     return dataclasses.replace(topology, levels=(topology.levels[-1].part(0, num),))
 
 
+@own_configuration()
 def inside_plan(
     graph: OperatorGraph, mesh: FactorMesh, topology: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
     storage: Mapping[str, str] | None = None,
