@@ -22,7 +22,8 @@ HELPERS = {"errors", "figures", "files", "garbage", "own_config"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "call_checks", "calling", "cli", "commands", "comparing", "distributed",
-    "explaining", "explaining_commands", "interrupts", "measuring_commands", "model_source", "nnx_steps", "options", "page_data", "pipelining",
+    "explaining", "explaining_commands", "interrupts", "measuring_commands", "model_source", "nnx_steps", "options",
+    "page_data", "pipelining",
     "plan_files", "planning", "profiling", "progress", "running_commands", "stage_baselines", "stage_plans", "stage_sends",
     "timelines", "topology_commands", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip
