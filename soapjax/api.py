@@ -20,6 +20,7 @@ import jax
 
 from soapjax import nnx_steps, planning, progress
 from soapjax.auto_pipeline import plan_one_or_pipeline
+from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
@@ -29,7 +30,8 @@ from soapjax.execute.compiled import CompiledStep, ShapesChanged
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream import Event
 from soapjax.execute.stream_step import StreamStep, compile_step
-from soapjax.graph.trace import TracedStep, argument_names, check_leaves, leaf_paths, signature, trace
+from soapjax.graph.trace import TracedStep, argument_names, signature, trace
+from soapjax.options import OPTIONS, check, check_step
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
@@ -86,8 +88,10 @@ class SoapShard:
                 return self._run(self._last, dynamic)
             except ShapesChanged:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
+        if not (inside := _has_tracers(dynamic)):
+            check_run(dynamic, self._names(args, form))
         compiled = self._prepared(args, form)
-        if _has_tracers(dynamic):
+        if inside:
             return compiled(*dynamic)
         placed = compiled.place_state(*dynamic)
         if not self._is_agreed(compiled):
@@ -140,6 +144,10 @@ class SoapShard:
         self._of_objects[key] = self._of_objects.pop(key)  # the last one last
         return step, arrays
 
+    def _names(self, args: tuple[Any, ...], form: CallForm) -> tuple[str, ...]:
+        """Of the arguments that are no constants."""
+        return form.dynamic(tuple(argument_names(self._calling.function(form, len(args)), len(args))))
+
     def _is_agreed(self, compiled: CompiledStep) -> bool:
         """Whether it may run: over several processes only after all have compiled the same program."""
         return not compiled.spans_processes or compiled in self._agreed
@@ -155,7 +163,7 @@ class SoapShard:
     def _prepared(self, args: tuple[Any, ...], form: CallForm) -> CompiledStep | StreamStep:
         """Plans (or loads) for these shapes and constants, once."""
         fn = self._calling.function(form, len(args))
-        check_leaves(form.dynamic(args), form.dynamic(tuple(argument_names(fn, len(args)))))
+        check_planned(form.dynamic(args), self._names(args, form))
         key = (form, signature(form.dynamic(args)))
         if key not in self._by_shapes:
             inside = _has_tracers(form.dynamic(args))
@@ -296,21 +304,15 @@ class SoapShard:
 
         Raises: SoapjaxError naming the leaves that one has and the other has not.
         """
-        before = sum(i < argument for i in self._latest._last_form.positions)
-        wanted = self.shardings()[argument - before]
-        leaves, structure = jax.tree_util.tree_flatten(tree)
+        before = sum(i < argument for i in self._latest._last_form.positions) if isinstance(argument, int) else 0
         place = f"{self.__name__}.shard"
-        paths, planned = leaf_paths(tree, ""), leaf_paths(wanted, "")
-        if paths != planned:
-            expected, remedy = "the tree that was planned", "pass argument=, or the same tree"
-            sides = ("not planned", paths, planned), ("missing", planned, paths)
-            more = [(kind, [p or "(a single leaf)" for p in ours if p not in set(theirs)]) for kind, ours, theirs in sides]
-            raise SoapjaxError(Problem(place, f"{kind}: {', '.join(found)}", expected, remedy) for kind, found in more if found)
-        if structure != jax.tree_util.tree_structure(wanted):
+        wanted, is_same = planned_tree(tree, self.shardings(), argument, before, place)
+        if not is_same:
             log.warning(
                 "%s: the arrays are those that were planned, but static parts of the tree are other objects (a TrainState's "
                 "tx or apply_fn made anew): the step will plan again for it", place,
             )  # fmt: skip
+        leaves, structure = jax.tree_util.tree_flatten(tree)
         return structure.unflatten(place_all(leaves, jax.tree_util.tree_leaves(wanted)))
 
     def shardings(self) -> tuple[Any, ...]:
@@ -399,8 +401,11 @@ def soap_shard(
       microbatches, stages: of a pipeline that is planned, a number or "auto".
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
     """
+    beside = PipelineOptions.problems(pipeline, microbatches, stages, plan=plan, fixed=fixed)
     if plan is not None and fixed is not None:
-        raise SoapjaxError(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
+        beside.append(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
+    given = {k: v for k, v in locals().items() if k in OPTIONS}
+    check(given, also=beside if fn is None else [*check_step(fn), *beside])
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
         static_argnums=listed(static_argnums), static_argnames=listed(static_argnames), donate=donate,
@@ -408,6 +413,6 @@ def soap_shard(
         donate_argnames=None if donate_argnames is None else listed(donate_argnames),
         devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
         logical_axis_rules=logical_axis_rules,
-        pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction, plan=plan, fixed=fixed),
+        pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

@@ -101,7 +101,11 @@ class Calling:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[int]]:  # fmt: skip
         """Positional arguments, those by keyword only, and the positions that were left out."""
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as e:
+            name, remedy = getattr(self.fn, "__name__", "the step"), "correct the call"
+            raise SoapjaxError(Problem(f"{name}: arguments", str(e), f"{name}{self._signature}", remedy)) from None
         extra: dict[str, Any] = {}
         for p in self._signature.parameters.values():
             if p.kind is p.KEYWORD_ONLY and p.name in bound.arguments:
@@ -150,4 +154,6 @@ def _is_hashable(value: Any) -> bool:
 
 def listed(value: Any) -> tuple[Any, ...]:
     """An option of `jax.jit` that is one value or several."""
-    return (value,) if isinstance(value, int | str) else tuple(value)
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)

@@ -17,10 +17,10 @@ from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, model_source, with_arrays
+from soapjax.options import command_problems
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import gains, plan_report
 from soapjax.search.planners import get_planner
-from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
 
@@ -29,7 +29,14 @@ Progress = Callable[[int, float, float], None] | None
 
 
 def run(command: Any, progress: Progress) -> Result:
-    """Runs a parsed command."""
+    """Runs a parsed command, once its options are checked: nothing is imported or searched for one that is wrong."""
+    problems = command_problems(command)
+    if isinstance(command, cli.PlanCommand):
+        problems += _pipeline_problems(command)
+    if isinstance(command, cli.PlanCommand | cli.ProfileCommand) and command.output is not None:
+        problems += output_problems(command.output)
+    if problems:
+        raise SoapjaxError(problems)
     from soapjax import explaining_commands, measuring_commands, running_commands, topology_commands  # they use the helpers below
 
     handlers = {
@@ -53,20 +60,7 @@ def run(command: Any, progress: Progress) -> Result:
 
 
 def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
-    problems = []
-    if command.seconds is not None and not command.seconds > 0:
-        problems.append(Problem("--seconds", str(command.seconds), "a positive number of seconds", "give the search some time"))
-    if command.proposals is not None and command.proposals < 1:
-        problems.append(Problem("--proposals", str(command.proposals), "a positive number", "give the search at least one"))
-    if not 0 <= command.seed < 2**31:
-        problems.append(Problem("--seed", str(command.seed), "0 to 2147483647", "choose another seed"))
-    if command.verify_top < 0:
-        problems.append(Problem("--verify-top", str(command.verify_top), "0 or more", "say how many of the best to run"))
-    if command.output is not None:
-        problems += output_problems(command.output)
-    if problems:
-        raise SoapjaxError(problems)
-    numbers = _pipeline_numbers(command)
+    numbers = {k: None if (n := getattr(command, k)) == "auto" else int(n) for k in ("microbatches", "stages")}
     topology = wanted_topology(command)
     get_planner(command.planner, space=command.space)
     model = abstract_model(model_source(command.model, command.set))
@@ -104,27 +98,19 @@ def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:
     return result, Group(plan_report(plan), Text("\n".join(lines))), 130 if stopped_by == "interrupted" else 0
 
 
-def _pipeline_numbers(command: cli.PlanCommand) -> dict[str, int | None]:
-    """`--microbatches` and `--stages` as numbers; None is auto."""
-    problems, found = [], {}
-    if command.pipeline is not None and command.pipeline not in PIPELINES:
-        expected, remedy = " or ".join(PIPELINES), "choose one of these"
-        problems.append(Problem("--pipeline", repr(command.pipeline), expected, remedy))
+def _pipeline_problems(command: cli.PlanCommand) -> list[Problem]:
+    """Which options do not go together."""
+    problems = []
     for name in ("microbatches", "stages"):
         text = getattr(command, name)
-        found[name] = None if text == "auto" else int(text) if text.isdecimal() and len(text) < 7 else 0
-        if found[name] == 0:
-            problems.append(Problem(f"--{name}", repr(text), "auto, or a number from 1 on", "correct the number"))
-        elif text != "auto" and command.pipeline is None:
+        if text != "auto" and command.pipeline is None:
             problems.append(Problem(f"--{name}", text, "a pipeline", "add --pipeline auto, or another"))
     if command.pipeline is not None and command.space != "soap":
         problems.append(Problem("--space", command.space, "soap with --pipeline", "drop one of them"))
     if command.pipeline not in (None, "auto") and command.verify_top:
         expected, remedy = "no pipeline, or auto: only plans of one program are compared", "drop one of them"
         problems.append(Problem("--verify-top", str(command.verify_top), expected, remedy))
-    if problems:
-        raise SoapjaxError(problems)
-    return found
+    return problems
 
 
 def _pipeline_command(

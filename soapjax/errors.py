@@ -10,8 +10,16 @@ remedy. The command line prints them and exits with status 2.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
+
+MOST_CHARACTERS = 200  # of what a message repeats
+_LONG_WORD = re.compile(rf"\S{{{MOST_CHARACTERS + 1},}}")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
 
 
 class Problem(NamedTuple):
@@ -23,8 +31,8 @@ class Problem(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        value = self.value if len(self.value) <= 200 else self.value[:197] + "..."
-        return f"{self.place}: got {value}; expected {self.expected}. Remedy: {self.remedy}."
+        expected, remedy = (_LONG_WORD.sub(lambda m: _cut(m[0]), text) for text in (self.expected, self.remedy))
+        return f"{_cut(self.place)}: got {_cut(self.value)}; expected {expected}. Remedy: {remedy}."
 
 
 class SoapjaxError(ValueError):

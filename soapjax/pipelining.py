@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from soapjax.costs.evaluate import layouts_of
 from soapjax.costs.tables import cost_tables
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.microbatches import REDUCTIONS, MicroStep, micro_step
+from soapjax.execute.microbatches import MicroStep, micro_step
 from soapjax.execute.part_program import Place
 from soapjax.execute.pipedream import PipeDreamStep
 from soapjax.execute.pipeline import PipelineStep
@@ -26,9 +26,9 @@ from soapjax.execute.spmd import Program
 from soapjax.execute.stream_step import StreamStep
 from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.own_config import own_configuration
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
-from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import Plan, Prediction
 from soapjax.strategy.plan_strategy import make_plan, strategy_of
@@ -56,6 +56,7 @@ def _part(topology: DeviceTopology, num: int) -> DeviceTopology:
     return dataclasses.replace(topology, levels=(topology.levels[-1].part(0, num),))
 
 
+@own_configuration()
 def inside_plan(
     graph: OperatorGraph, mesh: FactorMesh, topology: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
     storage: Mapping[str, str] | None = None,
@@ -136,34 +137,30 @@ class PipelineOptions(NamedTuple):
     num_stages: int | None = None
     reduction: str = "mean"
 
-    @classmethod
-    def of(
-        cls, pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, reduction: str,
-        **others: Any,
-    ) -> PipelineOptions | None:  # fmt: skip
-        """Raises: SoapjaxError where the options do not go together."""
+    @staticmethod
+    def problems(
+        pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, **others: Any
+    ) -> list[Problem]:
+        """Which options do not go together."""
         problems = []
         microbatches, stages = (None if n == "auto" else n for n in (microbatches, stages))
         given = [n for n, v in (("microbatches", microbatches), ("stages", stages)) if v is not None]
         if pipeline is None:
             problems += [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
-        elif isinstance(pipeline, str) and pipeline not in PIPELINES:
-            remedy = "choose one of these, or pass a Pipeline"
-            problems.append(Problem("pipeline", repr(pipeline), " or ".join(PIPELINES), remedy))
         elif isinstance(pipeline, Pipeline):
             problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
-        for name, value in (("microbatches", microbatches), ("stages", stages)):
-            if value is not None and not (isinstance(value, int) and value >= 1):
-                problems.append(Problem(name, repr(value), '"auto", or a number from 1 on', "correct the number"))
-        if reduction not in REDUCTIONS:
-            expected = " or ".join(map(repr, REDUCTIONS))
-            problems.append(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
         for name, value in others.items():
             if pipeline is not None and value is not None:
                 problems.append(Problem(name, "given beside a pipeline", "one of them", "drop it"))
-        if problems:
-            raise SoapjaxError(problems)
-        return None if pipeline is None else cls(pipeline, microbatches, stages, reduction)
+        return problems
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, reduction: str
+    ) -> PipelineOptions | None:  # fmt: skip
+        """None where no pipeline is asked for."""
+        numbers = (None if n == "auto" else n for n in (microbatches, stages))
+        return None if pipeline is None else cls(pipeline, *numbers, reduction)
 
 
 def pipelined(

@@ -8,20 +8,22 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from soapjax import interrupts
+from soapjax import interrupts, options
+from soapjax.calling import listed
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
-from soapjax.errors import SoapjaxError
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
 from soapjax.report.html import framed, page
@@ -86,6 +88,13 @@ def plan(
       axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
     Raises: SoapjaxError for every input that does not fit.
     """
+    given = dict(
+        topology=topology, planner=planner, seed=seed, proposals=proposals, seconds=seconds, fixed=fixed, unroll=unroll,
+        static_argnums=static_argnums, space=space, profile=profile, verify_top=verify_top, devices=devices, axis_name=axis_name,
+        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules,
+    )  # fmt: skip
+    options.check(given, also=options.check_step(fn))
+    static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
     if verify_top:
@@ -99,11 +108,11 @@ def plan(
     layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
     problem = planning_problem(step, topology, layouts, space=space, profile=profile)
     remarks = (*remarks, *_graph_remarks(problem.graph))
-    key = jax.random.key(seed)
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
     begin = time.monotonic()
     with on_cpu():
+        key = jax.random.key(seed)
         baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
         if seconds is not None:  # what compiling the simulator took belongs to the search
             seconds = max(seconds - (time.monotonic() - begin), 1e-3)
@@ -161,20 +170,29 @@ def plan_pipeline(
       microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
     Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
     """
+    given = dict(
+        topology=topology, pipeline=pipeline, microbatches=microbatches, stages=stages, seed=seed, proposals=proposals,
+        seconds=seconds, unroll=unroll, static_argnums=static_argnums, profile=profile, devices=devices, axis_name=axis_name,
+        strip_constraints=strip_constraints,
+    )  # fmt: skip
+    options.check(given, also=options.check_step(fn))
+    static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
     step = trace(
         fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
     )  # fmt: skip
-    graph, _ = build_graph(step)
     with on_cpu():
+        graph, _ = build_graph(step)
+        require_operators(graph)
         found = find_pipeline(
             graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
             seconds=seconds, progress=progress, profile=profile,
         )  # fmt: skip
     found = found._replace(notes=(*remarks, *found.notes))
     provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
-    made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
+    with on_cpu():
+        made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
     return made, found
 
 
@@ -182,7 +200,7 @@ def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> 
     """The topology that is meant; "local" is that of the devices to run on."""
     if topology == "local":
         return local_topology(devices)
-    return load_topology(topology) if isinstance(topology, str) else topology
+    return topology if isinstance(topology, DeviceTopology) else load_topology(topology)
 
 
 def planning_problem(
@@ -190,10 +208,20 @@ def planning_problem(
     profile: Profile | None = None,
 ) -> PlanningProblem:  # fmt: skip
     """The graph, space and simulator of a traced step on a topology."""
-    graph, _ = build_graph(step)
     mesh = factor_mesh(topology)
     check_constraints(step, mesh)
-    return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
+    with own_configuration():
+        graph, _ = build_graph(step)
+        require_operators(graph)
+        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
+
+
+def require_operators(graph: OperatorGraph) -> None:
+    """Raises: SoapjaxError where a step computes nothing."""
+    if not graph.operators:
+        value = "nothing that is returned is computed from the arguments"
+        expected = "a step that computes something, as (state, batch) -> (state, metrics)"
+        raise SoapjaxError(Problem("the step", value, expected, "return the new state and the metrics"))
 
 
 def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
@@ -253,12 +281,15 @@ def _verified(
         return measured_best(shortlist(pool, count), time_one)
 
 
-def on_cpu() -> contextlib.AbstractContextManager:
-    """Searches run on the CPU: the accelerator's memory belongs to the training step."""
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Searches run on the CPU, since the accelerator's memory belongs to the training step, and under JAX's own configuration."""
     try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
+        device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        return contextlib.nullcontext()
+        device = None
+    with own_configuration(), contextlib.nullcontext() if device is None else jax.default_device(device):
+        yield
 
 
 def plan_of_strategy(

@@ -89,8 +89,6 @@ def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
 
 
 def run_command(command: cli.RunCommand) -> Result:
-    if command.steps < 1:
-        raise SoapjaxError(Problem("--steps", str(command.steps), "at least 1", "train one step or more"))
     source, topology = _checked(command)
     devices = start_devices(topology.num_devices)
     plan, model, step = loaded(command.plan, source, concrete=True)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.file_numbers import read_float, read_int
 from soapjax.files import read_text, write_new_text
 from soapjax.topology import DeviceKind
 
@@ -189,7 +190,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     place = str(path)
     text = read_text(path, max_bytes=MAX_PROFILE_BYTES)
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_float=read_float, parse_int=read_int)
     except (ValueError, RecursionError) as e:
         raise SoapjaxError(Problem(place, f"text that is not JSON ({str(e)[:80]})", "a profile", _REMEDY)) from None
     if not isinstance(data, dict) or data.keys() != {"sha256", "profile"}:

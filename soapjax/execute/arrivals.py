@@ -14,7 +14,30 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.pieces import piecewise
+
+
+def require_arrays(leaves: Sequence[Any], paths: Sequence[str] = ()) -> None:
+    """Raises: SoapjaxError naming the leaves that are shapes alone, or used up.
+
+    JAX looks for the latter only after it has begun on some of the devices, and the process ends.
+    """
+    gone = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_traced(x) and x.is_deleted()]
+    if shapes := [k for k, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]:
+        remedy = "pass arrays; prepare(...) plans for shapes alone"
+        raise SoapjaxError(
+            Problem(f"argument {paths[k] if paths else f'leaf {k}'}", "a ShapeDtypeStruct", "an array", remedy) for k in shapes
+        )
+    if gone:
+        shown = ", ".join(paths[k] if paths else f"leaf {k}" for k in gone[:3]) + (f" and {len(gone) - 3} more" if gone[3:] else "")
+        remedy = "go on with the state that the last call returned, or say donate=False to keep the old one"
+        value, expected = "used up by an earlier call, which took its memory", "arrays that no step has used up"
+        raise SoapjaxError(Problem(f"argument {shown}", value, expected, remedy))
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def place(x: Any, sharding: NamedSharding | None) -> Any:

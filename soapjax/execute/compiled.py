@@ -15,9 +15,10 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.arrivals import place_all
+from soapjax.execute.arrivals import place_all, require_arrays
 from soapjax.execute.spmd import Program
 from soapjax.graph.trace import check_leaves, signature
+from soapjax.own_config import compiled_as_planned
 
 # Of every leaf at every call.
 _IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgetter("committed")
@@ -25,6 +26,23 @@ _IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgett
 
 class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
     """The arguments have other shapes than the plan was made for."""
+
+
+def _refuse_parts(leaves: list[Any]) -> None:
+    """Raises: SoapjaxError inside `shard_map` and `pmap`, where a call is one device's, and a plan is for all of them; and for
+    arguments whose types say how they are laid out.
+    """
+    meshes = [x.sharding.mesh for x in map(jax.typeof, leaves) if hasattr(x, "sharding")]
+    if explicit := {a for mesh in meshes for a in mesh.explicit_axes}:
+        value = f"arguments laid out over the explicit axes {tuple(sorted(explicit))}"
+        expected = "arguments that a plan may lay out"
+        remedy = "call it outside of jit, or make the mesh with axis_types=(AxisType.Auto, ...)"
+        raise SoapjaxError(Problem("a planned step inside jit", value, expected, remedy))
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.manual_axes:
+        value, expected = f"a call inside shard_map or pmap over {mesh.manual_axes}", "a call with the whole batch"
+        remedy = "leave shard_map or pmap out, and pass axis_name= where the step has collectives: the plan splits the step"
+        raise SoapjaxError(Problem("a planned step", value, expected, remedy))
 
 
 class CompiledStep:
@@ -85,7 +103,8 @@ class CompiledStep:
     def compile(self) -> None:
         """Compiles the step for its shapes; the first call does it where nobody did before."""
         if self._compiled is None:
-            self._compiled = self.lower().compile()
+            with compiled_as_planned():
+                self._compiled = self.lower().compile()
 
     def _structs(self) -> tuple[Any, ...]:
         structs = [
@@ -99,10 +118,13 @@ class CompiledStep:
         kinds = set(map(type, leaves))
         if any(issubclass(t, jax.core.Tracer) for t in kinds):
             self._require_shapes(args)
-            return self.jitted(*args)
+            _refuse_parts(leaves)
+            with compiled_as_planned():
+                return self.jitted(*args)
         arrays = {t for t in kinds if issubclass(t, jax.Array)}
-        if any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
-            raise self._used_up(leaves)
+        if jax.ShapeDtypeStruct in kinds or any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
+            paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else ()
+            require_arrays(leaves, paths)
         donated = self._donated_of(leaves)
         is_foreign = not arrays.issuperset(map(type, donated)) or not all(map(_COMMITTED, donated))
         if is_foreign or self.spans_processes or self._compiled is None:
@@ -111,6 +133,9 @@ class CompiledStep:
         if self._compiled is None:
             self.compile()
         try:
+            if jax.config.jax_disable_jit:
+                with compiled_as_planned():
+                    return self._compiled(*args)
             return self._compiled(*args)
         except (TypeError, ValueError) as e:
             if isinstance(e, SoapjaxError):
@@ -127,15 +152,6 @@ class CompiledStep:
             raise ShapesChanged
         return [leaves[k] for k in self._donated_leaves]
 
-    def _used_up(self, leaves: list[Any]) -> SoapjaxError:
-        """Names the leaves. JAX looks only after it has begun on some of the devices, and the process ends."""
-        gone = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and x.is_deleted()]
-        paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else [f"leaf {k}" for k in range(len(leaves))]
-        shown = ", ".join(paths[k] for k in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
-        remedy = "go on with the state that the last call returned, or say donate=False to keep the old one"
-        value, expected = "used up by an earlier call, which took its memory", "arrays that no step has used up"
-        return SoapjaxError(Problem(f"argument {shown}", value, expected, remedy))
-
     def place_state(self, *args: Any) -> tuple[Any, ...]:
         """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
         donated = set(self._donated_leaves)
@@ -151,11 +167,13 @@ class CompiledStep:
 
     def lower(self, *_: Any) -> Any:
         """The program lowered for arguments laid out as planned, however any at hand lie."""
-        return self.jitted.lower(*self._structs())
+        with compiled_as_planned():
+            return self.jitted.lower(*self._structs())
 
     def trace(self, *_: Any) -> Any:
         """As `lower`, traced."""
-        return self.jitted.trace(*self._structs())
+        with compiled_as_planned():
+            return self.jitted.trace(*self._structs())
 
     def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
         """What all processes must have alike before any of them runs, and what compiles it here."""

@@ -19,6 +19,7 @@ from soapjax.execute.promote import high, promote, promoted_bind
 from soapjax.graph.phases import module_path
 from soapjax.graph.pools import is_made_of_choices
 from soapjax.graph.program import Atom, FlatEqn, Program, flatten
+from soapjax.own_config import on_plans_mesh
 
 
 def task_mark(task: int) -> str:
@@ -77,7 +78,7 @@ class Evaluator:
 
     def block(self, program: Program, env: dict[int, Any]) -> None:
         for eqn in program.eqns:
-            with jax.named_scope(self.scope_name(eqn)), eqn.ctx.manager:
+            with jax.named_scope(self.scope_name(eqn)), eqn.ctx.manager, on_plans_mesh():
                 results = self.loop(eqn, env) if eqn.body is not None else self.equation(eqn, env)
             env.update(zip(eqn.outputs, results, strict=True))
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.arrivals import require_arrays
 from soapjax.execute.compiled import CompiledStep, ShapesChanged
 from soapjax.execute.part_program import Place
 from soapjax.execute.pieces import on_every_process, piecewise
@@ -15,6 +16,7 @@ from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import Program
 from soapjax.execute.stream import Event, Stream
 from soapjax.graph.trace import TracedStep, signature
+from soapjax.own_config import compiled_as_planned
 
 
 class Streamed(Protocol):
@@ -57,10 +59,12 @@ class StreamStep:
             value, expected = "a call inside another transformation (jit, scan, eval_shape, ...)", "a plan that is one program"
             remedy = "call it outside, or plan without pins and pipeline"
             raise SoapjaxError(Problem("a step of several programs", value, expected, remedy))
+        require_arrays(leaves, self._step.in_paths)
         return leaves
 
     def __call__(self, *args: Any) -> Any:
-        return self._step.out_tree.unflatten(self._everywhere(self.streamed.run(self._leaves(args))[0]))
+        with compiled_as_planned():
+            return self._step.out_tree.unflatten(self._everywhere(self.streamed.run(self._leaves(args))[0]))
 
     def traced(self, *args: Any) -> tuple[Any, list[Event]]:
         """As a call, and what ran when: one event per program and transfer."""

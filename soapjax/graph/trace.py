@@ -20,6 +20,7 @@ from soapjax.graph.one_program import for_one_program
 from soapjax.graph.program import Program, flatten
 from soapjax.graph.rules import is_known
 from soapjax.graph.source_lines import line_of_error
+from soapjax.own_config import traced_for_plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +131,8 @@ def trace(
             axis_env = [(a, 1) for a in axes]
             closed, out_info = jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*dynamic, **kwargs)
         else:
-            traced = jax.jit(step).trace(*dynamic, **kwargs)
+            with jax.disable_jit(False), traced_for_plan():
+                traced = jax.jit(step).trace(*dynamic, **kwargs)
             closed, out_info = traced.jaxpr, traced.out_info
     except SoapjaxError:
         raise

@@ -20,6 +20,7 @@ import numpy as np
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.file_numbers import read_float, read_int
 from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.figures import figures_of, figures_sha256, figures_text
 from soapjax.graph.operators import OperatorGraph
@@ -296,14 +297,16 @@ def _parse(text: str, place: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_twice)
+        data = json.loads(
+            text, parse_constant=no_constant, object_pairs_hook=no_twice, parse_float=read_float, parse_int=read_int
+        )  # fmt: skip
     except json.JSONDecodeError as e:
         raise SoapjaxError(
             Problem(f"{place}: line {e.lineno}, column {e.colno}", e.msg, "JSON", "restore the file, or plan anew")
         ) from None
     except SoapjaxError:
         raise
-    except ValueError as e:  # a number with thousands of digits
+    except ValueError as e:  # a number that nothing can be reckoned with
         raise SoapjaxError(Problem(place, str(e), "a plan file", "this file was not written by soapjax")) from None
     if not isinstance(data, dict):
         raise SoapjaxError(Problem(place, type(data).__name__, "a JSON object", "this file was not written by soapjax"))

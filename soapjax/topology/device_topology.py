@@ -260,7 +260,7 @@ def _read_peak(reader: TableReader) -> dict[str, float]:
     if key is None:
         return {"float32": 1.0}
     table = reader.table(key)
-    peak = {d: table.number(d, scale=keys[key].scale) for d in PEAK_DTYPES if d == "float32" or table.offers(d)}
+    peak = {d: table.number(d, unit=keys[key]) for d in PEAK_DTYPES if d == "float32" or table.offers(d)}
     table.finish()
     return peak
 

@@ -24,6 +24,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem
+from soapjax.file_numbers import LARGEST
 
 
 class Unit(NamedTuple):
@@ -31,14 +32,17 @@ class Unit(NamedTuple):
 
     suffix: str
     scale: Fraction
+    least: float = 0.0  # in base units: what a figure may be
+    most: float = LARGEST
 
 
 # The first unit of each list is the one that remedies propose; the last one is the base unit.
 MEMORY_UNITS = (Unit("gib", Fraction(2**30)), Unit("bytes", Fraction(1)))
-BANDWIDTH_UNITS = (Unit("gbytes_per_s", Fraction(10**9)), Unit("bytes_per_s", Fraction(1)))
-LATENCY_UNITS = (Unit("us", Fraction(1, 10**6)), Unit("s", Fraction(1)))
-PEAK_UNITS = (Unit("tflops_per_s", Fraction(10**12)), Unit("flops_per_s", Fraction(1)))
-FRACTION_UNITS = (Unit("fraction", Fraction(1)),)
+RATES, TIMES_S, SHARES = (1.0, 1e24), (1e-15, 1e6), (1e-6, 1.0)  # no step has a time in float32 beyond these
+BANDWIDTH_UNITS = (Unit("gbytes_per_s", Fraction(10**9), *RATES), Unit("bytes_per_s", Fraction(1), *RATES))
+LATENCY_UNITS = (Unit("us", Fraction(1, 10**6), *TIMES_S), Unit("s", Fraction(1), *TIMES_S))
+PEAK_UNITS = (Unit("tflops_per_s", Fraction(10**12), *RATES), Unit("flops_per_s", Fraction(1), *RATES))
+FRACTION_UNITS = (Unit("fraction", Fraction(1), *SHARES),)
 
 MAX_NAME_CHARACTERS = 200
 _MISSING = object()
@@ -114,9 +118,12 @@ class TableReader:
             return 1
         return value
 
-    def number(self, key: str, *, scale: Fraction = Fraction(1), at_most: float = math.inf, default: Any = _MISSING) -> float:
-        """A positive finite number, times `scale`: `2.5` with scale 10**9 is exactly 2.5e9."""
-        limit = "" if at_most == math.inf else f", at most {at_most:g}"
+    def number(
+        self, key: str, *, unit: Unit = Unit("", Fraction(1), SHARES[0]), at_most: float = math.inf, default: Any = _MISSING
+    ) -> float:  # fmt: skip
+        """A positive finite number in base units: `2.5` of a unit of 10**9 is exactly 2.5e9."""
+        least, most = float(unit.least / unit.scale), min(float(unit.most / unit.scale), at_most)
+        limit = f", at most {at_most:g}" if at_most < math.inf else ""
         expected = f"a positive finite number{limit}"
         value = self._take(key, expected, f"add {key} = ...", default)
         if value is _MISSING:
@@ -126,9 +133,12 @@ class TableReader:
             return 1.0
         try:
             # by way of the decimal text, so that 3 us is the float 3e-06 and not its neighbour
-            result = float(Fraction(repr(float(value))) * scale) if math.isfinite(value) else math.nan
+            result = float(Fraction(repr(float(value))) * unit.scale) if math.isfinite(value) else math.nan
         except (OverflowError, ValueError):
             result = math.nan
+        if math.isfinite(result) and 0.0 < value <= at_most and not unit.least <= result <= unit.most:
+            self.report(key, shown(value), f"{expected}, {least:g} to {most:g}", f"correct {key}, or its unit")
+            return 1.0
         if not (math.isfinite(result) and 0.0 < value <= at_most and result > 0.0):
             share = "write a share of 1, such as 0.8 for 80 percent"
             self.report(key, shown(value), expected, share if at_most == 1.0 else f"give {key} as such a number")
@@ -141,7 +151,7 @@ class TableReader:
         unit = self.unit_key(stem, key_of)
         if unit is None:
             return 1.0
-        return self.number(unit, scale=key_of[unit].scale, at_most=at_most)
+        return self.number(unit, unit=key_of[unit], at_most=at_most)
 
     def unit_key(self, stem: str, keys: Mapping[str, Unit]) -> str | None:
         """Which of the `keys` of one figure is there; None, and a problem, where none is."""
