@@ -11,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from soapjax import nnx_steps, planning, progress
-from soapjax.auto_pipeline import plan_one_or_pipeline
+from soapjax import nnx_steps, progress
 from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
 from soapjax.costs.profile import Profile
@@ -27,16 +25,14 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
 from soapjax.execute.arrivals import place_all
 from soapjax.execute.compiled import CompiledStep, ShapesChanged
-from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream import Event
-from soapjax.execute.stream_step import StreamStep, compile_step
-from soapjax.graph.trace import TracedStep, argument_names, signature, trace
+from soapjax.execute.stream_step import StreamStep
+from soapjax.graph.trace import argument_names, signature, trace
+from soapjax.making import Maker
 from soapjax.options import OPTIONS, check, check_step
-from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
-from soapjax.plan_files import recost
+from soapjax.pipelining import PipelineOptions
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
-from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology
 
 log = logging.getLogger("soapjax")
@@ -50,14 +46,10 @@ class SoapShard:
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a functools.partial has none
         self._fn = fn
         self._given = dict(options)
-        self._source = options.pop("plan")
         self._donate = options.pop("donate")
-        self._devices = options.pop("devices")
-        self._pipeline: PipelineOptions | None = options.pop("pipeline")
         jit_options = {k: options.pop(k) for k in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")}
         self._calling = Calling(fn, **jit_options)
-        self._tracing = {k: options[k] for k in ("axis_name", "strip_constraints")}
-        self._options = options
+        self._maker = Maker(self.__name__, **options)
         self._by_shapes: dict[Any, tuple[Plan | None, CompiledStep | StreamStep]] = {}
         self._agreed: set[CompiledStep | StreamStep] = set()  # by all processes, where there are several
         self._last: CompiledStep | StreamStep | None = None
@@ -69,7 +61,7 @@ class SoapShard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._spans is None:
-            self._spans = jointly.spans_processes(self._devices)
+            self._spans = jointly.spans_processes(self._maker.devices)
         if not self._spans:
             return self._called(*args, **kwargs)
         with jointly.call(self.__name__):
@@ -170,90 +162,12 @@ class SoapShard:
             if inside:  # of another transformation: its values are not known, and what planning computes does not belong to it
                 args = tuple(a if i in form.positions else jax.tree.map(_struct, a) for i, a in enumerate(args))
             with jax.ensure_compile_time_eval() if inside else contextlib.nullcontext():
-                self._by_shapes[key] = self._made(fn, args, form)
+                given_away = self._calling.given_away(form, len(args))
+                donate = self._donate if given_away is None else given_away
+                self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate)
         self._last_plan, self._last = self._by_shapes[key]
         self._last_form = form
         return self._last
-
-    def _made(self, fn: Callable[..., Any], args: tuple[Any, ...], form: CallForm) -> tuple[Plan | None, CompiledStep | StreamStep]:
-        asked, static = self._pipeline, form.positions
-        given_away = self._calling.given_away(form, len(args))
-        donate = self._donate if given_away is None else given_away
-        if asked is not None and isinstance(asked.pipeline, Pipeline):
-            return None, pipelined(
-                fn, *args, pipeline=asked.pipeline, reduction=asked.reduction, topology=self._options["topology"],
-                devices=self._devices, static_argnums=static, unroll=self._options["unroll"], donate=bool(donate), **self._tracing,
-            )  # fmt: skip
-        start = time.monotonic()
-        with progress.shown(f"planning {self.__name__}") as report:
-            if jointly.spans_processes(self._devices):
-                made, step = self._plan_jointly(fn, args, static, report)
-            else:
-                made, step = self._make_plan(fn, args, static, report)
-        devices = self._devices if self._devices is not None else jax.devices()[: made.num_devices]
-        if made.pipeline is not None:
-            compiled = planned_pipeline(
-                fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=bool(donate), static_argnums=static,
-                reduction="mean" if asked is None else asked.reduction, **self._tracing,
-            )  # fmt: skip
-        else:
-            compiled = compile_step(bind_plan(step, made, devices=devices), donate=donate)
-        log.info(
-            "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
-            self.__name__, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
-        )  # fmt: skip
-        return made, compiled
-
-    def _make_plan(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
-    ) -> tuple[Plan, TracedStep]:
-        options = self._options
-        tracing = dict(static_argnums=static, **self._tracing)
-        if self._source is None and self._pipeline is not None:
-            return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing)
-        if self._source is None:
-            found = planning.plan(fn, *args, static_argnums=static, devices=self._devices, progress=report, **options)
-            return found.plan, found.step
-        source = self._source if isinstance(self._source, Plan) else Plan.load(self._source)
-        step = trace(fn, *args, unroll=source.unroll or options["unroll"], **tracing)
-        return recost(source, step, place="plan" if source is self._source else str(self._source)), step
-
-    def _planned_pipeline(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
-    ) -> Plan:
-        """The plan of the schedule that was asked for; of "auto" perhaps one of a single program."""
-        asked, options = self._pipeline, self._options
-        numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static, progress=report)
-        if asked.pipeline == "auto":
-            return plan_one_or_pipeline(fn, *args, devices=self._devices, **numbers, **options)[0]
-        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll", "profile", *self._tracing)}
-        return planning.plan_pipeline(fn, *args, pipeline=asked.pipeline, devices=self._devices, **numbers, **shared)[0]
-
-    def _plan_jointly(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
-    ) -> tuple[Plan, TracedStep]:
-        """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
-        with jointly.call(self.__name__):  # it may be `prepare` or `lower` that plans
-            return self._planned_in_call(fn, args, static, report)
-
-    def _planned_in_call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
-    ) -> tuple[Plan, TracedStep]:
-        jointly.agree_on_settings(self.__name__)
-        if self._source is None:
-            step: TracedStep | None = None
-
-            def search() -> Plan:
-                nonlocal step
-                made, step = self._make_plan(fn, args, static, report)
-                return made
-
-            made = jointly.planned_by_first(self.__name__, search, seconds=self._options["seconds"])
-            step = step or trace(fn, *args, static_argnums=static, unroll=self._options["unroll"], **self._tracing)
-        else:
-            made, step = self._make_plan(fn, args, static, report)
-        jointly.agree_on_plan(self.__name__, made, step)
-        return made, step
 
     @property
     def _latest(self) -> SoapShard:
@@ -339,7 +253,7 @@ class SoapShard:
         """As `jax.jit(fn).eval_shape`: shapes and types of the results; nothing is planned."""
         step, args, form = self._bound(args, kwargs)
         fn = step._calling.function(form, len(args))
-        traced = trace(fn, *args, static_argnums=form.positions, **self._tracing)
+        traced = trace(fn, *args, static_argnums=form.positions, **self._maker.tracing)
         return traced.out_tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.out_avals])
 
     def _cache_size(self) -> int:

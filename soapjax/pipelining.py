@@ -90,7 +90,7 @@ def _plan(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, st
     found = layouts_of(tables, jnp.asarray(strategy.axes), jnp.asarray(strategy.storage))
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
     slots = np.asarray(found.slots)
-    nothing = Prediction(
+    nothing = Prediction.model_construct(  # a part of a step, which is not predicted by itself; in a file a step takes time
         step_time_s=0.0, memory_bytes_per_device=0, usable_memory_bytes=0, memory_parts_bytes={}, feasible=True,
         bytes_by_collective={},
     )  # fmt: skip
