@@ -14,14 +14,19 @@ from soapjax.topology.table_reader import shown
 
 
 def check_planned(args: Sequence[Any], names: Sequence[str]) -> None:
-    """Raises: SoapjaxError naming leaves that are no arrays, and arguments that are empty batches."""
+    """Raises: SoapjaxError naming leaves that are no arrays, and the arguments of a call whose data have no row at all.
+
+    The first of several arguments is the state. One empty argument beside others that have rows is something else.
+    """
     check_leaves(args, names)
+    data = list(zip(names, args, strict=False))[len(args) > 1 :]
+    shapes = {n: [x.shape for x in jax.tree_util.tree_leaves(a) if getattr(x, "shape", ())] for n, a in data}
+    if any(shape[0] for found in shapes.values() for shape in found):
+        return
     problems = [
-        Problem(f"argument {name}", f"an empty batch: no array of it has a row ({shown(shapes[:2])})", "one example or more",
+        Problem(f"argument {name}", f"an empty batch: no array of it has a row ({shown(found[:2])})", "one example or more",
                 "skip empty batches")
-        for name, a in zip(names, args, strict=False)
-        if (shapes := [x.shape for x in jax.tree_util.tree_leaves(a) if getattr(x, "shape", ())])
-        and all(shape[0] == 0 for shape in shapes)
+        for name, found in shapes.items() if found
     ]  # fmt: skip
     if problems:
         raise SoapjaxError(problems)
