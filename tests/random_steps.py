@@ -127,9 +127,40 @@ def across(rng, p, name):
     return lambda q, h, c: mean(h) + jax.device_put(h)
 
 
+def drawn(rng, p, name):
+    def apply(q, h, c):
+        keys = jax.random.split(jax.random.fold_in(c["key"], 1), len(h))
+        return h + 0.1 * jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(keys)
+
+    return apply
+
+
+def settled(rng, p, name):
+    """Every row for as long as it changes; no gradient goes through a loop of unknown length."""
+
+    def one(row):
+        def moves(carry):
+            return (jnp.abs(carry[0] - carry[1]).max() > 0.05) & (carry[2] < 20)
+
+        return lax.while_loop(moves, lambda carry: (jnp.cos(carry[0]) * 0.7, carry[0], carry[2] + 1), (row, row + 1, 0))[0]
+
+    return lambda q, h, c: h + jax.vmap(one)(lax.stop_gradient(h))
+
+
+def whitened(rng, p, name):
+    """A solve with a matrix of every row."""
+
+    def one(row):
+        parts = row.reshape(2, -1)
+        lower = jnp.linalg.cholesky(parts @ parts.T + jnp.eye(2))
+        return lax.linalg.triangular_solve(lower, parts, left_side=True, lower=True).reshape(-1)
+
+    return lambda q, h, c: jax.vmap(one)(h)
+
+
 LAYERS = (
-    dense, dense, norm, scale, masked_mean, noise, embedding, attention, gram, recurrent, stacked, iterated, chosen, shuffled,
-    joined, rolled, swapped, grouped, sorted_features, empty, across,
+    dense, dense, norm, scale, masked_mean, noise, drawn, embedding, attention, gram, recurrent, stacked, iterated, settled, chosen,
+    whitened, shuffled, joined, rolled, swapped, grouped, sorted_features, empty, across,
 )  # fmt: skip
 
 
