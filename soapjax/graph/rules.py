@@ -62,7 +62,7 @@ def _broadcast_in_dim(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((inputs, *((BLOCKED,) * len(s) for s in ins[1:])), (tuple(range(len(outs[0]))),))
 
 
-@register("iota", "rng_uniform", "empty", "empty2")
+@register("iota", "rng_uniform", "empty", "empty2", "platform_index")
 def _generated(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels(tuple((BLOCKED,) * len(s) for s in ins), (tuple(range(len(outs[0]))),))
 

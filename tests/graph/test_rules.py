@@ -464,6 +464,7 @@ def test_blocks_of_every_label_give_the_whole(name):
 # Primitives of the table that no function here can reach.
 UNREACHED = {
     "empty2": "the traceable form of empty, for internal use",
+    "platform_index": "the branch of platform_dependent, a number",
     "approx_top_k": "top_k's rule under another name; runs on TPU",
     "sharding_constraint": "needs a mesh: see the executor's tests",
     "shard_map": "needs a mesh: see the tests of the space",

@@ -1,0 +1,117 @@
+"""From a step and its arguments to its plan, searched, read or agreed on by all processes, and to the program that runs it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from soapjax import planning, progress
+from soapjax.auto_pipeline import plan_one_or_pipeline
+from soapjax.execute import jointly
+from soapjax.execute.compiled import CompiledStep
+from soapjax.execute.spmd import bind_plan
+from soapjax.execute.stream_step import StreamStep, compile_step
+from soapjax.graph.trace import TracedStep, trace
+from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
+from soapjax.plan_files import recost
+from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import topology_of
+
+log = logging.getLogger("soapjax")
+
+
+class Maker:
+    """How one step function is planned.
+
+    Args:
+      name: of the step, for messages.
+      plan: a plan or its file, instead of a search.
+      options: of the search and the trace, as `soapjax.plan` takes them.
+    """
+
+    def __init__(
+        self, name: str, *, plan: str | Plan | None, devices: Sequence[Any] | None, pipeline: PipelineOptions | None, **options: Any
+    ):  # fmt: skip
+        self.name, self.source, self.devices, self.pipeline, self.options = name, plan, devices, pipeline, options
+        self.tracing = {k: options[k] for k in ("axis_name", "strip_constraints")}
+
+    def made(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], donate: bool | Sequence[int]
+    ) -> tuple[Plan | None, CompiledStep | StreamStep]:
+        """The plan (None of a given pipeline) and the program for these arguments, of which those at `static` are constants."""
+        asked = self.pipeline
+        if asked is not None and isinstance(asked.pipeline, Pipeline):
+            return None, pipelined(
+                fn, *args, pipeline=asked.pipeline, reduction=asked.reduction, topology=self.options["topology"],
+                devices=self.devices, static_argnums=static, unroll=self.options["unroll"], donate=bool(donate), **self.tracing,
+            )  # fmt: skip
+        start = time.monotonic()
+        with progress.shown(f"planning {self.name}") as report:
+            if jointly.spans_processes(self.devices):
+                with jointly.call(self.name):  # it may be `prepare` or `lower` that plans
+                    made, step = self._plan_jointly(fn, args, static, report)
+            else:
+                made, step = self._make_plan(fn, args, static, report)
+        devices = self.devices if self.devices is not None else jax.devices()[: made.num_devices]
+        if made.pipeline is not None:
+            compiled = planned_pipeline(
+                fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=bool(donate), static_argnums=static,
+                reduction="mean" if asked is None else asked.reduction, **self.tracing,
+            )  # fmt: skip
+        else:
+            compiled = compile_step(bind_plan(step, made, devices=devices), donate=donate)
+        log.info(
+            "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
+            self.name, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
+        )  # fmt: skip
+        return made, compiled
+
+    def _make_plan(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> tuple[Plan, TracedStep]:
+        options = self.options
+        tracing = dict(static_argnums=static, **self.tracing)
+        if self.source is None and self.pipeline is not None:
+            return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing)
+        if self.source is None:
+            found = planning.plan(fn, *args, static_argnums=static, devices=self.devices, progress=report, **options)
+            return found.plan, found.step
+        source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
+        step = trace(fn, *args, unroll=source.unroll or options["unroll"], **tracing)
+        return recost(source, step, place="plan" if source is self.source else str(self.source)), step
+
+    def _planned_pipeline(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> Plan:
+        """The plan of the schedule that was asked for; of "auto" perhaps one of a single program."""
+        asked, options = self.pipeline, self.options
+        numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static, progress=report)
+        if asked.pipeline == "auto":
+            return plan_one_or_pipeline(fn, *args, devices=self.devices, **numbers, **options)[0]
+        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll", "profile", *self.tracing)}
+        return planning.plan_pipeline(fn, *args, pipeline=asked.pipeline, devices=self.devices, **numbers, **shared)[0]
+
+    def _plan_jointly(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
+    ) -> tuple[Plan, TracedStep]:
+        """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
+        jointly.agree_on_settings(self.name)
+        if self.source is None:
+            step: TracedStep | None = None
+
+            def search() -> Plan:
+                nonlocal step
+                made, step = self._make_plan(fn, args, static, report)
+                return made
+
+            made = jointly.planned_by_first(self.name, search, seconds=self.options["seconds"])
+            step = step or trace(fn, *args, static_argnums=static, unroll=self.options["unroll"], **self.tracing)
+        else:
+            made, step = self._make_plan(fn, args, static, report)
+        jointly.agree_on_plan(self.name, made, step)
+        return made, step
