@@ -19,7 +19,7 @@ def fuzz():
     return module
 
 
-@pytest.mark.parametrize("kind, mutants", [("plan", 40), ("topology", 60), ("profile", 60), ("problem", 100), ("csv", 100)])
+@pytest.mark.parametrize("kind, mutants", [("plan", 40), ("topology", 60), ("profile", 150), ("problem", 100), ("csv", 100)])
 def test_mutants_are_read_or_refused(fuzz, kind, mutants, monkeypatch):
     monkeypatch.setattr(fuzz, "COMMAND_EVERY", 50)
     found = fuzz.fuzz(fuzz.KINDS[kind](quick=True), mutants=mutants, seconds=60, seed=1)
