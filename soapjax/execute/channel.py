@@ -284,7 +284,8 @@ class Channel:
 
 def say(problems: list[Problem]) -> None:
     with contextlib.suppress(Exception):  # standard error may be gone
-        print(*(f"error: {p}" for p in problems), sep="\n", file=sys.stderr, flush=True)
+        sys.stderr.write("".join(f"error: {p}\n" for p in problems))  # at once: other threads and processes write too
+        sys.stderr.flush()
 
 
 def end() -> NoReturn:
