@@ -92,28 +92,23 @@ class _Builder:
         check_units(self.units, self.updates, self.values, self.phases)
         self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
         self.labels = LabelCache(self.program)
-        data, walkers = self._data()
-        self.samples = sample_nodes(
-            self.program, self.values, self.labels, data=data, walkers=walkers, trained=self._trained()
-        )
+        trained = {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
+        data, walkers = self._data(trained)
+        self.samples = sample_nodes(self.program, self.values, self.labels, data=data, walkers=walkers, trained=trained)
         self.parameter_values = {p.value for p in self.phases.parameters}
         readers = readers_of(self.units, self.updates, self.program, self.values)
         self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
         self.tensors = self.tasks.tensors
         self.by_key = {e.key: e for e in self.updates}
 
-    def _data(self) -> tuple[set[int], set[int]]:
+    def _data(self, trained: set[int]) -> tuple[set[int], set[int]]:
         """The inputs whose leading dim is the batch: those that are no state; of a step that has none (chains of a sampler,
-        walkers, environments) the state that is not trained, but for vectors, which may be of features."""
+        walkers, environments) the state that is not `trained`, but for vectors, which may be of features."""
         inputs, avals = self.program.inputs, self.program.avals
         data = {v for i, v in enumerate(inputs) if i not in self.step.state_pairs and not _is_key(avals[v])}
         if any(avals[v].shape for v in data):
             return data, set()
-        return set(), {v for v in inputs if v not in self._trained() and len(avals[v].shape) > 1 and not _is_key(avals[v])}
-
-    def _trained(self) -> set[int]:
-        """The inputs that hold parameters or their optimizer's state."""
-        return {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
+        return set(), {v for v in inputs if v not in trained and len(avals[v].shape) > 1 and not _is_key(avals[v])}
 
     def build(self) -> OperatorGraph:
         pairing = Pairing(self.units, self.program, self.values, self.phases)
