@@ -187,10 +187,10 @@ def plan_result(plan: Plan) -> dict[str, Any]:
 
 
 def loaded(
-    path: str, source: ModelSource, *, topology: str | None = None, concrete: bool = False
+    plan: Plan, path: str, source: ModelSource, *, topology: str | None = None, concrete: bool = False
 ) -> tuple[Plan, Model, TracedStep]:  # fmt: skip
-    """A plan file with its step, which the user chose, traced, and its prediction made anew."""
-    found, model, step = _opened(Plan.load(path), path, source, topology)
+    """The plan of a file with its step, which the user chose, traced, and its prediction made anew."""
+    found, model, step = _opened(plan, path, source, topology)
     return found.plan, with_arrays(model) if concrete else model, step
 
 

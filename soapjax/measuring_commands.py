@@ -102,7 +102,7 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
             value, first = topology.name, next(iter(fingerprints.values()))
             raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
-        plan, model, step = commands.loaded(path, required_source(command, plan, place=path), concrete=True)
+        plan, model, step = commands.loaded(plan, path, required_source(command, plan, place=path), concrete=True)
         base = planning.find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")

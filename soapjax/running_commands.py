@@ -41,8 +41,8 @@ from soapjax.verify_programs import ProgramsVerified, verify_programs
 MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine
 
 
-def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[ModelSource, DeviceTopology]:
-    """The step that the user chose for a plan file, and the plan's topology: before a device is started or a module imported.
+def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[Plan, ModelSource, DeviceTopology]:
+    """The plan of a file, the step that the user chose for it, and its topology: before a device is started or a module imported.
 
     Raises: SoapjaxError where the plan's mesh is not its topology's, where it cannot be run, or no step was chosen.
     """
@@ -50,7 +50,7 @@ def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[ModelSource, 
     topology, _ = topology_of(plan, place=command.plan)
     if problems := not_executable(plan, place=command.plan):
         raise SoapjaxError(problems)
-    return required_source(command, plan, place=command.plan), topology
+    return plan, required_source(command, plan, place=command.plan), topology
 
 
 def devices_of_target(topology: DeviceTopology, target: str) -> list[Any]:
@@ -89,9 +89,9 @@ def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
 
 
 def run_command(command: cli.RunCommand) -> Result:
-    source, topology = _checked(command)
+    plan, source, topology = _checked(command)
     devices = start_devices(topology.num_devices)
-    plan, model, step = loaded(command.plan, source, concrete=True)
+    plan, model, step = loaded(plan, command.plan, source, concrete=True)
     _require_state(model, step)
     if plan.pipeline is not None:
         compiled = planned_pipeline(model.step, *model.arguments, plan=plan, topology=topology, devices=devices)
@@ -181,12 +181,12 @@ def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_command(command: cli.VerifyCommand) -> Result:
-    source, topology = _checked(command)
+    plan, source, topology = _checked(command)
     runs = command.target in ("local", "cpu")
     if command.topology is not None and load_topology(command.topology).fingerprint() != topology.fingerprint():
-        loaded(command.plan, source, topology=command.topology)  # raises, and says what differs
+        loaded(plan, command.plan, source, topology=command.topology)  # raises, and says what differs
     devices = devices_of_target(topology, command.target)
-    plan, model, step = loaded(command.plan, source, topology=command.topology, concrete=runs)
+    plan, model, step = loaded(plan, command.plan, source, topology=command.topology, concrete=runs)
     if plan.pipeline is not None or plan.pinned:
         return _verified_programs(command, plan, verify_programs(plan, model, step, devices, runs=runs), runs=runs)
     program = bind_plan(step, plan, devices=devices)
