@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from soapjax.costs.conversion import COLLECTIVES, TRANSFER
+from soapjax.costs.links import COLLECTIVES, TRANSFER
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stage_loads import StageLoads

@@ -12,11 +12,12 @@ ROOT = Path(__file__).parent.parent
 # Package -> the packages of soapjax that it may import, besides itself; the helpers are free for all.
 MAY_IMPORT = {
     "graph": set(),
+    "jit": set(),
     "topology": set(),
     "strategy": {"graph", "topology"},
-    "costs": {"graph", "topology", "strategy"},
-    "simulate": {"graph", "topology", "strategy", "costs"},
-    "search": {"graph", "topology", "strategy", "costs", "simulate"},
+    "costs": {"graph", "topology", "strategy", "jit"},
+    "simulate": {"graph", "topology", "strategy", "jit", "costs"},
+    "search": {"graph", "topology", "strategy", "jit", "costs", "simulate"},
     "execute": {"graph", "topology", "strategy"},
     "report": {"strategy", "simulate"},
 }

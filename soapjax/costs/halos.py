@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from soapjax.costs.block_order import axes_where
-from soapjax.costs.conversion import COLLECTIVES, ConversionCost, Links
+from soapjax.costs.conversion import ConversionCost
 from soapjax.costs.layouts import split_of
+from soapjax.costs.links import COLLECTIVES, Links
 from soapjax.strategy.layout import HALO, REPLICATED
 
 KIND = "collective-permute"

@@ -36,6 +36,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.evaluate import Costs
+from soapjax.jit.programs import Program, side_by_side, threads
 from soapjax.search.assignments import Assignments
 from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, exchange
 from soapjax.search.descent import Descent, Kicks
@@ -44,7 +45,6 @@ from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
 from soapjax.search.starts import numpy_rng, starts
-from soapjax.simulate.programs import Program, side_by_side, threads
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 

@@ -95,8 +95,15 @@ Planner = Callable[[Array, PlanningProblem, Budget], SearchResult]
 
 
 def objective(scores: Scores, usable_memory_bytes: float) -> Array | np.ndarray:
+    """The cost of strategies by their scores."""
+    return cost_of(scores.step_time_s, scores.memory_bytes, scores.violations, usable_memory_bytes)
+
+
+def cost_of(
+    step_time_s: Array | np.ndarray, memory_bytes: Array | np.ndarray, violations: Array | np.ndarray, usable_bytes: float
+) -> Array | np.ndarray:
     """Step time in seconds, times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
-    xp = jnp if isinstance(scores.step_time_s, Array) else np  # eager operations of JAX are compiled one by one
-    excess = xp.maximum(scores.memory_bytes / usable_memory_bytes - 1, 0)
-    penalised = xp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
-    return xp.where(scores.violations > 0, np.inf, penalised)
+    xp = jnp if isinstance(step_time_s, Array) else np  # eager operations of JAX are compiled one by one
+    excess = xp.maximum(memory_bytes / usable_bytes - 1, 0)
+    penalised = xp.where(excess > 0, 2 + 8 * excess, 1.0) * step_time_s
+    return xp.where(violations > 0, np.inf, penalised)

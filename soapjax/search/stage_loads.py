@@ -21,7 +21,7 @@ from soapjax.graph.lifetimes import Lifetimes, lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.search.stage_figures import Compiled, Fabric, Figures, Inside, level_between, part_of
+from soapjax.search.stage_figures import Fabric, Figures, Inside, level_between, part_of
 from soapjax.simulate.pipeline import StageLoad, Transfer
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.strategy.plan import SentPart
@@ -68,7 +68,6 @@ class StageLoads:
         self.forward = forward_operators(graph)
         self._graphs: dict[int, OperatorGraph] = {}
         self._fabrics: dict[tuple, Fabric] = {}
-        self._compiled: dict[tuple, Compiled] = {}
         self._loads: dict[tuple, StageLoad] = {}
         self.lives = lifetimes(graph)  # as those of its micro-batches
 
@@ -81,7 +80,7 @@ class StageLoads:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
-            self._fabrics[links, num] = Fabric(self.graph(num), part, links, self._compiled, self.profile)
+            self._fabrics[links, num] = Fabric(self.graph(num), part, self.profile)
         return self._fabrics[links, num]
 
     def choices(self, first: int, count: int, num: int) -> list[Inside]:

@@ -7,9 +7,9 @@ import pytest
 from families import family
 from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
-from soapjax.costs.conversion import COLLECTIVES
-from soapjax.costs.evaluate import evaluator, own_costs
+from soapjax.costs.evaluate import Evaluator, costs_of
 from soapjax.costs.itemize import sent_items
+from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.tables import cost_tables
 from soapjax.graph.phases import BACKWARD, FORWARD
 from soapjax.strategy.layout import PARTIAL, divides
@@ -175,23 +175,11 @@ def test_a_batch_is_the_strategies_one_by_one(model, topology, pins):
     tables, rng = cost_tables(graph, space, place), np.random.default_rng(8)
     strategies = [space.random(rng) for _ in range(3)]
     axes, storage = np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
-    together, alone = jax.jit(evaluator(tables, is_batched=True))(axes, storage), jax.jit(evaluator(tables))
+    evaluator = Evaluator(tables)
+    together = evaluator(axes, storage)
     for b, s in enumerate(strategies):
-        one = alone(s.axes, s.storage)
-        jax.tree.map(lambda x, y, b=b: np.testing.assert_allclose(x[b], y, rtol=1e-6, atol=1e-9), together, one)
-
-
-@pytest.mark.parametrize("model, topology", [("lenet", "dgx1_v100x8"), ("mlp_of_sixes", "2x6")])
-def test_what_depends_on_one_operator_is_the_evaluators(model, topology):
-    c = case(model, topology)
-    rng = np.random.default_rng(5)
-    strategies = [c.space.random(rng) for _ in range(4)]
-    axes, storage = (np.stack([getattr(s, name) for s in strategies]) for name in ("axes", "storage"))
-    expected = jax.jit(evaluator(c.simulator.tables, is_batched=True))(axes, storage)
-    slots, compute_s, sum_s = jax.jit(lambda a, s: own_costs(c.simulator.tables, a, s))(axes, storage)
-    np.testing.assert_array_equal(slots, expected.layouts.slots)
-    np.testing.assert_allclose(compute_s, expected.durations.compute_s, rtol=1e-6)
-    np.testing.assert_allclose(sum_s, expected.durations.sum_s, rtol=1e-6)
+        one = costs_of(tables, s.axes, s.storage)
+        jax.tree.map(np.testing.assert_array_equal, evaluator.costs(together, b), one)
 
 
 @names

@@ -9,7 +9,6 @@ import pytest
 from families import family
 from problems import graph_of, topology_of
 
-from soapjax.costs.evaluate import evaluator
 from soapjax.costs.fit import fitted_rates
 from soapjax.costs.measured import degrees_behind, local_task, visible_dims
 from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
@@ -88,8 +87,7 @@ def test_a_measured_task_costs_what_was_measured(model):
 def test_the_exact_delta_sees_the_measurements_too(model):
     problem, strategies = measured_problem(model)
     near = Neighbourhoods(problem)
-    evaluate = evaluator(problem.simulator.tables)
-    position = jax.jit(lambda t, axes, storage: near.position(t, evaluate(axes, storage), axes, storage))
+    position = jax.jit(near.position)
     judge = jax.jit(near.judge)
     rng = np.random.default_rng(3)
     for n in rng.permutation(problem.graph.num_operators)[:4]:
@@ -100,7 +98,7 @@ def test_the_exact_delta_sees_the_measurements_too(model):
             axes, storage = base.axes.copy(), base.storage.copy()
             axes[n], storage[n] = d.axes[n], d.storage[n]
             changed.append(Strategy(axes, storage))
-        at = position(near.tables, base.axes, base.storage)
+        at = position(near.tables, problem.simulator.costs(base), base.axes, base.storage)
         axes, storage = np.stack([d.axes[n] for d in drawn]), np.stack([d.storage[n] for d in drawn])
         found = judge(near.tables, at, jnp.int32(n), axes, storage)
         np.testing.assert_allclose(found.step_time_s, problem.simulator.step_times(changed).step_time_s, rtol=1e-5)

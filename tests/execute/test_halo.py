@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 from planned import Case
 
-from soapjax.costs.conversion import COLLECTIVES, Links
 from soapjax.costs.halos import halo_cost, halo_cost_plainly
+from soapjax.costs.links import COLLECTIVES, Links
 from soapjax.execute.collectives import collectives_of
 from soapjax.execute.heavy import run_heavy
 from soapjax.execute.spmd import bind_plan

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, graph_of, topology_of
 
-from soapjax.costs.evaluate import evaluator
 from soapjax.search.neighbourhood import Neighbourhoods
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
@@ -36,13 +35,15 @@ class Judge:
         space = search_space(graph, factor_mesh(place), pins=pins)
         self.problem = PlanningProblem.make(graph, space, place)
         self.near = Neighbourhoods(self.problem, at_once=AT_ONCE)
-        evaluate = evaluator(self.problem.simulator.tables)
-        self.position = jax.jit(lambda t, axes, storage: self.near.position(t, evaluate(axes, storage), axes, storage))
+        self._position = jax.jit(self.near.position)
 
         def judge_and_move(t, at, n, axes, storage, q):
             return self.near.judge_and_move(t, at, n, axes, storage, lambda judged: (judged, q))
 
         self.judge_and_move = jax.jit(judge_and_move)
+
+    def position(self, tables, axes, storage):
+        return self._position(tables, self.problem.simulator.costs(Strategy(axes, storage)), axes, storage)
 
     def tables(self, *, is_tight: bool):
         """With almost no memory every candidate's peak is added up exactly; else a bound may do."""
