@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from soapjax.costs.arrays import Bucket, bucket_for, cost_arrays, need_of, records_of
-from soapjax.costs.layouts import held_until, needed_until
 from soapjax.costs.sets import MAX_AXES, decoded
 from soapjax.costs.tables import CostTables
 from soapjax.costs.whole import Evaluated, Rows, evaluate
@@ -175,10 +174,13 @@ class Lifespans(NamedTuple):
 
 
 def lifespans(tables: CostTables, found: Layouts, sent: Array) -> Lifespans:
-    """Of tensors and copies under a strategy; NumPy arrays give NumPy arrays."""
+    """Of tensors and copies under a strategy."""
     birth, death, read_at, made_at, at_least = tables.order
     alive = np.flatnonzero(death >= 0)
-    until = held_until(needed_until(found.shared_since, sent, made_at, read_at), tables.edge_tensor, at_least, death)
+    needed = np.where(sent, np.where(found.shared_since > 0, -1, made_at), read_at)
+    last = np.full(len(death), -1, np.int32)
+    np.maximum.at(last, tables.edge_tensor, needed)
+    until = np.clip(last, at_least, death)
     task = np.minimum(read_at, tables.num_tasks - 1)
     copy_since = np.where(found.is_shared, np.minimum(found.shared_since, task), np.minimum(made_at, task))
     return Lifespans(alive, birth[alive], np.where(tables.working.waits, birth, until)[alive], copy_since, task)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from soapjax.costs.block_order import sets_by, sets_of_one
 from soapjax.topology import COLLECTIVE_KINDS, DeviceTopology, FactorMesh
 from soapjax.topology.rings import detour_share, group_shares
 
@@ -41,18 +38,13 @@ class Links(NamedTuple):
     def num_levels(self) -> int:
         return len(self.latency_s)
 
-    def rate(self, kind: str, level: int, axes: Array | Sequence[int] = ()) -> Any:
-        """Bytes per second of a collective over `axes`, of which those of `level` count: their numbers, or sets [n]."""
+    def rate(self, kind: str, level: int, axes: Sequence[int] = ()) -> float:
+        """Bytes per second of a collective over `axes`, of which those of `level` count."""
         full = self.bytes_per_s[level] * (self.fractions[level][COLLECTIVES.index(kind)] if self.fractions else 1.0)
         if not self.group_share:
             return full
-        if isinstance(axes, list | tuple):
-            here = tuple(sorted(a for a in axes if self.axis_levels[a] == level))
-            return full * dict(self.group_share[level]).get(here, 1.0)
-        alone, here, rate = sets_of_one(len(self.axis_sizes)), axes & sets_by(self.axis_levels)[level], full
-        for group, share in self.group_share[level]:
-            rate = jnp.where(here == np.bitwise_or.reduce(alone[list(group)]), full * share, rate)
-        return rate
+        here = tuple(sorted(a for a in axes if self.axis_levels[a] == level))
+        return full * dict(self.group_share[level]).get(here, 1.0)
 
 
 def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:

@@ -24,17 +24,19 @@ NEAR = 1e-9
 
 def configs_of(axes: Array, op_dims: int, pins: bool) -> Array:
     """SET [..., K (+ 1 + DIGITS), Q] of config values int8 [..., A, Q]."""
-    values = jnp.arange(op_dims, dtype=jnp.int8)
-    bits = jnp.left_shift(jnp.ones((), SET), jnp.arange(axes.shape[-2], dtype=SET))[:, None]
+    values = jnp.arange(op_dims, dtype=jnp.int8)[:, None]
 
-    def set_where(truth: Array) -> Array:
-        return functools.reduce(jnp.bitwise_or, [only_if(truth[..., a, :], bits[a]) for a in range(truth.shape[-2])])
+    def axis(a: Array, found: Array) -> Array:
+        value = lax.dynamic_index_in_dim(axes, a, -2)  # [..., 1, Q]
+        truths = value == values
+        if pins:
+            is_pinned, place = value <= FIRST_PIN, FIRST_PIN - value.astype(jnp.int32)
+            digits = (place >> jnp.arange(DIGITS)[:, None]) & 1 != 0
+            truths = jnp.concatenate([truths, is_pinned, is_pinned & digits], -2)
+        return found | only_if(truths, jnp.left_shift(jnp.ones((), SET), a.astype(SET)))
 
-    columns = [set_where(axes == values[k]) for k in range(op_dims)]
-    if pins:
-        is_pinned, place = axes <= FIRST_PIN, FIRST_PIN - axes.astype(jnp.int32)
-        columns += [set_where(is_pinned), *(set_where(is_pinned & (place >> i & 1 != 0)) for i in range(DIGITS))]
-    return jnp.stack(columns, -2)
+    columns = op_dims + (1 + DIGITS if pins else 0)
+    return lax.fori_loop(0, axes.shape[-2], axis, jnp.zeros((*axes.shape[:-2], columns, axes.shape[-1]), SET))
 
 
 def slot_layout(p: CostArrays, record: Array, config: Array, begun: Array) -> Array:

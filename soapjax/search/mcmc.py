@@ -12,9 +12,9 @@ starts and from a random one, and exchange states between rounds (parallel tempe
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
 First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
-Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. That needs only the
-full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains' programs are compiled
-when kicks no longer help, or most of the time is over; where that leaves no time for it, kicks go on to the end. A space with pins
+Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. Meanwhile the chains'
+programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer help, or
+their share of the time is over. A space with pins
 is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is looked
 at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided
 what was judged.
@@ -28,22 +28,18 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.evaluate import Costs
-from soapjax.jit.programs import Program, side_by_side, threads
+from soapjax.jit.programs import threads
 from soapjax.search.assignments import Assignments
-from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, exchange
+from soapjax.search.chain import Walker, exchange
 from soapjax.search.descent import Descent, Kicks
-from soapjax.search.moves import State, leap
-from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
+from soapjax.search.engine import Engine
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
-from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
+from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.starts import numpy_rng, starts
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
@@ -59,73 +55,8 @@ KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 KICKED_UNTIL = 0.6  # of the budget's seconds: what may be spent before chains walk
 WITHOUT_PINS = 0.4  # of the budget
+FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
-
-
-class Engine:
-    """The compiled functions of one search, and the cost that others are relative to. Programs do not depend on that cost."""
-
-    def __init__(self, problem: PlanningProblem, reference_s: float):
-        self.problem, self.reference_s = problem, reference_s
-        self.near = Neighbourhoods(problem)
-        self.steps = block_size(problem)
-        self.draws = block_draws(problem.space, self.steps)
-
-        def walk(tables: Tables, reference_s: Array, key: Array, beta: Array, walker: Walker, first: Array, count: Array):
-            block = block_kernel(self.near, reference_s, self.draws)
-            return jax.lax.fori_loop(
-                first, first + count, lambda i, w: block(tables, jax.random.fold_in(key, i), beta, w), walker
-            )  # fmt: skip
-
-        self._walk, self._position = Program(walk), Program(self.near.position)
-        self._propose = Program(jax.vmap(leap(problem.space), (0, None)))
-
-    def compile_s(self) -> float:
-        """About how long `prepare` will take, by what the simulator took: so much more is there to compile per class."""
-        return self.problem.simulator.compile_s * (1 + 3 * len(self.near.tables.classes))
-
-    def prepare(self, walker: Walker) -> None:
-        """Compiles all, on as many cores as there are."""
-        key, number, beta = jax.random.key(0), jnp.int32(0), jnp.float32(1.0)
-        with side_by_side() as prepare:
-            prepare(self._walk, self.near.tables, beta, key, beta, walker, number, number)
-            prepare(self._propose, jax.random.split(key, BATCH), State(walker.at.base.axes, walker.at.base.storage))
-
-    def walker(self, strategy: Strategy, cost: float) -> Walker:
-        """A chain that begins at `strategy`."""
-        at = self._at(self.problem.simulator.costs(strategy), strategy.axes, strategy.storage)
-        return Walker(at, jnp.float32(cost), jnp.int32(0), jnp.float32(cost), State(at.base.axes, at.base.storage))
-
-    def _at(self, costs: Costs, axes: np.ndarray, storage: np.ndarray) -> Position:
-        return self._position(self.near.tables, costs, axes, storage)
-
-    def walk(self, key: Array, beta: float, walker: Walker, first: int, count: int) -> Walker:
-        """Blocks `first` to `first + count` of a chain."""
-        numbers = jnp.int32(first), jnp.int32(count)
-        reference_s = jnp.float32(self.reference_s)
-        return jax.block_until_ready(self._walk(self.near.tables, reference_s, key, jnp.float32(beta), walker, *numbers))
-
-    def leap(self, key: Array, beta: float, walker: Walker, limit: int = BATCH) -> Walker:
-        """Up to `limit` steps of many operators at once, simulated in full: as many as it takes to accept one."""
-        move, uniform = jax.random.split(key)
-        state = State(walker.at.base.axes, walker.at.base.storage)
-        proposed = self._propose(jax.random.split(move, BATCH), state)
-        proposed = State(np.asarray(proposed.axes), np.asarray(proposed.storage))
-        judged = self.problem.simulator.batch(*proposed)
-        cost = np.asarray(objective(judged.scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
-        uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
-        now = float(walker.cost)
-        accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
-        accepts[limit:] = False
-        first = int(np.argmax(accepts)) if accepts.any() else limit - 1
-        lowest = int(np.argmin(cost[: first + 1]))
-        if cost[lowest] < float(walker.best_cost):
-            best = State(*(jnp.asarray(x[lowest]) for x in proposed))
-            walker = walker._replace(best=best, best_cost=jnp.float32(cost[lowest]))
-        if accepts.any():
-            at = self._at(judged.costs(first), proposed.axes[first], proposed.storage[first])
-            walker = walker._replace(at=at, cost=jnp.float32(cost[first]), accepted=walker.accepted + 1)
-        return walker
 
 
 class Record:
@@ -183,29 +114,39 @@ class Record:
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
+    engine = Engine(problem)
+    pool, preparing = threads(2), threads(1)
+    ready = preparing.submit(engine.prepare)
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
-    pool = threads(2)
     try:
         begun += _without_pins(rng_key, problem, record)
         descents = Descents(rng_key, problem, record, pool)
         begun, stopped_by = descents.run(begun)
         if stopped_by is None:
-            engine = Engine(problem, begun[0].cost)
-            needed_s = engine.compile_s()
-            if budget.seconds is not None and record.elapsed + needed_s > budget.seconds:
-                took = f"compiling takes about {needed_s:.0f} s, more than was left"
-                record.notes.append(f"no chain walked: {took}; kicks went on instead")
-                stopped_by = descents.go_on(begun[0])
+            if _is_ready(ready, record):
+                stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
             else:
-                stopped_by = _walked(jax.random.split(rng_key, 3), engine, begun, record, pool)
+                record.notes.append("no chain walked: their programs were not compiled in time; kicks went on instead")
+                stopped_by = descents.go_on(begun[0])
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
         pool.shutdown(wait=True)
+        preparing.shutdown(wait=False)
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
+
+
+def _is_ready(ready: Future[None], record: Record) -> bool:
+    """Waits for the walking programs, as long as there is time."""
+    seconds = record.budget.seconds
+    try:
+        ready.result(None if seconds is None else max(seconds - record.elapsed, 0.0))
+    except TimeoutError:
+        return False
+    return True
 
 
 def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
@@ -300,14 +241,12 @@ class Descents:
         record.tell()
 
 
-def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
+def _walked(rng_key: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
     """Chains from the starts `begun`, until the budget is spent; why they stopped."""
-    chain_key, leap_key, swap_key = keys
+    rngs, swaps = [numpy_rng(rng_key, FIRST_CHAIN + c) for c in range(NUM_CHAINS)], numpy_rng(rng_key, FIRST_CHAIN + NUM_CHAINS)
     reference_s, waiting = engine.reference_s, _in_turn(begun)
     walkers = [engine.walker(e.strategy, e.cost / reference_s) for e in (waiting.pop(0) for _ in range(NUM_CHAINS))]
-    engine.prepare(walkers[0])
-    betas, chain_keys = np.array(BETAS), jax.random.split(chain_key, NUM_CHAINS)
-    rounds, blocks, quiet = 0, 0, [0] * NUM_CHAINS
+    rounds, quiet = 0, [0] * NUM_CHAINS
     own_best = [float(w.best_cost) for w in walkers]
     record.best_elapsed = record.elapsed  # compilation is no lack of improvement
     while True:
@@ -321,22 +260,23 @@ def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record
             shares = [min(shares[c], (record.left() + c) // NUM_CHAINS) for c in range(NUM_CHAINS)]
         leaps = [min(most_leaps, share) for share in shares]
         count = min((share - lanes) // engine.steps for share, lanes in zip(shares, leaps, strict=True))
-        keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
 
-        def one_round(c: int, count: int = count, keys: Array = keys, leaps: list[int] = leaps) -> Walker:
-            moved = engine.leap(keys[c], betas[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
-            return engine.walk(chain_keys[c], betas[c], moved, blocks, count) if count else moved
+        def one_round(c: int, count: int = count, leaps: list[int] = leaps) -> Walker:
+            moved = engine.leap(rngs[c], BETAS[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
+            return engine.walk(rngs[c], BETAS[c], moved, count) if count else moved
 
+        taken = [int(w.steps) for w in walkers]
         walkers = list(pool.map(one_round, range(NUM_CHAINS)))
-        record.done += sum(leaps) + NUM_CHAINS * count * engine.steps
-        blocks, rounds = blocks + count, rounds + 1
+        # A block of more configs than there are lanes ends before its last step.
+        walked = [int(w.steps) - before for w, before in zip(walkers, taken, strict=True)]
+        record.done += sum(leaps) + sum(walked)
+        rounds += 1
         for c, w in enumerate(walkers):
             quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
             own_best[c] = float(w.best_cost)
         leader = int(np.argmin(own_best))
-        state = walkers[leader].best
-        record.offer(Strategy(np.asarray(state.axes), np.asarray(state.storage)), own_best[leader] * reference_s)
-        walkers = exchange(jax.random.fold_in(swap_key, rounds), walkers, betas, rounds % 2)
+        record.offer(engine.strategy(walkers[leader].best), own_best[leader] * reference_s)
+        walkers = exchange(swaps, walkers, np.array(BETAS), rounds % 2)
         own_best = [float(w.best_cost) for w in walkers]
         record.tell()
         for c in range(NUM_CHAINS - 1):

@@ -112,6 +112,29 @@ def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, st
     )  # fmt: skip
 
 
+def no_base(sizes: Sizes) -> Base:
+    """Of no strategy: to say which shapes there are."""
+    b, groups = sizes.bucket, max(sizes.bucket.groups, 1)
+
+    def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    rows, tensors, edges, tasks, parameters = (n + 1 for n in (b.rows, b.tensors, b.edges, b.tasks, b.parameters))
+    return Base(
+        zeros(b.operators, MAX_AXES, dtype=np.int8), zeros(b.operators, dtype=np.int8), zeros(b.slots + 1, b.width, dtype=np.int16),
+        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows), zeros(edges, dtype=np.int32), zeros(tensors),
+        zeros(edges), zeros(edges, dtype=bool), zeros(tensors), zeros(tensors, 2), zeros(parameters),
+        *(zeros(n, groups, dtype=bool) for n in (rows, rows, tasks, parameters)),
+    )  # fmt: skip
+
+
+def no_alive(sizes: Sizes) -> Alive:
+    tasks, groups = sizes.bucket.tasks + 1, max(sizes.bucket.groups, 1)
+    of_tasks = np.zeros((tasks, groups), np.float32), np.zeros((tasks, 2, groups), np.float32)
+    none = np.zeros(groups, np.float32)
+    return Alive(*of_tasks, none, none, np.float32(0))
+
+
 def _kernel(fn, *of):
     return as_one_kernel(fn, is_guarded=False)(*of)
 

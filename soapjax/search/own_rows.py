@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
-from jax import Array
 
+from soapjax.costs.conversion import conversion_costs
 from soapjax.costs.evaluate import LANES, Costs, Evaluator
-from soapjax.costs.reshard import reshard
-from soapjax.costs.sets import encoded
+from soapjax.costs.links import Links
 from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
-from soapjax.jit.kernel import as_one_kernel
-from soapjax.jit.programs import Program
 from soapjax.search.candidates import Candidates
 from soapjax.strategy.layout import PARTIAL, REPLICATED
-
-CHUNK = 256  # conversions per call
 
 
 def layout_names(layouts: np.ndarray) -> np.ndarray:
@@ -48,7 +41,7 @@ class OwnRows:
         owner = tables.parameter_op
         self.slot_op = np.concatenate([tables.access_op, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
-        self.convert = _converter(evaluator)
+        self.convert = _converter(tables.links)
         self.names = layout_names(self.slots)  # [K, slots]
 
     def restricted(self, candidates: list[Candidates], keep: list[np.ndarray]) -> OwnRows:
@@ -85,32 +78,14 @@ def _costs(evaluator: Evaluator, axes: np.ndarray, storage: np.ndarray) -> Itera
         yield from (evaluator.costs(found, lane) for lane in range(min(LANES, len(axes) - k)))
 
 
-@functools.cache
-def _conversions(num_dims: int, num_levels: int) -> Program:
-    """(mesh, network, source, target [W, CHUNK], shape [D, 1], bytes, share) -> seconds [L, CHUNK]; for all problems of such sizes."""
-
-    def run(*of: Any) -> Array:
-        return as_one_kernel(lambda *x: reshard(*x)[0], is_guarded=False)(*of)
-
-    return Program(run, is_urgent=True, name=f"conversions {num_dims} {num_levels}", results=0)
-
-
-def _converter(evaluator: Evaluator) -> Callable[..., np.ndarray]:
+def _converter(links: Links) -> Callable[..., np.ndarray]:
     """(source [n, A], target [n, A], bytes, latency share, shape [R]) -> seconds [n, L]."""
-    b, links = evaluator.bucket, evaluator.tables.links
-    program, mesh, network = _conversions(b.dims, b.levels), evaluator.arrays.mesh, evaluator.arrays.network
 
     def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
         out = np.zeros((len(source), links.num_levels), np.float32)
         moves = np.flatnonzero((source != target).any(axis=1))
-        shapes = np.ones((b.dims, 1), np.int32)
-        shapes[: len(shape), 0] = shape
-        for k in range(0, len(moves), CHUNK):
-            at = moves[k : k + CHUNK]
-            padded = np.concatenate([at, np.zeros(CHUNK - len(at), at.dtype)])
-            sets = (encoded(x[padded], b.dims, False).T for x in (source, target))
-            found = program(mesh, network, *sets, shapes, np.float32(size_bytes), np.float32(share))
-            out[at] = np.asarray(found).T[: len(at), b.levels - links.num_levels :]
+        shapes = np.broadcast_to(shape, (len(moves), len(shape)))
+        out[moves] = conversion_costs(source[moves], target[moves], size_bytes, links, share, shape=shapes).seconds
         return out
 
     return convert

@@ -96,10 +96,11 @@ class Simulator:
         """What `keep` makes of scores and costs of LANES strategies each."""
         axes, storage = np.asarray(axes), np.asarray(storage)
         parts = [(axes[k : k + LANES], storage[k : k + LANES]) for k in range(0, len(axes), LANES)]
-        self._prepare()  # here: what the caller's thread says of devices holds
+        self.prepare()  # here: what the caller's thread says of devices holds
         return list(_pool().map(lambda part: keep(*self._judged(*part)), parts))
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Compiles, or loads, the programs that are not there yet."""
         with self._preparing:
             if self.compile_s:
                 return

@@ -8,6 +8,7 @@ is the same for all problems of a bucket.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -35,12 +36,13 @@ class ItemRecords(NamedTuple):
     of_row: Array  # int32 [X + 1]
 
 
-MAX_PHASES = 8
+MAX_PHASES = 64
 
 
-def places_of(items: Items, predecessor: np.ndarray) -> tuple[np.ndarray, int]:
-    """A place for every end, used again once nobody waits for it: (place [T + 1], how many places)."""
+def places_of(items: Items) -> tuple[np.ndarray, int]:
+    """A place for every end, used again once nobody waits for it: (place [T + 1], how many places); the last for all others."""
     n = items.num_items
+    predecessor = np.append(np.where(items.predecessor < 0, n, items.predecessor), n)
     last_use = np.full(n + 1, -1, np.int64)
     for t in range(n - 1, -1, -1):
         # An item of no duration passes its predecessor's end on to its own readers.
@@ -69,17 +71,35 @@ SMALL, LARGE = ItemSizes(6144, 64), ItemSizes(24576, 512)
 
 def item_records(items: Items, tables: CostTables, num_tasks: int, num_rows: int) -> tuple[ItemRecords, ItemSizes]:
     """Of a problem whose bucket has so many tasks and rows."""
-    n, num_tensors, num_edges = items.num_items, len(tables.tensor_bytes), len(tables.edge_task)
-    place, num_places = places_of(items, np.append(np.where(items.predecessor < 0, n, items.predecessor), n).astype(np.int32))
+    num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
+    first = {RESOLVE: 0, CONVERT: num_t, SUM: num_t + num_e, COMPUTE: 0}
+    kinds, sources = items.kind.tolist(), items.source.tolist()
+    source = [first[k] + s if k in first else num_rows for k, s in zip(kinds, sources, strict=True)]
+    n, num_places = items.num_items, places_of(items)[1]
     usual = SMALL if n <= SMALL.items and num_places <= SMALL.places else LARGE
     sizes = ItemSizes(*(u if m <= u else 1 << (m - 1).bit_length() for m, u in zip((n, num_places), usual, strict=True)))
-    predecessor = np.where(items.predecessor < 0, sizes.items, items.predecessor)
-    place = np.where(place == num_places - 1, sizes.places, place)  # the last is that of ends for which nobody waits
-    first = {RESOLVE: 0, CONVERT: num_tensors, SUM: num_tensors + num_edges, COMPUTE: 0}
-    source = np.array([first[k] + s if k in first else num_rows for k, s in zip(items.kind.tolist(), items.source.tolist(), strict=True)])
-    phase = np.cumsum(items.is_barrier) - items.is_barrier
+    of_rows = np.concatenate([items.of_resolve, items.of_convert, items.of_sum])
+    overlap = tables.topology.device.overlap
+    return records_of_items(items, source, items.of_compute, of_rows, sizes, num_tasks, num_rows, overlap=overlap), sizes
+
+
+def records_of_items(
+    items: Items, source: Sequence[int], of_tasks: np.ndarray, of_rows: np.ndarray, sizes: ItemSizes, num_tasks: int, num_rows: int,
+    *, overlap: bool,
+) -> ItemRecords:  # fmt: skip
+    """Padded to `sizes`.
+
+    Args:
+      source: the task or the row of every item; `num_rows` for neither.
+      of_tasks, of_rows: the item of each, as many or more than there are items where it has none.
+    """
+    n = items.num_items
+    place, num_places = places_of(items)
     found = np.zeros((sizes.items + 1, 7), np.int32)
     found[:, 0], found[:, 5], found[:, 6] = sizes.items, sizes.places, num_rows
+    predecessor = np.where(items.predecessor < 0, sizes.items, items.predecessor)
+    place = np.where(place == num_places - 1, sizes.places, place)  # the last is that of ends for which nobody waits
+    phase = np.cumsum(items.is_barrier) - items.is_barrier
     columns = (predecessor, items.is_compute, items.is_link, items.is_barrier, phase, place[:n], source)
     found[:n] = np.stack([np.asarray(x, np.int32).reshape(n) for x in columns], 1)
     ends = np.append(np.flatnonzero(items.is_barrier), n)
@@ -91,14 +111,14 @@ def item_records(items: Items, tables: CostTables, num_tasks: int, num_rows: int
     for t, before in enumerate(items.predecessor.tolist()):
         if before >= 0:
             previous[t], last[before] = last[before], t
-    overlap = np.bool_(tables.topology.device.overlap)
-    of_row = np.full(num_rows + 1, sizes.items, np.int32)
-    every = np.concatenate([items.of_resolve, items.of_convert, items.of_sum])
-    of_row[: len(every)] = np.where(every >= n, sizes.items, every)
-    of_task = np.full(num_tasks + 1, sizes.items, np.int32)
-    of_task[: len(items.of_compute)] = items.of_compute
+
+    def item_of(some: np.ndarray, count: int) -> np.ndarray:
+        return np.concatenate([np.where(some >= n, sizes.items, some), np.full(count + 1 - len(some), sizes.items)]).astype(np.int32)
+
     counts = np.int32(n), np.int32(len(ends))
-    return ItemRecords(found, *counts, phase_end, last, previous, overlap, of_task, of_row), sizes
+    return ItemRecords(
+        found, *counts, phase_end, last, previous, np.bool_(overlap), item_of(of_tasks, num_tasks), item_of(of_rows, num_rows)
+    )  # fmt: skip
 
 
 def stream_times(

@@ -12,6 +12,7 @@ from soapjax.costs.itemize import sent_items
 from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.tables import cost_tables
 from soapjax.graph.phases import BACKWARD, FORWARD
+from soapjax.jit import programs
 from soapjax.strategy.layout import PARTIAL, divides
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -271,8 +272,10 @@ def test_fixed_layouts_are_kept_and_costed():
     assert costs.bytes_by_collective[0, COLLECTIVES.index("all-gather")] == 4 * 64 * 64 * (7 / 8 + 1 / 2)
 
 
-def test_one_trace_for_many_strategies():
-    c = case("mlp", "a100x8")
-    for seed in range(20):
-        c.figures(c.strategies(seed, 3))
-    assert c._batch._cache_size() == 1
+def test_one_program_for_many_problems(monkeypatch):
+    """The next problem of a bucket, of any model and topology, is judged by what was compiled for another."""
+    case("mlp", "a100x8").simulator.prepare()
+    monkeypatch.setattr(programs, "_by_compiler", lambda *_: pytest.fail("compiled again"))
+    for model, topology in (("lm", "a100x8"), ("mlp_of_sixes", "2x6"), ("casts", "a100x8")):
+        c = case(model, topology)
+        c.figures(c.strategies(0, 3))
