@@ -53,8 +53,9 @@ PATIENCE = 24  # rounds without an own improvement, after which a chain starts a
 MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
-KICKED_UNTIL = 0.6  # of the budget's seconds: what may be spent before chains walk
+KICKED_UNTIL = 0.2  # of the budget: what may be spent before chains walk
 WITHOUT_PINS = 0.4  # of the budget
+TIME_DECIDED = "what was searched depended on the clock: another run may find another plan, one by --proposals the same"
 FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
@@ -81,9 +82,15 @@ class Record:
         """Proposals."""
         return DEFAULT_PROPOSALS if self.limit is None else self.limit - self.done
 
-    def time_spent(self) -> float:
-        """Which part of the budget's seconds; 0 where they are not limited."""
-        return 0.0 if self.budget.seconds is None else self.elapsed / self.budget.seconds
+    def spent(self) -> float:
+        """Which part of the budget."""
+        seconds = self.budget.seconds
+        return max(0.0 if seconds is None else self.elapsed / seconds, 0.0 if self.limit is None else self.done / self.limit)
+
+    def time_decides(self) -> None:
+        """Says so: the clock decided what is judged, not only when the search ends."""
+        if TIME_DECIDED not in self.notes:
+            self.notes.append(TIME_DECIDED)
 
     def offer(self, strategy: Strategy, cost_s: float) -> None:
         if cost_s < self.lowest_s:
@@ -123,12 +130,12 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         begun += _without_pins(rng_key, problem, record)
         descents = Descents(rng_key, problem, record, pool)
         begun, stopped_by = descents.run(begun)
+        if stopped_by is None and record.limit is None and not ready.done():
+            record.time_decides()
+            begun, stopped_by = descents.go_on(begun, ready)
         if stopped_by is None:
-            if _is_ready(ready, record):
-                stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
-            else:
-                record.notes.append("no chain walked: their programs were not compiled in time; kicks went on instead")
-                stopped_by = descents.go_on(begun[0])
+            ready.result()
+            stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
@@ -137,16 +144,6 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
-
-
-def _is_ready(ready: Future[None], record: Record) -> bool:
-    """Waits for the walking programs, as long as there is time."""
-    seconds = record.budget.seconds
-    try:
-        ready.result(None if seconds is None else max(seconds - record.elapsed, 0.0))
-    except TimeoutError:
-        return False
-    return True
 
 
 def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
@@ -159,7 +156,7 @@ def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[
     found = mcmc(key, problem.without_pins(), budget._replace(num_proposals=proposals, seconds=seconds))
     record.done += found.num_proposals
     if found.stopped_by == "seconds":
-        record.notes.append(f"the space without pins was searched for {WITHOUT_PINS:.0%} of the time")
+        record.time_decides()
     best = problem.evaluate([found.best.strategy])
     record.offer(best[0].strategy, best[0].cost)
     if found.stopped_by == "interrupted":
@@ -185,16 +182,17 @@ class Descents:
         self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], self._ranked(begun[-1])])  # the worst is a random one
         kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
-        if self.record.time_spent() >= KICKED_UNTIL:
-            self.record.notes.append(f"kicks ended after {KICKED_UNTIL:.0%} of the time")
+        if self.record.limit is None and self.record.spent() >= KICKED_UNTIL:
+            self.record.time_decides()
         found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
         return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), self.record.stopped_by(has_walked=False)
 
-    def go_on(self, best: Evaluation) -> str:
-        """More kicks, until the budget is spent; why it stopped."""
-        while not (stopped_by := self.record.stopped_by(has_walked=True)):
-            best = self._kicked(best)
-        return stopped_by
+    def go_on(self, begun: list[Evaluation], ready: Future[None]) -> tuple[list[Evaluation], str | None]:
+        """More kicks, until chains are `ready` to walk or the budget is spent; as `run`."""
+        best, stopped_by = begun[0], None
+        while not ready.done() and not (stopped_by := self.record.stopped_by(has_walked=True)):
+            best = self._kicked(best, ready=ready)
+        return [best, *begun], stopped_by
 
     def _additive(self) -> list[Evaluation]:
         """The additive optimum, where it can be had; a note says where it would take too long."""
@@ -205,7 +203,7 @@ class Descents:
         if additive_start_s(problem) <= ADDITIVE_WITHIN * seconds:
             with contextlib.suppress(TimeoutError):
                 return problem.evaluate([additive_start(problem, deadline=self.record.begin + ADDITIVE_UNTIL * seconds)])
-        self.record.notes.append("the additive optimum was no start: it would have taken too long")
+        self.record.time_decides()
         return []
 
     def _ranked(self, start: Evaluation) -> Evaluation:
@@ -221,11 +219,14 @@ class Descents:
             self._one_round(active)
         return [d.best for d in members]
 
-    def _kicked(self, best: Evaluation, *, until: float = 1.0) -> Evaluation:
-        """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget's seconds is spent."""
+    def _kicked(self, best: Evaluation, *, until: float = 1.0, ready: Future[None] | None = None) -> Evaluation:
+        """Small kicks beside large ones, until many of both in a row have failed, that part of the budget is spent, or chains are
+        `ready`."""
         record = self.record
         kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
-        while any(k.failed < MAX_FAILED for k in kicks) and record.time_spent() < until and not record.stopped_by(has_walked=False):
+        while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
+            if ready is not None and ready.done():
+                break
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)
             for k in kicks:
