@@ -112,6 +112,8 @@ class Engine:
         proposed = self._propose(jax.random.split(move, BATCH), state)
         proposed = State(np.asarray(proposed.axes), np.asarray(proposed.storage))
         judged = self.problem.simulator.batch(*proposed)
+        if self.problem.front is not None:
+            self.problem.see(judged.scores, list(map(Strategy, *proposed)))
         cost = np.asarray(self.problem.cost(judged.scores), np.float64) / self.reference_s
         uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
         now = float(walker.cost)
@@ -329,6 +331,9 @@ def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record
 
         walkers = list(pool.map(one_round, range(NUM_CHAINS)))
         record.done += sum(leaps) + NUM_CHAINS * count * engine.steps
+        if engine.problem.front is not None:  # what is judged beside another strategy is not seen by it
+            states = [s for w in walkers for s in ((w.at.base.axes, w.at.base.storage), w.best)]
+            engine.problem.evaluate([Strategy(np.asarray(axes), np.asarray(storage)) for axes, storage in states])
         blocks, rounds = blocks + count, rounds + 1
         for c, w in enumerate(walkers):
             quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1

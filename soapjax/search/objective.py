@@ -40,12 +40,14 @@ from soapjax.simulate.simulator import Scores
 from soapjax.topology.table_reader import shown
 
 OBJECTIVES = ("time", "mdpe")
+LEAST_VIOLATING = "no plan that was judged meets the limits: this one violates them least"
 WEIGHTS = (0.5, 0.3, 0.2)  # of time, communication and memory: section 5.2
 _UNITS = {"": 1, "B": 1} | {p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)}
 _UNITS |= {p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}
 _BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", re.IGNORECASE)
 _ROUNDING = 1e-6  # of weights that sum to one
+_LEAST_EXCESS = 1e-9  # of a limit that is exceeded by any amount, also one of no weight
 
 
 class Standing(NamedTuple):
@@ -112,8 +114,9 @@ class Objective:
         excess = np.zeros(len(scores.step_time_s))
         is_met = np.ones(len(excess), bool)
         for load, limit, weight in self._limited(scores):
-            excess += weight * np.maximum(load / limit - 1, 0.0)
-            is_met &= load <= limit
+            over = load > limit
+            excess += np.where(over, weight * np.maximum(load / limit - 1, 0.0) + _LEAST_EXCESS, 0.0)
+            is_met &= ~over
         fits = (scores.memory_bytes <= usable_bytes) & ~(scores.violations > 0)
         return Standing(self.cost(scores, usable_bytes), fits & is_met, np.where(fits, excess, np.inf))
 
@@ -165,11 +168,16 @@ def objective_of(
     return (TIME if problems or name == "time" else Objective(name, *values)), problems
 
 
+def objective_problems(value: Any) -> list[Problem]:
+    """What is wrong with the `objective` of a call, a name or an `Objective`, but for names that are unknown."""
+    return _read(value, math.inf, math.inf, WEIGHTS)[1] if isinstance(value, str) and value in OBJECTIVES else []
+
+
 def _read(name: Any, max_bytes: Any, max_memory: Any, weights: Any) -> tuple[tuple[Any, ...], list[Problem]]:
     """The limits as numbers, the weights as three, and what is wrong with any of them."""
     problems = []
-    if name not in OBJECTIVES:
-        close = difflib.get_close_matches(str(name)[:100], OBJECTIVES, 1)
+    if not isinstance(name, str) or name not in OBJECTIVES:
+        close = difflib.get_close_matches(name[:100], OBJECTIVES, 1) if isinstance(name, str) else []
         remedy = f"did you mean {close[0]!r}" if close else "choose one of these"
         problems.append(Problem("objective", shown(name), " or ".join(OBJECTIVES), remedy))
     read = []

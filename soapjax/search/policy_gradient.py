@@ -191,6 +191,8 @@ def reinforce(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Searc
             break
         draw, axes = search.draw(jax.random.fold_in(rng_key, batch), learner.policy)
         scores = problem.simulator.batch(axes, storage).scores
+        if problem.front is not None:
+            problem.see(scores, [Strategy(np.asarray(x), search.start.storage) for x in axes])
         cost = problem.cost(scores)
         learner = search.learn(learner, draw, -jnp.sqrt(cost / first.cost), jnp.asarray(batch == 0))
         counted = np.asarray(cost)[: BATCH if limit is None else min(BATCH, limit - done)]
