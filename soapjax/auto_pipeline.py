@@ -1,4 +1,4 @@
-"""`pipeline="auto"`: one program, or the best synchronous pipeline where that one is predicted to be faster (or better by the objective)."""
+"""`pipeline="auto"`: one program, or the best synchronous pipeline where that one is predicted to be better."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from soapjax import planning
 from soapjax.errors import SoapjaxError
+from soapjax.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.options import objective
-from soapjax.search.front import FrontPoint, joined
+from soapjax.report.front import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
@@ -20,7 +21,7 @@ from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 class Chosen(NamedTuple):
     plan: Plan
     stopped_by: str
-    front: tuple[FrontPoint, ...]  # of both, where `pareto` asked for it
+    front: tuple[FrontRow, ...]  # of both, where `pareto` asked for it
 
 
 def plan_one_or_pipeline(
@@ -38,7 +39,7 @@ def plan_one_or_pipeline(
     one = found.plan.prediction
     wanted = objective(options.get("objective", "time"))
     if found.result.stopped_by == "interrupted":
-        return Chosen(found.plan, "interrupted", found.front)
+        return Chosen(found.plan, "interrupted", rows_of_planned(found))
     shared = (
         "topology", "seed", "unroll", "static_argnums", "model", "progress", "profile", "devices", "axis_name", "strip_constraints",
         "objective", "pareto",
@@ -50,19 +51,19 @@ def plan_one_or_pipeline(
             **{k: options[k] for k in shared if k in options},
         )  # fmt: skip
     except KeyboardInterrupt:
-        return Chosen(_with_note(found.plan, "interrupted before a pipeline was found", {}), "interrupted", found.front)
+        return Chosen(_with_note(found.plan, "interrupted before a pipeline was found", {}), "interrupted", rows_of_planned(found))
     except SoapjaxError as e:
         if microbatches is not None or stages is not None or not one.feasible:
             raise
-        return Chosen(_with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by, found.front)
-    planner, front = found.plan.provenance.planner, joined(found.front, best.front)
+        return Chosen(_with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by, rows_of_planned(found))
+    planner, rows, staged = found.plan.provenance.planner, rows_of_planned(found), rows_of_pipelines(best)
     if one.feasible and _rank(one, wanted) <= _rank(plan.prediction, wanted):
         others = {f"pipeline {plan.pipeline.schedule}": figures_of_plan(plan)}
         note = "no pipeline is faster" if wanted.is_time else "no pipeline is better by the objective"
-        return Chosen(_with_note(found.plan, note, others), found.result.stopped_by, front)
+        return Chosen(_with_note(found.plan, note, others), found.result.stopped_by, joined_rows(rows, staged))
     others = {f"one program ({planner})": figures_of_plan(found.plan)} | found.plan.provenance.baseline_figures
     note = "" if one.feasible else f"one program ({planner}): does not fit"
-    return Chosen(_with_note(plan, note, others), best.stopped_by, front)
+    return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, rows))
 
 
 def _rank(p: Prediction, wanted: Objective) -> tuple[bool, float, float]:

@@ -33,6 +33,7 @@ from soapjax.search.plainest import sends_less
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
+from soapjax.sizes import size
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import ModelSource, Plan, Provenance, StrategyFigures, TimedStep
@@ -336,8 +337,8 @@ def _provenance(
         notes += [f"{name}: {note}" for note in found.notes]
         best = found.best
         if best.exceeds_limits:
-            sent, memory = best.sent_bytes / 1e9, best.memory_bytes / 1e9
-            notes.append(f"{name}: exceeds a limit (a device sends {sent:.3g} GB and stores {memory:.3g} GB)")
+            loads = f"a device sends {size(best.sent_bytes)} and stores {size(best.memory_bytes)}"
+            notes.append(f"{name}: exceeds a limit ({loads})")
         elif not best.is_feasible:
             notes.append(f"{name}: does not fit ({best.memory_bytes / 1e9:.3g} GB per device)")
     if result.best.exceeds_limits:

@@ -120,7 +120,7 @@ def ilp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResul
         found = solve_integer(small, usage, limit, seconds=left)
         if found.choice is None:
             stopped_by = "seconds"
-            notes = ("the integer program found nothing in time: this is the tied additive optimum",)
+            notes = notes or ("the integer program found nothing in time: this is the tied additive optimum",)
             break
         strategies.append(relaxation.strategy(small, found.choice))
         is_pruned = relaxation.is_pruned or any(len(c) < len(w) for c, w in zip(small.costs, whole.costs, strict=True))

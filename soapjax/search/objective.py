@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,15 +36,12 @@ from jax import Array
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.simulate.simulator import Scores
+from soapjax.sizes import size, size_of
 from soapjax.topology.table_reader import shown
 
 OBJECTIVES = ("time", "mdpe")
 LEAST_VIOLATING = "no plan that was judged meets the limits: this one violates them least"
 WEIGHTS = (0.5, 0.3, 0.2)  # of time, communication and memory: section 5.2
-_UNITS = {"": 1, "B": 1} | {p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)}
-_UNITS |= {p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}
-_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", re.IGNORECASE)
 _ROUNDING = 1e-6  # of weights that sum to one
 _LEAST_EXCESS = 1e-9  # of a limit that is exceeded by any amount, also one of no weight
 
@@ -133,8 +129,8 @@ class Objective:
         )  # fmt: skip
         return [
             Problem(
-                name, f"no plan was found within it: the least violating has {load / 1e9:.4g} GB {what}",
-                f"at most {limit / 1e9:.4g} GB, as asked for",
+                name, f"no plan was found within it: the least violating has {size(load)} {what}",
+                f"at most {size(limit)}, as asked for",
                 "raise the limit, search for longer, or use more devices",
             )
             for name, load, limit, what in loads if load > limit
@@ -145,7 +141,7 @@ class Objective:
         if self.is_time:
             return "time"
         limits = ((self.max_bytes, "sent by a device in a step"), (self.max_memory, "of memory on it"))
-        words = [f"at most {limit / 1e9:.6g} GB {what}" for limit, what in limits if math.isfinite(limit)]
+        words = [f"at most {size(limit)} {what}" for limit, what in limits if math.isfinite(limit)]
         return f"mdpe: {', '.join(words)}; weights {', '.join(f'{w:g}' for w in self.weights)}"
 
 
@@ -158,6 +154,8 @@ def objective_of(
     read = WEIGHTS if parts is None else tuple(float(x) if _is_number(x) else x for x in parts)
     limits = (math.inf if x is None else x for x in (max_bytes, max_memory))
     values, problems = _read(name, *limits, read)
+    # A name that is unknown is an option's problem, found with the others (options.py).
+    problems = [p for p in problems if name in OBJECTIVES or p.place != "objective"]
     problems = [p._replace(place="--" + p.place.replace("_", "-")) for p in problems]
     if name == "time":
         unused = [k for k, v in given.items() if v is not None]
@@ -198,17 +196,6 @@ def _read(name: Any, max_bytes: Any, max_memory: Any, weights: Any) -> tuple[tup
         found = shown(weights) if len(plain) != 3 or len(numbers) != 3 else f"{shown(weights)}, which sum to {sum(numbers):.6g}"
         problems.append(Problem("weights", found, expected, "write e.g. 0.5,0.3,0.2"))
     return (*read, tuple(numbers)), problems
-
-
-def size_of(value: Any) -> float | None:
-    """Bytes of a positive number or a text such as "8GB" (10^9) or "8GiB" (2^30); None of anything else."""
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip())
-        unit = _BY_LOWER.get(match[2].lower()) if match else None
-        value = float(match[1]) * unit if unit else None
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        return None
-    return float(value) if value > 0 else None
 
 
 def _is_number(text: str) -> bool:
