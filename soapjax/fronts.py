@@ -21,7 +21,7 @@ def rows_of_planned(found: Planned) -> tuple[FrontRow, ...]:
 
 
 def rows_of_pipelines(found: FoundPipeline) -> tuple[FrontRow, ...]:
-    return tuple(FrontRow(*p[:3], _words(p.plan), _is_of(p.plan, found.times.pipeline)) for p in found.front)
+    return tuple(FrontRow(*p[:3], _words(p.plan), p.plan == found.chosen) for p in found.front)
 
 
 def _words(plan: Choice | Pipeline) -> str:
@@ -34,15 +34,6 @@ def _words(plan: Choice | Pipeline) -> str:
     each = f"{counts[0]} each" if len(set(counts)) == 1 else "+".join(map(str, counts))
     kept = f", {sum(again)} rematerialised" if any(again) else ""
     return f"{plan.schedule}, {stages} stages on {each}, {plan.num_microbatches} micro-batches{kept}"
-
-
-def _is_of(plan: Choice | Pipeline, taken: Pipeline) -> bool:
-    if isinstance(plan, Pipeline):
-        return plan == taken
-    groups = [plan.group(i) for i in range(plan.num_stages)]
-    own = [(tuple(range(first, first + count)), again) for (first, count, _), again in zip(groups, plan.rematerialise, strict=True)]
-    theirs = [(tuple(s.devices), s.rematerialise) for s in taken.stages]
-    return (plan.schedule, plan.num_microbatches, own) == (taken.schedule, taken.num_microbatches, theirs)
 
 
 def joined_rows(taken: Sequence[FrontRow], other: Sequence[FrontRow]) -> tuple[FrontRow, ...]:

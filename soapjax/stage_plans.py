@@ -89,6 +89,7 @@ class FoundPipeline(NamedTuple):
     stopped_by: str
     baseline_figures: dict[str, StrategyFigures] = {}
     front: tuple[FrontPoint, ...] = ()
+    chosen: Choice | Pipeline | None = None  # as the front has it
 
 
 def find_pipeline(
@@ -110,8 +111,9 @@ def find_pipeline(
         times = _pipedream(graph, topology, num_stages, num_microbatches, profile, objective, front)
         figures = whole_baselines(StageLoads(graph, topology, profile))
         baselines = {name: f.step_time_s for name, f in figures.items()}
-        points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points())
-        found = FoundPipeline(times, baselines, (), 0, time.monotonic() - begin, "complete", figures, points if pareto else ())
+        points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points()) if pareto else ()
+        done = 0, time.monotonic() - begin, "complete"
+        found = FoundPipeline(times, baselines, (), *done, figures, points, times.pipeline)
     else:
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
@@ -130,10 +132,10 @@ def find_pipeline(
         points = () if problem.front is None else problem.front.points()
         seen = min((problem.price(p.plan) for p in points), key=lambda p: p.rank, default=result.best)
         best = {p: _times_of(problem, p) for p in dict.fromkeys((result.best, seen, *result.baselines.values()))}
-        times = min(best.values(), key=lambda t: t.rank(objective))
+        priced, times = min(best.items(), key=lambda x: x[1].rank(objective))
         figures |= {name: _figures_of(best[p], topology.num_devices) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
-        found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else ())
+        found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
             raise KeyboardInterrupt

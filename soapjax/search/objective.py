@@ -95,8 +95,9 @@ class Objective:
         xp = jnp if isinstance(scores.step_time_s, Array) else np  # eager operations of JAX are compiled one by one
         excess = xp.maximum(scores.memory_bytes / usable_bytes - 1, 0)
         seconds = xp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
-        for load, limit, weight in self._limited(scores):
-            seconds = seconds * (1 + xp.where(load > limit, weight / self.weights[0] * load / limit, 0.0))
+        penalties = [xp.where(load > limit, w / self.weights[0] * load / limit, 0.0) for load, limit, w in self._limited(scores)]
+        if penalties:
+            seconds = seconds * (1 + sum(penalties))
         return xp.where(scores.violations > 0, np.inf, seconds)
 
     def reward(self, scores: Scores, usable_bytes: float | Array) -> Array | np.ndarray:
@@ -107,6 +108,7 @@ class Objective:
 
     def standing(self, scores: Scores, usable_bytes: float) -> Standing:
         """Of scores that are NumPy arrays."""
+        scores = Scores(*(np.asarray(x, np.float64) for x in scores))
         excess = np.zeros(len(scores.step_time_s))
         is_met = np.ones(len(excess), bool)
         for load, limit, weight in self._limited(scores):
