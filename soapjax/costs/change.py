@@ -16,7 +16,7 @@ from soapjax.costs.arrays import CostArrays
 from soapjax.costs.own_records import OwnRecords
 from soapjax.costs.rules import configs_of, gathers_again, holders, on_groups, row_costs
 from soapjax.costs.sets import SET, every
-from soapjax.costs.whole import Slots, Stored, parameters_pass, slots_pass, tasks_pass, total_of
+from soapjax.costs.whole import Slots, Stored, parameters_pass, slots_pass, tasks_pass
 from soapjax.jit.kernel import as_one_kernel, put, row
 
 
@@ -29,7 +29,7 @@ class Base(NamedTuple):
     compute_s: Array  # [K + 1]
     full_s: Array  # [X + 1, L]: as if no copy were shared
     paid_s: Array  # [X + 1, L]
-    sent: Array  # [X + 1]: bytes that a device sends, as if no copy were shared
+    sent: Array  # [X + 1, G]: bytes that a device of each group sends, as if no copy were shared
     previous: Array  # int32 [E + 1]: the last reader before it of the same copy, -1 where it pays
     held: Array  # [T + 1]; this and what follows as in `RowCosts`
     copy: Array  # [E + 1]
@@ -51,7 +51,7 @@ class Change(NamedTuple):
     state_bytes: Array  # [parameters, Q]
     full_s: Array  # [R, L, Q]
     pays: Array  # [R, Q]: 1 where it pays for its copy, else 0
-    sent: Array  # [R, Q]
+    sent: Array  # [R, G, Q]
     held: Array  # [R, Q]
     copy: Array  # [R, Q]
     is_sent: Array  # bool [R, Q]
@@ -78,7 +78,7 @@ def nothing_changed(p: CostArrays, sizes, lanes: int) -> Change:
 
     return Change(
         zeros(sizes.slots + 1, width, dtype=SET), zeros(sizes.tasks + 1), zeros(sizes.parameters + 1), zeros(count, levels),
-        zeros(count) + 1, zeros(count), zeros(count), zeros(count), zeros(count, dtype=bool), zeros(count), zeros(count, 2),
+        zeros(count) + 1, zeros(count, groups), zeros(count), zeros(count), zeros(count, dtype=bool), zeros(count), zeros(count, 2),
         *(zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)),
         jnp.zeros(p.row_int.shape[0], jnp.int32), jnp.zeros(p.task_float.shape[0], jnp.int32),
         jnp.full(count, p.row_int.shape[0] - 1, jnp.int32), jnp.int32(0), jnp.zeros(lanes, bool),
@@ -121,7 +121,7 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, 
             record = row(own.records.row, first + j)
             of = row_costs(p, record, *(row(into.layout, record[i]) for i in range(1, 5)))
             found = (
-                of.seconds, total_of(of.sent), of.held, of.copy, of.is_sent, of.passing, of.waiting,
+                of.seconds, of.sent_on, of.held, of.copy, of.is_sent, of.passing, of.waiting,
                 *((of.on, of.on_kept) if pins else ()),
             )  # fmt: skip
             return put(state[0], record[0], 1 + j), *(put(x, 1 + j, y) for x, y in zip(state[1:], found, strict=True))
@@ -259,7 +259,7 @@ def paying(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array):
             pays = put(pays, r, jnp.where(r > 0, now, 1.0))
             h = jnp.where(is_heir, r, 0)
             full_s = put(full_s, h, jnp.broadcast_to(row(base.full_s, x)[:, None], full_s.shape[1:]))
-            sent = put(sent, h, jnp.full(q, row(base.sent, x)))
+            sent = put(sent, h, jnp.broadcast_to(row(base.sent, x)[:, None], sent.shape[1:]))
             return pays, full_s, sent, put(heir, h, jnp.where(is_heir, x, nobody)), count + is_heir
 
         return lax.fori_loop(first, first + count, member, state)
@@ -378,6 +378,32 @@ def all_previous(p: CostArrays, layout: Array, storage: Array) -> Array:
         return previous_in(p, layout, storage, first, jnp.where(place == first, number, 0), previous)
 
     return lax.fori_loop(0, p.counts[4], one, jnp.full(p.edge_life.shape[0], -1, jnp.int32))
+
+
+def sent_by(p: CostArrays, base: Base, is_wanted: Array) -> Array:
+    """Bytes [G] that a device of each group sends in a step; zeros unless `is_wanted`."""
+    num_t, num_e = p.counts[3], p.counts[4]
+
+    def one(x: Array, total: Array) -> Array:
+        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, base.previous.shape[0] - 1)
+        return total + row(base.sent, x) * (row(base.previous, e) < 0)
+
+    return lax.fori_loop(0, jnp.where(is_wanted, p.counts[5], 0), one, jnp.zeros(base.sent.shape[1]))
+
+
+def sent_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, now: Array, is_wanted: Array) -> Array:
+    """Bytes [Q] by the device that sends most, under each candidate, where `base` sends `now` [G]."""
+    first, count = span(own, n, 3)
+    num_t, num_e = p.counts[3], p.counts[4]
+
+    def one(i: Array, total: Array) -> Array:
+        x = jnp.where(i < count, row(own.records.row, first + jnp.where(i < count, i, 0))[0], row(into.heir, 1 + i))
+        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, base.previous.shape[0] - 1)
+        was = row(base.sent, x) * (row(base.previous, e) < 0)
+        return total + row(into.sent, 1 + i) * row(into.pays, 1 + i) - was[:, None]
+
+    begin = jnp.broadcast_to(now[:, None], (*now.shape, into.pays.shape[1]))
+    return lax.fori_loop(0, jnp.where(is_wanted, count + into.num_heirs, 0), one, begin).max(0)
 
 
 def cleaned(own: OwnRecords, n: Array, row_of: Array, task_of: Array, heir: Array, num_heirs: Array) -> tuple[Array, Array]:

@@ -31,7 +31,7 @@ def _program(num_dims: int, num_levels: int, pins: bool) -> Program:
     def run(*of: Any) -> Any:
         return as_one_kernel(reshard, is_guarded=False)(*of)
 
-    return Program(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0))
+    return Program(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
 
 
 def conversion_costs(

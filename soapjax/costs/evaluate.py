@@ -72,6 +72,7 @@ class Costs(NamedTuple):
     durations: Durations
     layouts: Layouts
     bytes_by_collective: Array  # [6] that each device sends in a step, by COLLECTIVES
+    sent_bytes: Array  # []: in a step by the device that sends most; with pins devices differ, else the sum of the above
     memory_bytes: Array  # [4]: parameters and optimizer state; at the peak gradients and activations, and what is passing; total
     penalty: Array  # degree violations of the strategy (0 for a valid one)
     parts: Parts
@@ -153,7 +154,7 @@ class Evaluator:
             holding = Holders(compute, *on, kept[0], kept[1], stored)
         return Costs(
             Durations(own(of.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), found, np.asarray(rows.sent)[:, lane],
-            np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,
+            np.asarray(of.sent_bytes)[lane], np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,
         )  # fmt: skip
 
 

@@ -165,8 +165,10 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
 
 def reshard(
     mesh: Mesh, network: Network, source: Array, target: Array, shape: Array, size_bytes: Array, latency_share: Array
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """Seconds [L, Q] and bytes that a device sends [6, Q], by COLLECTIVES, of `source` -> `target`, layouts [W, Q].
+
+    Third are the bytes [Q] among them that devices of the target send, or get from shards; those of the source send all others.
 
     Args:
       shape: int32 [D, 1] of the tensor; a dim of 0 is large enough to be split in any way.
@@ -187,9 +189,9 @@ def reshard(
     def paid():
         part, held = size_bytes / several[0], size_bytes / several[1]
         local = held / several[2]
-        sent_bytes, ended = [], local
+        ended = local
         if pins:
-            message_s, message_bytes, ended = transfers(mesh, network, source, target, local, latency_share, dims)
+            message_s, message_bytes, gathered, ended = transfers(mesh, network, source, target, local, latency_share, dims)
         of_level = [[jnp.zeros_like(local)] * num_levels for _ in STEPS]
         moved_of = []
         for j, size in enumerate((part, held, local, local, local, ended)):
@@ -228,10 +230,10 @@ def reshard(
         for j, kind in enumerate(STEPS):
             by_kind[kind] = by_kind[kind] + moved_of[j]
         by_kind["collective-permute"] = of.first_permutes * part + of.permutes * local
+        late = moved_of[5]
         if pins:
-            by_kind[TRANSFER] = message_bytes
-        sent_bytes = jnp.stack([by_kind[kind] for kind in COLLECTIVES])
-        return jnp.stack(rows), sent_bytes
+            by_kind[TRANSFER], late = message_bytes, late + gathered
+        return jnp.stack(rows), jnp.stack([by_kind[kind] for kind in COLLECTIVES]), late
 
     return stage(mesh, paid)
 
@@ -272,8 +274,9 @@ def in_rings(
 
 def transfers(
     mesh: Mesh, network: Network, source: Array, target: Array, local: Array, latency_share: Array, dims: int
-) -> tuple[list[Array], Array, Array]:
-    """Messages between pinned and other layouts: seconds [L] of [Q], bytes sent [Q], and what a device holds after them [Q]."""
+) -> tuple[list[Array], Array, Array, Array]:
+    """Messages between pinned and other layouts: seconds [L] of [Q], bytes sent [Q], what a device gets from shards of these [Q],
+    and what it holds after all [Q]."""
     num_levels = network.level_axes.shape[0]
     was, is_now = source[dims + 1], target[dims + 1]
     split, wanted = union(source[:dims]), union(target[:dims])
@@ -298,12 +301,13 @@ def transfers(
         slower |= crosses
         message(lv, times, times * local)
         total = total + times * local
+    gathered = jnp.zeros_like(local)
     for lv in reversed(range(num_levels)):
         n = parts_of(mesh, from_shards & network.level_axes[lv])
         moved = local * (n - 1)
         message(lv, n - 1, moved)
-        local, total = local * n, total + moved
-    return seconds, total, local
+        local, gathered = local * n, gathered + moved
+    return seconds, total + gathered, gathered, local
 
 
 def halos(mesh: Mesh, network: Network, inner: Array, size_bytes: Array, num_dims: int) -> tuple[Array, Array]:

@@ -179,6 +179,7 @@ class RowCosts(NamedTuple):
     resolved: Array
     seconds: Array  # [L, Q], as if no copy were shared
     sent: Array  # [6, Q] bytes by collective, of all trips
+    sent_on: Array  # [G, Q]: bytes that a device of each group sends
     held: Array  # [Q]: bytes of a tensor as it is kept
     copy: Array  # [Q]: of a converted copy, 0 where nothing is converted
     is_sent: Array  # bool [Q]: the conversion makes a copy of its own
@@ -204,7 +205,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
         return source, jnp.where(is_sum, summed, jnp.where(is_edge, as_read(home, wanted, dims), resolved))
 
     source, target = stage(p.mesh, ends, *of, made, wanted)
-    seconds, sent = reshard(p.mesh, p.network, source, target, shape, floats[0], floats[1])
+    seconds, sent, late = reshard(p.mesh, p.network, source, target, shape, floats[0], floats[1])
 
     def with_halos(_: Array, paid: tuple[Array, Array]) -> tuple[Array, Array]:
         more_s, more = halos(p.mesh, p.network, made, floats[0], dims)
@@ -216,7 +217,10 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     on_kept = holders(p, jnp.where(is_edge, target, of.home))
     on_home = holders(p, of.home)
     on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
-    return RowCosts(*of, seconds * floats[2], sent * floats[2], *memory, on, on_kept)
+    total = functools.reduce(jnp.add, [sent[i] for i in range(sent.shape[0])])
+    late = jnp.where(is_edge, late, 0.0)
+    sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
+    return RowCosts(*of, seconds * floats[2], sent * floats[2], sent_on * floats[2], *memory, on, on_kept)
 
 
 def _memory_of(p: CostArrays, ints: Array, floats: Array, of: Homes, target: Array) -> tuple[Array, Array, Array, Array, Array]:

@@ -6,7 +6,6 @@ lists have as many turns as the problem has entries.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -54,7 +53,8 @@ class Rows(NamedTuple):
     full_s: Array  # [X + 1, L, Q]: as if no copy were shared
     paid_s: Array  # [X + 1, L, Q]
     sent: Array  # [6, Q] bytes by collective
-    full_bytes: Array  # [X + 1, Q]: what a device sends, as if no copy were shared
+    full_bytes: Array  # [X + 1, G, Q]: what a device of each group sends, as if no copy were shared
+    sent_on: Array  # [G, Q]: of all rows, as they are paid
     held: Array  # [T + 1, Q]
     copy: Array  # [E + 1, Q]
     is_sent: Array  # bool [E + 1, Q]
@@ -75,6 +75,7 @@ class Evaluated(NamedTuple):
     on_stored: Array  # bool [P + 1, G, Q]
     since: Array  # int32 [E + 1, Q]: the task after the last earlier reader of the same copy, 0 where this reader pays
     memory_bytes: Array  # [4, Q], as in `Costs`
+    sent_bytes: Array  # [Q]: by the device that sends most
     violations: Array  # int32 [Q]
 
 
@@ -159,11 +160,6 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array) -> Array:
     return lax.fori_loop(0, p.counts[4], of_edge, jnp.zeros((p.edge_life.shape[0], layout.shape[2]), jnp.int32))
 
 
-def total_of(sent: Array) -> Array:
-    """Bytes [Q] of all collectives [6, Q]."""
-    return functools.reduce(jnp.add, [sent[i] for i in range(sent.shape[0])])
-
-
 def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> Rows:
     """All rows of a problem."""
     num_t, num_e = p.counts[3], p.counts[4]
@@ -183,7 +179,7 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
         return Rows(
             put(state.raw, t, of.raw), put(state.home, t, of.home), put(state.resolved, t, of.resolved),
             put(state.full_s, x, of.seconds), put(state.paid_s, x, of.seconds * pays), state.sent + of.sent * pays,
-            put(state.full_bytes, x, total_of(of.sent)),
+            put(state.full_bytes, x, of.sent_on), state.sent_on + of.sent_on * pays,
             put(state.held, t, of.held), put(state.copy, e, of.copy), put(state.is_sent, e, of.is_sent),
             put(state.passing, t, of.passing), put(state.waiting, t, of.waiting), put(state.on, x, of.on),
             put(state.on_kept, x, of.on_kept),
@@ -191,7 +187,7 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
 
     tensors = [zeros(t_pad + 1, width, dtype=SET) for _ in range(3)]
     nothing = Rows(
-        *tensors, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows), zeros(t_pad + 1), zeros(e_pad + 1),
+        *tensors, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups), zeros(t_pad + 1), zeros(e_pad + 1),
         zeros(e_pad + 1, dtype=bool), zeros(t_pad + 1), zeros(t_pad + 1, 2), zeros(x_rows, groups, dtype=bool),
         zeros(x_rows, groups, dtype=bool),
     )  # fmt: skip
@@ -252,6 +248,7 @@ def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, stora
     lives = Lives(rows.held, rows.copy, rows.is_sent, rows.passing, rows.waiting, since, rows.on, rows.on_kept)
     memory = kernel(memory_of, p, lives, stored.state_bytes, on_stored)
     return Evaluated(
-        stored.layout, seconds, on_compute, rows, stored.state_bytes, on_stored, since, memory, kernel(bad, p, config)
+        stored.layout, seconds, on_compute, rows, stored.state_bytes, on_stored, since, memory,
+        rows.sent_on.max(0), kernel(bad, p, config)
     )  # fmt: skip
 

@@ -188,7 +188,7 @@ def programs(sizes: Sizes) -> Programs:
 
 
 def _position_like() -> Position:
-    return Position(*(of(*[0] * len(of._fields)) for of in (Base, Trace, Alive)))
+    return Position(*(of(*[0] * len(of._fields)) for of in (Base, Trace, Alive)), 0)
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def judge_program(sizes: Sizes) -> Program:
     def run(tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
         return judge(tables, sizes, at, scratch_of(tables, sizes, LANES), n, axes, storage)[0]
 
-    return Program(run, name=f"judge {sizes}", results=Judged(0, 0, 0), is_urgent=True)
+    return Program(run, name=f"judge {sizes}", results=Judged(0, 0, 0, 0), is_urgent=True)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from soapjax.search.chain import LANES as CANDIDATES
 from soapjax.search.chain import MOST_BLOCKS, Walker, block_size, judge_program, programs
 from soapjax.search.moves import State, move_tables
 from soapjax.search.neighbourhood import Judged, Position, base_of, no_alive, no_base, tables_of
-from soapjax.search.problem import PlanningProblem, objective
+from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulator import BATCH, Batch
 from soapjax.simulate.trace import no_trace
 from soapjax.strategy.strategy import REPLICATE, Strategy
@@ -40,7 +40,7 @@ class Engine:
     def prepare(self) -> None:
         """Compiles, or loads, what is not there yet; the simulator's programs first, which more of a search waits for."""
         self.problem.simulator.prepare()
-        at = Position(no_base(self.sizes), no_trace(*self._trace_sizes()), no_alive(self.sizes))
+        at = Position(no_base(self.sizes), no_trace(*self._trace_sizes()), no_alive(self.sizes), np.zeros(max(self.sizes.bucket.groups, 1), np.float32))
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
         walker, keys = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, 2), np.uint32)
         with threads(2) as pool:
@@ -98,7 +98,8 @@ class Engine:
         found = jax.tree.map(np.asarray, self.programs.leaps(self.moves, rng.integers(0, 2**32, 2, np.uint32), state))
         proposed = [self.strategy(State(a, s)) for a, s in zip(found.axes, found.storage, strict=True)]
         judged = self.problem.simulator.batch(np.stack([s.axes for s in proposed]), np.stack([s.storage for s in proposed]))
-        cost = np.asarray(objective(judged.scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
+        self.problem.see(judged.scores, proposed)
+        cost = np.asarray(self.problem.cost(judged.scores), np.float64) / self.reference_s
         now, uniforms = float(walker.cost), rng.random(BATCH)
         accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
         accepts[limit:] = False

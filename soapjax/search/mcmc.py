@@ -38,6 +38,7 @@ from soapjax.search.assignments import Assignments
 from soapjax.search.chain import Walker, exchange
 from soapjax.search.descent import Descent, Kicks
 from soapjax.search.engine import Engine
+from soapjax.search.moves import State
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.starts import numpy_rng, starts
@@ -141,7 +142,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     finally:
         pool.shutdown(wait=True)
         preparing.shutdown(wait=False)
-    good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
+    good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: e.rank)
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
 
@@ -178,14 +179,14 @@ class Descents:
 
     def run(self, begun: list[Evaluation]) -> tuple[list[Evaluation], str | None]:
         """All starts and what was found from some of them, best first; and why to stop there."""
-        begun = sorted([*self._additive(), *begun], key=lambda e: (not e.is_feasible, e.cost))
+        begun = sorted([*self._additive(), *begun], key=lambda e: e.rank)
         self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], self._ranked(begun[-1])])  # the worst is a random one
         kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
         if self.record.limit is None and self.record.spent() >= KICKED_UNTIL:
             self.record.time_decides()
         found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
-        return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), self.record.stopped_by(has_walked=False)
+        return sorted(found.values(), key=lambda e: e.rank), self.record.stopped_by(has_walked=False)
 
     def go_on(self, begun: list[Evaluation], ready: Future[None]) -> tuple[list[Evaluation], str | None]:
         """More kicks, until chains are `ready` to walk or the budget is spent; as `run`."""
@@ -271,6 +272,9 @@ def _walked(rng_key: Array, engine: Engine, begun: list[Evaluation], record: Rec
         # A block of more configs than there are lanes ends before its last step.
         walked = [int(w.steps) - before for w, before in zip(walkers, taken, strict=True)]
         record.done += sum(leaps) + sum(walked)
+        if engine.problem.front is not None:  # what is judged beside another strategy is not seen by it
+            states = [s for w in walkers for s in (State(w.at.base.axes, w.at.base.storage), w.best)]
+            engine.problem.evaluate([engine.strategy(s) for s in states])
         rounds += 1
         for c, w in enumerate(walkers):
             quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1

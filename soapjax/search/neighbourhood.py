@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from soapjax.costs.arrays import Bucket, CostArrays
-from soapjax.costs.change import Base, Change, all_previous, changed, cleaned, moved, nothing_changed, span
+from soapjax.costs.change import Base, Change, all_previous, changed, cleaned, moved, nothing_changed, sent_after, sent_by, span
 from soapjax.costs.evaluate import Evaluator
 from soapjax.costs.memory_change import Alive, alive_of, most_added, peaks_after, stored_after
 from soapjax.costs.own_records import OwnRecords, OwnSizes, own_records
@@ -23,7 +23,8 @@ from soapjax.costs.rules import configs_of, violations
 from soapjax.costs.sets import MAX_AXES
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.kernel import as_one_kernel, row
-from soapjax.search.problem import PlanningProblem, cost_of
+from soapjax.search.objective import cost_by, limits_of
+from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.trace import Figures, Trace, no_trace, traced
 from soapjax.simulate.walk import ItemRecords, ItemSizes
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
@@ -35,6 +36,7 @@ class Tables(NamedTuple):
     costs: CostArrays
     own: OwnRecords
     items: ItemRecords
+    limits: Array  # float32 [7]: `limits_of`
 
 
 class Sizes(NamedTuple):
@@ -55,6 +57,7 @@ class Position(NamedTuple):
     base: Base
     trace: Trace
     alive: Alive
+    sent: Array  # [G]: bytes of a device of each group; 0 where the objective does not limit them
 
 
 class Scratch(NamedTuple):
@@ -68,7 +71,8 @@ class Judged(NamedTuple):
     """Of Q candidates."""
 
     step_time_s: Array  # [Q]
-    memory_bytes: Array  # [Q]: an upper bound where that is no more than usable
+    memory_bytes: Array  # [Q]: an upper bound where that is within the limits
+    sent_bytes: Array  # [Q]: by the device that sends most; 0 where the objective does not limit them
     cost_s: Array  # [Q]: the objective; inf where a degree does not divide
 
 
@@ -85,7 +89,7 @@ def tables_of(problem: PlanningProblem) -> tuple[Tables, Sizes]:
     own, own_sizes = own_records(simulator.tables, simulator.evaluator.bucket)
     items, item_sizes = simulator.item_records
     return (
-        Tables(simulator.evaluator.arrays, jax.device_put(own), items),
+        Tables(simulator.evaluator.arrays, jax.device_put(own), items, jax.device_put(limits_of(problem.objective, problem.usable_memory_bytes))),
         Sizes(simulator.evaluator.bucket, own_sizes, item_sizes),
     )
 
@@ -122,7 +126,7 @@ def no_base(sizes: Sizes) -> Base:
     rows, tensors, edges, tasks, parameters = (n + 1 for n in (b.rows, b.tensors, b.edges, b.tasks, b.parameters))
     return Base(
         zeros(b.operators, MAX_AXES, dtype=np.int8), zeros(b.operators, dtype=np.int8), zeros(b.slots + 1, b.width, dtype=np.int16),
-        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows), zeros(edges, dtype=np.int32), zeros(tensors),
+        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows, groups), zeros(edges, dtype=np.int32), zeros(tensors),
         zeros(edges), zeros(edges, dtype=bool), zeros(tensors), zeros(tensors, 2), zeros(parameters),
         *(zeros(n, groups, dtype=bool) for n in (rows, rows, tasks, parameters)),
     )  # fmt: skip
@@ -150,7 +154,8 @@ def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
     trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
     everything = jnp.int32(0), tables.items.count - 1, jnp.bool_(True)
     trace = _kernel(traced, tables.items, figures_of(base, sizes.pins), trace, *everything)
-    return Position(base, trace, _kernel(alive_of, tables.costs, base))
+    sent = _kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
+    return Position(base, trace, _kernel(alive_of, tables.costs, base), sent)
 
 
 def judge(
@@ -165,16 +170,17 @@ def judge(
     first, last = _kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
     around = _kernel(passing_by, items, at.trace, first, last)
     times, places = _kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
-    memory, alive = _kernel(_memory, p, own, base, change, n, at.alive)
+    memory, alive = _kernel(_memory, p, own, base, change, n, at.alive, tables.limits)
+    sent = _kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
 
-    def price(p, axes, n, times, memory):
+    def price(p, axes, n, times, memory, sent, limits):
         config = configs_of(axes, p.divisors.shape[1], pins)
-        return cost_of(times, memory, violations(p, n, config), p.scalars[2])
+        return cost_by(limits, times, memory, sent, violations(p, n, config))
 
-    costs = _kernel(price, p, axes, n, times, memory)
+    costs = _kernel(price, p, axes, n, times, memory, sent, tables.limits)
     row_of, task_of = _kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
     span_of = Window(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0))
-    return Judged(times, memory, costs), span_of, alive, Scratch(change._replace(row_of=row_of, task_of=task_of), places)
+    return Judged(times, memory, sent, costs), span_of, alive, Scratch(change._replace(row_of=row_of, task_of=task_of), places)
 
 
 def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, change: Change, n: Array, *, pins: bool):
@@ -203,7 +209,9 @@ def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, chan
     return lax.fori_loop(0, count_r + change.num_heirs, one_row, state)
 
 
-def _memory(p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive) -> tuple[Array, Alive]:
+def _memory(
+    p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive, limits: Array
+) -> tuple[Array, Alive]:
     """(bytes per device [Q], what is alive under `base`): the bound where it fits, else what is alive now, and exactly."""
 
     def bound(alive: Alive) -> tuple[Array, Array]:
@@ -216,10 +224,10 @@ def _memory(p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array
         return alive_of(p, base)
 
     memory, _ = bound(alive)
-    is_over = ((memory > p.scalars[2]).any() & (alive.slack > 0)).astype(jnp.int32)
+    is_over = ((memory > limits[4]).any() & (alive.slack > 0)).astype(jnp.int32)
     alive = lax.fori_loop(0, is_over, anew, alive)
     memory, stored = bound(alive)
-    is_over = (memory > p.scalars[2]).any().astype(jnp.int32)
+    is_over = (memory > limits[4]).any().astype(jnp.int32)
 
     def exactly(_: Array, __: Array) -> Array:
         return (stored + peaks_after(p, own, base, change, n, alive)).max(0)
@@ -237,7 +245,9 @@ def move(
     base = _kernel(moved, p, tables.own, at.base, into.change, n, q, axes[:, q], storage[q], is_wanted)
     trace = _kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, window.first, window.last, is_wanted)
     persistent = jnp.where(is_wanted, slack[1], alive.persistent)
-    return Position(base, trace, alive._replace(slack=jnp.where(is_wanted, slack[0], alive.slack), persistent=persistent))
+    sent = _kernel(sent_by, p, base, tables.limits[5] > 0)
+    alive = alive._replace(slack=jnp.where(is_wanted, slack[0], alive.slack), persistent=persistent)
+    return Position(base, trace, alive, sent)
 
 
 def _slack_of(p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, q: Array, alive: Alive) -> tuple[Array, Array]:

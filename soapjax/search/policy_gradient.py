@@ -12,7 +12,7 @@ neighbour that it exchanges most bytes with, until MAX_GROUPS are left (the pape
 Where this differs: step times are simulated, not measured. The policy is tables of logits instead of a sequence-to-sequence net
 with attention. What that net can learn and independent tables cannot is that neighbours belong together; so every layer draws
 a device first, and its groups draw theirs with a bonus for the layer's (that bonus is learned too). Entropy keeps it
-exploring. A placement that exceeds the memory is punished by the excess (`objective`) instead of by a constant. Advantages are
+exploring. A placement that exceeds the memory is punished by the excess (objective.py) instead of by a constant. Advantages are
 divided by their spread in the batch, so that the learning rate means the same for every model.
 """
 
@@ -30,7 +30,7 @@ from jax import Array
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.layers import forward_edges, layers_of, steps_of
 from soapjax.search.placement import operator_seconds, pins_of_devices, placed, require_pins
-from soapjax.search.problem import Budget, PlanningProblem, SearchResult, objective
+from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
@@ -180,7 +180,6 @@ def reinforce(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Searc
     limit = budget.num_proposals
     if limit is None and budget.seconds is None:
         limit = DEFAULT_PROPOSALS
-    usable = float(problem.usable_memory_bytes)
     first = problem.evaluate([search.start])[0]
     best, storage = first, jnp.zeros((BATCH, problem.graph.num_operators), jnp.int8)
     done, stopped_by, history = 1, "proposals", [(1, time.monotonic() - begin, first.step_time_s)]
@@ -192,7 +191,9 @@ def reinforce(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Searc
             break
         draw, axes = search.draw(jax.random.fold_in(rng_key, batch), learner.policy)
         scores = problem.simulator.batch(axes, storage).scores
-        cost = objective(scores, usable)
+        if problem.front is not None:
+            problem.see(scores, [Strategy(np.asarray(x), search.start.storage) for x in axes])
+        cost = problem.cost(scores)
         learner = search.learn(learner, draw, -jnp.sqrt(cost / first.cost), jnp.asarray(batch == 0))
         counted = np.asarray(cost)[: BATCH if limit is None else min(BATCH, limit - done)]
         done, batch, lowest = done + len(counted), batch + 1, int(counted.argmin())

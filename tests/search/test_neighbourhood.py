@@ -18,6 +18,7 @@ from soapjax.costs.sets import MAX_AXES
 from soapjax.search.chain import LANES
 from soapjax.search.engine import Engine
 from soapjax.search.neighbourhood import Judged, Position, Sizes, judge, move, scratch_of
+from soapjax.search.objective import Objective
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.trace import Trace
 from soapjax.strategy.space import search_space
@@ -25,6 +26,7 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 Q = 32
+LIMITED = Objective("mdpe", max_bytes=1.0)  # so that bytes are part of what is judged
 FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
 UNPINNED = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm", "lm_scan", "lenet", "resnet", "casts")]
@@ -38,15 +40,14 @@ class Judge:
     def __init__(self, model: str, topology: str, pins: bool):
         graph, place = graph_of(model), topology_of(topology)
         space = search_space(graph, factor_mesh(place), pins=pins)
-        self.problem = PlanningProblem.make(graph, space, place)
+        self.problem = PlanningProblem.make(graph, space, place, objective=LIMITED)
         self.engine = Engine(self.problem)
 
     def tight(self) -> Judge:
         """With almost no memory every candidate's peak is added up exactly; else a bound may do."""
         other = copy.copy(self)
         other.engine = copy.copy(self.engine)
-        costs = self.engine.tables.costs
-        other.engine.tables = self.engine.tables._replace(costs=costs._replace(scalars=costs.scalars.at[2].set(1.0)))
+        other.engine.tables = self.engine.tables._replace(limits=self.engine.tables.limits.at[4].set(1.0))
         return other
 
     def judged(self, at: Position, n: int, found: list[Strategy]) -> Judged:
@@ -121,6 +122,8 @@ def test_candidates_cost_what_the_full_simulation_says(model, topology, pins, se
         scores = judge.problem.simulator.step_times(found)
         np.testing.assert_allclose(judged.step_time_s, scores.step_time_s, rtol=FLOAT32_ERROR)
         np.testing.assert_allclose(judged.memory_bytes, scores.memory_bytes, rtol=FLOAT32_ERROR)
+        atol = FLOAT32_ERROR * float(at.sent.max())  # a difference of sums
+        np.testing.assert_allclose(judged.sent_bytes, scores.sent_bytes, rtol=FLOAT32_ERROR, atol=atol)
         now = found[q]
         assert_same(at, judge.engine.at(now), judge.problem.simulator.items.num_items)
 
