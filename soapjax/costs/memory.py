@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from soapjax.costs.arrays import CostArrays
-from soapjax.jit.kernel import added, row
+from soapjax.jit.kernel import added, added_at, row
 
 
 class Lives(NamedTuple):
@@ -76,7 +76,7 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
     def copy(e: Array, alive: Array) -> Array:
         last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
         since, bytes_ = row(of.since, e), row(of.copy, e) * row(of.on_kept, num_t + e)
-        alive = added(added(alive, made, bytes_ * (since == 0)), last + 1, -bytes_)
+        alive = added_at(alive, (made, last + 1), (bytes_ * (since == 0), -bytes_))
         first, place = row(p.edge_group, e)[0], row(p.edge_group, e)[1]
 
         def earlier(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -16,7 +16,7 @@ from soapjax.costs.arrays import CostArrays
 from soapjax.costs.change import Base, Change, Readers, span
 from soapjax.costs.memory import Lives, needed_until, steps_of, waited
 from soapjax.costs.own_records import OwnRecords
-from soapjax.jit.kernel import added, put, row
+from soapjax.jit.kernel import added, added_at, put, row
 
 
 class Alive(NamedTuple):
@@ -100,12 +100,17 @@ def most_added(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arra
     return own_bytes + lax.fori_loop(0, count, group, jnp.zeros(()))
 
 
-def peaks_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, alive: Alive) -> Array:
-    """The peak of what is alive [G, Q] under each candidate, exactly, where `alive` is of `base`."""
+def peaks_after(
+    p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, alive: Alive, steps: tuple[Array, Array]
+) -> tuple[Array, tuple[Array, Array]]:
+    """The peak of what is alive [G, Q] under each candidate, exactly, where `alive` is of `base`; and `steps` as they were.
+
+    `steps` [K + 2, G, Q] and [K + 2, 2, G, Q] are zeros: to be used again, since to make so many anew takes as long as all else.
+    """
     readers = Readers(p, own, base, into, n)
     first, count = span(own, n, 3)
     num_t, q = p.counts[3], into.pays.shape[1]
-    groups, places = base.on.shape[1], p.task_float.shape[0] + 1
+    groups = base.on.shape[1]
 
     def pays_before(e: Array) -> Array:
         return row(base.previous, e) < 0
@@ -118,8 +123,7 @@ def peaks_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arr
         home, base_home = row(into.on_kept, r), row(base.on_kept, t)[:, None]
         passing = row(into.passing, r) * row(into.on, r) - row(base.passing, t) * row(base.on, t)[:, None]
         held, base_held = row(into.held, r) * home * is_counted, row(base.held, t) * base_home * is_counted
-        diff = added(diff, birth, held - base_held + passing)
-        diff = added(diff, birth + 1, -passing)
+        diff = added_at(diff, (birth, birth + 1), (held - base_held + passing, -passing))
 
         def reader(c: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
             e = row(p.edges_of, c)
@@ -157,7 +161,7 @@ def peaks_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arr
             last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
             since = jnp.where(before >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(before, 0))[2], last), made)
             more = row(into.copy, 1 + j) * row(into.on_kept, 1 + j) - (row(base.copy, e) * row(base.on_kept, x))[:, None]
-            return added(added(diff, since, more), last + 1, -more)
+            return added_at(diff, (since, last + 1), (more, -more))
 
         is_alone = is_edge & ~is_touched(e)
         return lax.fori_loop(0, is_alone.astype(jnp.int32), alone, state[0]), state[1]
@@ -180,7 +184,6 @@ def peaks_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arr
             last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
             was = row(base.previous, e)
             base_since = jnp.where(was >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(was, 0))[2], last), made)
-            diff = added(added(diff, base_since, -base_bytes), last + 1, base_bytes - bytes_)
             before = readers.before(e)
 
             # The last reader before it of the same copy: an unchanged one, or one of the operator's.
@@ -201,20 +204,23 @@ def peaks_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arr
                 here = left & (since == task)
                 return d - 1, left & ~here, added(diff, jnp.minimum(task, last), bytes_ * here)
 
-            diff = added(diff, made, bytes_ * (since == 0))
+            places, values = (base_since, last + 1, made), (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
+            diff = added_at(diff, places, values)
             return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
 
         return lax.fori_loop(begin, begin + number, member, diff)
 
-    zeros = jnp.zeros((places, groups, q)), jnp.zeros((places, 2, groups, q))
-    diff, waiting = lax.fori_loop(0, count, own_row, zeros)
+    diff, waiting = lax.fori_loop(0, count, own_row, steps)
     diff = lax.fori_loop(0, num_g, group, diff)
+    none = jnp.zeros((groups, q))
 
-    def task(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        now, waits, peak = state
+    def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        now, waits, peak, diff, waiting = state
         now, waits = now + row(diff, k), waits + row(waiting, k)
         held = jnp.minimum(row(alive.waiting, k)[..., None] + waits, p.waiting[0][:, None, None])
-        return now, waits, jnp.maximum(peak, row(alive.used, k)[:, None] + now + held[0] + held[1])
+        peak = jnp.maximum(peak, row(alive.used, jnp.minimum(k, p.counts[2] - 1))[:, None] + now + held[0] + held[1])
+        return now, waits, peak, put(diff, k, none), put(waiting, k, jnp.zeros_like(waits))
 
-    none = jnp.zeros((groups, q))
-    return lax.fori_loop(0, p.counts[2], task, (none, jnp.zeros((2, groups, q)), none))[2]
+    # Steps may stand one or two places behind the last task, where nothing is held any more.
+    found = lax.fori_loop(0, p.counts[2] + 2, task, (none, jnp.zeros((2, groups, q)), none, diff, waiting))
+    return found[2], found[3:]

@@ -80,6 +80,12 @@ def rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
+def added_at(x: jax.Array, places: tuple[jax.Array, ...], values: tuple[jax.Array, ...]) -> jax.Array:
+    """`x` with `values` added at `places`, one after the other: in a loop, since XLA would copy the whole array between two adds."""
+    index, value = jnp.stack(places), jnp.stack([jnp.broadcast_to(v, x.shape[1:]) for v in values])
+    return jax.lax.fori_loop(0, len(places), lambda i, x: added(x, row(index, i), row(value, i)), x)
+
+
 def added(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
     """`x.at[i].add(value)` of one index, which is trusted."""
     return put(x, i, row(x, i) + value)

@@ -4,7 +4,7 @@ A search judges millions of strategies with a few jitted functions that take lon
 their executables are kept in a folder of the user (`$SOAPJAX_CACHE/programs`, or `~/.cache/soapjax/programs`), under a
 hash of the program's text and of all that a compiler looks at beside it; or, of those with a name, of the source of this package
 in place of the text, so that a later process does not even trace them. JAX's own compilation cache, and its
-configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing.
+configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing, and a path keeps them there.
 
 Loading an executable unpickles it: only what this user alone could write is read (kept_programs.py). What cannot be read,
 written, loaded or run is compiled as if there were no cache.
@@ -127,9 +127,10 @@ def side_by_side() -> Iterator[Callable[..., Any]]:
 
 def program_folder() -> Path | None:
     """Where programs are kept; None where the user wants none kept."""
-    if os.environ.get("SOAPJAX_PROGRAM_CACHE", "").lower() in ("off", "0", "no", "false"):
+    said = os.environ.get("SOAPJAX_PROGRAM_CACHE", "")
+    if said.lower() in ("off", "0", "no", "false"):
         return None
-    return cached("programs")
+    return Path(said) if os.path.isabs(said) else cached("programs")
 
 
 def _own_device() -> jax.Device | None:

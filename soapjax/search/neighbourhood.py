@@ -65,6 +65,7 @@ class Scratch(NamedTuple):
 
     change: Change
     places: Array  # [V + 1, Q]
+    steps: tuple[Array, Array]  # [K + 2, G, Q] and [K + 2, 2, G, Q] of memory: zeros
 
 
 class Judged(NamedTuple):
@@ -95,7 +96,9 @@ def tables_of(problem: PlanningProblem) -> tuple[Tables, Sizes]:
 
 
 def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
-    return Scratch(nothing_changed(tables.costs, sizes.own, lanes), jnp.zeros((sizes.items.places + 1, lanes)))
+    tasks, groups = sizes.bucket.tasks + 3, max(sizes.bucket.groups, 1)
+    steps = jnp.zeros((tasks, groups, lanes)), jnp.zeros((tasks, 2, groups, lanes))
+    return Scratch(nothing_changed(tables.costs, sizes.own, lanes), jnp.zeros((sizes.items.places + 1, lanes)), steps)
 
 
 def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
@@ -170,7 +173,7 @@ def judge(
     first, last = _kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
     around = _kernel(passing_by, items, at.trace, first, last)
     times, places = _kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
-    memory, alive = _kernel(_memory, p, own, base, change, n, at.alive, tables.limits)
+    memory, alive, steps = _kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
     sent = _kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
 
     def price(p, axes, n, times, memory, sent, limits):
@@ -180,7 +183,7 @@ def judge(
     costs = _kernel(price, p, axes, n, times, memory, sent, tables.limits)
     row_of, task_of = _kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
     span_of = Window(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0))
-    return Judged(times, memory, sent, costs), span_of, alive, Scratch(change._replace(row_of=row_of, task_of=task_of), places)
+    return Judged(times, memory, sent, costs), span_of, alive, Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
 
 
 def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, change: Change, n: Array, *, pins: bool):
@@ -210,9 +213,9 @@ def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, chan
 
 
 def _memory(
-    p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive, limits: Array
-) -> tuple[Array, Alive]:
-    """(bytes per device [Q], what is alive under `base`): the bound where it fits, else what is alive now, and exactly."""
+    p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive, limits: Array, steps: tuple[Array, Array]
+) -> tuple[Array, Alive, tuple[Array, Array]]:
+    """(bytes per device [Q], what is alive under `base`, `steps` as they were): the bound where it fits, else what is alive now, and exactly."""
 
     def bound(alive: Alive) -> tuple[Array, Array]:
         stored = stored_after(p, own, base, change, n, alive.persistent)
@@ -229,10 +232,12 @@ def _memory(
     memory, stored = bound(alive)
     is_over = (memory > limits[4]).any().astype(jnp.int32)
 
-    def exactly(_: Array, __: Array) -> Array:
-        return (stored + peaks_after(p, own, base, change, n, alive)).max(0)
+    def exactly(_: Array, state: tuple) -> tuple:
+        peaks, steps = peaks_after(p, own, base, change, n, alive, state[1])
+        return (stored + peaks).max(0), steps
 
-    return lax.fori_loop(0, is_over, exactly, memory), alive
+    memory, steps = lax.fori_loop(0, is_over, exactly, (memory, steps))
+    return memory, alive, steps
 
 
 def move(
