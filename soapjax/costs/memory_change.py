@@ -212,15 +212,17 @@ def peaks_after(
 
     diff, waiting = lax.fori_loop(0, count, own_row, steps)
     diff = lax.fori_loop(0, num_g, group, diff)
-    none = jnp.zeros((groups, q))
+    none, no_waits, nowhere = jnp.zeros((groups, q)), jnp.zeros((2, groups, q)), diff.shape[0] - 1
 
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         now, waits, peak, diff, waiting = state
+        # What is read at one place and written at another is written first, one turn late: XLA then copies no array.
+        diff, waiting = put(diff, jnp.where(k > 0, k - 1, nowhere), none), put(waiting, jnp.where(k > 0, k - 1, nowhere), no_waits)
         now, waits = now + row(diff, k), waits + row(waiting, k)
         held = jnp.minimum(row(alive.waiting, k)[..., None] + waits, p.waiting[0][:, None, None])
         peak = jnp.maximum(peak, row(alive.used, jnp.minimum(k, p.counts[2] - 1))[:, None] + now + held[0] + held[1])
-        return now, waits, peak, put(diff, k, none), put(waiting, k, jnp.zeros_like(waits))
+        return now, waits, peak, diff, waiting
 
-    # Steps may stand one or two places behind the last task, where nothing is held any more.
-    found = lax.fori_loop(0, p.counts[2] + 2, task, (none, jnp.zeros((2, groups, q)), none, diff, waiting))
+    # Steps may stand one or two places behind the last task, where nothing is held any more; the last place stays zero.
+    found = lax.fori_loop(0, p.counts[2] + 3, task, (none, no_waits, none, diff, waiting))
     return found[2], found[3:]

@@ -96,7 +96,7 @@ def tables_of(problem: PlanningProblem) -> tuple[Tables, Sizes]:
 
 
 def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
-    tasks, groups = sizes.bucket.tasks + 3, max(sizes.bucket.groups, 1)
+    tasks, groups = sizes.bucket.tasks + 4, max(sizes.bucket.groups, 1)
     steps = jnp.zeros((tasks, groups, lanes)), jnp.zeros((tasks, 2, groups, lanes))
     return Scratch(nothing_changed(tables.costs, sizes.own, lanes), jnp.zeros((sizes.items.places + 1, lanes)), steps)
 
