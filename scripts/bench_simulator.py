@@ -55,14 +55,17 @@ import soapjax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import abstract_model, parse_settings
 from soapjax.planning import planning_problem
-from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, Engine, mcmc
-from soapjax.search.moves import State, leap
+from soapjax.search.chain import MOST_BLOCKS, draws
+from soapjax.search.engine import Engine
+from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, mcmc
+from soapjax.search.moves import State
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.starts import starts
 from soapjax.simulate.event import simulate
 from soapjax.simulate.event_delta import DeltaSimulation
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.plan import ModelSource
+from soapjax.strategy.strategy import Strategy
 
 EVENT_PROPOSALS = 24
 FULL_BATCHES = 3
@@ -87,14 +90,18 @@ class Proposals(NamedTuple):
 
 
 def draw(engine: Engine, at: Any, num_blocks: int) -> Proposals:
-    keys = jax.random.split(jax.random.key(1), num_blocks)
-    drawn = jax.jit(jax.vmap(engine.draws, (0, None, None)))(keys, at.base.axes, at.base.storage)
-    n, axes, storage, _ = (np.asarray(x) for x in drawn)
+    rng = np.random.default_rng(1)
+    keys = rng.integers(0, 2**32, (num_blocks, 2), np.uint32)
+    drawn = jax.jit(jax.vmap(draws, (None, 0, None, None)))(engine.moves, keys, at.base.axes, at.base.storage)
+    num_ops, num_axes = engine.problem.graph.num_operators, engine.problem.space.num_axes
+    n, axes, storage = (np.asarray(x) for x in drawn[:3])
+    axes, storage = axes.transpose(0, 2, 1)[:, : engine.steps, :num_axes], storage[:, : engine.steps]
     # The search leaps up to BATCH steps in one of ROUNDS_PER_LEAP rounds of BLOCKS_PER_ROUND blocks.
     num_leaps = max(1, round(BATCH * num_blocks / (BLOCKS_PER_ROUND * ROUNDS_PER_LEAP)))
-    propose = jax.jit(jax.vmap(leap(engine.problem.space), (0, None)))
-    leaps = propose(jax.random.split(jax.random.key(2), num_leaps), State(at.base.axes, at.base.storage))
-    return Proposals(n, axes, storage, jax.tree.map(np.asarray, leaps))
+    state = State(at.base.axes, at.base.storage)
+    some = [engine.programs.leaps(engine.moves, rng.integers(0, 2**32, 2, np.uint32), state) for _ in range(-(-num_leaps // BATCH))]
+    leaps = State(*(np.concatenate(x)[:num_leaps] for x in zip(*some, strict=True)))
+    return Proposals(n, axes, storage, State(leaps.axes[:, :num_ops, :num_axes], leaps.storage[:, :num_ops]))
 
 
 def timed(run: Callable[[], Any], repeat: int) -> list[float]:
@@ -118,22 +125,28 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
     simulator, pool = problem.simulator, ThreadPoolExecutor(2)
     begun = starts(jax.random.key(options.seed), problem, Budget())
     engine = Engine(problem, begun[0].cost)
+    engine.prepare()
     walker = engine.walker(begun[0].strategy, 1.0)
-    walker = engine.walk(jax.random.key(3), BETAS[1], walker, 0, 2 * BLOCKS_PER_ROUND)
-    at, tables = walker.at, engine.near.tables
+    walker = engine.walk(np.random.default_rng(3), BETAS[1], walker, 2 * BLOCKS_PER_ROUND)
+    at = walker.at
+    now = engine.strategy(State(at.base.axes, at.base.storage))
     proposals = draw(engine, at, options.blocks)
     num_blocks, steps = proposals.storage.shape
 
-    @jax.jit
-    def judge(tables, at, operators, axes, storage):
-        return jax.lax.map(lambda x: engine.near.judge(tables, at, *x).step_time_s, (operators, axes, storage))
+    def judge(operators: np.ndarray, axes: np.ndarray, storage: np.ndarray) -> np.ndarray:
+        """Step times [R, Q]; each distinct config of a block is judged once."""
+        found = []
+        for n, a, s in zip(operators, axes, storage, strict=True):
+            _, first, place = np.unique(np.concatenate([a, s[:, None]], 1), axis=0, return_index=True, return_inverse=True)
+            found.append(engine.judged(at, int(n), a[first], s[first]).step_time_s[place.reshape(-1)])
+        return np.stack(found)
 
     half = num_blocks // 2
-    halves = [tuple(jnp.asarray(x[part]) for x in proposals[:3]) for part in (slice(0, half), slice(half, 2 * half))]
+    halves = [tuple(x[part] for x in proposals[:3]) for part in (slice(0, half), slice(half, 2 * half))]
     leaps = [_filled(proposals.leaps, k) for k in range(0, len(proposals.leaps.storage), BATCH)]
 
     def batched_delta() -> tuple[np.ndarray, np.ndarray]:
-        blocks = pool.map(lambda h: np.asarray(judge(tables, at, *h)), halves)
+        blocks = pool.map(lambda h: judge(*h), halves)
         return np.concatenate(list(blocks)), np.concatenate([simulator.batch(*x).scores.step_time_s for x in leaps])
 
     delta_s = timed(batched_delta, options.repeat)
@@ -141,7 +154,7 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
 
     rng = np.random.default_rng(0)
     order = rng.permutation(2 * half * steps)[: BATCH * FULL_BATCHES * 2]
-    whole = _whole(at, proposals, order // steps, order % steps)
+    whole = _whole(now, proposals, order // steps, order % steps)
     batches = [State(whole.axes[k : k + BATCH], whole.storage[k : k + BATCH]) for k in range(0, len(order), BATCH)]
 
     def batched_full() -> np.ndarray:
@@ -156,13 +169,14 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
         worst.append(_worst(leap_times[k * BATCH : k * BATCH + count], simulator.batch(*batch).scores.step_time_s[:count]))
 
     schedule = simulator.schedule
-    costs = jax.tree.map(lambda *x: np.concatenate(x), *simulator.batch(*batches[0]).parts)
+    batch = simulator.batch(*batches[0])
+    costs = jax.tree.map(lambda *x: np.stack(x), *map(batch.costs, range(len(batches[0].storage))))
     durations = schedule.durations(costs.durations)[:EVENT_PROPOSALS]
     occupies = [schedule.occupies] * EVENT_PROPOSALS
     if costs.holders is not None:
         held = [jax.tree.map(lambda x, i=i: x[i], costs.holders) for i in range(EVENT_PROPOSALS)]
         occupies = [schedule.occupies_of_groups(h) for h in held]
-    own = _whole(at, proposals, np.zeros(1, int), np.zeros(1, int), moves=False)
+    own = _whole(now, proposals, np.zeros(1, int), np.zeros(1, int), moves=False)
     base_costs = simulator.batch(*own).costs(0)
     delta = DeltaSimulation(
         schedule, schedule.durations(base_costs.durations),
@@ -183,16 +197,23 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
     searched = mcmc(jax.random.key(options.seed), problem, Budget(seconds=options.seconds))
     walked, seconds = searched.history[0][1], searched.search_s
     begin = time.perf_counter()
-    count = max(BLOCKS_PER_ROUND, num_blocks)
-    list(pool.map(lambda c: engine.walk(jax.random.key(c), BETAS[c], walker, 0, count), range(2)))
-    steady = 2 * count * steps / (time.perf_counter() - begin)
+    begin, cpu = time.perf_counter(), time.process_time()
+
+    def walked_by(c: int) -> int:
+        rng, w = np.random.default_rng(c), walker
+        for _ in range(max(1, num_blocks // MOST_BLOCKS)):
+            w = engine.walk(rng, BETAS[c], w, MOST_BLOCKS)
+        return int(w.steps) - int(walker.steps)
+
+    taken = sum(pool.map(walked_by, range(2)))
+    steady, of_cpu = taken / (time.perf_counter() - begin), taken / (time.process_time() - cpu)
     result = {
         "batched_delta": rates(2 * half * steps + len(proposals.leaps.storage), delta_s),
         "batched_full": rates(len(order), full_s),
         "event_delta": rates(1, event_delta_s),
         "event_full": rates(1, event_s),
         "max_rel_difference": max(worst),
-        "mh_steps_per_s": steady,
+        "mh_steps_per_s": steady, "mh_steps_per_cpu_s": of_cpu,
         "mh_steps_per_s_with_compilation": searched.num_proposals / seconds,
         "search": {
             "seconds": seconds, "starts_s": walked, "best_step_s": searched.best.step_time_s, "stopped_by": searched.stopped_by,
@@ -220,9 +241,9 @@ def _filled(state: State, first: int) -> State:
     return State(jnp.asarray(state.axes[index]), jnp.asarray(state.storage[index]))
 
 
-def _whole(at: Any, proposals: Proposals, r: np.ndarray, q: np.ndarray, *, moves: bool = True) -> State:
+def _whole(now: Strategy, proposals: Proposals, r: np.ndarray, q: np.ndarray, *, moves: bool = True) -> State:
     """The strategies that candidates q of blocks r stand for."""
-    axes, storage = (np.repeat(np.asarray(x)[None], len(r), 0) for x in (at.base.axes, at.base.storage))
+    axes, storage = (np.repeat(x[None], len(r), 0) for x in (now.axes, now.storage))
     if moves:
         rows = np.arange(len(r))
         axes[rows, proposals.operator[r]], storage[rows, proposals.operator[r]] = proposals.axes[r, q], proposals.storage[r, q]

@@ -109,7 +109,7 @@ def metropolis(problem: PlanningProblem, budget: Budget, seed: int) -> list[Impr
             if accepts.any():
                 chains[c] = Chain(axes[first], storage[first], float(cost[first]))
         rounds += 1
-        chains = exchange(jax.random.key(rounds), chains, betas, rounds % 2)
+        chains = exchange(rng, chains, betas, rounds % 2)
     return [*found, Improvement("full", time.monotonic() - begin, time.process_time() - cpu, done, lowest)]
 
 

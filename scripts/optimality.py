@@ -17,17 +17,15 @@ import sys
 import time
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, search
 from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded, parser_of, positive_float, positive_int, show
 
-from soapjax.search.neighbourhood import Neighbourhoods
+from soapjax.search.engine import Engine
+from soapjax.search.neighbourhood import Position
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.strategy.strategy import Strategy
 
-CHUNK = 256  # candidates of one call
 BETTER = 1e-5  # relative
 GLOBAL_MODELS = ("lenet", "rnnlm_2_steps")
 
@@ -53,9 +51,7 @@ class Neighbours:
     """Judges all neighbours of a strategy."""
 
     def __init__(self, problem: PlanningProblem):
-        self.problem, self.near = problem, Neighbourhoods(problem)
-        self._judge = jax.jit(self.near.judge)
-        self._position = jax.jit(self.near.position)
+        self.problem, self.engine = problem, Engine(problem)
         by_options: dict[bytes, np.ndarray] = {}
         self.candidates = []  # N of (axes int8 [Q, A], storage int8 [Q])
         space = problem.space
@@ -67,26 +63,14 @@ class Neighbours:
             storages = np.arange(len(space.storages) if space.owns_parameters[n] else 1, dtype=np.int8)
             self.candidates.append((np.repeat(axes, len(storages), axis=0), np.tile(storages, len(axes))))
 
-    def position(self, strategy: Strategy):
-        """The strategy taken apart; and its cost as the neighbourhoods see it."""
-        costs = self.problem.simulator.costs(strategy)
-        return self._position(self.near.tables, costs, jnp.asarray(strategy.axes), jnp.asarray(strategy.storage))
-
-    def costs(self, position, n: int) -> np.ndarray:
+    def costs(self, position: Position, n: int) -> np.ndarray:
         """Of all candidates of operator `n`."""
-        axes, storage = self.candidates[n]
-        found = []
-        for k in range(0, len(axes), CHUNK):
-            count = min(CHUNK, len(axes) - k)
-            padded = np.minimum(np.arange(k, k + CHUNK), len(axes) - 1)
-            judged = self._judge(self.near.tables, position, jnp.int32(n), jnp.asarray(axes[padded]), jnp.asarray(storage[padded]))
-            found.append(np.asarray(judged.cost_s)[:count])
-        return np.concatenate(found)
+        return self.engine.judged(position, n, *self.candidates[n]).cost_s
 
     def descend(self, start: Evaluation) -> Descent:
         """Takes improving neighbours until there is none."""
         begin, now, improvements, judged = time.monotonic(), start, 0, 0
-        position = self.position(now.strategy)
+        position = self.engine.at(now.strategy)
         quiet, n, count = 0, 0, len(self.candidates)
         while quiet < count:
             costs = self.costs(position, n)
@@ -100,7 +84,7 @@ class Neighbours:
                 tried = self.problem.evaluate([Strategy(axes, storage)])[0]
                 if tried.cost < now.cost * (1 - BETTER):
                     now, moved = tried, True
-                    position = self.position(now.strategy)
+                    position = self.engine.at(now.strategy)
                     improvements += 1
                     break
             quiet = 0 if moved else quiet + 1
