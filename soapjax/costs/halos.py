@@ -12,11 +12,6 @@ from soapjax.strategy.layout import HALO, REPLICATED
 KIND = "collective-permute"
 
 
-def inner_source(layout: np.ndarray) -> np.ndarray:
-    """Layouts [S, A] of the collectives in the middle of tasks, without the codes of halos."""
-    return np.where(layout <= HALO, REPLICATED, layout)
-
-
 def inner_target(layout: np.ndarray) -> np.ndarray:
     """What they are brought to: sums made, borders exchanged."""
     return np.where(layout >= 0, layout, REPLICATED)

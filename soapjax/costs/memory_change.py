@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from soapjax.costs.arrays import CostArrays
-from soapjax.costs.change import Base, Change, Readers, span
+from soapjax.costs.base import Base, Change, span
+from soapjax.costs.copies import Readers
 from soapjax.costs.memory import Lives, needed_until, steps_of, waited
 from soapjax.costs.own_records import OwnRecords
 from soapjax.jit.kernel import added, added_at, put, row
@@ -45,7 +46,8 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     def one(x: Array) -> Array:
         return x[..., None]
 
-    lives = Lives(*map(one, (base.held, base.copy, base.is_sent, base.passing, base.waiting, since_of(p, base), base.on, base.on_kept)))
+    figures = base.held, base.copy, base.is_sent, base.passing, base.waiting, since_of(p, base), base.on, base.on_kept
+    lives = Lives(*map(one, figures))
     steps = steps_of(p, lives)
     groups = base.on.shape[1]
 
@@ -78,7 +80,7 @@ def stored_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Ar
 
 
 def most_added(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array) -> Array:
-    """Bytes [Q] that a candidate may add to the peak: all that the operator's rows hold, and the copies that they may keep longer."""
+    """Bytes [Q] that a candidate may add to the peak: all that the operator's rows hold, and copies that are kept longer."""
     first, count = span(own, n, 3)
     num_t = p.counts[3]
 

@@ -127,8 +127,8 @@ def tasks_pass(
 
     def body(j: Array, found: Array) -> Array:
         which, updated, op = (row(records.task, first + j)[i] for i in range(3))
-        of = row(shards, jnp.maximum(updated, 0))
-        return put(found, j, compute_s(p, which, row(slots.flop_s, j), row(slots.moved_bytes, j), row(config, op), updated >= 0, of))
+        of = row(config, op), updated >= 0, row(shards, jnp.maximum(updated, 0))
+        return put(found, j, compute_s(p, which, row(slots.flop_s, j), row(slots.moved_bytes, j), *of))
 
     return lax.fori_loop(0, count, body, begun)
 
@@ -187,7 +187,8 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
 
     tensors = [zeros(t_pad + 1, width, dtype=SET) for _ in range(3)]
     nothing = Rows(
-        *tensors, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups), zeros(t_pad + 1), zeros(e_pad + 1),
+        *tensors, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups), zeros(t_pad + 1),
+        zeros(e_pad + 1),
         zeros(e_pad + 1, dtype=bool), zeros(t_pad + 1), zeros(t_pad + 1, 2), zeros(x_rows, groups, dtype=bool),
         zeros(x_rows, groups, dtype=bool),
     )  # fmt: skip

@@ -27,8 +27,8 @@ LARGEST_CONSTANT = 4096  # bytes of an argument that is known when the program a
 def as_one_kernel(fn: Callable[..., Any], *, is_guarded: bool = True) -> Callable[..., Any]:
     """`fn` of pytrees of arrays, compiled as one function of those leaves that it reads.
 
-    `is_guarded`: arrays may be of a single row. No scatters, sorts, matrix products or calls of libraries in it, no reductions of more than a few numbers into one, and no
-    arrays that it closes over.
+    `is_guarded`: arrays may be of a single row. No scatters, sorts, matrix products or calls of libraries in it, no reductions of
+    more than a few numbers into one, and no arrays that it closes over.
     """
 
     def called(*args: Any) -> Any:
@@ -81,7 +81,7 @@ def rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def added_at(x: jax.Array, places: tuple[jax.Array, ...], values: tuple[jax.Array, ...]) -> jax.Array:
-    """`x` with `values` added at `places`, one after the other: in a loop, since XLA would copy the whole array between two adds."""
+    """`x` with `values` added at `places`, one after the other: in a loop, since between two adds XLA would copy the array."""
     index, value = jnp.stack(places), jnp.stack([jnp.broadcast_to(v, x.shape[1:]) for v in values])
     return jax.lax.fori_loop(0, len(places), lambda i, x: added(x, row(index, i), row(value, i)), x)
 

@@ -4,7 +4,8 @@ A search judges millions of strategies with a few jitted functions that take lon
 their executables are kept in a folder of the user (`$SOAPJAX_CACHE/programs`, or `~/.cache/soapjax/programs`), under a
 hash of the program's text and of all that a compiler looks at beside it; or, of those with a name, of the source of this package
 in place of the text, so that a later process does not even trace them. JAX's own compilation cache, and its
-configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing, and a path keeps them there.
+configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing, a path keeps them
+there.
 
 Loading an executable unpickles it: only what this user alone could write is read (kept_programs.py). What cannot be read,
 written, loaded or run is compiled as if there were no cache.
@@ -18,8 +19,8 @@ import hashlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,25 +105,6 @@ def threads(count: int | None) -> ThreadPoolExecutor:
     """A pool whose threads have the default device of the caller's; a thread has one of its own otherwise."""
     device = jax.config.jax_default_device
     return ThreadPoolExecutor(count, initializer=lambda: jax.default_device(device).__enter__())
-
-
-@contextlib.contextmanager
-def side_by_side() -> Iterator[Callable[..., Any]]:
-    """Compiles programs on as many cores as there are, while further ones are traced; all are ready at the end.
-
-    Gives a function of a program and arguments like its own; it returns what `Program` will, as `jax.ShapeDtypeStruct`s.
-    """
-    waiting: list[Future[None]] = []
-
-    def prepare(program: Program, *args: Any) -> Any:
-        lowered = program.lower(*args)
-        waiting.append(pool.submit(program.compile, lowered))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
-
-    with threads(os.cpu_count()) as pool:
-        yield prepare
-        for each in waiting:
-            each.result()
 
 
 def program_folder() -> Path | None:

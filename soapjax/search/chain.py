@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from soapjax.costs.arrays import Bucket
-from soapjax.costs.change import Base
+from soapjax.costs.base import Base
 from soapjax.costs.memory_change import Alive
 from soapjax.costs.sets import DIGITS
 from soapjax.jit.kernel import as_one_kernel, put, row
@@ -173,7 +173,9 @@ def programs(sizes: Sizes) -> Programs:
     def take_apart(tables: Tables, base: Base) -> Position:
         return position(tables, sizes, base)
 
-    def walk(tables: Tables, moves: MoveTables, reference_s: Array, beta: Array, keys: Array, walker: Walker, count: Array) -> Walker:
+    def walk(
+        tables: Tables, moves: MoveTables, reference_s: Array, beta: Array, keys: Array, walker: Walker, count: Array
+    ) -> Walker:
         def one(i: Array, state: tuple) -> tuple:
             return block(tables, moves, sizes, reference_s, beta, row(keys, i), state)
 

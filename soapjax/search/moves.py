@@ -130,9 +130,11 @@ def move_tables(space: SearchSpace, num_ops: int, num_axes: int, op_dims: int, s
     moves = 5 if space.offers_pins else 4
     weights = np.cumsum(np.array(WEIGHTS[:moves]) / sum(WEIGHTS[:moves]))[:-1]
     return MoveTables(
-        padded(values, (num_ops, num_axes, width)), padded(counts, (num_ops, num_axes), 1), np.int32(count), np.int32(space.num_axes),
+        padded(values, (num_ops, num_axes, width)), padded(counts, (num_ops, num_axes), 1), np.int32(count),
+        np.int32(space.num_axes),
         np.int32(len(space.storages) if len(owners) else 1), *listed(free), *listed(movable), *listed(owners),
-        padded(np.asarray(space.owns_parameters), (num_ops,)), padded(np.array([o.group for o in graph.operators], np.int32), (num_ops,), -1),
+        padded(np.asarray(space.owns_parameters), (num_ops,)),
+        padded(np.array([o.group for o in graph.operators], np.int32), (num_ops,), -1),
         flows, padded(np.array(space.mesh.axis_sizes, np.int32), (num_axes,), 1),
         padded(np.array([space.may_pin(n) for n in range(count)], bool), (num_ops,)), np.int32(steps),
         padded(weights.astype(np.float32), (4,), 2),

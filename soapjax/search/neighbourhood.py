@@ -15,14 +15,16 @@ import numpy as np
 from jax import Array, lax
 
 from soapjax.costs.arrays import Bucket, CostArrays
-from soapjax.costs.change import Base, Change, all_previous, changed, cleaned, moved, nothing_changed, sent_after, sent_by, span
+from soapjax.costs.base import Base, Change, in_kernel, nothing_changed, span
+from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
+from soapjax.costs.copies import all_previous
 from soapjax.costs.evaluate import Evaluator
 from soapjax.costs.memory_change import Alive, alive_of, most_added, peaks_after, stored_after
 from soapjax.costs.own_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.rules import configs_of, violations
 from soapjax.costs.sets import MAX_AXES
 from soapjax.costs.whole import Evaluated
-from soapjax.jit.kernel import as_one_kernel, row
+from soapjax.jit.kernel import row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.trace import Figures, Trace, no_trace, traced
@@ -89,10 +91,9 @@ def tables_of(problem: PlanningProblem) -> tuple[Tables, Sizes]:
     simulator = problem.simulator
     own, own_sizes = own_records(simulator.tables, simulator.evaluator.bucket)
     items, item_sizes = simulator.item_records
-    return (
-        Tables(simulator.evaluator.arrays, jax.device_put(own), items, jax.device_put(limits_of(problem.objective, problem.usable_memory_bytes))),
-        Sizes(simulator.evaluator.bucket, own_sizes, item_sizes),
-    )
+    limits = limits_of(problem.objective, problem.usable_memory_bytes)
+    tables = Tables(simulator.evaluator.arrays, *jax.device_put((own, items, limits)))
+    return tables, Sizes(simulator.evaluator.bucket, own_sizes, item_sizes)
 
 
 def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
@@ -129,8 +130,8 @@ def no_base(sizes: Sizes) -> Base:
     rows, tensors, edges, tasks, parameters = (n + 1 for n in (b.rows, b.tensors, b.edges, b.tasks, b.parameters))
     return Base(
         zeros(b.operators, MAX_AXES, dtype=np.int8), zeros(b.operators, dtype=np.int8), zeros(b.slots + 1, b.width, dtype=np.int16),
-        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows, groups), zeros(edges, dtype=np.int32), zeros(tensors),
-        zeros(edges), zeros(edges, dtype=bool), zeros(tensors), zeros(tensors, 2), zeros(parameters),
+        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows, groups), zeros(edges, dtype=np.int32),
+        zeros(tensors), zeros(edges), zeros(edges, dtype=bool), zeros(tensors), zeros(tensors, 2), zeros(parameters),
         *(zeros(n, groups, dtype=bool) for n in (rows, rows, tasks, parameters)),
     )  # fmt: skip
 
@@ -142,10 +143,6 @@ def no_alive(sizes: Sizes) -> Alive:
     return Alive(*of_tasks, none, none, np.float32(0))
 
 
-def _kernel(fn, *of):
-    return as_one_kernel(fn, is_guarded=False)(*of)
-
-
 def figures_of(base: Base, pins: bool) -> Figures:
     on = (base.on_compute, base.on) if pins else (None, None)
     return Figures(base.compute_s, base.paid_s, *on)
@@ -153,12 +150,12 @@ def figures_of(base: Base, pins: bool) -> Figures:
 
 def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
     """What `base` is, which says nothing of who pays yet."""
-    base = base._replace(previous=_kernel(all_previous, tables.costs, base.layout, base.storage))
+    base = base._replace(previous=in_kernel(all_previous, tables.costs, base.layout, base.storage))
     trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
     everything = jnp.int32(0), tables.items.count - 1, jnp.bool_(True)
-    trace = _kernel(traced, tables.items, figures_of(base, sizes.pins), trace, *everything)
-    sent = _kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
-    return Position(base, trace, _kernel(alive_of, tables.costs, base), sent)
+    trace = in_kernel(traced, tables.items, figures_of(base, sizes.pins), trace, *everything)
+    sent = in_kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
+    return Position(base, trace, in_kernel(alive_of, tables.costs, base), sent)
 
 
 def judge(
@@ -167,23 +164,23 @@ def judge(
     """Candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
     p, own, items, pins = tables.costs, tables.own, tables.items, sizes.pins
     base, change = at.base, changed(p, own, at.base, into.change, n, axes, storage)
-    found = Changed(
-        change.task_of, change.row_of, change.compute_s, change.full_s, change.pays, *((change.on_compute, change.on) if pins else (None, None))
-    )  # fmt: skip
-    first, last = _kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
-    around = _kernel(passing_by, items, at.trace, first, last)
-    times, places = _kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
-    memory, alive, steps = _kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
-    sent = _kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
+    on = (change.on_compute, change.on) if pins else (None, None)
+    found = Changed(change.task_of, change.row_of, change.compute_s, change.full_s, change.pays, *on)
+    first, last = in_kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
+    around = in_kernel(passing_by, items, at.trace, first, last)
+    times, places = in_kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
+    memory, alive, steps = in_kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
+    sent = in_kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
 
     def price(p, axes, n, times, memory, sent, limits):
         config = configs_of(axes, p.divisors.shape[1], pins)
         return cost_by(limits, times, memory, sent, violations(p, n, config))
 
-    costs = _kernel(price, p, axes, n, times, memory, sent, tables.limits)
-    row_of, task_of = _kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
+    costs = in_kernel(price, p, axes, n, times, memory, sent, tables.limits)
+    row_of, task_of = in_kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
     span_of = Window(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0))
-    return Judged(times, memory, sent, costs), span_of, alive, Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
+    into = Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
+    return Judged(times, memory, sent, costs), span_of, alive, into
 
 
 def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, change: Change, n: Array, *, pins: bool):
@@ -215,7 +212,7 @@ def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, chan
 def _memory(
     p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive, limits: Array, steps: tuple[Array, Array]
 ) -> tuple[Array, Alive, tuple[Array, Array]]:
-    """(bytes per device [Q], what is alive under `base`, `steps` as they were): the bound where it fits, else what is alive now, and exactly."""
+    """(bytes per device [Q], what is alive, `steps` as they were): a bound where that fits, else what is alive now, and exactly."""
 
     def bound(alive: Alive) -> tuple[Array, Array]:
         stored = stored_after(p, own, base, change, n, alive.persistent)
@@ -246,11 +243,11 @@ def move(
 ) -> Position:  # fmt: skip
     """The position after operator `n` took candidate `q` that `judge` judged; the same one unless `is_wanted`."""
     p = tables.costs
-    slack = _kernel(_slack_of, p, tables.own, at.base, into.change, n, q, alive)
-    base = _kernel(moved, p, tables.own, at.base, into.change, n, q, axes[:, q], storage[q], is_wanted)
-    trace = _kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, window.first, window.last, is_wanted)
+    slack = in_kernel(_slack_of, p, tables.own, at.base, into.change, n, q, alive)
+    base = in_kernel(moved, p, tables.own, at.base, into.change, n, q, axes[:, q], storage[q], is_wanted)
+    trace = in_kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, window.first, window.last, is_wanted)
     persistent = jnp.where(is_wanted, slack[1], alive.persistent)
-    sent = _kernel(sent_by, p, base, tables.limits[5] > 0)
+    sent = in_kernel(sent_by, p, base, tables.limits[5] > 0)
     alive = alive._replace(slack=jnp.where(is_wanted, slack[0], alive.slack), persistent=persistent)
     return Position(base, trace, alive, sent)
 

@@ -92,7 +92,8 @@ def forward(items: ItemRecords, of: Figures, old: Trace, first: Array, count: Ar
         free = jnp.where(is_barrier, 0.0, jnp.stack(streams))
         return free, jnp.where(is_barrier, 0.0, gathered), end, ends, kept_free, kept_gathered, length
 
-    start = (row(old.free, first), row(old.gathered, first), jnp.zeros((), old.end.dtype), old.end, old.free, old.gathered, old.length)
+    before = row(old.free, first), row(old.gathered, first), jnp.zeros((), old.end.dtype)
+    start = (*before, old.end, old.free, old.gathered, old.length)
     _, _, end, ends, free, gathered, length = lax.fori_loop(first, count, body, start)
     last = jnp.where(count > first, count - 1, nobody)
     return put(ends, last, jnp.where(count > first, end, 0.0)), free, gathered, length
@@ -140,7 +141,8 @@ def backward(items: ItemRecords, of: Figures, old: Trace, last: Array, stop: Arr
     begin = row(old.rest_of_free, jnp.maximum(last, 0)), row(old.rest_of_gathered, jnp.maximum(last, 0))
     start = (*begin, zero, old.rest_of_free, old.rest_of_gathered, old.rest_of_begin)
     _, _, path, rest_free, rest_gathered, rest_begin = lax.fori_loop(0, count, body, start)
-    return rest_free, rest_gathered, put(rest_begin, jnp.where(count > 0, last - count + 1, nobody), jnp.where(count > 0, path, 0.0))
+    at = jnp.where(count > 0, last - count + 1, nobody)
+    return rest_free, rest_gathered, put(rest_begin, at, jnp.where(count > 0, path, 0.0))
 
 
 def traced(items: ItemRecords, of: Figures, old: Trace, first: Array, last: Array, is_wanted: Array) -> Trace:

@@ -113,7 +113,8 @@ def records_of_items(
             previous[t], last[before] = last[before], t
 
     def item_of(some: np.ndarray, count: int) -> np.ndarray:
-        return np.concatenate([np.where(some >= n, sizes.items, some), np.full(count + 1 - len(some), sizes.items)]).astype(np.int32)
+        none = np.full(count + 1 - len(some), sizes.items)
+        return np.concatenate([np.where(some >= n, sizes.items, some), none]).astype(np.int32)
 
     counts = np.int32(n), np.int32(len(ends))
     return ItemRecords(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, graph_of, topology_of
 
-from soapjax.costs.change import Base
+from soapjax.costs.base import Base
 from soapjax.costs.sets import MAX_AXES
 from soapjax.search.chain import LANES
 from soapjax.search.engine import Engine
