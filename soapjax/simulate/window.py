@@ -96,7 +96,8 @@ def window_times(
             base, base_on = figures_of_item(of, item)
             compute_s = row(changed.compute_s, jnp.maximum(k - 1, 0))
             sent_s = row(changed.full_s, r) * row(changed.pays, r)
-            own = [jnp.where(k > 0, compute_s, base[0]), *(jnp.where(r > 0, sent_s[s], base[1 + s]) for s in range(num_streams - 1))]
+            links = (jnp.where(r > 0, sent_s[s], base[1 + s]) for s in range(num_streams - 1))
+            own = [jnp.where(k > 0, compute_s, base[0]), *links]
             on = None
             if pins:
                 on = jnp.where(r > 0, row(changed.on_rows, r), base_on[:, None])

@@ -211,7 +211,8 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(links, seed):
     size = np.exp(rng.uniform(0, 25, BATCH)).astype(np.float32)
     partial, scattered = np.where(summed, P, R).astype(np.int8), np.where(summed, 0, R).astype(np.int8)
     whole = np.full_like(partial, R)
-    reduce, scatter, gather = (conversion_costs(s, t, size, links) for s, t in ((partial, whole), (partial, scattered), (scattered, whole)))
+    ways = (partial, whole), (partial, scattered), (scattered, whole)
+    reduce, scatter, gather = (conversion_costs(s, t, size, links) for s, t in ways)
     np.testing.assert_allclose(reduce.seconds, scatter.seconds + gather.seconds, rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(reduce.bytes.sum(-1), (scatter.bytes + gather.bytes).sum(-1), rtol=FLOAT32_ERROR)
     # Over all levels together the bytes are those of one flat group.

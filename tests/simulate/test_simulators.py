@@ -151,7 +151,7 @@ def run_batched(schedule: Schedule, durations) -> np.ndarray:
 
 @jax.jit
 def windows(items, seconds, on, item, new_seconds, new_on):
-    """Step times [B] where items `item` [R] (T for nobody) take `new_seconds` [B, R, S] and `new_on` [B, R, G] in place of theirs."""
+    """Step times [B] where items `item` [R] (T for nobody) take `new_seconds` [B, R, S] and `new_on` [B, R, G]."""
     of, size, rows = figures(seconds, on), items.item.shape[0] - 1, len(item)
     streams = 1 + of.paid_s.shape[1]
     trace = no_trace(size, streams - 1, 0 if on is None else on.shape[-1])
