@@ -7,8 +7,8 @@ Every cell is three processes, each with a folder of programs of its own: *cold*
 programs of the cold one are on disk; and *long*, a search of --long seconds, which the step times of the others are
 divided by. Tracing is told apart from the search. `compiled` counts the programs that a process compiled; `next_compiled`
 those that another problem of the same process did, a smaller model on the same topology: none, if it is of the same sizes.
-CPU seconds stand beside wall time, which other work on the machine lengthens. Rows go to results/bench_planning.csv; the same command
-goes on from there.
+CPU seconds stand beside wall time, which other work on the machine lengthens. Rows go to results/bench_planning.csv; the same
+command goes on from there.
 """
 
 from __future__ import annotations

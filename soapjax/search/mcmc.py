@@ -54,11 +54,11 @@ PATIENCE = 24  # rounds without an own improvement, after which a chain starts a
 MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
-KICKED_UNTIL = 0.2  # of the budget: what may be spent before chains walk
+DESCENDED_UNTIL, KICKED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
 WITHOUT_PINS = 0.4  # of the budget
 TIME_DECIDED = "what was searched depended on the clock: another run may find another plan, one by --proposals the same"
 FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
-ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
+ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
 
 class Record:
@@ -216,9 +216,15 @@ class Descents:
 
     def _descended(self, begun: list[Evaluation]) -> list[Evaluation]:
         members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
-        while self.record.stopped_by(has_walked=False) is None and (active := [d for d in members if not d.is_over]):
+        while self._may_descend() and (active := [d for d in members if not d.is_over]):
             self._one_round(active)
         return [d.best for d in members]
+
+    def _may_descend(self) -> bool:
+        record = self.record
+        if record.spent() >= DESCENDED_UNTIL and record.limit is None:
+            record.time_decides()
+        return record.spent() < DESCENDED_UNTIL and record.stopped_by(has_walked=False) is None
 
     def _kicked(self, best: Evaluation, *, until: float = 1.0, ready: Future[None] | None = None) -> Evaluation:
         """Small kicks beside large ones, until many of both in a row have failed, that part of the budget is spent, or chains are

@@ -178,7 +178,7 @@ def test_a_space_with_pins_is_searched_without_them_first():
     np.testing.assert_allclose([e.cost for e in pinned.evaluate(some)], [e.cost for e in plain.evaluate(some)], rtol=1e-5)
     key = jax.random.key(5)
     found = mcmc(key, pinned, Budget(num_proposals=1000))
-    assert found.num_proposals == 1000
+    assert found.num_proposals <= 1000 and found.stopped_by in ("proposals", "converged")
     assert found.best.cost <= mcmc(key, plain, Budget(num_proposals=int(1000 * WITHOUT_PINS))).best.cost * (1 + 1e-5)
 
 
@@ -188,6 +188,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     It decides, and notes tell, whether the additive optimum is a start, and when kicks have had their share: neither is so here.
     """
     monkeypatch.setattr("soapjax.search.mcmc.KICKED_UNTIL", math.inf)
+    monkeypatch.setattr("soapjax.search.mcmc.DESCENDED_UNTIL", math.inf)
     Engine(step_problem).prepare()
     key = jax.random.key(2)
     timed = mcmc(key, step_problem, Budget(seconds=4.0, random_start=True))
@@ -215,7 +216,7 @@ def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
 
     monkeypatch.setattr("soapjax.search.mcmc.additive_start", late)
     monkeypatch.setattr("soapjax.search.mcmc.additive_start_s", lambda problem: 0.5)
-    for seconds, is_tried in ((2.0, True), (1.0, False)):
+    for seconds, is_tried in ((4.0, True), (1.0, False)):
         found = mcmc(jax.random.key(2), step_problem, Budget(seconds=seconds))
         assert TIME_DECIDED in found.notes and found.best.is_feasible
         assert len(asked) == is_tried and all(d < float("inf") for d in asked)
