@@ -106,13 +106,11 @@ def _circles(needs: list[set[int]]) -> list[list[int]]:
 
 def _read_first(eqn: FlatEqn, values: Values) -> list[int]:
     """Roots that must be there before the equation first runs: of what a loop carries only the first value."""
-    roots = []
-    for a in eqn.inputs:
-        if isinstance(a, int):
-            root = values.of(a).root
-            while (carry := values.carries.get(root)) is not None and (first := values.of(carry.init)) is not None:
-                root = first.root
-            roots.append(root)
+    roots = list(values.reads[eqn.key])
+    for k, root in enumerate(roots) if values.carries else ():
+        while (carry := values.carries.get(root)) is not None and (first := values.of(carry.init)) is not None:
+            root = first.root
+        roots[k] = root
     return roots
 
 

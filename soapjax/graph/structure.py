@@ -8,6 +8,7 @@ those that repeat shapes, dtypes, and which value flows where.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -33,14 +34,23 @@ def structure_of(eqns: Sequence[FlatEqn], aval: Callable[[Any], Any], root: Call
     for e in eqns:
         inputs = []
         for a in e.inputs:
-            dtype, rank = str(aval(a).dtype), len(aval(a).shape)
-            inputs.append([number.setdefault(root(a), len(number)) if isinstance(a, int) else "literal", dtype, rank])
-        outputs = [[number.setdefault(root(o), len(number)), str(aval(o).dtype), len(aval(o).shape)] for o in e.outputs]
+            t = aval(a)
+            known = number.setdefault(root(a), len(number)) if isinstance(a, int) else "literal"
+            inputs.append([known, dtype_name(t.dtype), len(t.shape)])
+        outputs = [[number.setdefault(root(o), len(number)), dtype_name((t := aval(o)).dtype), len(t.shape)] for o in e.outputs]
         described.append([e.name, _parameters(e.params), inputs, outputs])
     return hashlib.sha256(json.dumps(described, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """`str(dtype)`, which NumPy puts together anew every time."""
+    return str(dtype)
+
+
 def _parameters(params: dict[str, Any]) -> list[Any]:
+    if not params:
+        return []
     return [[k, _plain(v)] for k, v in sorted(params.items()) if k not in _SHAPES and k not in _SILENT]
 
 
