@@ -53,8 +53,10 @@ class Pairing:
         again = [i for i in rest if is_recompute(units[i].heavy or units[i].eqns[0])]
         self._pair_recomputed(again)
         self._own_parameters()
-        for i in (i for i in rest if i not in set(again)):
-            self._pair_backward(i)
+        is_again = set(again)
+        for i in rest:
+            if i not in is_again:
+                self._pair_backward(i)
         self._own_parameters()
 
     def _new(self, i: int) -> int:

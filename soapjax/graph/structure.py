@@ -30,16 +30,19 @@ _SILENT = {"name", "accuracy", "update_jaxpr", "update_consts", "jvp_jaxpr_fun",
 def structure_of(eqns: Sequence[FlatEqn], aval: Callable[[Any], Any], root: Callable[[Any], int]) -> str:
     """16 hex digits for equations in program order; `aval` and `root` of an atom (values.py) tell dtypes and which is which."""
     number: dict[int, int] = {}
-    described = []
+
+    def described(a: Any) -> str:
+        t = aval(a)
+        which = number.setdefault(root(a), len(number)) if isinstance(a, int) else '"literal"'
+        return f'[{which},"{dtype_name(t.dtype)}",{len(t.shape)}]'
+
+    # The text of [primitive, parameters, operands, results] as JSON, put together by hand: most equations have no parameters.
+    found = []
     for e in eqns:
-        inputs = []
-        for a in e.inputs:
-            t = aval(a)
-            known = number.setdefault(root(a), len(number)) if isinstance(a, int) else "literal"
-            inputs.append([known, dtype_name(t.dtype), len(t.shape)])
-        outputs = [[number.setdefault(root(o), len(number)), dtype_name((t := aval(o)).dtype), len(t.shape)] for o in e.outputs]
-        described.append([e.name, _parameters(e.params), inputs, outputs])
-    return hashlib.sha256(json.dumps(described, separators=(",", ":")).encode()).hexdigest()[:16]
+        parameters = json.dumps(_parameters(e.params), separators=(",", ":")) if e.params else "[]"
+        operands, results = ",".join(map(described, e.inputs)), ",".join(map(described, e.outputs))
+        found.append(f'["{e.name}",{parameters},[{operands}],[{results}]]')
+    return hashlib.sha256(f"[{','.join(found)}]".encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -49,8 +52,6 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _parameters(params: dict[str, Any]) -> list[Any]:
-    if not params:
-        return []
     return [[k, _plain(v)] for k, v in sorted(params.items()) if k not in _SHAPES and k not in _SILENT]
 
 

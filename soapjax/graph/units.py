@@ -156,18 +156,20 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
     readers: dict[tuple, str] = {}
     scalars: dict[tuple, str] = {}
     for eqn, _ in light:
-        if keys[eqn.key][0] == UPDATE and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
-            parent[find(eqn.key)] = find(scalars.setdefault(keys[eqn.key], eqn.key))  # bias corrections, counts, rates
+        key = keys[eqn.key]
+        is_update = key[0] == UPDATE
+        if is_update and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
+            parent[find(eqn.key)] = find(scalars.setdefault(key, eqn.key))  # bias corrections, counts, rates
         for root in values.reads[eqn.key]:
             if root in generated:
                 continue
-            if keys[eqn.key][0] == UPDATE and program.avals[root].size <= 1:
+            if is_update and program.avals[root].size <= 1:
                 continue  # a norm or a bias correction does not make one region of all parameters' updates
             maker = makers.get(root)
-            if maker is not None and keys[maker] == keys[eqn.key]:
+            if maker is not None and keys[maker] == key:
                 parent[find(eqn.key)] = find(maker)
-            elif root in heavy_unit and depth[root] == keys[eqn.key][2]:
-                other = readers.setdefault((root, keys[eqn.key]), eqn.key)
+            elif root in heavy_unit and depth[root] == key[2]:
+                other = readers.setdefault((root, key), eqn.key)
                 parent[find(eqn.key)] = find(other)
     groups: dict[str, list[tuple[FlatEqn, int]]] = {}
     for eqn, trips in light:
@@ -179,7 +181,8 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         inside = {o for e in eqns for o in e.outputs}
         read = {root for e in eqns for root in values.reads[e.key] if root not in inside and root not in generated}
         hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
-        host = next(iter(hosts.values())) if len(hosts) == 1 and read <= inputs | set(heavy_unit) else None
+        is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read)
+        host = next(iter(hosts.values())) if is_one else None
         kinds = ("dot", "conv", "gather", "scatter")
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
