@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.values import Values
@@ -94,6 +92,12 @@ def _split(unit: Unit, level: dict[str, int]) -> list[Unit]:
 
 
 def _circles(needs: list[set[int]]) -> list[list[int]]:
+    if not _has_circle(needs):
+        return []
+    # Rarely come to, and a fifth of a second to import.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
     rows = [i for i, found in enumerate(needs) for _ in found]
     columns = [j for found in needs for j in found]
     edges = csr_array((np.ones(len(rows), np.int8), (rows, columns)), shape=(len(needs), len(needs)))
@@ -102,6 +106,22 @@ def _circles(needs: list[set[int]]) -> list[list[int]]:
     for i, c in enumerate(component):
         members.setdefault(int(c), []).append(i)
     return [found for found in members.values() if len(found) > 1]
+
+
+def _has_circle(needs: list[set[int]]) -> bool:
+    """Whether some unit is left when those that need nothing are taken away, again and again."""
+    readers: list[list[int]] = [[] for _ in needs]
+    for i, found in enumerate(needs):
+        for j in found:
+            readers[j].append(i)
+    missing = [len(found) for found in needs]
+    free = [i for i, n in enumerate(missing) if n == 0]
+    for i in free:  # grows
+        for reader in readers[i]:
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                free.append(reader)
+    return len(free) < len(needs)
 
 
 def _read_first(eqn: FlatEqn, values: Values) -> list[int]:
