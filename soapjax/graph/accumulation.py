@@ -12,7 +12,7 @@ import dataclasses
 from soapjax.graph.phases import BACKWARD, Phases
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.units import ADDITIONS, is_relayout
-from soapjax.graph.values import Uses, Values
+from soapjax.graph.values import Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Context:
 
     def __init__(self, program: Program, values: Values, phases: Phases, generated: set[int]):
         self.program, self.values, self.phases, self.generated = program, values, phases, generated
-        self.uses = Uses(program, values)
+        self.uses = values.uses
 
     def order(self, root: int) -> int:
         return self.values.order[self.values.producer[root].key]

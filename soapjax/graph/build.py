@@ -88,7 +88,7 @@ class _Builder:
         self.generated = generated_values(self.program, self.values)
         self.sums = traced.find_accumulations(self.program, self.values, self.phases, self.generated)
         additions = frozenset(key for found in self.sums.values() for key in found.additions)
-        self.units, self.updates = find_units(self.program, self.values, self.phases, additions)
+        self.units, self.updates = find_units(self.program, self.values, self.phases, self.generated, additions)
         check_units(self.units, self.updates, self.values, self.phases)
         self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
         self.labels = LabelCache(self.program)
@@ -136,6 +136,9 @@ class _Builder:
         tasks_of: list[list[int]] = [[] for _ in order]
         for t, task in enumerate(tasks):
             tasks_of[task.operator].append(t)
+        owned: list[list[int]] = [[] for _ in order]
+        for p, parameter in enumerate(parameters):
+            owned[parameter.owner].append(p)
         built = []
         for n, k in enumerate(order):
             first = self.units[operators[k][0][0]]
@@ -145,7 +148,7 @@ class _Builder:
                     first.kind,
                     dims[n][0],
                     tuple(tasks_of[n]),
-                    tuple(p for p, parameter in enumerate(parameters) if parameter.owner == n),
+                    tuple(owned[n]),
                     0,
                     *_fixed(first, operators[k][1], dims[n][1]),
                 )
@@ -210,14 +213,8 @@ class _Builder:
         ordered = [classes.of(self.values.node(main, d)) for d in range(rank)]
         ordered = [c for c in dict.fromkeys(ordered) if c is not None]
         in_result = set(ordered)
-        for i in members:
-            for e in self.units[i].eqns:
-                for a in (*e.inputs, *e.outputs):
-                    if isinstance(a, int):
-                        for d in range(len(self.program.avals[a].shape)):
-                            c = classes.of(self.values.node(a, d))
-                            if c is not None and c not in ordered:
-                                ordered.append(c)
+        ordered += [c for c in classes.in_order(self.units[i] for i in members) if c not in in_result]
+        touched = classes.touched(first)
         dims, counts = [], {}
         for c in ordered:
             nodes = classes.classes[c]
@@ -226,7 +223,7 @@ class _Builder:
             word = {"P": "param", "S": "sample", "A": "attr"}[kind]
             index = counts[word] = counts.get(word, -1) + 1
             name = word if word == "sample" and index == 0 else f"{word}{index}"
-            is_reduced = first.heavy is not None and c not in in_result and c in classes.touched(first)
+            is_reduced = first.heavy is not None and c not in in_result and c in touched
             spatial = any(n in classes.spatial_nodes for n in nodes)
             sizes = [classes.sizes[n] for n in nodes]
             dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from soapjax.graph import control_rules
 from soapjax.graph.phases import FORWARD, Phases, is_recompute, module_path
@@ -26,16 +26,18 @@ class LabelCache:
     def __init__(self, program: Program):
         self.program = program
         self._found: dict[str, Labels] = {}
+        self._alike: dict[tuple, Labels] = {}  # of equations that differ in nothing that their rule looks at
 
     def __getitem__(self, eqn: FlatEqn) -> Labels:
-        if eqn.key not in self._found:
-            found = labels_of(eqn, self.program)
+        found = self._found.get(eqn.key)
+        if found is None:
+            found = labels_of(eqn, self.program, self._alike)
             if eqn.name in control_rules.NAMES:
                 made = {lab for labs in found.outputs for lab in labs}
                 read = tuple(tuple(lab if lab in made else BLOCKED for lab in labs) for labs in found.inputs)
                 found = found._replace(inputs=read)
             self._found[eqn.key] = found
-        return self._found[eqn.key]
+        return found
 
     def free(self, eqn: FlatEqn, result: int, dim: int) -> None:
         """Gives a dim of a result a label of its own: it may be split although no operand's dim is split with it."""
@@ -58,9 +60,10 @@ def sample_nodes(
     Args:
       data: inputs that hold data. `walkers`: state that is handled as data. `trained`: parameters and their optimizer's state.
     """
-    leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
+    leaves = program.leaves
     uf, nodes = _tied_nodes(leaves, program, values, labels)
-    seeds = {(v, _batch_dim(v, program, values, uf)) for v in data if program.avals[v].shape}
+    over = _dims_of_loops(program, values, uf)
+    seeds = {(v, _batch_dim(v, program, uf, over)) for v in data if program.avals[v].shape}
     seeds |= _drawn(leaves, program, values, uf, {program.avals[v].shape[d] for v, d in seeds}, trained)
     seeds |= {(v, 0) for v in walkers}
     sizes = {program.avals[v].shape[d] for v, d in seeds}
@@ -84,7 +87,7 @@ def sample_nodes(
 
 
 def _drawn(
-    leaves: list[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int]
+    leaves: Sequence[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int]
 ) -> set[tuple[int, int]]:
     """The leading dim of what is drawn with one key: as long as the data's batches, of any length where `sizes` is empty.
 
@@ -105,18 +108,23 @@ def _drawn(
 
 
 def _tied_nodes(
-    leaves: list[FlatEqn], program: Program, values: Values, labels: LabelCache
+    leaves: Sequence[FlatEqn], program: Program, values: Values, labels: LabelCache
 ) -> tuple[UnionFind, set[tuple[int, int]]]:
     """All nodes that some equation labels, and which of them labels and loops make one."""
     uf, nodes = UnionFind(), set()
     for eqn in leaves:
         found = labels[eqn]
+        first: dict[int, tuple[int, int]] = {}  # label -> the first node that has it
         for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
+            if not isinstance(atom, int):
+                continue
+            root, shift = values.alias[atom]
             for d, lab in enumerate(labs):
-                node = values.node(atom, d) if isinstance(atom, int) and lab != BLOCKED else None
-                if node is not None:
+                if lab != BLOCKED and d >= shift:
+                    node = (root, d - shift)
                     nodes.add(node)
-                    uf.union(node, (eqn.key, lab))
+                    if (twin := first.setdefault(lab, node)) is not node:
+                        uf.union(twin, node)
     for carry in values.carries.values():
         for d in range(len(program.avals[carry.argument].shape)):
             ends = [values.node(a, d) for a in (carry.argument, carry.init, carry.result) if isinstance(a, int)]
@@ -141,11 +149,15 @@ def _new_sample(
     return target if after[made.result_dim] > 1 else None
 
 
-def _batch_dim(v: int, program: Program, values: Values, uf: UnionFind) -> int:
+def _dims_of_loops(program: Program, values: Values, uf: UnionFind) -> set[tuple[Hashable, int]]:
+    """What loops run over: the class of a dim, and its size."""
+    loops = {(alias.root, d) for alias in values.alias.values() for d in range(-alias.shift)}
+    return {(uf.find(n), program.avals[n[0]].shape[n[1]]) for n in loops}
+
+
+def _batch_dim(v: int, program: Program, uf: UnionFind, over: set[tuple[Hashable, int]]) -> int:
     """The first dim of a step's data that no loop runs over: of [time, batch, ...] the second."""
     shape = program.avals[v].shape
-    loops = {(alias.root, d) for alias in values.alias.values() for d in range(-alias.shift)}
-    over = {(uf.find(n), program.avals[n[0]].shape[n[1]]) for n in loops}
     return next((d for d in range(len(shape)) if (uf.find((v, d)), shape[d]) not in over), 0)
 
 
@@ -161,6 +173,7 @@ class DimClasses:
         self.sizes: dict[tuple[int, int], int] = {}
         self.spatial_nodes: dict[tuple[int, int], int] = {}  # -> the largest degree
         self.labelled: set[tuple[int, int]] = set()
+        self.labels_of: dict[str, dict[int, tuple[int, int]]] = {}  # equation key -> label -> a node that has it
         for unit in units:
             apart = self._second_reading(unit)
             for eqn in unit.eqns:
@@ -189,30 +202,38 @@ class DimClasses:
 
     def _equation(self, eqn: FlatEqn, *, is_heavy: bool) -> None:
         found = self.labels[eqn]
+        avals, alias, sizes = self.program.avals, self.values.alias, self.sizes
         read: set[int] = set()
+        first: dict[int, tuple[int, int]] = {}  # label -> the first node that has it
+        whole: set[int] = set()
         for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
-            if not isinstance(atom, int) or self.values.of(atom).root in self.generated:
+            if not isinstance(atom, int):
                 continue
-            if is_heavy and atom in read:
-                continue  # of x xᵀ both results' dims are rows of x: x is read twice, split in two ways
-            read.add(atom)
-            shape = tuple(self.program.avals[atom].shape)
+            root, shift = alias[atom]
+            if root in self.generated:
+                continue
+            if is_heavy:
+                if atom in read:
+                    continue  # of x xᵀ both results' dims are rows of x: x is read twice, split in two ways
+                read.add(atom)
+            shape = avals[atom].shape
             for d, lab in enumerate(labs):
-                node = self.values.node(atom, d)
-                if node is None:
+                if d < shift:
                     if lab != BLOCKED and not is_heavy:
-                        self.poisoned.add((eqn.key, lab))
-                        self.uf.find((eqn.key, lab))
+                        whole.add(lab)
                     continue
-                self.sizes.setdefault(node, shape[d])
-                self.uf.find(node)
+                node = (root, d - shift)
+                sizes.setdefault(node, shape[d])
                 if lab != BLOCKED:
-                    self.uf.union(node, (eqn.key, lab))
+                    if (twin := first.setdefault(lab, node)) is not node:
+                        self.uf.union(twin, node)
                     self.labelled.add(node)
                     if lab in found.spatial:
                         self.spatial_nodes[node] = min(found.spatial[lab], self.spatial_nodes.get(node, found.spatial[lab]))
                 elif shape[d] > 1 and not is_heavy:
                     self.poisoned.add(node)
+        self.poisoned.update(first[lab] for lab in whole if lab in first)
+        self.labels_of[eqn.key] = first
 
     def _unite(self, a: int, b: int) -> None:
         """Ties two values of equal trailing dims (a stacked value against one trip of it included)."""
@@ -226,18 +247,20 @@ class DimClasses:
                 self.uf.union(na, nb)
 
     def _shape(self, atom: int) -> tuple[int, ...]:
-        return tuple(self.program.avals[atom].shape)
+        return self.program.avals[atom].shape
 
     def _tie_backward(self, units: list[Unit], phases: Phases) -> None:
-        for parameter in phases.parameters:
-            if (parameter.gradient, 0) in self.sizes and any(r == parameter.value for r, _ in self.sizes):
-                self._unite(parameter.value, parameter.gradient)
+        roots = {root for root, _ in self.sizes}
+        for root in roots:
+            for parameter in phases.by_gradient.get(root, ()):
+                if (root, 0) in self.sizes and parameter.value in roots:
+                    self._unite(parameter.value, root)
         first = units[0]
         for unit in units[1:]:
             if is_recompute(unit.heavy or unit.eqns[0]) and first.phase == FORWARD:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
-                self._tie_cotangents(first, unit, {p.value for p in phases.parameters})
+                self._tie_cotangents(first, unit, phases.trained)
             elif unit.heavy is not None and first.heavy is not None and len(unit.heavy.inputs) == len(first.heavy.inputs) == 1:
                 # A mean over windows: nothing is shared with its transpose, whose result is the cotangent of its operand.
                 self._unite(first.heavy.inputs[0], unit.heavy.outputs[0])
@@ -292,6 +315,12 @@ class DimClasses:
                 and self.divisor(nodes) > 1
             ):
                 self.classes[root] = nodes
+        self._class_of = {node: root for root, nodes in self.classes.items() for node in nodes}
+        # Equation key -> label -> class, of the labels that have one.
+        self._of_labels = {
+            key: {lab: self._class_of[node] for lab, node in first.items() if node in self._class_of}
+            for key, first in self.labels_of.items()
+        }
 
     def divisor(self, nodes: list[tuple[int, int]]) -> int:
         """What a degree must divide: every dim of the class; for windows also so little that a shard holds one."""
@@ -300,20 +329,33 @@ class DimClasses:
         return next(d for d in range(min(limit, divisor), 0, -1) if divisor % d == 0)
 
     def of(self, node: tuple[int, int] | None) -> Hashable | None:
-        if node is None or node not in self.sizes:
-            return None
-        root = self.uf.find(node)
-        return root if root in self.classes else None
+        return self._class_of.get(node)
 
     def of_label(self, eqn: FlatEqn, label: int) -> Hashable | None:
-        root = self.uf.find((eqn.key, label)) if label != BLOCKED else None
-        return root if root in self.classes else None
+        return self.of_labels(eqn).get(label)
+
+    def of_labels(self, eqn: FlatEqn) -> dict[int, Hashable]:
+        """Label -> class, of the equation's labels that have one."""
+        return self._of_labels.get(eqn.key, {})
+
+    def in_order(self, units: Iterable[Unit]) -> Iterator[Hashable]:
+        """Classes of the values that units read or make, each where it is first met."""
+        met: set[Hashable] = set()
+        seen: set[int] = set()
+        for unit in units:
+            for e in unit.eqns:
+                for a in (*e.inputs, *e.outputs):
+                    if isinstance(a, int) and a not in seen:
+                        seen.add(a)
+                        root, shift = self.values.alias[a]
+                        for d in range(max(0, shift), len(self._shape(a))):
+                            found = self._class_of.get((root, d - shift))
+                            if found is not None and found not in met:
+                                met.add(found)
+                                yield found
+                if len(met) == len(self.classes):
+                    return
 
     def touched(self, unit: Unit) -> set[Hashable]:
         """Classes of the values that a unit reads or makes."""
-        found = set()
-        for e in unit.eqns:
-            for a in (*e.inputs, *e.outputs):
-                if isinstance(a, int):
-                    found |= {self.of(self.values.node(a, d)) for d in range(len(self._shape(a)))}
-        return found - {None}
+        return set(self.in_order([unit]))

@@ -22,22 +22,28 @@ _FREE = {
     "random_fold_in", "random_split", "random_clone", "split", "sort", "top_k", "sharding_constraint", "reshard",
     "scatter", "empty", "empty2",
 }  # fmt: skip
+# The most frequent of those that count one per element of the result.
+_ONE_PER_ELEMENT = {
+    "add", "sub", "mul", "div", "add_any", "neg", "sqrt", "rsqrt", "exp", "log", "max", "min", "convert_element_type",
+}  # fmt: skip
 # Threefry: 20 rounds of an addition, a rotation (two shifts, an or) and an xor make two words.
 _PER_RANDOM_WORD = 50.0
 
 
 def flops_of(eqn: FlatEqn, program: Program) -> float:
     """FLOPs of one execution of `eqn` on its full shapes; a multiply-add counts two."""
-    ins = [tuple(program.aval(a).shape) for a in eqn.inputs]
-    out = tuple(program.aval(eqn.outputs[0]).shape) if eqn.outputs else ()
     name = eqn.name
+    if name in _FREE:
+        return 0.0
+    out = tuple(program.aval(eqn.outputs[0]).shape) if eqn.outputs else ()
+    if name in _ONE_PER_ELEMENT:
+        return float(math.prod(out))
+    ins = [tuple(program.aval(a).shape) for a in eqn.inputs]
     if name == "dot_general":
         (lhs_contract, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * math.prod(out) * math.prod(ins[0][d] for d in lhs_contract)
     if name == "conv_general_dilated":
         return _conv(eqn, ins, out)
-    if name in _FREE:
-        return 0.0
     if name in ("while", "cond"):
         return sum(share * flops_of(e, body) * n for body, share in body_flops(eqn) for e, n in body.walk() if e.body is None)
     if name in linalg_rules.NAMES:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from soapjax.graph.program import Atom, FlatEqn, Program
 from soapjax.graph.units import ADDITIONS, Unit, is_relayout
-from soapjax.graph.values import Alias, Uses, Values
+from soapjax.graph.values import Alias, Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def find_joint_sums(units: list[Unit], program: Program, values: Values, apart: 
 
 class _Finder:
     def __init__(self, units: list[Unit], program: Program, values: Values):
-        self.program, self.values, self.uses = program, values, Uses(program, values)
+        self.program, self.values, self.uses = program, values, values.uses
         self.place = {o: i for i, u in enumerate(units) for e in u.eqns for o in e.outputs}
         self.units = units
         inits = {values.of(c.init).root for c in values.carries.values() if isinstance(c.init, int)}

@@ -71,7 +71,7 @@ def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
 
 def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, kept: set[int]) -> np.ndarray:
     reused = np.zeros(len(graph.tensors), bool)
-    made = {a.tensor for t in graph.tasks for a in t.writes}
+    passing = {a.tensor for t in graph.tasks for a in t.writes} - kept
     sources = {a.tensor: s for t in graph.tasks for a, s in zip(t.writes, t.recomputed_from, strict=False)}
     scattered = {a.tensor for t in graph.tasks if t.adds_to_sum for a in t.writes}
     for k, task in enumerate(graph.tasks):
@@ -84,7 +84,7 @@ def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, k
             more = () if is_stored[i] else [s for s in sources.get(i) or () if s != HEAVY_RESULT and s not in read]
             read.update(dict.fromkeys(more))
             queue += more
-        free = [i for i in read if last_use[i] == k and i in made - kept and is_stored[i]]
+        free = [i for i in read if last_use[i] == k and i in passing and is_stored[i]]
         for access in task.writes:
             size = graph.tensors[access.tensor].size_bytes
             place = next((i for i in free if graph.tensors[i].size_bytes == size and not reused[i]), None)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from soapjax.graph.program import FlatEqn
 from soapjax.graph.values import Values
@@ -94,6 +92,12 @@ def _split(unit: Unit, level: dict[str, int]) -> list[Unit]:
 
 
 def _circles(needs: list[set[int]]) -> list[list[int]]:
+    if not _has_circle(needs):
+        return []
+    # Rarely come to, and a fifth of a second to import.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
     rows = [i for i, found in enumerate(needs) for _ in found]
     columns = [j for found in needs for j in found]
     edges = csr_array((np.ones(len(rows), np.int8), (rows, columns)), shape=(len(needs), len(needs)))
@@ -104,15 +108,29 @@ def _circles(needs: list[set[int]]) -> list[list[int]]:
     return [found for found in members.values() if len(found) > 1]
 
 
+def _has_circle(needs: list[set[int]]) -> bool:
+    """Whether some unit is left when those that need nothing are taken away, again and again."""
+    readers: list[list[int]] = [[] for _ in needs]
+    for i, found in enumerate(needs):
+        for j in found:
+            readers[j].append(i)
+    missing = [len(found) for found in needs]
+    free = [i for i, n in enumerate(missing) if n == 0]
+    for i in free:  # grows
+        for reader in readers[i]:
+            missing[reader] -= 1
+            if missing[reader] == 0:
+                free.append(reader)
+    return len(free) < len(needs)
+
+
 def _read_first(eqn: FlatEqn, values: Values) -> list[int]:
     """Roots that must be there before the equation first runs: of what a loop carries only the first value."""
-    roots = []
-    for a in eqn.inputs:
-        if isinstance(a, int):
-            root = values.of(a).root
-            while (carry := values.carries.get(root)) is not None and (first := values.of(carry.init)) is not None:
-                root = first.root
-            roots.append(root)
+    roots = list(values.reads[eqn.key])
+    for k, root in enumerate(roots) if values.carries else ():
+        while (carry := values.carries.get(root)) is not None and (first := values.of(carry.init)) is not None:
+            root = first.root
+        roots[k] = root
     return roots
 
 

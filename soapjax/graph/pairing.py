@@ -39,7 +39,11 @@ class Pairing:
         self.at_path: dict[str, set[int]] = {}  # module path -> the heavy operators there
         self.weights = {p.value for p in phases.parameters}
         self.owner: dict[int, int] = {}
+        self._gradients: dict[int, list[int]] = {}  # root -> the parameters whose gradient it is
+        for p, parameter in enumerate(phases.parameters):
+            self._gradients.setdefault(parameter.gradient, []).append(p)
         self._bags: dict[int, collections.Counter] = {}
+        self._holders: dict[tuple, list[int]] = {}  # what forward regions are made of (_most_alike) -> operators
         self._roots = [self._reads_of(u) for u in units]
         self._starts = [{values.first(root) for root in roots} for roots in self._roots]  # what loops carry: their first values
         for i, u in enumerate(units):
@@ -49,8 +53,10 @@ class Pairing:
         again = [i for i in rest if is_recompute(units[i].heavy or units[i].eqns[0])]
         self._pair_recomputed(again)
         self._own_parameters()
-        for i in (i for i in rest if i not in set(again)):
-            self._pair_backward(i)
+        is_again = set(again)
+        for i in rest:
+            if i not in is_again:
+                self._pair_backward(i)
         self._own_parameters()
 
     def _new(self, i: int) -> int:
@@ -84,15 +90,17 @@ class Pairing:
 
     def _reads_of(self, unit: Unit) -> set[int]:
         inside = {o for e in unit.eqns for o in e.outputs}
-        return {self.values.of(a).root for e in unit.eqns for a in e.inputs if isinstance(a, int)} - inside
+        return {root for e in unit.eqns for root in self.values.reads[e.key]} - inside
 
     def _own_parameters(self) -> None:
+        first: dict[int | None, int] = {}  # root -> the first operator that starts from it
+        for op, members in enumerate(self.operators):
+            for i in members:
+                for root in self._starts[i]:
+                    first.setdefault(root, op)
         for p, parameter in enumerate(self.phases.parameters):
-            if p not in self.owner:
-                for op, members in enumerate(self.operators):
-                    if any(parameter.value in self._starts[i] for i in members):
-                        self.owner[p] = op
-                        break
+            if p not in self.owner and parameter.value in first:
+                self.owner[p] = first[parameter.value]
 
     def _pair_recomputed(self, again: list[int]) -> None:
         waiting: dict[tuple, collections.deque[int]] = {}
@@ -124,14 +132,18 @@ class Pairing:
                 self._bags[u] = collections.Counter(alike)
             return self._bags[u]
 
+        if not self._holders:
+            for op, members in enumerate(self.operators):
+                first = self.units[members[0]]
+                if first.heavy is None and first.phase == FORWARD:
+                    for alike in bag(members[0]):
+                        self._holders.setdefault(alike, []).append(op)
         mine, best, best_share = bag(i), None, 0.5
-        for op, members in enumerate(self.operators):
-            first = self.units[members[0]]
-            if first.heavy is None and first.phase == FORWARD:
-                theirs = bag(members[0])
-                share = (mine & theirs).total() / max(1, min(mine.total(), theirs.total()))
-                if share > best_share:
-                    best, best_share = op, share
+        for op in sorted({op for alike in mine for op in self._holders.get(alike, ())}):
+            theirs = bag(self.operators[op][0])
+            share = (mine & theirs).total() / max(1, min(mine.total(), theirs.total()))
+            if share > best_share:
+                best, best_share = op, share
         return best
 
     def _pair_backward(self, i: int) -> None:
@@ -173,13 +185,16 @@ class Pairing:
             op = self.made_by.get(root)
             if op is not None and self.units[self.operators[op][0]].phase == FORWARD and self._is_residual(root):
                 score[op] += 1
-        for p, parameter in enumerate(self.phases.parameters):
-            if parameter.gradient in made and p in self.owner:
-                score[self.owner[p]] += 2
-        for e in unit.eqns:  # a gradient in a loop is stacked or summed: its owner is still the reader of the parameter
-            path = module_path(e.stack)
-            for op in list(score):
-                score[op] += 0.01 * any(path == module_path(f.stack) for f in self.units[self.operators[op][0]].eqns[:4])
+        for root in made:
+            for p in self._gradients.get(root, ()):
+                if p in self.owner:
+                    score[self.owner[p]] += 2
+        # A gradient in a loop is stacked or summed: its owner is still the reader of the parameter.
+        paths = [module_path(e.stack) for e in unit.eqns]
+        for op in score:
+            heads = {module_path(f.stack) for f in self.units[self.operators[op][0]].eqns[:4]}
+            for path in paths:
+                score[op] += 0.01 * (path in heads)
         if not score:
             return self._last_summand(unit, i)
         op, _ = max(score.items(), key=lambda kv: (kv[1], -kv[0]))

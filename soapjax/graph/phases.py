@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,19 @@ class Phases:
     parameters: tuple[Parameter, ...]
     is_single_phase: bool  # more than one gradient cut: no barriers between the phases, tasks in program order
 
+    @functools.cached_property
+    def trained(self) -> frozenset[int]:
+        """The values of the parameters."""
+        return frozenset(p.value for p in self.parameters)
+
+    @functools.cached_property
+    def by_gradient(self) -> dict[int, list[Parameter]]:
+        """Parameters by the root of their gradient."""
+        found: dict[int, list[Parameter]] = {}
+        for p in self.parameters:
+            found.setdefault(p.gradient, []).append(p)
+        return found
+
 
 def find_phases(step: TracedStep, values: Values) -> Phases:
     """Assigns every equation its phase and pairs parameters with gradients and optimizer state."""
@@ -101,18 +114,19 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     }
     downstream: set[int] = set()  # values that depend on a backward equation or on a marked gradient
     phase: dict[str, int] = {}
-    leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
-    for _ in range(2):  # twice: the second time sees what flows round the loops
+    leaves = program.leaves
+    for _ in range(2 if values.carries else 1):  # twice: the second time sees what flows round the loops
         for eqn in leaves:
             transform = _outermost_transform(eqn.stack)
-            if transform == BACKWARD or (marked & set(eqn.outputs)):
+            reads_later = not downstream.isdisjoint(values.sources(eqn))
+            if transform == BACKWARD or not marked.isdisjoint(eqn.outputs):
                 found = BACKWARD
             elif transform == FORWARD:
                 found = FORWARD
             else:
-                found = UPDATE if values.sources(eqn) & downstream else FORWARD
+                found = UPDATE if reads_later else FORWARD
             phase[eqn.key] = found
-            if found == BACKWARD or values.sources(eqn) & downstream:
+            if found == BACKWARD or reads_later:
                 downstream.update(eqn.outputs)
     # What only the update reads (decayed moments, bias corrections) is update, although no gradient flows into it. New state
     # that nothing else reads is update too; a split key that the loss reads as well is not.
@@ -124,11 +138,12 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
             if not any(o in read_before or o in returned for o in eqn.outputs):
                 phase[eqn.key] = UPDATE
         if phase[eqn.key] != UPDATE:
-            read_before |= values.sources(eqn)
+            read_before.update(values.sources(eqn))
     parameters = _parameters(step, values, phase, downstream)
     return Phases(phase, parameters, _reads_later(leaves, values, phase))
 
 
+@functools.cache
 def _outermost_transform(stack: str) -> int | None:
     """FORWARD, BACKWARD, or None where no gradient marks the equation.
 
@@ -140,7 +155,7 @@ def _outermost_transform(stack: str) -> int | None:
     return FORWARD if differentiated >= 0 else None
 
 
-def _reads_later(leaves: list[FlatEqn], values: Values, phase: dict[str, int]) -> bool:
+def _reads_later(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int]) -> bool:
     """Whether an equation reads what a later phase makes: a second gradient, an update inside a loop of updates."""
     made_in = {o: phase[eqn.key] for eqn in leaves for o in eqn.outputs}
     return any(made_in.get(root, FORWARD) > phase[eqn.key] for eqn in leaves for root in values.sources(eqn))
@@ -153,10 +168,11 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
     backward work.
     """
     program = step.program
-    read = {root for eqn, _ in program.walk() if eqn.body is None and phase[eqn.key] != UPDATE for root in values.sources(eqn)}
+    read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
+    in_avals = step.in_avals
     gradients: dict[int, int] = {}  # input position -> root of its gradient
     for i, o in step.state_pairs.items():
-        out, shape = program.outputs[o], tuple(step.in_avals[i].shape)
+        out, shape = program.outputs[o], tuple(in_avals[i].shape)
         found, sums = _gradient_of(program, values, phase, out, shape) if isinstance(out, int) else (None, [])
         sums = [root for root in sums if root in downstream]
         if found is None and sums and program.inputs[i] in read:

@@ -59,20 +59,18 @@ class FlatEqn:
     ctx: Any
     body: Program | None = None
     source_info: Any = None
+    name: str = dataclasses.field(init=False)  # of the primitive
+    key: str = dataclasses.field(init=False)  # the address as text, e.g. '12' or '12.3'
 
-    @property
-    def name(self) -> str:
-        return self.primitive.name
+    def __post_init__(self) -> None:
+        # Past the frozen setter: every pass asks for both, of every equation.
+        self.__dict__["name"] = self.primitive.name
+        self.__dict__["key"] = ".".join(map(str, self.address))
 
     @property
     def source(self) -> str:
         """The line of the user's code that it comes from, "" where that is not known."""
         return line_of_equation(self.source_info)
-
-    @functools.cached_property
-    def key(self) -> str:
-        """The address as text, e.g. '12' or '12.3'."""
-        return ".".join(map(str, self.address))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,6 +89,11 @@ class Program:
             yield eqn, trip_count
             if eqn.body is not None:
                 yield from eqn.body.walk(trip_count * eqn.params["length"])
+
+    @functools.cached_property
+    def leaves(self) -> tuple[FlatEqn, ...]:
+        """Every equation but the loops, bodies in place."""
+        return tuple(eqn for eqn, _ in self.walk() if eqn.body is None)
 
     def aval(self, atom: Atom) -> Any:
         return self.avals[atom] if isinstance(atom, int) else atom.aval
@@ -119,10 +122,12 @@ class _Flattener:
         def read(v: Any) -> Atom:
             return v if isinstance(v, jex_core.Literal) else env[v]
 
+        scope, path = None, ""  # neighbours mostly stand in one
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
-            inner = str(eqn.source_info.name_stack)
-            path = "/".join(p for p in (stack, inner) if p)
+            if eqn.source_info.name_stack is not scope:
+                scope = eqn.source_info.name_stack
+                path = "/".join(p for p in (stack, str(scope)) if p)
             name = eqn.primitive.name
             if name in CALL_PRIMITIVES:
                 sub = eqn.params[CALL_PRIMITIVES[name]]

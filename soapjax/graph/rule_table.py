@@ -52,24 +52,37 @@ class Labels(NamedTuple):
 
 Rule = Callable[[FlatEqn, list[tuple[int, ...]], list[tuple[int, ...]]], Labels]
 _RULES: dict[str, Rule] = {}
+_BY_SHAPES: set[Rule] = set()
 _warned: set[str] = set()
 
 
-def register(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule `(eqn, input shapes, output shapes) -> Labels` for the named primitives."""
+def register(*names: str, by_shapes: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule `(eqn, input shapes, output shapes) -> Labels` for the named primitives.
+
+    Args:
+      by_shapes: the rule looks at the equation's primitive and shapes only.
+    """
 
     def add(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(names, rule))
+        if by_shapes:
+            _BY_SHAPES.add(rule)
         return rule
 
     return add
 
 
-def labels_of(eqn: FlatEqn, program: Program) -> Labels:
-    """The labels of one equation; dims of size 1 are BLOCKED (nothing to split)."""
+def labels_of(eqn: FlatEqn, program: Program, alike: dict[tuple, Labels] | None = None) -> Labels:
+    """The labels of one equation; dims of size 1 are BLOCKED (nothing to split).
+
+    `alike` remembers the labels of equations whose rule looks at their shapes only.
+    """
     ins = [tuple(program.aval(a).shape) for a in eqn.inputs]
     outs = [tuple(program.aval(a).shape) for a in eqn.outputs]
     rule = _RULES.get(eqn.name)
+    key = (eqn.name, *ins, None, *outs) if alike is not None and rule in _BY_SHAPES else None
+    if key is not None and (known := alike.get(key)) is not None:
+        return known
     if rule is None:
         if eqn.name not in _warned:
             _warned.add(eqn.name)
@@ -84,7 +97,11 @@ def labels_of(eqn: FlatEqn, program: Program) -> Labels:
     def clean(labels: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(BLOCKED if n <= 1 else lab for lab, n in zip(labels, shape, strict=True))
 
-    return Labels(tuple(map(clean, found.inputs, ins)), tuple(map(clean, found.outputs, outs)), found.spatial, found.made_of)
+    inputs, outputs = tuple(map(clean, found.inputs, ins)), tuple(map(clean, found.outputs, outs))
+    found = Labels(inputs, outputs, found.spatial, found.made_of)
+    if key is not None:
+        alike[key] = found
+    return found
 
 
 def replicated(ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> Labels:

@@ -28,7 +28,7 @@ LIGHT = {
 }  # fmt: skip
 
 
-@register(*_ELEMENTWISE.split())
+@register(*_ELEMENTWISE.split(), by_shapes=True)
 def _elementwise(eqn: FlatEqn, ins, outs) -> Labels:
     if eqn.name == "optimization_barrier":
         start, inputs = 0, []

@@ -8,6 +8,7 @@ those that repeat shapes, dtypes, and which value flows where.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -29,15 +30,25 @@ _SILENT = {"name", "accuracy", "update_jaxpr", "update_consts", "jvp_jaxpr_fun",
 def structure_of(eqns: Sequence[FlatEqn], aval: Callable[[Any], Any], root: Callable[[Any], int]) -> str:
     """16 hex digits for equations in program order; `aval` and `root` of an atom (values.py) tell dtypes and which is which."""
     number: dict[int, int] = {}
-    described = []
+
+    def described(a: Any) -> str:
+        t = aval(a)
+        which = number.setdefault(root(a), len(number)) if isinstance(a, int) else '"literal"'
+        return f'[{which},"{dtype_name(t.dtype)}",{len(t.shape)}]'
+
+    # The text of [primitive, parameters, operands, results] as JSON, put together by hand: most equations have no parameters.
+    found = []
     for e in eqns:
-        inputs = []
-        for a in e.inputs:
-            dtype, rank = str(aval(a).dtype), len(aval(a).shape)
-            inputs.append([number.setdefault(root(a), len(number)) if isinstance(a, int) else "literal", dtype, rank])
-        outputs = [[number.setdefault(root(o), len(number)), str(aval(o).dtype), len(aval(o).shape)] for o in e.outputs]
-        described.append([e.name, _parameters(e.params), inputs, outputs])
-    return hashlib.sha256(json.dumps(described, separators=(",", ":")).encode()).hexdigest()[:16]
+        parameters = json.dumps(_parameters(e.params), separators=(",", ":")) if e.params else "[]"
+        operands, results = ",".join(map(described, e.inputs)), ",".join(map(described, e.outputs))
+        found.append(f'["{e.name}",{parameters},[{operands}],[{results}]]')
+    return hashlib.sha256(f"[{','.join(found)}]".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """`str(dtype)`, which NumPy puts together anew every time."""
+    return str(dtype)
 
 
 def _parameters(params: dict[str, Any]) -> list[Any]:

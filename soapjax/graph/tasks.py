@@ -16,9 +16,9 @@ from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, Inner
 from soapjax.graph.pools import IMAGE, is_made_of_choices
 from soapjax.graph.program import FlatEqn, Program
 from soapjax.graph.rules import BLOCKED, LIGHT
-from soapjax.graph.structure import structure_of
+from soapjax.graph.structure import dtype_name, structure_of
 from soapjax.graph.units import Unit, is_relayout
-from soapjax.graph.values import Uses, Values
+from soapjax.graph.values import Values
 
 
 class EqnDims(NamedTuple):
@@ -47,7 +47,7 @@ class Tensors:
             if producer is not None and root in self.values.stacked:
                 copies = math.prod(self._trips[k] for k in self.values.scope[producer.key])
             itemsize = getattr(aval.dtype, "itemsize", 4)
-            self.all.append(Tensor(root, tuple(aval.shape), str(aval.dtype), itemsize, copies, self._leaves.get(root, -1)))
+            self.all.append(Tensor(root, tuple(aval.shape), dtype_name(aval.dtype), itemsize, copies, self._leaves.get(root, -1)))
         return self.of_root[root]
 
     def sum_as(self, root: int, dtype: Any) -> None:
@@ -78,7 +78,7 @@ class TaskBuilder:
         readers: dict[int, set[int]],
     ):  # fmt: skip
         self.units, self.program, self.values, self.labels = units, program, values, labels
-        self.generated, self.readers, self.uses = generated, readers, Uses(program, values)
+        self.generated, self.readers, self.uses = generated, readers, values.uses
         self.tensors = Tensors(program, values)
         self.dims_of: dict[str, EqnDims] = {}  # equation key -> op dims of its operands and results
         self.partial_of: dict[str, int] = {}  # key of an equation partial up to the task's result -> the latter's root
@@ -87,31 +87,36 @@ class TaskBuilder:
 
     def task(self, i: int, op: int, classes: DimClasses, index: dict[Hashable, int]) -> Task:
         unit = self.units[i]
+        alias, generated = self.values.alias, self.generated
         inside = {o for e in unit.eqns for o in e.outputs}
         results = [
             o for e in unit.eqns for o in e.outputs
-            if self.readers.get(o, set()) - {i} and o not in self.generated
+            if (readers := self.readers.get(o)) and (len(readers) > 1 or i not in readers) and o not in generated
         ]  # fmt: skip
         reads: dict[tuple, Access] = {}
+        seen: set[int] = set()  # values that a light equation has read
         for e in unit.eqns:
+            is_heavy = e is unit.heavy
             for k, a in enumerate(e.inputs):
-                if not isinstance(a, int) or (root := self.values.of(a).root) in inside or root in self.generated:
+                if not isinstance(a, int) or a in seen or (root := alias[a].root) in inside or root in generated:
                     continue
+                if not is_heavy:
+                    seen.add(a)
                 root = self.values.tensor(a).root
                 if math.prod(self.program.avals[root].shape) <= 1:
                     continue
-                if e is unit.heavy:
+                if is_heavy:
                     access = self._heavy_access(e, k, classes, index, is_result=False)
                 else:
                     access = self._access(a, classes, index)
                 reads.setdefault((access.tensor, access.dims), access)
         for e in unit.eqns:
             found = self.labels[e]
-            one, other = (
-                tuple(tuple(index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in labs) for labs in side)
-                for side in (found.inputs, found.outputs)
+            dims = {lab: index[c] for lab, c in classes.of_labels(e).items()}
+            self.dims_of[e.key] = EqnDims(
+                tuple([tuple([dims.get(lab, NOT_SPLIT) for lab in labs]) for labs in found.inputs]),
+                tuple([tuple([dims.get(lab, NOT_SPLIT) for lab in labs]) for labs in found.outputs]),
             )
-            self.dims_of[e.key] = EqnDims(one, other)
         sums: list[InnerSum] = []
         partial = self._partial_results(unit, classes, index, results, sums)
         writes = []
@@ -123,7 +128,7 @@ class TaskBuilder:
             else:
                 writes.append(self._access(o, classes, index, reduced))
         main = unit.heavy or unit.eqns[0]
-        floats = [str(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
+        floats = [dtype_name(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
         dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
         self.places[unit.eqns[0].key] = classes, index
@@ -154,10 +159,11 @@ class TaskBuilder:
     def _casts(self, unit: Unit, tensors: set[int]) -> tuple[tuple[int, str], ...]:
         """Which of `tensors` all equations of the unit that read them cast to one narrower dtype, and to which."""
         found: dict[int, set[str | None]] = {}
+        of_root = self.tensors.of_root
         for e in unit.eqns:
             for a in e.inputs:
                 root = self.values.tensor(a).root if isinstance(a, int) else None
-                if (tensor := self.tensors.of_root.get(root, -1)) in tensors:
+                if (tensor := of_root.get(root, -1)) in tensors:
                     is_cast = e.name == "convert_element_type"
                     found.setdefault(tensor, set()).add(self._narrower(root, e.params["new_dtype"]) if is_cast else None)
         return tuple((tensor, only) for tensor, dtypes in sorted(found.items()) if len(dtypes) == 1 and (only := min(dtypes)))
@@ -234,15 +240,14 @@ class TaskBuilder:
         """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""
         readers: dict[int, list[FlatEqn]] = {}
         for e in unit.eqns:
-            for a in e.inputs:
-                if isinstance(a, int):
-                    readers.setdefault(self.values.of(a).root, []).append(e)
+            for root in self.values.reads[e.key]:
+                readers.setdefault(root, []).append(e)
         partial: dict[int, tuple[int, ...]] = {}
         for e in unit.eqns:
             found = self.labels[e]
-            kept = {lab for labs in found.outputs for lab in labs}
-            gone = sorted({lab for labs in found.inputs for lab in labs} - kept - {BLOCKED})
-            reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in gone) if c is not None)
+            kept = {BLOCKED, *(lab for labs in found.outputs for lab in labs)}
+            gone = {lab for labs in found.inputs for lab in labs if lab not in kept}
+            reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in sorted(gone)) if c is not None)
             if not reduced or e.name == "shard_map":  # which sums over devices itself
                 continue
             out = e.outputs[0]
@@ -288,14 +293,12 @@ class TaskBuilder:
     def _work(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[Work, ...]:
         total: dict[tuple[int, ...], float] = {}
         for e in unit.eqns:
-            found = self.labels[e]
-            labs = {lab for one in (*found.inputs, *found.outputs) for lab in one}
-            dims = {index[c] for lab in labs if (c := classes.of_label(e, lab)) is not None}
             flops = flops_of(e, self.program)
             if flops or e is unit.heavy:
-                key = tuple(sorted(dims))
+                key = tuple(sorted({index[c] for c in classes.of_labels(e).values()}))
                 total[key] = total.get(key, 0.0) + flops
         return tuple(Work(f, d) for d, f in sorted(total.items()))
 
     def structure(self, eqns: list[FlatEqn]) -> str:
-        return structure_of(eqns, self.program.aval, lambda a: self.values.of(a).root)
+        alias = self.values.alias
+        return structure_of(eqns, self.program.aval, lambda a: alias[a].root)

@@ -1,4 +1,4 @@
-"""Union-find over hashable nodes. The smallest name of a class represents it, so that results do not depend on the order."""
+"""Union-find over hashable nodes. Which node represents a class depends on the order of unions: results must not."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ class UnionFind:
     def find(self, x: Hashable) -> Hashable:
         parent = self.parent
         root = parent.setdefault(x, x)
-        while parent[root] != root:
-            root = parent[root]
-        while parent[x] != root:
-            parent[x], x = root, parent[x]
+        # A root is its own parent, as one object: no comparing of tuples.
+        if parent[root] is root:
+            return root
+        while (above := parent[root]) is not root:
+            root = above
+        while (above := parent[x]) is not root:
+            parent[x], x = root, above
         return root
 
     def union(self, a: Hashable, b: Hashable) -> None:
         ra, rb = self.find(a), self.find(b)
-        if ra != rb:
-            self.parent[max(ra, rb, key=str)] = min(ra, rb, key=str)
+        if ra is not rb:
+            self.parent[rb] = ra

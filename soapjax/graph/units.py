@@ -61,15 +61,15 @@ def kind_of(eqn: FlatEqn) -> str | None:
 
 
 def find_units(
-    program: Program, values: Values, phases: Phases, additions: frozenset[str] = frozenset()
+    program: Program, values: Values, phases: Phases, generated: set[int], additions: frozenset[str] = frozenset()
 ) -> tuple[list[Unit], list[FlatEqn]]:
     """Units in program order, and the update equations, which are grouped by parameter elsewhere.
 
     An update that a unit reads (momentum that a product orthogonalises, parameters that are evaluated after their update,
     all updates in a loop of them) is a unit as well. Each of `additions`, equation keys that sum up gradients, is a unit of
-    its own. Equations computed from constants alone (masks, iotas, literals) belong to no unit: each device makes its own.
+    its own. Equations whose values are `generated`, from constants alone (masks, iotas, literals), belong to no unit: each
+    device makes its own.
     """
-    generated = generated_values(program, values)
     depth: dict[int, int] = {}
     keys: dict[str, tuple] = {}
     updates: list[FlatEqn] = []
@@ -78,24 +78,21 @@ def find_units(
     heavy_unit: dict[int, Unit] = {}  # root -> the unit of the heavy equation that makes it
     read = _read_by_units(program, values, phases)
 
-    def depth_of(atom) -> int:
-        return depth.get(values.of(atom).root, 0) if isinstance(atom, int) else 0
-
     def visit(p: Program, trips: int, base: int) -> int:
         deepest = base
         for eqn in p.eqns:
-            d = max([base, *(depth_of(a) for a in eqn.inputs)])
+            d = max([base, *[depth.get(root, 0) for root in values.reads[eqn.key]]])
             if eqn.body is not None:
                 inner = visit(eqn.body, trips * eqn.params["length"], d + 1) + 1
                 for out in eqn.outputs:
                     depth[values.of(out).root] = inner
                 deepest = max(deepest, inner)
                 continue
-            if eqn.name in IDENTITIES or all(o in generated for o in eqn.outputs):
+            if eqn.name in IDENTITIES or generated.issuperset(eqn.outputs):
                 continue
             phase, scope = phases.phase[eqn.key], values.scope[eqn.key]
             kind = kind_of(eqn)
-            if phase == UPDATE and kind is None and not read.intersection(eqn.outputs):
+            if phase == UPDATE and kind is None and read.isdisjoint(eqn.outputs):
                 updates.append(eqn)
             elif eqn.key in additions:
                 units.append(Unit([eqn], phase, scope, "fused", None, trips))
@@ -112,7 +109,7 @@ def find_units(
         return deepest
 
     visit(program, 1, 0)
-    _sink_additions(light, keys, values, Uses(program, values))
+    _sink_additions(light, keys, values, values.uses)
     units += _regions(light, keys, depth, values, generated, heavy_unit, program)
     for unit in units:
         unit.eqns.sort(key=lambda e: values.order[e.key])
@@ -121,9 +118,8 @@ def find_units(
 
 def _read_by_units(program: Program, values: Values, phases: Phases) -> set[int]:
     """Roots that a unit reads, directly or through equations of the update."""
-    leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
     found: set[int] = set()
-    queue = [root for e in leaves if phases.phase[e.key] != UPDATE or kind_of(e) is not None for root in values.sources(e)]
+    queue = [root for e in program.leaves if phases.phase[e.key] != UPDATE or kind_of(e) is not None for root in values.sources(e)]
     while queue:
         root = queue.pop()
         if root not in found:
@@ -137,11 +133,9 @@ def _read_by_units(program: Program, values: Values, phases: Phases) -> set[int]
 def generated_values(program: Program, values: Values) -> set[int]:
     """Values computed without any input of the step."""
     made: set[int] = set(program.consts)
-    for eqn, _ in program.walk():
-        if eqn.body is None and not eqn.primitive.name.startswith("rng_uniform"):
-            roots = [values.of(a).root for a in eqn.inputs if isinstance(a, int)]
-            if all(r in made for r in roots):
-                made.update(eqn.outputs)
+    for eqn in program.leaves:
+        if made.issuperset(values.reads[eqn.key]) and not eqn.name.startswith("rng_uniform"):
+            made.update(eqn.outputs)
     return made
 
 
@@ -162,19 +156,20 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
     readers: dict[tuple, str] = {}
     scalars: dict[tuple, str] = {}
     for eqn, _ in light:
-        if keys[eqn.key][0] == UPDATE and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
-            parent[find(eqn.key)] = find(scalars.setdefault(keys[eqn.key], eqn.key))  # bias corrections, counts, rates
-        for a in eqn.inputs:
-            root = values.of(a).root if isinstance(a, int) else None
-            if root is None or root in generated:
+        key = keys[eqn.key]
+        is_update = key[0] == UPDATE
+        if is_update and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
+            parent[find(eqn.key)] = find(scalars.setdefault(key, eqn.key))  # bias corrections, counts, rates
+        for root in values.reads[eqn.key]:
+            if root in generated:
                 continue
-            if keys[eqn.key][0] == UPDATE and program.avals[root].size <= 1:
+            if is_update and program.avals[root].size <= 1:
                 continue  # a norm or a bias correction does not make one region of all parameters' updates
             maker = makers.get(root)
-            if maker is not None and keys[maker] == keys[eqn.key]:
+            if maker is not None and keys[maker] == key:
                 parent[find(eqn.key)] = find(maker)
-            elif root in heavy_unit and depth[root] == keys[eqn.key][2]:
-                other = readers.setdefault((root, keys[eqn.key]), eqn.key)
+            elif root in heavy_unit and depth[root] == key[2]:
+                other = readers.setdefault((root, key), eqn.key)
                 parent[find(eqn.key)] = find(other)
     groups: dict[str, list[tuple[FlatEqn, int]]] = {}
     for eqn, trips in light:
@@ -184,9 +179,10 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         eqns, trips = [e for e, _ in members], members[0][1]
         phase, scope, _ = keys[eqns[0].key]
         inside = {o for e in eqns for o in e.outputs}
-        read = {values.of(a).root for e in eqns for a in e.inputs if isinstance(a, int)} - inside - generated
+        read = {root for e in eqns for root in values.reads[e.key] if root not in inside and root not in generated}
         hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
-        host = next(iter(hosts.values())) if len(hosts) == 1 and read <= inputs | set(heavy_unit) else None
+        is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read)
+        host = next(iter(hosts.values())) if is_one else None
         kinds = ("dot", "conv", "gather", "scatter")
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
@@ -216,37 +212,35 @@ def _sink_additions(light, keys, values: Values, uses: Uses) -> None:
                 keys[before.key] = keys[eqn.key]
 
 
-def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit) -> set[str]:
+def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit) -> dict[str, Unit]:
     """What is computed from the step's inputs alone (casts of weights, masks, dropout bits) belongs to its first reader.
 
-    Moves the key of each to that of its reader; where the reader is heavy, appends it to the unit and returns its key.
+    Moves the key of each to that of its reader; where the reader is heavy, appends it to the unit and returns its key
+    with the unit.
     """
     only_inputs: set[int] = set()
     for e, _ in light:
-        roots = (values.of(a).root for a in e.inputs if isinstance(a, int))
-        if all(root in inputs or root in only_inputs for root in roots):
+        if all(root in inputs or root in only_inputs for root in values.reads[e.key]):
             only_inputs.update(e.outputs)
     readers: dict[int, list[FlatEqn]] = {}
     heavy_units = {id(u): u for u in heavy_unit.values()}.values()
     host_of = {u.heavy.key: u for u in heavy_units}
     for e in [*(e for e, _ in light), *(u.heavy for u in heavy_units)]:
-        for a in e.inputs:
-            if isinstance(a, int):
-                readers.setdefault(values.of(a).root, []).append(e)
-    gone: set[str] = set()
+        for root in values.reads[e.key]:
+            readers.setdefault(root, []).append(e)
+    gone: dict[str, Unit] = {}
     for e, _ in reversed(light):
-        if not set(e.outputs) & only_inputs:
+        if only_inputs.isdisjoint(e.outputs):
             continue
         same = [r for o in e.outputs for r in readers.get(o, ()) if values.scope[r.key] == values.scope[e.key]]
         first = min(same, key=lambda r: values.order[r.key], default=None)
         host = host_of.get(first.key) if first is not None else None
         if first is None:
             continue
-        if host is None and first.key in gone:
-            host = next(u for u in heavy_units if first in u.eqns)
+        host = host or gone.get(first.key)
         if host is not None and host.phase == keys[e.key][0]:
             host.eqns.append(e)
-            gone.add(e.key)
+            gone[e.key] = host
         elif host is None and keys[first.key][0] == keys[e.key][0]:
             keys[e.key] = keys[first.key]
     return gone

@@ -8,6 +8,8 @@ a loop (an extra leading dim), -1 where it is one trip's slice of the root.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from typing import NamedTuple
 
 from soapjax.graph.program import Atom, FlatEqn, Program
@@ -19,6 +21,14 @@ IDENTITIES = {"optimization_barrier", "name"}
 class Alias(NamedTuple):
     root: int
     shift: int
+
+
+class _Aliases(dict[int, Alias]):
+    """Of every value: one that has not been given another root is its own."""
+
+    def __missing__(self, value: int) -> Alias:
+        self[value] = found = Alias(value, 0)
+        return found
 
 
 class Carry(NamedTuple):
@@ -34,13 +44,14 @@ class Values:
 
     def __init__(self, program: Program):
         self.program = program
-        self.alias: dict[int, Alias] = {}
+        self.alias = _Aliases()
         self.producer: dict[int, FlatEqn] = {}  # root -> the equation that makes it
         self.carries: dict[int, Carry] = {}  # body argument -> its carry
         self.order: dict[str, int] = {}  # equation key -> position in program order, bodies in place
         self.scope: dict[str, tuple[str, ...]] = {}
         self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value, as its argument or as its result
         self._sources: dict[str, set[int]] = {}  # of equations that were asked for
+        self.reads: dict[str, tuple[int, ...]] = {}  # equation key -> roots of the values that it reads, in order
         self._visit(program, ())
         self.stacked = {self.tensor(atom).root for atom in self.stacked}
         by_result = {self.of(c.result).root: c for c in self.carries.values() if isinstance(c.result, int)}
@@ -48,12 +59,18 @@ class Values:
 
     def of(self, atom: Atom) -> Alias | None:
         """The root of an atom; None for a literal."""
-        return (self.alias.get(atom) or Alias(atom, 0)) if isinstance(atom, int) else None
+        return self.alias[atom] if isinstance(atom, int) else None
+
+    @functools.cached_property
+    def uses(self) -> Uses:
+        return Uses(self.program, self)
 
     def _visit(self, program: Program, scope: tuple[str, ...]) -> None:
+        alias = self.alias
         for eqn in program.eqns:
             self.order[eqn.key] = len(self.order)
             self.scope[eqn.key] = scope
+            self.reads[eqn.key] = tuple([alias[a].root for a in eqn.inputs if isinstance(a, int)])
             if eqn.name in IDENTITIES and all(isinstance(a, int) for a in eqn.inputs):
                 for out, a in zip(eqn.outputs, eqn.inputs, strict=True):
                     self.alias[out] = self.of(a)
@@ -85,15 +102,17 @@ class Values:
                 self.stacked.add(result)
             self.alias[out] = Alias(found.root, found.shift + shift)
 
-    def sources(self, eqn: FlatEqn) -> set[int]:
+    def sources(self, eqn: FlatEqn) -> Collection[int]:
         """Roots that an equation reads; through a loop-carried argument also its first value and the trip before's."""
+        if not self.carries:
+            return self.reads[eqn.key]
         if eqn.key not in self._sources:
             self._sources[eqn.key] = self._all_sources(eqn)
         return self._sources[eqn.key]
 
     def _all_sources(self, eqn: FlatEqn) -> set[int]:
         roots: set[int] = set()
-        queue = [self.of(a).root for a in eqn.inputs if isinstance(a, int)]
+        queue = list(self.reads[eqn.key])
         while queue:
             root = queue.pop()
             if root not in roots:
@@ -130,8 +149,10 @@ class Values:
         A loop-carried argument stays apart from the result that becomes it: a recurrent weight's input and output
         features are carried in one layout, yet are two dims.
         """
-        alias = self.of(atom)
-        return (alias.root, dim - alias.shift) if alias is not None and dim >= alias.shift else None
+        if not isinstance(atom, int):
+            return None
+        root, shift = self.alias[atom]
+        return (root, dim - shift) if dim >= shift else None
 
 
 class Uses:
@@ -139,11 +160,9 @@ class Uses:
 
     def __init__(self, program: Program, values: Values):
         self._readers: dict[int, list[FlatEqn]] = {}
-        for eqn, _ in program.walk():
-            if eqn.body is None:
-                for a in eqn.inputs:
-                    if isinstance(a, int):
-                        self._readers.setdefault(values.of(a).root, []).append(eqn)
+        for eqn in program.leaves:
+            for root in values.reads[eqn.key]:
+                self._readers.setdefault(root, []).append(eqn)
         self._outputs = {values.of(o).root for o in program.outputs if isinstance(o, int)}
         self.carried = {values.of(c.result).root for c in values.carries.values() if isinstance(c.result, int)}
 
