@@ -1,0 +1,152 @@
+"""Planners that learn where to place operators: `reinforce`, `hierarchical`, `trinity`.
+
+    reinforce     Mirhoseini et al., "Device Placement Optimization with Reinforcement Learning", 2017: operators are grouped by
+                  co-location, a sequence-to-sequence network with attention draws a device for every group; REINFORCE
+    hierarchical  Mirhoseini et al., "A Hierarchical Model for Device Placement", 2018: a network groups the operators; REINFORCE
+    trinity       Zeng et al., "Trinity", Algorithms 2022, 15(4), 108: the same with more features of operators; PPO
+
+The rewards are minus the root of a placement's cost (2017, equation 1; 2018), and minus its logarithm (Trinity, equation 8),
+both relative to the cost of everything on one device. Costs are simulated, of a whole batch in one call, and are those that the
+problem compares plans by. A placement that does not fit into memory is punished by its excess, not by a constant.
+
+The best of single device, layered expert and model parallelism is evaluated first: nothing worse is returned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from soapjax.search.layered import layered_expert_strategies
+from soapjax.search.learned.agent import Recipe, Sizes, agent_of
+from soapjax.search.learned.features import Chosen, colocated, features_of
+from soapjax.search.placement import model_parallel_strategy, operator_seconds, pins_of_devices, placed, require_pins
+from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.search.starts import numpy_rng
+from soapjax.strategy.strategy import Strategy
+
+DEFAULT_BATCHES = 100
+
+
+class Method(NamedTuple):
+    """What makes a planner: its features, how it learns, and the reward."""
+
+    name: str
+    told: Chosen
+    recipe: Recipe
+    reward: Literal["root", "logarithm"]
+    is_grouped: bool = False  # before, by co-location
+
+
+TRINITY = Method("trinity", "trinity", Recipe("ppo", 4, 32), "logarithm")
+HIERARCHICAL = Method("hierarchical", "hierarchical", Recipe("reinforce", 4, 32), "root")
+REINFORCE = Method("reinforce", "hierarchical", Recipe("reinforce", 1, 128), "root", is_grouped=True)
+
+
+class Batch(NamedTuple):
+    """What came of a batch of B placements."""
+
+    strategies: list[Strategy]
+    costs: np.ndarray  # [B]
+    rewards: np.ndarray  # [B]
+
+
+def reward_of(costs: np.ndarray, unit: float, method: Method) -> np.ndarray:
+    """[B], finite: costs relative to `unit`."""
+    relative = np.minimum(costs / unit, 1e6)
+    return -np.sqrt(relative) if method.reward == "root" else -np.log(np.maximum(relative, 1e-6))
+
+
+def batches_of(
+    rng_key: Array, problem: PlanningProblem, method: Method, unit: float, most: int | None = None
+) -> Iterator[Batch]:  # fmt: skip
+    """Draws and simulates, and learns before it draws again; `unit` is a cost that rewards are relative to.
+
+    At most `most` batches will be asked for.
+    """
+    count, pins = problem.graph.num_operators, pins_of_devices(problem)
+    features = features_of(numpy_rng(rng_key, 0), problem, method.told)
+    sizes = Sizes.of(features, len(pins), is_grouped=method.is_grouped)
+    agent, told, fixed = agent_of(sizes, method.recipe), sizes.filled(features, len(pins)), np.zeros(sizes.operators, np.int32)
+    if method.is_grouped:
+        fixed[:count] = colocated(problem.graph, operator_seconds(problem), len(pins), method.recipe.num_groups)
+    base = placed(problem, np.zeros(count, int))
+    movable = np.array([problem.space.may_pin(n) for n in range(count)], bool)[:, None]
+    agent.prepare(rng_key, told, fixed, learns=most is None or most > 1)
+    learner = agent.first(rng_key, told)
+    for number in itertools.count():
+        draw, device = agent.draw(jax.random.fold_in(rng_key, number), told, fixed, learner)
+        axes = np.where(movable, pins[np.asarray(device)[:, :count]], base.axes)  # int8 [B, N, A]
+        strategies = [Strategy(a, base.storage) for a in axes]
+        costs = np.array([e.cost for e in problem.evaluate(strategies)])
+        rewards = reward_of(costs, unit, method).astype(np.float32)
+        yield Batch(strategies, costs, rewards)
+        learner = agent.learn(told, learner, draw, rewards)
+
+
+def placement_starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Evaluation]:
+    """Placements by hand, everything on one device first; a random one where only such are wanted."""
+    count = problem.graph.num_operators
+    if budget.random_start:
+        return problem.evaluate([placed(problem, numpy_rng(rng_key, 1).integers(problem.space.mesh.num_devices, size=count))])
+    by_hand = [model_parallel_strategy(problem)[0], *layered_expert_strategies(problem)]
+    unique = {s.key(): s for s in (placed(problem, np.zeros(count, int)), *by_hand)}
+    return problem.evaluate(list(unique.values()))
+
+
+def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """The best placement that was drawn, or the best start where that is better."""
+    begin = time.monotonic()
+    require_pins(problem, method.name)
+    starts = placement_starts(rng_key, problem, budget)
+    best = min(starts, key=lambda e: (not e.is_feasible, e.cost))
+    limit = budget.num_proposals
+    size = method.recipe.partitions * method.recipe.placements
+    if limit is None and budget.seconds is None:
+        limit = len(starts) + DEFAULT_BATCHES * size
+    done, updates, stopped_by = len(starts), 0, "proposals"
+    history = [(done, time.monotonic() - begin, best.step_time_s)]
+    most = None if limit is None else -(-(limit - done) // size)
+    batches = batches_of(rng_key, problem, method, starts[0].cost, most)
+    learning_since = time.monotonic()
+    while limit is None or done < limit:
+        if budget.seconds is not None and time.monotonic() - begin >= budget.seconds:
+            stopped_by = "seconds"
+            break
+        batch = next(batches)
+        counted = batch.costs[: len(batch.costs) if limit is None else limit - done]
+        done, updates, lowest = done + len(counted), updates + 1, int(counted.argmin())
+        if counted[lowest] < best.cost:
+            best = problem.evaluate([batch.strategies[lowest]])[0]
+            history.append((done, time.monotonic() - begin, best.step_time_s))
+        if budget.progress is not None:
+            try:
+                budget.progress(done, best.step_time_s, time.monotonic() - begin)
+            except KeyboardInterrupt:
+                stopped_by = "interrupted"
+                break
+    rate = (done - len(starts)) / max(time.monotonic() - learning_since, 1e-9)
+    found_by = "a start" if len(history) == 1 else "learned"
+    notes = (f"{done} placements simulated in {updates} batches, {rate:.0f} a second while learning; the best is {found_by}",)
+    return SearchResult(best, done, time.monotonic() - begin, stopped_by, tuple(history), notes)
+
+
+def trinity(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """Partition and schedule networks that learn by PPO (Zeng et al., 2022)."""
+    return learned(TRINITY, rng_key, problem, budget)
+
+
+def hierarchical(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """Partition and schedule networks that learn by REINFORCE (Mirhoseini et al., 2018)."""
+    return learned(HIERARCHICAL, rng_key, problem, budget)
+
+
+def reinforce(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """A schedule network for co-located groups that learns by REINFORCE (Mirhoseini et al., 2017)."""
+    return learned(REINFORCE, rng_key, problem, budget)
