@@ -22,7 +22,7 @@ from soapjax.costs.itemize import sent_parts
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables import CostTables
 from soapjax.simulate.batched import simulate_batch
-from soapjax.simulate.event import Timeline, simulate
+from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.programs import Program, side_by_side
 from soapjax.simulate.schedule import Schedule, schedule_of
@@ -120,8 +120,17 @@ class Simulator:
         """All figures of one strategy, as NumPy arrays."""
         return self.batch(*_stacked([strategy])).costs(0)
 
-    def timeline(self, strategy: Strategy) -> Timeline:
-        return self._simulated(self.costs(strategy), self.schedule)
+    def timeline(self, strategy: Strategy, *, order: Order = "static") -> Timeline:
+        """Of one strategy, in program order, which step times are of, or in one of `event.ORDERS`."""
+        costs, schedule = self.costs(strategy), self.schedule
+        return simulate(schedule, schedule.durations(costs.durations), self._streams(costs, order), order=order)
+
+    def _streams(self, costs: Costs, order: Order) -> np.ndarray:
+        """bool [T, streams or queues of all groups]: what every scheduled task occupies."""
+        schedule, holders = self.schedule, costs.holders
+        if order != "trinity":
+            return occupied_by(schedule, costs)
+        return schedule.queues if holders is None else schedule.queues_of_groups(holders, self.tables.edge_tensor)
 
     def _simulated(self, costs: Costs, schedule: Schedule) -> Timeline:
         return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
