@@ -1,6 +1,5 @@
 """Learned placement: features, walks, networks, what is learned, and the planners."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -12,7 +11,7 @@ from test_placement import KEY, RNNLM, one_device, problem_of, two_branches
 from soapjax.search.layers import layers_of, steps_of
 from soapjax.search.learned import networks
 from soapjax.search.learned.agent import Learner, Sizes, agent_of
-from soapjax.search.learned.features import FIGURES, Features, colocated, edges_of, features_of, result_elements
+from soapjax.search.learned.features import FIGURES, Features, colocated, features_of, result_elements
 from soapjax.search.learned.node2vec import Walking, node2vec, pairs_of, random_walks
 from soapjax.search.learned.search import HIERARCHICAL, REINFORCE, TRINITY, batches_of, learned, placement_starts, reward_of
 from soapjax.search.placement import operator_seconds, placed
@@ -72,8 +71,8 @@ def test_features(told):
     assert found.figures.shape == (graph.num_operators, FIGURES) and np.isfinite(found.figures).all()
     assert (found.edges[:, 0] < found.edges[:, 1]).all() and len({tuple(e) for e in found.edges.tolist()}) == len(found.edges)
     for a, b in found.edges[:20].tolist():
-        shared = [{x.tensor for t in graph.operators[n].tasks for x in (*graph.tasks[t].reads, *graph.tasks[t].writes)} for n in (a, b)]
-        assert shared[0] & shared[1]
+        one, other = ([graph.tasks[t] for t in graph.operators[n].tasks] for n in (a, b))
+        assert {x.tensor for t in one for x in (*t.reads, *t.writes)} & {x.tensor for t in other for x in (*t.reads, *t.writes)}
     by_kind = {}
     for n, op in enumerate(graph.operators):
         by_kind.setdefault(int(found.word[n]), set()).add(op.kind)
@@ -133,11 +132,10 @@ def test_chunks_behind_the_last_group_are_skipped():
     np.testing.assert_array_equal(out, np.where(np.arange(len(steps)) < ran, steps + 1, 0))
 
 
-def drawn(method, problem=None):
+def drawn(method):
     """An agent, what it is told, its learner and a draw, on a small problem."""
-    if problem is None:
-        sizes, told = told_of()
-        sizes = sizes._replace(is_grouped=method.is_grouped)
+    sizes, told = told_of()
+    sizes = sizes._replace(is_grouped=method.is_grouped)
     agent, fixed = agent_of(sizes, method.recipe), np.arange(sizes.operators, dtype=np.int32) % 4
     agent.prepare(KEY, told, fixed, learns=True)
     learner = agent.first(KEY, told)
@@ -159,9 +157,8 @@ def test_probabilities_are_those_that_devices_were_drawn_with(method):
         np.testing.assert_allclose(np.asarray(draw.log_device[m])[:, :count], chosen, atol=1e-4)
     assert device.shape == (method.recipe.partitions * method.recipe.placements, agent.sizes.operators)
     slots = np.asarray(agent._groups(draw.number, told).slot)
-    per = method.recipe.placements
-    for b in (0, per, len(device) - 1):
-        m, p = divmod(b, per) if b < len(device) else (0, 0)
+    for b in (0, method.recipe.placements - 1, len(device) - 1):
+        m, p = divmod(b, method.recipe.placements)
         np.testing.assert_array_equal(np.asarray(device[b])[:6], np.asarray(draw.device)[m, p, slots[m, :6]])
 
 
