@@ -24,7 +24,7 @@ from paper_tables import CASE_COLUMNS, Rows, budget_of, figure, guarded, parser_
 
 from soapjax.search.chain import exchange
 from soapjax.search.mcmc import BETAS
-from soapjax.search.problem import Budget, PlanningProblem, objective
+from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.starts import starts
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import FIRST_PIN
@@ -98,7 +98,7 @@ def metropolis(problem: PlanningProblem, budget: Budget, seed: int) -> list[Impr
         for c, beta in enumerate(betas):
             axes, storage = draws.draw(chains[c])
             scores = problem.simulator.batch(axes, storage).scores
-            cost = np.asarray(objective(scores, float(problem.usable_memory_bytes)), np.float64) / reference
+            cost = np.asarray(problem.cost(scores), np.float64) / reference
             accepts = np.isfinite(cost) & (rng.random(BATCH) < np.exp(np.minimum(beta * (chains[c].cost - cost), 0)))
             first = int(np.argmax(accepts)) if accepts.any() else BATCH - 1
             best = float(cost[: first + 1].min()) * reference

@@ -121,7 +121,7 @@ def plan(
             with interrupts.searching():
                 result = search(key, problem, Budget(proposals, seconds, progress, baselines=found))
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
-            best = min((found.best for found in baselines.values()), key=lambda e: (not e.is_feasible, e.cost))
+            best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
             result = SearchResult(best, 0, 0.0, "interrupted")
         result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
         if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import Links, conversion_seconds
+from soapjax.costs.conversion import Links, conversion_cost, conversion_seconds
 from soapjax.costs.evaluate import Costs
 from soapjax.costs.halos import halo_cost, inner_source, inner_target
 from soapjax.costs.indexing import put, rows
@@ -36,6 +36,7 @@ from soapjax.costs.layouts import (
 )
 from soapjax.costs.local import LocalTables, Sharing, sharing
 from soapjax.costs.measured import log_degrees, measured_ratio, point_of
+from soapjax.costs.sent import by_groups, sent_rows
 from soapjax.costs.shared_copies import keys_of, made_again, sharing_after
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import REPLICATED
@@ -105,6 +106,7 @@ class Machine(NamedTuple):
     sums_in_place: bool
     combine_bytes: float
     num_edges: int  # as in CostTables
+    wants_bytes: bool  # that are sent
 
 
 class Base(NamedTuple):
@@ -132,6 +134,10 @@ class Base(NamedTuple):
     on_home: Array  # bool [T + 1, G]
     on_copy: Array  # bool [E + 1, G]
     on_stored: Array  # bool [P + 1, G]
+    # Bytes that a device of each group sends, as if paid for; [.., 0] where nobody asks.
+    resolve_sent: Array  # [T + 1, G]
+    convert_sent: Array  # [E + 1, G]
+    sum_sent: Array  # [S + 1, G]
 
 
 class Change(NamedTuple):
@@ -159,9 +165,12 @@ class Change(NamedTuple):
     on_home: Array  # bool [t, G]
     on_copy: Array  # bool [e, G]
     on_stored: Array  # bool [p, G]
+    resolve_sent: Array  # [t, G]
+    convert_sent: Array  # [e, G]
+    sum_sent: Array  # [s, G]
 
 
-def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
+def arrays_of(tables: CostTables, *, wants_bytes: bool = False) -> tuple[Arrays, Machine]:
     shares: Sharing = sharing(tables)
 
     def padded(x: np.ndarray, value=0) -> np.ndarray:
@@ -195,11 +204,11 @@ def arrays_of(tables: CostTables) -> tuple[Arrays, Machine]:
     )  # fmt: skip
     return jax.device_put(arrays), Machine(
         tables.links, tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.space.offers_pins,
-        tables.working.sums_in_place, tables.working.combine_bytes, tables.num_edges,
+        tables.working.sums_in_place, tables.working.combine_bytes, tables.num_edges, wants_bytes,
     )  # fmt: skip
 
 
-def base_of(tables: CostTables, costs: Costs, axes: Array, storage: Array) -> Base:
+def base_of(tables: CostTables, costs: Costs, axes: Array, storage: Array, *, wants_bytes: bool = False) -> Base:
     """The summands of a strategy from its costs by `evaluator`."""
     parts, found = costs.parts, costs.layouts
     num_e = len(tables.edge_task)
@@ -214,13 +223,17 @@ def base_of(tables: CostTables, costs: Costs, axes: Array, storage: Array) -> Ba
         return padded(mask)
 
     d = costs.durations
+    if wants_bytes:
+        sent = sent_rows(tables, found, axes)
+    else:
+        sent = tuple(jnp.zeros((count, 0)) for count in (len(tables.tensor_bytes), num_e, len(tables.sum_task)))
     return Base(
         axes, storage, found.slots, padded(keys_of(found.slots[tables.edge_slot], again)), padded(found.shared_since),
         padded(d.compute_s), padded(d.resolve_s), padded(parts.convert_s), padded(d.sum_s), padded(parts.held_bytes),
         padded(parts.copy_bytes), padded(parts.passing_bytes), padded(parts.waiting_bytes), padded(parts.stored_bytes),
         padded(parts.is_sent), on("compute", tables.num_tasks), on("resolve", len(tables.tensor_bytes)), on("convert", num_e),
         on("sum", len(tables.sum_task)), on("home", len(tables.tensor_bytes)), on("copy", num_e),
-        on("stored", len(tables.parameter_op)),
+        on("stored", len(tables.parameter_op)), *map(padded, sent),
     )  # fmt: skip
 
 
@@ -281,14 +294,18 @@ def change(
     wanted = rows(every, row.edge_slot)
     target = as_read(edge_home, wanted)
     inner = rows(rows(arrays.sum_map, s).T, index).T  # [s, A]
-    full_s = conversion_seconds(
+    of_conversions = (
         jnp.concatenate([raw, edge_home, inner_source(inner)]),
         jnp.concatenate([resolved, target, inner_target(inner)]),
         jnp.concatenate([rows(arrays.resolve_bytes, t), rows(arrays.edge_bytes, e), rows(arrays.sum_bytes, s)]), machine.links,
         jnp.concatenate([rows(arrays.resolve_share, t), rows(arrays.edge_share, e), jnp.ones(len(s), jnp.float32)]),
-        shape=jnp.concatenate([shape, rows(shape, row.edge_tensor), jnp.zeros((len(s), shape.shape[1]), jnp.int32)]),
-        pins=machine.pins,
     )  # fmt: skip
+    shapes = jnp.concatenate([shape, rows(shape, row.edge_tensor), jnp.zeros((len(s), shape.shape[1]), jnp.int32)])
+    if machine.wants_bytes:
+        every = conversion_cost(*of_conversions, shape=shapes, pins=machine.pins)
+        full_s = every.seconds
+    else:
+        full_s = conversion_seconds(*of_conversions, shape=shapes, pins=machine.pins)
     trips = jnp.concatenate([rows(arrays.resolve_trips, t), rows(arrays.edge_trips, e), rows(arrays.sum_trips, s)])
     seconds = full_s * trips[:, None]
     resolve_s, convert_s, sum_s = jnp.split(seconds, [len(t), len(t) + len(e)])
@@ -303,6 +320,14 @@ def change(
     local = rows(arrays.resolve_bytes, t) / split_of(raw >= 0, sizes)
     on_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), arrays.coordinates)
     on_home, on_copy, on_stored = (holders(x, arrays.coordinates) for x in (home, target, stored))
+    on_made, on_sum = holders(raw, arrays.coordinates), jnp.broadcast_to(on_op, (len(s), len(on_op)))
+    if machine.wants_bytes:
+        early_on = jnp.concatenate([on_made, rows(on_home, row.edge_tensor), on_sum])
+        sent = by_groups(every, trips, early_on, jnp.concatenate([on_made, on_copy, on_sum]))
+        resolve_sent, convert_sent, sum_sent = jnp.split(sent, [len(t), len(t) + len(e)])
+        sum_sent += (borders.bytes.sum(-1) * rows(arrays.sum_trips, s))[:, None] * on_sum
+    else:
+        resolve_sent, convert_sent, sum_sent = (jnp.zeros((len(x), 0)) for x in (t, e, s))
     return Change(
         slots, key, since, compute_s, resolve_s, convert_s, sum_s,
         held=rows(arrays.tensor_bytes, t) * rows(arrays.tensor_copies, t) / split_of(is_held_split(raw, home), sizes),
@@ -311,9 +336,10 @@ def change(
         waiting=waiting_bytes(raw, resolved, local, rows(arrays.waits, t), machine.combine_bytes, sizes),
         stored=rows(arrays.state_bytes, p) / shards, sent=is_sent(edge_home, target),
         heir=heir, heir_since=heir_since,
-        on_compute=jnp.where(is_update[:, None], rows(on_stored, updated), on_op), on_resolve=holders(raw, arrays.coordinates),
-        on_convert=rows(on_home, row.edge_tensor) | on_copy, on_sum=jnp.broadcast_to(on_op, (len(s), len(on_op))),
+        on_compute=jnp.where(is_update[:, None], rows(on_stored, updated), on_op), on_resolve=on_made,
+        on_convert=rows(on_home, row.edge_tensor) | on_copy, on_sum=on_sum,
         on_home=on_home, on_copy=on_copy, on_stored=on_stored,
+        resolve_sent=resolve_sent, convert_sent=convert_sent, sum_sent=sum_sent,
     )  # fmt: skip
 
 
@@ -344,4 +370,6 @@ def apply(row: LocalTables, num_keyed: int, n: Array, axes: Array, storage: Arra
         on_convert=put(base.on_convert, e, found.on_convert), on_sum=put(base.on_sum, s, found.on_sum),
         on_home=put(base.on_home, t, found.on_home), on_copy=put(base.on_copy, e, found.on_copy),
         on_stored=put(base.on_stored, p, found.on_stored),
+        resolve_sent=put(base.resolve_sent, t, found.resolve_sent), convert_sent=put(base.convert_sent, e, found.convert_sent),
+        sum_sent=put(base.sum_sent, s, found.sum_sent),
     )  # fmt: skip

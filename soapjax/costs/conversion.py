@@ -104,6 +104,7 @@ def _group_share(topology: DeviceTopology, mesh: FactorMesh) -> tuple[tuple[tupl
 class ConversionCost(NamedTuple):
     seconds: Array  # [..., L]
     bytes: Array  # [..., 6] that each device sends, by COLLECTIVES
+    late_bytes: Array | None = None  # [...]: of these what devices of the target layout send, or get from shards; with pins only
 
 
 def combined_share(size_bytes, combines, links: Links):
@@ -125,7 +126,8 @@ def conversion_cost(
       pins: whether pinned layouts are looked at.
     """
     seconds, sent = _side_by_side(links, pins, True)(*_args(source, target, shape, size_bytes, latency_share))
-    return ConversionCost(jnp.stack(seconds, -1), jnp.stack(sent, -1))
+    num = len(COLLECTIVES)
+    return ConversionCost(jnp.stack(seconds, -1), jnp.stack(sent[:num], -1), sent[num] if pins else None)
 
 
 def conversion_seconds(
@@ -173,7 +175,10 @@ def _costs(
     links: Links, pins: bool, wants_bytes: bool, source: list[Array], target: list[Array], shape: list[Array], size_bytes: Array,
     latency_share: Array,
 ) -> tuple[list[Array], list[Array]]:  # fmt: skip
-    """Seconds [n] per level and bytes [n] by collective, of layouts int8 [n] per axis and shapes int32 [n] per dim."""
+    """Seconds [n] per level and bytes [n] by collective, of layouts int8 [n] per axis and shapes int32 [n] per dim.
+
+    With pins a list of bytes more: `ConversionCost.late_bytes`.
+    """
     sizes, levels = links.axis_sizes, range(links.num_levels)
     on_level = sets_by(links.axis_levels)
     of_level = [on_level.get(lv, type_of_sets(len(sizes))(0)) for lv in levels]
@@ -240,14 +245,21 @@ def _costs(
     run("all-to-all", over.exchanged_late, local)
     permute(order.num_permutes, order.moved, local)
     sent[TRANSFER] = jnp.zeros_like(local)
+    late = jnp.zeros_like(local)
     if pins:
-        local, sent[TRANSFER] = _send(source, target, local, links, seconds, latency_share)
+        local, sent[TRANSFER], late = _send(source, target, local, links, seconds, latency_share)
+    before = sent["all-gather"]
     run("all-gather", over.gathered, local)
-    return seconds, [sent[k] for k in COLLECTIVES] if wants_bytes else []
+    if not wants_bytes:
+        return seconds, []
+    return seconds, [*(sent[k] for k in COLLECTIVES), *([late + sent["all-gather"] - before] if pins else [])]
 
 
-def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_share) -> tuple[Array, Array]:
-    """Messages between pinned and other layouts; adds to `seconds`, gives the local bytes after them and the bytes sent."""
+def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_share) -> tuple[Array, Array, Array]:
+    """Messages between pinned and other layouts; adds to `seconds`.
+
+    Gives the local bytes after them, the bytes sent, and of these what one device gets from the others' shards.
+    """
 
     def product(mask: list[Array], level: int) -> Array:
         n = jnp.ones(jnp.shape(local), jnp.float32)
@@ -281,10 +293,11 @@ def _send(src, dst, local: Array, links: Links, seconds: list[Array], latency_sh
                 times = times + jnp.where(m, links.axis_sizes[a] - 1.0, 0.0)
         seconds[lv] = seconds[lv] + times * (links.latency_s[lv] * latency_share + local / links.bytes_per_s[lv])
         total = total + times * local
+    gathered = jnp.zeros_like(local)
     for lv in reversed(range(links.num_levels)):
         n = product(from_shards, lv)
         moved, steps = local * (n - 1), n - 1
         local = local * n
         seconds[lv] = seconds[lv] + steps * links.latency_s[lv] * latency_share + moved / links.bytes_per_s[lv]
-        total = total + moved
-    return local, total
+        gathered = gathered + moved
+    return local, total + gathered, gathered

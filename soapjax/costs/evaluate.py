@@ -91,6 +91,7 @@ class Costs(NamedTuple):
     durations: Durations
     layouts: Layouts
     bytes_by_collective: Array  # [6] that each device sends in a step, by COLLECTIVES
+    sent_bytes: Array  # []: in a step by the device that sends most; with pins devices differ, else the sum of the above
     memory_bytes: Array  # [4]: parameters and optimizer state; at the peak gradients and activations, and what is passing; total
     penalty: Array  # degree violations of the strategy (0 for a valid one)
     parts: Parts
@@ -234,7 +235,8 @@ def stages(tables: CostTables, *, is_batched: bool = False) -> Stages:
         sum_s += borders.seconds * sum_times[:, None]
         is_paid = jnp.concatenate([jnp.ones(num_r, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
         # Products of matrices: XLA's sums over the first dim are ten times slower.
-        sent = (times[:, 0] * is_paid) @ every.bytes + sum_times @ borders.bytes
+        paid_times = times[:, 0] * is_paid
+        sent = paid_times @ every.bytes + sum_times @ borders.bytes
         durations = Durations(of.compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
 
         # Memory, per group of devices where pins tell them apart.
@@ -259,6 +261,7 @@ def stages(tables: CostTables, *, is_batched: bool = False) -> Stages:
                 of_task, holders(found.raw, coordinates), rows(of_home, tables.edge_tensor) | of_copy,
                 rows(of_op, tables.task_op[tables.sum_task]), of_home, of_copy, of_stored,
             )  # fmt: skip
+            most_sent = _sent_by_groups(tables, paid_times, sum_times * borders.bytes.sum(-1), every, holding)
             live = jnp.stack(
                 [
                     _liveness(
@@ -270,6 +273,7 @@ def stages(tables: CostTables, *, is_batched: bool = False) -> Stages:
             made = jnp.stack([_made(tables, passing * holding.resolve[:, g]) for g in range(len(coordinates))])
             persistent = (stored_bytes[:, None] * of_stored).sum(0)
         else:
+            most_sent = sent.sum(keepdims=True)
             live, made = _liveness(tables, held, waiting, copy, found, sent_copy)[None], _made(tables, passing)[None]
             persistent = stored_bytes.sum(keepdims=True)
         if not num_k:
@@ -277,9 +281,23 @@ def stages(tables: CostTables, *, is_batched: bool = False) -> Stages:
         total = persistent[:, None] + live + made  # [G, K]
         g, k = jnp.unravel_index(jnp.argmax(total), total.shape)
         memory = jnp.stack([persistent[g], live[g, k], made[g, k], total[g, k]])
-        return Costs(durations, found, sent, memory, _violations(tables, axes), parts, holding)
+        return Costs(durations, found, sent, most_sent.max(), memory, _violations(tables, axes), parts, holding)
 
     return Stages(lift(lambda axes, storage: _asked(tables, axes, storage)), convert, lift(paid))
+
+
+def _sent_by_groups(tables: CostTables, times: Array, borders: Array, every: ConversionCost, on: Holders) -> Array:
+    """Bytes [G] that a device of each group sends: of resolutions, conversions and sums so many `times`, and of `borders` [S].
+
+    A collective counts on all of its devices as what each of them sends. Of a conversion between pinned layouts, what
+    comes before the messages, and these, counts where the tensor is at home; what one device gets from the shards of many,
+    and gathers after the messages, where it goes.
+    """
+    made = on.resolve[tables.partial]
+    early_on = jnp.concatenate([made, rows(on.home, tables.edge_tensor), on.sum, on.sum]).astype(jnp.float32)
+    late_on = jnp.concatenate([made, on.copy, on.sum]).astype(jnp.float32)
+    early = jnp.concatenate([times * (every.bytes.sum(-1) - every.late_bytes), borders])
+    return early @ early_on + (times * every.late_bytes) @ late_on
 
 
 def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, Array, Array]:

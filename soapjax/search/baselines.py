@@ -113,7 +113,7 @@ def _fits(problem: PlanningProblem, n: int, dim: int, axes: Sequence[int]) -> bo
 
 def _result(problem: PlanningProblem, strategies: list[Strategy], start: float, notes: tuple[str, ...] = ()) -> SearchResult:
     evaluations = problem.evaluate(strategies)
-    best = min(evaluations, key=lambda e: (not e.is_feasible, e.cost))
+    best = min(evaluations, key=lambda e: e.rank)
     return SearchResult(best, len(strategies), time.monotonic() - start, "complete", (), notes)
 
 

@@ -130,7 +130,7 @@ def ilp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResul
         if problem.evaluate(strategies[-1:])[0].is_feasible:
             break
         limit *= 0.9
-    best = min(problem.evaluate(strategies), key=lambda e: (not e.is_feasible, e.cost))
+    best = min(problem.evaluate(strategies), key=lambda e: e.rank)
     left = seconds - (time.monotonic() - begin)
     if left > 0.2 * seconds:
         if relaxation.is_pruned:

@@ -35,7 +35,7 @@ class Incumbent:
             self.evaluated += len(found)
             out += found
             every = found if self.best is None else [self.best, *found]
-            self.best = min(every, key=lambda e: (not e.is_feasible, e.cost))
+            self.best = min(every, key=lambda e: e.rank)
         if self.budget.progress is not None:
             self.budget.progress(self.evaluated, self.best.step_time_s, time.monotonic() - self.begin)
         return out
@@ -60,7 +60,7 @@ def descend(search: Incumbent, root: Relaxation, keep: list[np.ndarray], start: 
         before = best.cost
         for n, c in enumerate(root.candidates):
             trial = [_changed(best.strategy, {n: (c.axes[k], c.storage[k])}) for k in keep[n]]
-            best = min([best, *search.simulate(trial)], key=lambda e: (not e.is_feasible, e.cost))
+            best = min([best, *search.simulate(trial)], key=lambda e: e.rank)
         improved = best.cost < before
     return best
 

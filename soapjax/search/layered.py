@@ -37,7 +37,7 @@ def layered_expert(rng_key: Array, problem: PlanningProblem, budget: Budget) -> 
     begin = time.monotonic()
     require_pins(problem, "layered_expert")
     ways = problem.evaluate(layered_expert_strategies(problem))
-    best = min(ways, key=lambda e: (not e.is_feasible, e.cost))
+    best = min(ways, key=lambda e: e.rank)
     return SearchResult(best, len(ways), time.monotonic() - begin, "complete")
 
 

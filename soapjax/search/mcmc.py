@@ -42,7 +42,7 @@ from soapjax.search.descent import Descent, Kicks
 from soapjax.search.moves import State, leap
 from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
-from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult, objective
+from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.starts import numpy_rng, starts
 from soapjax.simulate.programs import Program, side_by_side, threads
 from soapjax.simulate.simulator import BATCH
@@ -112,7 +112,7 @@ class Engine:
         proposed = self._propose(jax.random.split(move, BATCH), state)
         proposed = State(np.asarray(proposed.axes), np.asarray(proposed.storage))
         judged = self.problem.simulator.batch(*proposed)
-        cost = np.asarray(objective(judged.scores, float(self.problem.usable_memory_bytes)), np.float64) / self.reference_s
+        cost = np.asarray(self.problem.cost(judged.scores), np.float64) / self.reference_s
         uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
         now = float(walker.cost)
         accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
@@ -203,7 +203,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         stopped_by = "interrupted"
     finally:
         pool.shutdown(wait=True)
-    good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: (not e.is_feasible, e.cost))
+    good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: e.rank)
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
 
@@ -240,14 +240,14 @@ class Descents:
 
     def run(self, begun: list[Evaluation]) -> tuple[list[Evaluation], str | None]:
         """All starts and what was found from some of them, best first; and why to stop there."""
-        begun = sorted([*self._additive(), *begun], key=lambda e: (not e.is_feasible, e.cost))
+        begun = sorted([*self._additive(), *begun], key=lambda e: e.rank)
         self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], self._ranked(begun[-1])])  # the worst is a random one
         kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
         if self.record.time_spent() >= KICKED_UNTIL:
             self.record.notes.append(f"kicks ended after {KICKED_UNTIL:.0%} of the time")
         found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
-        return sorted(found.values(), key=lambda e: (not e.is_feasible, e.cost)), self.record.stopped_by(has_walked=False)
+        return sorted(found.values(), key=lambda e: e.rank), self.record.stopped_by(has_walked=False)
 
     def go_on(self, best: Evaluation) -> str:
         """More kicks, until the budget is spent; why it stopped."""

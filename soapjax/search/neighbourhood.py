@@ -19,7 +19,8 @@ from soapjax.costs.evaluate import Costs
 from soapjax.costs.indexing import row
 from soapjax.costs.local import LocalTables, local_classes
 from soapjax.costs.memory import Alive, alive, memory_after
-from soapjax.search.problem import PlanningProblem, objective
+from soapjax.costs.sent import sent_after, sent_now
+from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.delta import step_times, trace_of
 from soapjax.simulate.simulator import Scores
 from soapjax.simulate.trace import ItemArrays, Trace
@@ -33,6 +34,7 @@ class Position(NamedTuple):
     base: Base
     alive: Alive
     trace: Trace
+    sent: Array  # [G]: bytes of a device of each group; [0] where the objective does not limit them
 
 
 class Judged(NamedTuple):
@@ -40,6 +42,7 @@ class Judged(NamedTuple):
 
     step_time_s: Array  # [Q]
     memory_bytes: Array  # [Q]
+    sent_bytes: Array  # [Q]: by the device that sends most; 0 where the objective does not limit them
     cost_s: Array  # [Q]: the objective; inf where a degree does not divide
 
 
@@ -60,6 +63,7 @@ class Tables(NamedTuple):
     position_of: Array  # int32 [N]
     divisors: Array  # int32 [N, K]
     usable_bytes: Array  # []
+    exact_above: Array  # []: peaks of memory up to here need no exact figure
 
 
 class Neighbourhoods:
@@ -68,7 +72,8 @@ class Neighbourhoods:
     def __init__(self, problem: PlanningProblem, *, at_once: int = AT_ONCE):
         cost_tables = problem.simulator.tables
         self.problem, self.cost_tables, self.at_once = problem, cost_tables, at_once
-        arrays, self.machine = arrays_of(cost_tables)
+        objective = problem.objective
+        arrays, self.machine = arrays_of(cost_tables, wants_bytes=objective.limits_bytes)
         classes = local_classes(cost_tables)
         self.sizes = [c.sizes for c in classes]
         self.num_heirs = [c.num_heirs for c in classes]
@@ -80,16 +85,17 @@ class Neighbourhoods:
             Tables(
                 arrays, problem.simulator.item_arrays, tuple(c.tables for c in classes), class_of, position_of,
                 problem.space.divisors, np.float32(problem.usable_memory_bytes),
+                np.float32(objective.memory_limit(problem.usable_memory_bytes)),
             )
         )  # fmt: skip
         self.overlap = cost_tables.topology.device.overlap
 
     def position(self, tables: Tables, costs: Costs, axes: Array, storage: Array) -> Position:
-        return self._at(tables, base_of(self.cost_tables, costs, axes, storage))
+        return self._at(tables, base_of(self.cost_tables, costs, axes, storage, wants_bytes=self.machine.wants_bytes))
 
     def _at(self, tables: Tables, base: Base) -> Position:
         traced = trace_of(tables.items, base, overlap=self.overlap, pins=self.machine.pins)
-        return Position(base, alive(tables.arrays, base), traced)
+        return Position(base, alive(tables.arrays, base), traced, sent_now(base))
 
     def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Found]:
         """Draws repeat (256 on two axes are few configs): each config is judged once, in as many turns as it takes."""
@@ -101,7 +107,7 @@ class Neighbourhoods:
         rank = jnp.cumsum(is_first) - 1
         (distinct,) = jnp.nonzero(is_first, size=-(-q // width) * width, fill_value=0)
 
-        def judge_some(k: Array) -> tuple[Array, Array, Change]:
+        def judge_some(k: Array) -> tuple[Array, Array, Array, Change]:
             some = jax.lax.dynamic_slice_in_dim(distinct, k * width, width)
             found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(
                 axes[some], storage[some]
@@ -110,9 +116,11 @@ class Neighbourhoods:
                 tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins,
                 num_heirs=self.num_heirs[i],
             )  # fmt: skip
-            return times, memory_after(tables.arrays, at.alive, at.base, lists, found, tables.usable_bytes), found
+            memory = memory_after(tables.arrays, at.alive, at.base, lists, found, tables.exact_above)
+            sent = sent_after(at.sent, at.base, lists, found) if self.machine.wants_bytes else jnp.zeros(width)
+            return times, memory, sent, found
 
-        def turn(k: Array, done: tuple[Array, Array, Change]) -> tuple[Array, Array, Change]:
+        def turn(k: Array, done: tuple[Array, Array, Array, Change]) -> tuple[Array, Array, Array, Change]:
             return jax.tree.map(
                 lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, k * width, 0), done, judge_some(k)
             )  # fmt: skip
@@ -120,16 +128,16 @@ class Neighbourhoods:
         shapes = jax.eval_shape(judge_some, jnp.int32(0))
         none = jax.tree.map(lambda x: jnp.zeros((len(distinct), *x.shape[1:]), x.dtype), shapes)
         turns = rank[-1] // width + 1
-        times, memory, found = jax.lax.fori_loop(0, turns, turn, none)
+        times, memory, sent, found = jax.lax.fori_loop(0, turns, turn, none)
         place = rank[first]
-        times, memory = times[place], memory[place]
+        times, memory, sent = times[place], memory[place], sent[place]
         sizes = np.array(self.machine.links.axis_sizes)
         violations = jnp.zeros(q, jnp.int32)
         for d in range(tables.divisors.shape[1]):
             split = jnp.prod(jnp.where(axes == d, sizes, 1), axis=1)
             violations += tables.divisors[n, d] % split != 0
-        cost = objective(Scores(times, memory, violations), tables.usable_bytes)
-        return Judged(times, memory, cost), Found(found, place)
+        cost = self.problem.objective.cost(Scores(times, memory, violations, sent), tables.usable_bytes)
+        return Judged(times, memory, sent, cost), Found(found, place)
 
     def judge(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
         """Candidates (`axes` int8 [Q, A], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""

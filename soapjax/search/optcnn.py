@@ -192,7 +192,7 @@ def additive_start(problem: PlanningProblem, *, deadline: float = math.inf) -> S
     evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun)))
     if not any(e.is_feasible for e in evaluations):
         evaluations += problem.evaluate(begun)
-    return min(evaluations, key=lambda e: (not e.is_feasible, e.cost)).strategy
+    return min(evaluations, key=lambda e: e.rank).strategy
 
 
 def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
@@ -210,7 +210,7 @@ def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchRe
         return found
 
     strategies = fitting(relaxation, minimise)
-    best = min(problem.evaluate(strategies), key=lambda e: (not e.is_feasible, e.cost))
+    best = min(problem.evaluate(strategies), key=lambda e: e.rank)
     how = "solved exactly by elimination" if exact[0] else f"a kernel of over {MAX_ENTRIES:,} entries was left: coordinate descent"
     return SearchResult(best, len(strategies), time.monotonic() - begin, "complete", (), notes_on(relaxation, strategies[0], how))
 

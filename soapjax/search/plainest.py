@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.split_share import share_of, split_flops
-from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult, objective
+from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
@@ -88,14 +88,10 @@ def candidates_of(problem: PlanningProblem, strategies: Sequence[Strategy]) -> l
     for k in range(0, len(strategies), BATCH):
         some = list(strategies[k : k + BATCH])
         batch = simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
-        scores = batch.scores
-        costs = objective(scores, problem.usable_memory_bytes)
-        for i, strategy in enumerate(some):
+        judged = problem.judged(some, batch.scores)
+        for i, (strategy, evaluation) in enumerate(zip(some, judged, strict=True)):
             own = batch.costs(i)
             num = sum(int((np.asarray(x) > 0).any(-1).sum()) for x in own.durations[1:])
-            fits = bool(scores.memory_bytes[i] <= problem.usable_memory_bytes and not scores.violations[i])
-            seconds, memory = float(scores.step_time_s[i]), float(scores.memory_bytes[i])
-            evaluation = Evaluation(strategy, seconds, memory, fits, float(costs[i]))
             sent = float(own.bytes_by_collective.sum(dtype=np.float64))
             share = share_of(*split_flops(simulator.tables, strategy.axes, own.layouts.slots))
             out.append(Candidate(evaluation, sent, num, simulator.without_overlap_s(own), share))

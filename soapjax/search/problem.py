@@ -1,7 +1,7 @@
 """What every planner gets and gives: one function type for all of them.
 
-`Planner = (rng_key, problem, budget) -> SearchResult`. Costs compare by `objective`: the step
-time, plus a penalty that grows with the memory that a device lacks.
+`Planner = (rng_key, problem, budget) -> SearchResult`. Strategies compare by the problem's objective (objective.py): the step
+time, plus a penalty that grows with the memory that a device lacks, or time, communication and memory together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -18,6 +17,7 @@ from soapjax.costs.profile import Profile
 from soapjax.costs.tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
+from soapjax.search.objective import TIME, Objective
 from soapjax.simulate.simulator import Scores, Simulator
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
@@ -43,40 +43,54 @@ class PlanningProblem:
     graph: OperatorGraph
     space: SearchSpace
     simulator: Simulator
+    objective: Objective = TIME
 
     @classmethod
     @fewer_collections()
     def make(
-        cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None
-    ) -> PlanningProblem:
-        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)))
+        cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None,
+        objective: Objective = TIME,
+    ) -> PlanningProblem:  # fmt: skip
+        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)), objective)
 
     def without_pins(self) -> PlanningProblem:
         """The same where no operator may be pinned: a smaller space, whose strategies cost the same and are judged faster."""
         tables = self.simulator.tables
         space = dataclasses.replace(self.space, offers_pins=False)
-        return self.make(self.graph, space, tables.topology, tables.profile)
+        return self.make(self.graph, space, tables.topology, tables.profile, self.objective)
 
     @property
     def usable_memory_bytes(self) -> int:
         return self.simulator.tables.usable_memory_bytes
 
+    def cost(self, scores: Scores) -> Array | np.ndarray:
+        """Seconds [B], by the objective: what a search minimises."""
+        return self.objective.cost(scores, float(self.usable_memory_bytes))
+
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
-        """Step time, memory and cost of each."""
-        scores = self.simulator.step_times(strategies)
-        costs = objective(scores, self.usable_memory_bytes)
-        return [
-            Evaluation(s, float(t), float(m), bool(m <= self.usable_memory_bytes and not v), float(c))
-            for s, t, m, v, c in zip(strategies, *scores, costs, strict=True)
-        ]
+        """Step time, memory, communication and cost of each."""
+        return self.judged(strategies, self.simulator.step_times(strategies))
+
+    def judged(self, strategies: list[Strategy], scores: Scores) -> list[Evaluation]:
+        """The same of strategies whose scores are known, as NumPy arrays."""
+        cost, is_feasible, excess = self.objective.standing(scores, self.usable_memory_bytes)
+        rows = zip(strategies, scores.step_time_s, scores.memory_bytes, is_feasible, cost, scores.sent_bytes, excess, strict=True)
+        return [Evaluation(s, float(t), float(m), bool(f), float(c), float(b), float(e)) for s, t, m, f, c, b, e in rows]
 
 
 class Evaluation(NamedTuple):
     strategy: Strategy
     step_time_s: float
     memory_bytes: float
-    is_feasible: bool
-    cost: float
+    is_feasible: bool  # fits the device, and meets the objective's limits
+    cost: float  # seconds, by the objective
+    sent_bytes: float = 0.0  # in a step by the device that sends most
+    excess: float = 0.0  # over the objective's limits; inf where it does not fit the device
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """By this the best is the least: what is feasible by cost, then what violates the limits least, then what does not fit."""
+        return not self.is_feasible, self.excess, self.cost
 
 
 class SearchResult(NamedTuple):
@@ -92,11 +106,3 @@ class SearchResult(NamedTuple):
 
 
 Planner = Callable[[Array, PlanningProblem, Budget], SearchResult]
-
-
-def objective(scores: Scores, usable_memory_bytes: float) -> Array | np.ndarray:
-    """Step time in seconds, times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
-    xp = jnp if isinstance(scores.step_time_s, Array) else np  # eager operations of JAX are compiled one by one
-    excess = xp.maximum(scores.memory_bytes / usable_memory_bytes - 1, 0)
-    penalised = xp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
-    return xp.where(scores.violations > 0, np.inf, penalised)

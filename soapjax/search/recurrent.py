@@ -178,5 +178,5 @@ def expert_rnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
     start = time.monotonic()
     require_pins(problem, "expert_rnn")
     variants, notes = expert_rnn_strategies(problem)
-    best = min(problem.evaluate(variants), key=lambda e: (not e.is_feasible, e.cost))
+    best = min(problem.evaluate(variants), key=lambda e: e.rank)
     return SearchResult(best, len(variants), time.monotonic() - start, "complete", (), notes)

@@ -30,4 +30,4 @@ def starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Eva
         if problem.space.offers_pins:
             found += [planner(rng_key, problem, Budget()).best.strategy for planner in (model_parallel, expert_rnn)]
     unique = {s.key(): s for s in found}
-    return sorted(problem.evaluate(list(unique.values())), key=lambda e: (not e.is_feasible, e.cost))
+    return sorted(problem.evaluate(list(unique.values())), key=lambda e: e.rank)

@@ -39,6 +39,7 @@ class Scores(NamedTuple):
     step_time_s: Array  # [B]
     memory_bytes: Array  # [B]: total per device
     violations: Array  # [B]: degrees that do not divide; such a strategy is in no space
+    sent_bytes: Array  # [B]: in a step, by the device that sends most
 
 
 BATCH = 32  # strategies that a search asks for at once
@@ -110,7 +111,7 @@ class Simulator:
         on = None if costs.holders is None else self.items.holders(costs.holders)
         overlap = self.tables.topology.device.overlap
         times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)
-        return Scores(times, costs.memory_bytes[:, 3], costs.penalty), costs
+        return Scores(times, costs.memory_bytes[:, 3], costs.penalty, costs.sent_bytes), costs
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""
@@ -150,7 +151,7 @@ class Simulator:
                 step_time_s=_rounded(found.scores.step_time_s[i]), without_overlap_s=_rounded(self.without_overlap_s(costs)),
                 split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),
                 memory_bytes_per_device=int(costs.memory_bytes[3]), sent_bytes=int(costs.bytes_by_collective.sum()),
-                feasible=self._is_feasible(costs),
+                peak_sent_bytes=int(costs.sent_bytes), feasible=self._is_feasible(costs),
             )
             for i, (strategy, costs) in enumerate(zip(strategies, map(found.costs, range(len(strategies))), strict=True))
         ]  # fmt: skip
@@ -170,6 +171,7 @@ class Simulator:
             feasible=self._is_feasible(costs),
             sends=sent_parts(self.tables, costs.layouts, strategy),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
+            peak_sent_bytes=int(costs.sent_bytes),
             compute_figures=compute_figures or {},
             without_overlap_s=_rounded(self.without_overlap_s(costs)),
             split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),

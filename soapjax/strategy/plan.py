@@ -125,6 +125,7 @@ class StrategyFigures(_Part):
     memory_bytes_per_device: Bytes
     sent_bytes: Bytes  # by each device in one step
     feasible: bool
+    peak_sent_bytes: Bytes | None = None  # by the device that sends most; None in plans of older versions
 
 
 class Prediction(_Part):
@@ -139,6 +140,7 @@ class Prediction(_Part):
     # None in plans of older versions. If a device did one thing at a time, communicate or compute, on one link or another:
     without_overlap_s: StepSeconds | None = None
     split_flops_share: Fraction | None = None  # 1: no FLOP of the step is done on two devices, 0: every device does all
+    peak_sent_bytes: Bytes | None = None  # in one step by the device that sends most; None in plans of older versions
 
     @property
     def hidden_communication_s(self) -> float | None:
@@ -158,6 +160,7 @@ class Provenance(_Part):
     versions: dict[str, str] = {}
     planner: str = ""
     space: str = "soap"  # that was searched
+    objective: str = "time"  # that it was searched by, in words
     seed: int = 0
     num_proposals: int = 0
     search_s: Seconds = 0.0
@@ -233,7 +236,8 @@ class Plan(_Part):
 
         The graph counts by its fingerprint.
         """
-        explaining = {"operators": {"__all__": {"cost"}}, "prediction": {"without_overlap_s", "split_flops_share"}}
+        beside = {"without_overlap_s", "split_flops_share", "peak_sent_bytes"}
+        explaining = {"operators": {"__all__": {"cost"}}, "prediction": beside}
         graph = {"graph": {"figures_sha256"}, "operator_graph": True}
         left_out = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
         data = self.model_dump(mode="json", exclude=left_out)

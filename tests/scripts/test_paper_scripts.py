@@ -43,7 +43,7 @@ def quick_search(monkeypatch):
         begin, rng = time.monotonic(), np.random.default_rng(0)
         plans = [problem.space.random(rng) for _ in range(8)]
         plans += [] if budget.random_start else [data_parallel_strategy(problem)[0]]
-        best = min(problem.evaluate(plans), key=lambda e: (not e.is_feasible, e.cost))
+        best = min(problem.evaluate(plans), key=lambda e: e.rank)
         stopped_by, elapsed = "proposals", time.monotonic() - begin
         try:
             while budget.num_proposals is None and elapsed < budget.seconds:

@@ -71,8 +71,11 @@ def test_features(told):
     assert found.figures.shape == (graph.num_operators, FIGURES) and np.isfinite(found.figures).all()
     assert (found.edges[:, 0] < found.edges[:, 1]).all() and len({tuple(e) for e in found.edges.tolist()}) == len(found.edges)
     for a, b in found.edges[:20].tolist():
-        one, other = ([graph.tasks[t] for t in graph.operators[n].tasks] for n in (a, b))
-        assert {x.tensor for t in one for x in (*t.reads, *t.writes)} & {x.tensor for t in other for x in (*t.reads, *t.writes)}
+        touched = []
+        for n in (a, b):
+            tasks = [graph.tasks[t] for t in graph.operators[n].tasks]
+            touched.append({x.tensor for t in tasks for x in (*t.reads, *t.writes)})
+        assert touched[0] & touched[1]
     by_kind = {}
     for n, op in enumerate(graph.operators):
         by_kind.setdefault(int(found.word[n]), set()).add(op.kind)
@@ -214,8 +217,10 @@ def test_it_learns_to_place_a_recurrent_net(method):
     batches = list(itertools.islice(batches_of(KEY, problem, method, unit), 10))
     assert np.mean([b.rewards.mean() for b in batches[-2:]]) > batches[0].rewards.mean()
     for b in batches[:2]:
-        np.testing.assert_allclose([e.cost for e in problem.evaluate(b.strategies[:3])], b.costs[:3], rtol=1e-6)
-        assert all(problem.space.is_valid(s) for s in b.strategies[:3])
+        again = problem.evaluate([e.strategy for e in b.found[:3]])
+        np.testing.assert_allclose([e.cost for e in again], [e.cost for e in b.found[:3]], rtol=1e-6)
+        np.testing.assert_allclose(reward_of(np.array([e.cost for e in again]), unit, method), b.rewards[:3], rtol=1e-5)
+        assert all(problem.space.is_valid(e.strategy) for e in again)
 
 
 @methods

@@ -13,12 +13,14 @@ from problems import PROBLEMS, graph_of, topology_of
 
 from soapjax.costs.evaluate import evaluator
 from soapjax.search.neighbourhood import Neighbourhoods
+from soapjax.search.objective import Objective
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 Q = 32
+LIMITED = Objective("mdpe", max_bytes=1.0)  # so that bytes are part of what is judged
 AT_ONCE = 12  # several turns, the last one not full
 FLOAT32_ERROR = 1e-5  # the contract; 9e-7 was the largest seen
 PINNED = (("mlp", "2x4"), ("lm_scan", "cpu8"))
@@ -34,7 +36,7 @@ class Judge:
     def __init__(self, model: str, topology: str, pins: bool):
         graph, place = graph_of(model), topology_of(topology)
         space = search_space(graph, factor_mesh(place), pins=pins)
-        self.problem = PlanningProblem.make(graph, space, place)
+        self.problem = PlanningProblem.make(graph, space, place, objective=LIMITED)
         self.near = Neighbourhoods(self.problem, at_once=AT_ONCE)
         evaluate = evaluator(self.problem.simulator.tables)
         self.position = jax.jit(lambda t, axes, storage: self.near.position(t, evaluate(axes, storage), axes, storage))
@@ -46,7 +48,8 @@ class Judge:
 
     def tables(self, *, is_tight: bool):
         """With almost no memory every candidate's peak is added up exactly; else a bound may do."""
-        return self.near.tables._replace(usable_bytes=jnp.float32(1.0)) if is_tight else self.near.tables
+        least = jnp.float32(1.0)
+        return self.near.tables._replace(usable_bytes=least, exact_above=least) if is_tight else self.near.tables
 
     def candidates(self, rng: np.random.Generator, base: Strategy, n: int) -> list[Strategy]:
         out = []
@@ -91,8 +94,11 @@ def test_candidates_cost_what_the_full_simulation_says(model, topology, pins, se
         scores = judge.problem.simulator.step_times(found)
         np.testing.assert_allclose(judged.step_time_s, scores.step_time_s, rtol=FLOAT32_ERROR)
         np.testing.assert_allclose(judged.memory_bytes, scores.memory_bytes, rtol=FLOAT32_ERROR)
+        atol = FLOAT32_ERROR * float(at.sent.max())  # a difference of sums
+        np.testing.assert_allclose(judged.sent_bytes, scores.sent_bytes, rtol=FLOAT32_ERROR, atol=atol)
         now = found[q]
         fresh = judge.position(tables, now.axes, now.storage)
+        np.testing.assert_allclose(at.sent, fresh.sent, rtol=FLOAT32_ERROR, atol=FLOAT32_ERROR * float(fresh.sent.max()))
         for a, b in zip(jax.tree.leaves(at.alive), jax.tree.leaves(fresh.alive), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4 * float(np.abs(b).max(initial=1.0)))
 

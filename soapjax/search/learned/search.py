@@ -6,8 +6,8 @@
     trinity       Zeng et al., "Trinity", Algorithms 2022, 15(4), 108: the same with more features of operators; PPO
 
 The rewards are minus the root of a placement's cost (2017, equation 1; 2018), and minus its logarithm (Trinity, equation 8),
-both relative to the cost of everything on one device. Costs are simulated, of a whole batch in one call, and are those that the
-problem compares plans by. A placement that does not fit into memory is punished by its excess, not by a constant.
+both relative to the cost of everything on one device. Costs are simulated, of a whole batch in one call, and are those of the
+problem's objective: of "mdpe" the reward is Trinity's R but for a constant. A placement that does not fit into memory is punished by its excess, not by a constant.
 
 The best of single device, layered expert and model parallelism is evaluated first: nothing worse is returned.
 """
@@ -52,8 +52,7 @@ REINFORCE = Method("reinforce", "hierarchical", Recipe("reinforce", 1, 128), "ro
 class Batch(NamedTuple):
     """What came of a batch of B placements."""
 
-    strategies: list[Strategy]
-    costs: np.ndarray  # [B]
+    found: list[Evaluation]
     rewards: np.ndarray  # [B]
 
 
@@ -83,10 +82,9 @@ def batches_of(
     for number in itertools.count():
         draw, device = agent.draw(jax.random.fold_in(rng_key, number), told, fixed, learner)
         axes = np.where(movable, pins[np.asarray(device)[:, :count]], base.axes)  # int8 [B, N, A]
-        strategies = [Strategy(a, base.storage) for a in axes]
-        costs = np.array([e.cost for e in problem.evaluate(strategies)])
-        rewards = reward_of(costs, unit, method).astype(np.float32)
-        yield Batch(strategies, costs, rewards)
+        found = problem.evaluate([Strategy(a, base.storage) for a in axes])
+        rewards = reward_of(np.array([e.cost for e in found]), unit, method).astype(np.float32)
+        yield Batch(found, rewards)
         learner = agent.learn(told, learner, draw, rewards)
 
 
@@ -105,7 +103,7 @@ def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Bu
     begin = time.monotonic()
     require_pins(problem, method.name)
     starts = placement_starts(rng_key, problem, budget)
-    best = min(starts, key=lambda e: (not e.is_feasible, e.cost))
+    best = min(starts, key=lambda e: e.rank)
     limit = budget.num_proposals
     size = method.recipe.partitions * method.recipe.placements
     if limit is None and budget.seconds is None:
@@ -120,10 +118,10 @@ def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Bu
             stopped_by = "seconds"
             break
         batch = next(batches)
-        counted = batch.costs[: len(batch.costs) if limit is None else limit - done]
-        done, updates, lowest = done + len(counted), updates + 1, int(counted.argmin())
-        if counted[lowest] < best.cost:
-            best = problem.evaluate([batch.strategies[lowest]])[0]
+        counted = batch.found[: size if limit is None else limit - done]
+        done, updates, lowest = done + len(counted), updates + 1, min(counted, key=lambda e: e.rank)
+        if lowest.rank < best.rank:
+            best = lowest
             history.append((done, time.monotonic() - begin, best.step_time_s))
         if budget.progress is not None:
             try:
