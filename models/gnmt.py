@@ -4,13 +4,15 @@ Wu et al., "Google's Neural Machine Translation System", 2016, section 3: the fi
 directions, from the third layer on the input of a layer is added to its output, and the attention is asked by the
 first decoder layer. Its answer enters the first layer at the next step, and all others at once. Attention is that of
 Bahdanau, Cho and Bengio, "Neural Machine Translation by Jointly Learning to Align and Translate", 2015. ``PAPER`` is
-the size known as GNMT-8: 8 layers of 1024 on either side, without dropout and word pieces.
+the size known as GNMT-8: 8 layers of 1024 on either side, without dropout and word pieces. ``TWO_LAYERS`` is the
+small one of Mirhoseini et al., "A Hierarchical Model for Device Placement", 2018, and Zeng et al., "Trinity", 2022.
 
     params = 2*vocab*hidden                                                              embeddings
            + (layers + 1)*4*hidden*(2*hidden + 1) + 4*hidden^2                           encoder
            + layers*4*hidden*(3*hidden + 1)                                              decoder
            + 2*hidden^2 + hidden                                                         attention
            + hidden*vocab + vocab                                                        head     PAPER: 280,858,880
+                                                                                               TWO_LAYERS: 154,980,608
 
 Unrolled, every step of every layer is an operator of its own; with ``scan=True`` each loop over time is one.
 """
@@ -27,6 +29,7 @@ from .lstm import LSTMCell, LSTMStack, no_carry, over_time, scan_time, sequence_
 from .training import TrainStep, build_step, get_dtype, get_optimizer, initial_state, initialize
 
 PAPER = dict(batch=64, seq=40, hidden=1024, layers=8, vocab=32_000, optimizer="adam")
+TWO_LAYERS = PAPER | dict(layers=2)
 
 
 class Attention(nn.Module):

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 import jax
 import numpy as np
 
+from models import gnmt, nasnet
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.build import build_graph
@@ -69,6 +70,10 @@ WORKLOADS = {
     ),
     "vgg": Workload("vgg", None, dict(depth=11)),
     "gnmt": Workload("gnmt", dict(batch=64, seq=20, hidden=1024, layers=4, vocab=32_000), dict(seq=2, layers=2)),
+    "gnmt_2layer": Workload("gnmt", gnmt.TWO_LAYERS, dict(seq=2, layers=2)),
+    "nasnet_large": Workload("nasnet", None, dict(image=16)),
+    "nasnet_large_32": Workload("nasnet", nasnet.PAPER | dict(batch=32), dict(image=16, batch=16)),
+    "pnasnet_large": Workload("nasnet", nasnet.PNASNET_PAPER, dict(design="pnasnet_5", image=16)),
     "bert": Workload("bert", _LM, dict(layers=1)),
     "transformer_lm": Workload("transformer_lm", _LM, dict(layers=1)),
     "moe": Workload("moe", dict(batch=64, seq=512, width=768, layers=8, heads=12, vocab=32_768, experts=16, top=2)),
