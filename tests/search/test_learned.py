@@ -106,7 +106,7 @@ def test_colocated_operators():
 def told_of(count=6, edges=((0, 1), (1, 2), (4, 5)), devices=3):
     features = Features(
         np.arange(count, dtype=np.int32), rng().normal(size=(count, FIGURES)).astype(np.float32),
-        rng().normal(size=count).astype(np.float32), np.array(edges, np.int32),
+        rng().normal(size=count).astype(np.float32), np.ones(count, np.float32), np.array(edges, np.int32),
     )  # fmt: skip
     sizes = Sizes.of(features, devices, is_grouped=False)
     return sizes, sizes.filled(features, devices)
@@ -140,10 +140,11 @@ def drawn(method):
     sizes, told = told_of()
     sizes = sizes._replace(is_grouped=method.is_grouped)
     agent, fixed = agent_of(sizes, method.recipe), np.arange(sizes.operators, dtype=np.int32) % 4
-    agent.prepare(KEY, told, fixed, learns=True)
+    best = np.arange(sizes.operators, dtype=np.int32) % 3
+    agent.prepare(KEY, told, fixed, best, learns=True)
     learner = agent.first(KEY, told)
     quiet = learner._replace(batches=jnp.int32(method.recipe.noisy_steps))
-    return agent, told, quiet, *agent.draw(jax.random.key(1), told, fixed, quiet)
+    return agent, told, quiet, *agent.draw(jax.random.key(1), told, fixed, best, quiet)
 
 
 @methods
@@ -169,11 +170,11 @@ def test_probabilities_are_those_that_devices_were_drawn_with(method):
 def test_what_is_rewarded_gets_more_likely(method):
     """Placements that put operator 0 on device 1 are rewarded, and no others: a few steps, and most draws do."""
     agent, told, learner, draw, device = drawn(method)
-    fixed = np.arange(agent.sizes.operators, dtype=np.int32) % 4
+    fixed, best = np.arange(agent.sizes.operators, dtype=np.int32) % 4, np.zeros(agent.sizes.operators, np.int32)
     learner = agent.first(KEY, told)
     shares = []
     for i in range(15):
-        draw, device = agent.draw(jax.random.key(i), told, fixed, learner)
+        draw, device = agent.draw(jax.random.key(i), told, fixed, best, learner)
         reward = (np.asarray(device)[:, 0] == 1).astype(np.float32)
         shares.append(reward.mean())
         learner = agent.learn(told, learner, draw, reward)
@@ -213,13 +214,13 @@ def test_the_best_split_of_two_branches_is_found(method):
 @methods
 def test_it_learns_to_place_a_recurrent_net(method):
     problem = problem_of("rnnlm", **RNNLM)
-    unit = problem.evaluate([one_device(problem)])[0].cost
-    batches = list(itertools.islice(batches_of(KEY, problem, method, unit), 10))
+    alone = problem.evaluate([one_device(problem)])[0]
+    batches = list(itertools.islice(batches_of(KEY, problem, method, [alone]), 10))
     assert np.mean([b.rewards.mean() for b in batches[-2:]]) > batches[0].rewards.mean()
     for b in batches[:2]:
         again = problem.evaluate([e.strategy for e in b.found[:3]])
         np.testing.assert_allclose([e.cost for e in again], [e.cost for e in b.found[:3]], rtol=1e-6)
-        np.testing.assert_allclose(reward_of(np.array([e.cost for e in again]), unit, method), b.rewards[:3], rtol=1e-5)
+        np.testing.assert_allclose(reward_of(np.array([e.cost for e in again]), alone.cost, method), b.rewards[:3], rtol=1e-5)
         assert all(problem.space.is_valid(e.strategy) for e in again)
 
 

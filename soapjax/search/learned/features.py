@@ -42,21 +42,22 @@ class Features(NamedTuple):
     word: np.ndarray  # int32 [N], at most VOCABULARY
     figures: np.ndarray  # float32 [N, FIGURES]
     size: np.ndarray  # float32 [N]: of the results, z-score
+    seconds: np.ndarray  # float32 [N]: of compute on one device
     edges: np.ndarray  # int32 [E, 2], smaller one first
 
 
 def features_of(rng: np.random.Generator, problem: PlanningProblem, told: Chosen) -> Features:
-    graph = problem.graph
+    graph, seconds = problem.graph, operator_seconds(problem)
     size, edges = z_score(np.log1p(result_elements(graph))), edges_of(graph)
     if told == "trinity":
         vectors = node2vec(rng, graph.num_operators, edges, WALKING)
-        figures = [z_score(operator_seconds(problem))[:, None], size[:, None], vectors]
+        figures = [z_score(seconds)[:, None], size[:, None], vectors]
     else:
         figures = [size[:, None], neighbours_of(graph.num_operators, edges)]
     of_all = np.zeros((graph.num_operators, FIGURES), np.float32)
     found = np.concatenate(figures, axis=1)
     of_all[:, : found.shape[1]] = found
-    return Features(words_of(graph), of_all, size.astype(np.float32), edges)
+    return Features(words_of(graph), of_all, size.astype(np.float32), seconds.astype(np.float32), edges)
 
 
 def z_score(x: np.ndarray) -> np.ndarray:

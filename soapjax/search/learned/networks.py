@@ -45,6 +45,7 @@ class Told(NamedTuple):
     word: Array  # int32 [N], below WORDS
     figures: Array  # float32 [N, F]
     size: Array  # float32 [N]: of the results
+    seconds: Array  # float32 [N]: of compute
     is_there: Array  # bool [N]
     edges: Array  # int32 [E, 2] between operators; filled up with (0, 0)
     num_devices: Array  # int32 []
@@ -73,6 +74,12 @@ def groups_of(number: Array, told: Told, num_groups: int, num_slots: int) -> Gro
         return Groups(slot, (first < n).sum(dtype=jnp.int32), touches)
 
     return jax.vmap(one)(number)
+
+
+def device_of_groups(device: Array, told: Told, slot: Array, num_slots: int, num_devices: int) -> Array:
+    """Where most of each group's work is done if operators are on `device` int32 [N]: int32 [M, L] of slots [M, N]."""
+    work = jax.nn.one_hot(device, num_devices) * (told.seconds * told.is_there)[:, None]
+    return jax.vmap(lambda s: jax.ops.segment_sum(work, s, num_slots))(slot).argmax(2).astype(jnp.int32)
 
 
 def scan_used(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, inputs: Any, used: Array) -> tuple[Any, Any]:
@@ -280,11 +287,15 @@ class Policy(nn.Module):
         found = scan_used(chunk, ready.state, (before.transpose(2, 0, 1), ready.of_memory), groups.used.max())[1]
         return found.transpose(1, 2, 0, 3)
 
-    def draw(self, key: Array, told: Told, groups: Groups, placements: int, noise: Array) -> tuple[Array, Array]:
+    def draw(
+        self, key: Array, told: Told, groups: Groups, given: Array, is_given: Array, noise: Array
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Devices int32 [M, P, L] of all groups, and the logarithm of each choice's probability [M, P, L].
 
-        `noise` [] is the largest that is added to logits, uniformly from either side of zero.
+        Where `is_given` bool [P], devices are not drawn but those `given` int32 [M, L]. `noise` [] is the largest that is added to
+        logits, uniformly from either side of zero.
         """
+        placements = len(is_given)
         m = len(groups.used)
         ready = self._ready(told, groups, placements)
 
@@ -295,6 +306,7 @@ class Policy(nn.Module):
             of_noise, of_choice = jax.random.split(jax.random.fold_in(key, t))
             logits += noise * jax.random.uniform(of_noise, logits.shape, minval=-1, maxval=1)
             device = jax.random.categorical(of_choice, logits).astype(jnp.int32)  # [M, P]
+            device = jnp.where(is_given, given[:, t, None], device)
             log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), device[..., None], axis=2)[..., 0]
             return state, device.reshape(-1), devices.at[t].set(device), found.at[t].set(log_p)
 

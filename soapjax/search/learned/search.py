@@ -7,7 +7,8 @@
 
 The rewards are minus the root of a placement's cost (2017, equation 1; 2018), and minus its logarithm (Trinity, equation 8),
 both relative to the cost of everything on one device. Costs are simulated, of a whole batch in one call, and are those of the
-problem's objective: of "mdpe" the reward is Trinity's R but for a constant. A placement that does not fit into memory is punished by its excess, not by a constant.
+problem's objective: of "mdpe" the reward is Trinity's R but for a constant. A placement that does not fit into memory is
+punished by its excess, not by a constant.
 
 The best of single device, layered expert and model parallelism is evaluated first: nothing worse is returned.
 """
@@ -26,7 +27,7 @@ from jax import Array
 from soapjax.search.layered import layered_expert_strategies
 from soapjax.search.learned.agent import Recipe, Sizes, agent_of
 from soapjax.search.learned.features import Chosen, colocated, features_of
-from soapjax.search.placement import model_parallel_strategy, operator_seconds, pins_of_devices, placed, require_pins
+from soapjax.search.placement import devices_of, model_parallel_strategy, operator_seconds, pins_of_devices, placed, require_pins
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.starts import numpy_rng
 from soapjax.strategy.strategy import Strategy
@@ -63,27 +64,31 @@ def reward_of(costs: np.ndarray, unit: float, method: Method) -> np.ndarray:
 
 
 def batches_of(
-    rng_key: Array, problem: PlanningProblem, method: Method, unit: float, most: int | None = None
+    rng_key: Array, problem: PlanningProblem, method: Method, starts: list[Evaluation], most: int | None = None
 ) -> Iterator[Batch]:  # fmt: skip
-    """Draws and simulates, and learns before it draws again; `unit` is a cost that rewards are relative to.
+    """Draws and simulates, and learns before it draws again; rewards are relative to the cost of the first start.
 
     At most `most` batches will be asked for.
     """
     count, pins = problem.graph.num_operators, pins_of_devices(problem)
     features = features_of(numpy_rng(rng_key, 0), problem, method.told)
     sizes = Sizes.of(features, len(pins), is_grouped=method.is_grouped)
-    agent, told, fixed = agent_of(sizes, method.recipe), sizes.filled(features, len(pins)), np.zeros(sizes.operators, np.int32)
+    agent, told = agent_of(sizes, method.recipe), sizes.filled(features, len(pins))
+    fixed, devices = np.zeros((2, sizes.operators), np.int32)
     if method.is_grouped:
         fixed[:count] = colocated(problem.graph, operator_seconds(problem), len(pins), method.recipe.num_groups)
     base = placed(problem, np.zeros(count, int))
     movable = np.array([problem.space.may_pin(n) for n in range(count)], bool)[:, None]
-    agent.prepare(rng_key, told, fixed, learns=most is None or most > 1)
+    best = min(starts, key=lambda e: e.rank)
+    agent.prepare(rng_key, told, fixed, devices, learns=most is None or most > 1)
     learner = agent.first(rng_key, told)
     for number in itertools.count():
-        draw, device = agent.draw(jax.random.fold_in(rng_key, number), told, fixed, learner)
+        devices[:count] = devices_of(problem, best.strategy)
+        draw, device = agent.draw(jax.random.fold_in(rng_key, number), told, fixed, devices, learner)
         axes = np.where(movable, pins[np.asarray(device)[:, :count]], base.axes)  # int8 [B, N, A]
         found = problem.evaluate([Strategy(a, base.storage) for a in axes])
-        rewards = reward_of(np.array([e.cost for e in found]), unit, method).astype(np.float32)
+        rewards = reward_of(np.array([e.cost for e in found]), starts[0].cost, method).astype(np.float32)
+        best = min(best, *found, key=lambda e: e.rank)
         yield Batch(found, rewards)
         learner = agent.learn(told, learner, draw, rewards)
 
@@ -111,7 +116,7 @@ def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Bu
     done, updates, stopped_by = len(starts), 0, "proposals"
     history = [(done, time.monotonic() - begin, best.step_time_s)]
     most = None if limit is None else -(-(limit - done) // size)
-    batches = batches_of(rng_key, problem, method, starts[0].cost, most)
+    batches = batches_of(rng_key, problem, method, starts, most)
     learning_since = time.monotonic()
     while limit is None or done < limit:
         if budget.seconds is not None and time.monotonic() - begin >= budget.seconds:
