@@ -142,7 +142,7 @@ def drawn(method):
     agent, fixed = agent_of(sizes, method.recipe), np.arange(sizes.operators, dtype=np.int32) % 4
     best = np.arange(sizes.operators, dtype=np.int32) % 3
     agent.prepare(KEY, told, fixed, best, learns=True)
-    learner = agent.first(KEY, told)
+    learner = agent.first(KEY, told, fixed)
     quiet = learner._replace(batches=jnp.int32(method.recipe.noisy_steps))
     return agent, told, quiet, *agent.draw(jax.random.key(1), told, fixed, best, quiet)
 
@@ -171,7 +171,7 @@ def test_what_is_rewarded_gets_more_likely(method):
     """Placements that put operator 0 on device 1 are rewarded, and no others: a few steps, and most draws do."""
     agent, told, learner, draw, device = drawn(method)
     fixed, best = np.arange(agent.sizes.operators, dtype=np.int32) % 4, np.zeros(agent.sizes.operators, np.int32)
-    learner = agent.first(KEY, told)
+    learner = agent.first(KEY, told, fixed)
     shares = []
     for i in range(15):
         draw, device = agent.draw(jax.random.key(i), told, fixed, best, learner)

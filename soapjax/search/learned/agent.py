@@ -15,10 +15,12 @@ batches. How the rest was read:
   the whole placement, a product of some thousand, leaves [1 - ε, 1 + ε] at the first step, and nothing more is learned.
 * Equation 14 is printed without a minimum, of two terms: read as PPO has it (Schulman et al., 2017).
 * Advantages are divided by their spread in the batch, so that one learning rate serves all models and objectives.
-* Noise of up to 0.1 on logits in the first 500 steps, of either sign; probabilities of what was drawn are those with the noise.
+* Noise of up to 0.1 on logits in the first 500 steps, of either sign.
 * Of each partition one placement is not drawn: it is the best that the search knows, a group being where most of its work is
   done. Random placements are far worse than what people write down, and a hundred batches too few to find that again.
-* A dropout mask holds for one batch, while it is drawn and while it is learned from.
+* The partition network is taught to put together what is co-located (Mirhoseini et al., 2017, section 3.3) before it learns: its
+  softmax would be nearly uniform, and no placement of random groups is worth learning from.
+* A dropout mask holds for one batch, and ratios are those of probabilities under it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from soapjax.search.learned.features import VOCABULARY, Features
 from soapjax.search.learned.networks import CHUNK, Groups, Policy, Told, device_of_groups, groups_of
 from soapjax.simulate.programs import Program, side_by_side
 
+TEACHING_STEPS, TEACHING_RATE = 300, 0.01
+
 
 class Recipe(NamedTuple):
     """One way to learn. Published figures where nothing else is said."""
@@ -44,7 +48,7 @@ class Recipe(NamedTuple):
     partitions: int  # M: of a batch
     placements: int  # P: of each
     num_groups: int = 256
-    learning_rate: float = 1e-3  # published: 0.1
+    learning_rate: float = 2e-3  # published: 0.1
     gradient_norm: float = 1.0
     noise: float = 0.1
     noisy_steps: int = 500
@@ -112,21 +116,41 @@ class Agent:
         """Compiles them side by side, for `given` = (key, told, fixed, best) as of `draw`."""
         key, told, *places = given
         with side_by_side() as prepare:
-            learner = prepare(self.first, key, told)
+            learner = prepare(self.first, key, told, places[0])
             draw, device = prepare(self.draw, key, told, *places, learner)
             if learns:
                 prepare(self.learn, told, learner, draw, jax.ShapeDtypeStruct(device.shape[:1], jnp.float32))
 
-    def _first(self, key: Array, told: Told) -> Learner:
-        of_params, of_dropout = jax.random.split(key)
-        params = self.policy.init({"params": of_params, "dropout": of_dropout}, told)
+    def _first(self, key: Array, told: Told, fixed: Array) -> Learner:
+        """`fixed` int32 [N] are groups by co-location: those of the operators, or what the partition network begins with."""
+        params = self.policy.init(key, told)
+        if not self.sizes.is_grouped:
+            params = self._taught(params, told, fixed)
         return Learner(params, self.optimizer.init(params), jnp.float32(0), jnp.int32(0))
+
+    def _taught(self, params: dict, told: Told, fixed: Array) -> dict:
+        """Parameters whose partition network gives these groups, as far as it can."""
+        adam, weight = optax.adam(TEACHING_RATE), told.is_there / told.is_there.sum()
+
+        def step(state, _):
+            params, adam_state = state
+
+            def loss(params: dict) -> Array:
+                logits = self.policy.apply(params, told, method="partition_logits")
+                return (optax.softmax_cross_entropy_with_integer_labels(logits, fixed) * weight).sum()
+
+            updates, adam_state = adam.update(jax.grad(loss)(params), adam_state)
+            return (optax.apply_updates(params, updates), adam_state), None
+
+        return jax.lax.scan(step, (params, adam.init(params)), length=TEACHING_STEPS)[0][0]
 
     def _groups(self, number: Array, told: Told) -> Groups:
         return groups_of(number, told, self.recipe.num_groups, self.policy.num_slots)
 
-    def _group_logits(self, params: dict, told: Told, key: Array) -> Array:
-        return self.policy.apply(params, told, method="partition_logits", rngs={"dropout": key})
+    def _group_log_p(self, params: dict, told: Told, key: Array, number: Array) -> Array:
+        """Logarithms of the probabilities of groups int32 [M, N], with the dropout of that key."""
+        logits = self.policy.apply(params, told, True, method="partition_logits", rngs={"dropout": key})
+        return jax.nn.log_softmax(logits)[jnp.arange(len(logits)), number]
 
     def _draw(self, key: Array, told: Told, fixed: Array, best: Array, learner: Learner) -> tuple[Draw, Array]:
         """A batch, and the device of every operator, int32 [B, N].
@@ -139,10 +163,10 @@ class Agent:
         if self.sizes.is_grouped:
             number, log_group = jnp.broadcast_to(fixed, (recipe.partitions, n)), jnp.zeros((recipe.partitions, n))
         else:
-            logits = self._group_logits(learner.params, told, of_mask)
+            logits = self.policy.apply(learner.params, told, method="partition_logits")
             logits += noise * jax.random.uniform(of_noise, logits.shape, minval=-1, maxval=1)
             number = jax.random.categorical(of_groups, logits, shape=(recipe.partitions, n)).astype(jnp.int32)
-            log_group = jax.nn.log_softmax(logits)[jnp.arange(n), number]
+            log_group = self._group_log_p(learner.params, told, of_mask, number)
         groups = self._groups(number, told)
         given = device_of_groups(best, told, groups.slot, self.policy.num_slots, self.sizes.devices)
         is_given = jnp.arange(recipe.placements) < int(recipe.follows_best)
@@ -186,8 +210,7 @@ class Agent:
         is_used = jnp.arange(device.shape[2]) < groups.used[:, None, None]
         followed = self._followed(chosen, log_device, advantage[..., None] * is_used)
         if not self.sizes.is_grouped:
-            log_p = jax.nn.log_softmax(self._group_logits(params, told, draw.mask_key))
-            of_partition = log_p[jnp.arange(len(log_p)), draw.number]  # [M, N]
+            of_partition = self._group_log_p(params, told, draw.mask_key, draw.number)
             counts = advantage.sum(1, keepdims=True) * told.is_there
             followed += self._followed(of_partition, draw.log_group, counts)
         entropy = -(jnp.exp(every) * every).sum(3)

@@ -53,7 +53,7 @@ def features_of(rng: np.random.Generator, problem: PlanningProblem, told: Chosen
         vectors = node2vec(rng, graph.num_operators, edges, WALKING)
         figures = [z_score(seconds)[:, None], size[:, None], vectors]
     else:
-        figures = [size[:, None], neighbours_of(graph.num_operators, edges)]
+        figures = [size[:, None], *(z_score(x)[:, None] for x in neighbours_of(graph.num_operators, edges).T)]
     of_all = np.zeros((graph.num_operators, FIGURES), np.float32)
     found = np.concatenate(figures, axis=1)
     of_all[:, : found.shape[1]] = found

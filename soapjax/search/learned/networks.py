@@ -11,8 +11,7 @@ the published ones. What they leave open, and how it was read here:
   gave a group says nothing.
 * Attention is multiplicative (Luong, Pham and Manning, 2015), on top of the decoder: for all steps one product of matrices.
 * "One-to-one correspondence" of the sequences: the decoder also reads the memory at its own place.
-* The last layer of the partition network starts out `SHARPNESS` times as large as usual. Its softmax would be nearly uniform
-  else: a random partition, of which no placement is worth learning from. So it begins by putting together what looks alike.
+* Dropout is for learning: partitions are drawn without it.
 * Linear clipping: u / T inside tanh, as it is written and as Bello et al., 2016, have it.
 
 Sequences are as long as the largest number of groups; chunks of steps that no placement has groups for are skipped when
@@ -34,7 +33,6 @@ PARTITION = (64, 128)
 DROPOUT = 0.3
 WORD = 20  # size of a word's vector
 CLIP, TEMPERATURE = 5.0, 10.0  # C and T
-SHARPNESS = 10.0
 CHUNK = 32  # steps
 NEVER = -1e9  # a logit
 
@@ -106,12 +104,11 @@ class Partition(nn.Module):
     num_groups: int
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, drops: bool) -> Array:
         x = nn.relu(nn.Dense(PARTITION[0])(x))
-        x = nn.Dropout(DROPOUT, deterministic=False)(x)
+        x = nn.Dropout(DROPOUT, deterministic=not drops)(x)
         x = nn.relu(nn.Dense(PARTITION[1])(x))
-        large = nn.initializers.variance_scaling(SHARPNESS**2, "fan_in", "truncated_normal")
-        return nn.Dense(self.num_groups, kernel_init=large)(x)
+        return nn.Dense(self.num_groups)(x)
 
 
 class State(NamedTuple):
@@ -226,9 +223,9 @@ class Policy(nn.Module):
         self.devices(jnp.zeros((), jnp.int32))
         self.encoder(), self.decoder(), self.head()
 
-    def partition_logits(self, told: Told) -> Array:
-        """[N, G]"""
-        return self.partition(jnp.concatenate([self.words(told.word), told.figures], axis=1))
+    def partition_logits(self, told: Told, drops: bool = False) -> Array:
+        """[N, G]; `drops` to learn, by the random numbers "dropout"."""
+        return self.partition(jnp.concatenate([self.words(told.word), told.figures], axis=1), drops)
 
     def encode(self, told: Told, groups: Groups) -> tuple[State, Array]:
         """The state after the last group, and the memory [L, M, H]."""

@@ -75,13 +75,12 @@ def batches_of(
     sizes = Sizes.of(features, len(pins), is_grouped=method.is_grouped)
     agent, told = agent_of(sizes, method.recipe), sizes.filled(features, len(pins))
     fixed, devices = np.zeros((2, sizes.operators), np.int32)
-    if method.is_grouped:
-        fixed[:count] = colocated(problem.graph, operator_seconds(problem), len(pins), method.recipe.num_groups)
+    fixed[:count] = colocated(problem.graph, operator_seconds(problem), len(pins), method.recipe.num_groups)
     base = placed(problem, np.zeros(count, int))
     movable = np.array([problem.space.may_pin(n) for n in range(count)], bool)[:, None]
     best = min(starts, key=lambda e: e.rank)
     agent.prepare(rng_key, told, fixed, devices, learns=most is None or most > 1)
-    learner = agent.first(rng_key, told)
+    learner = agent.first(rng_key, told, fixed)
     for number in itertools.count():
         devices[:count] = devices_of(problem, best.strategy)
         draw, device = agent.draw(jax.random.fold_in(rng_key, number), told, fixed, devices, learner)
