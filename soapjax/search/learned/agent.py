@@ -131,18 +131,20 @@ class Agent:
     def _taught(self, params: dict, told: Told, fixed: Array) -> dict:
         """Parameters whose partition network gives these groups, as far as it can."""
         adam, weight = optax.adam(TEACHING_RATE), told.is_there / told.is_there.sum()
+        partition = {name: params["params"][name] for name in ("words", "partition")}
 
         def step(state, _):
-            params, adam_state = state
+            partition, adam_state = state
 
-            def loss(params: dict) -> Array:
-                logits = self.policy.apply(params, told, method="partition_logits")
+            def loss(partition: dict) -> Array:
+                logits = self.policy.apply({"params": params["params"] | partition}, told, method="partition_logits")
                 return (optax.softmax_cross_entropy_with_integer_labels(logits, fixed) * weight).sum()
 
-            updates, adam_state = adam.update(jax.grad(loss)(params), adam_state)
-            return (optax.apply_updates(params, updates), adam_state), None
+            updates, adam_state = adam.update(jax.grad(loss)(partition), adam_state)
+            return (optax.apply_updates(partition, updates), adam_state), None
 
-        return jax.lax.scan(step, (params, adam.init(params)), length=TEACHING_STEPS)[0][0]
+        partition = jax.lax.scan(step, (partition, adam.init(partition)), length=TEACHING_STEPS)[0][0]
+        return {"params": params["params"] | partition}
 
     def _groups(self, number: Array, told: Told) -> Groups:
         return groups_of(number, told, self.recipe.num_groups, self.policy.num_slots)
