@@ -68,9 +68,17 @@ class Schedule:
         sends = self.occupies[:, 1:].any(1) & ~self.is_barrier
         return np.stack([self.occupies[:, 0] & ~self.is_barrier, sends], axis=1)
 
-    def queues_of_groups(self, h: Holders, edge_tensor: np.ndarray) -> np.ndarray:
-        """bool [T, 2 * G]: of every group of devices; a tensor waits where it is kept. `edge_tensor` int [E] of conversions."""
-        senders = h._replace(convert=np.asarray(h.home)[edge_tensor] & np.asarray(h.convert))
+    def queues_of_groups(self, h: Holders, edge_tensor: np.ndarray, maker: np.ndarray) -> np.ndarray:
+        """bool [T, 2 * G]: of every group of devices; what is sent waits where it is.
+
+        `edge_tensor` int [E] says what is converted, which waits where it is kept; `maker` int [T'] is the task that writes a
+        tensor, or -1: there its resolution waits.
+        """
+        compute, made = np.asarray(h.compute), (maker >= 0)[:, None]
+        senders = h._replace(
+            convert=np.asarray(h.home)[edge_tensor] & np.asarray(h.convert),
+            resolve=np.asarray(h.resolve) & (compute[np.maximum(maker, 0)] | ~made),
+        )
         return (self.queues[:, :, None] & self._takes_part(senders)[:, None, :]).reshape(self.num_tasks, -1)
 
     def occupies_of_groups(self, h: Holders) -> np.ndarray:

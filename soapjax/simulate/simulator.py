@@ -131,7 +131,12 @@ class Simulator:
         schedule, holders = self.schedule, costs.holders
         if order != "trinity":
             return occupied_by(schedule, costs)
-        return schedule.queues if holders is None else schedule.queues_of_groups(holders, self.tables.edge_tensor)
+        if holders is None:
+            return schedule.queues
+        maker = np.full(len(self.tables.graph.tensors), -1)
+        for k, task in enumerate(self.tables.graph.tasks):
+            maker[[a.tensor for a in task.writes]] = k
+        return schedule.queues_of_groups(holders, self.tables.edge_tensor, maker)
 
     def _simulated(self, costs: Costs, schedule: Schedule) -> Timeline:
         return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))

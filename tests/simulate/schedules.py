@@ -99,8 +99,9 @@ def two_queues(schedule: Schedule, durations: np.ndarray, queue_of: np.ndarray) 
         while ready := {t for t in left if not waits[t]}:
             left -= ready
             enqueued += [t for t in ready if durations[t] > 0]
+            done = {t for t in ready if durations[t] == 0}
             for w in waits:
-                w -= {t for t in ready if durations[t] == 0}
+                w -= done
         for t in sorted(enqueued):
             lines[int(queue_of[t])].append(t)
         for q, line in lines.items():
@@ -112,6 +113,6 @@ def two_queues(schedule: Schedule, durations: np.ndarray, queue_of: np.ndarray) 
             return times
         now = min(end for end, _ in running.values())
         for q in [q for q, (end, _) in running.items() if end == now]:
-            done = running.pop(q)[1]
+            ended = running.pop(q)[1]
             for w in waits:
-                w.discard(done)
+                w.discard(ended)

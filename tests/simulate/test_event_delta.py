@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import PROBLEMS, case
+from problems import PROBLEMS, case, graph_of, topology_of
 from schedules import SHAPES, list_scheduler, random_durations, random_schedule, random_streams, two_queues
 
 from soapjax.errors import SoapjaxError
+from soapjax.search.placement import placed
+from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import ORDERS, occupied_streams, ordered, run, simulate, task_graph
 from soapjax.simulate.event_delta import DeltaSimulation
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, Schedule
+from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, Schedule
+from soapjax.strategy.space import search_space
+from soapjax.topology import factor_mesh
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1), st.booleans())
 several_hundred = settings(max_examples=250, deadline=None)
@@ -132,6 +136,31 @@ def test_trinity_is_algorithm_2_of_its_paper(shape, seed, whole):
     occupies = (queue_of[:, None] == np.arange(4)) & ~schedule.is_barrier[:, None]
     found = simulate(schedule, durations, occupies, order="trinity")
     assert {e.task: (e.start_time, e.end_time) for e in found.entries} == two_queues(schedule, durations, queue_of)
+
+
+def test_a_placed_step_in_the_queues_of_trinity():
+    """Against its Algorithm 2, told only who computes what, and who has what is sent."""
+    graph, topology = graph_of("rnnlm"), topology_of("2x2")
+    problem = PlanningProblem.make(graph, search_space(graph, factor_mesh(topology), pins=True), topology)
+    simulator, device = problem.simulator, np.random.default_rng(0).integers(0, 4, graph.num_operators)
+    strategy = placed(problem, device)
+    costs, schedule = simulator.costs(strategy), simulator.schedule
+    writer = {a.tensor: t.operator for t in graph.tasks for a in t.writes}
+    queue_of = np.full(schedule.num_tasks, -1)
+    for t, (kind, source) in enumerate(zip(schedule.kind, schedule.source, strict=True)):
+        if kind == COMPUTE:
+            queue_of[t] = device[graph.tasks[source].operator]
+        elif kind == CONVERT:
+            tensor = int(simulator.tables.edge_tensor[source])
+            stored = np.flatnonzero(costs.holders.home[tensor])  # of what no task makes: arguments of the step
+            queue_of[t] = 4 + (device[writer[tensor]] if tensor in writer else int(stored[0]))
+        elif kind == RESOLVE:  # a gradient's summand, to where the parameter is
+            queue_of[t] = 4 + device[writer[int(source)]]
+    durations = schedule.durations(costs.durations)
+    assert (queue_of[durations > 0] >= 0).all(), "on single devices there are no sums in the middle of operators"
+    found = simulator.timeline(strategy, order="trinity")
+    assert {e.task: (e.start_time, e.end_time) for e in found.entries} == two_queues(schedule, durations, queue_of)
+    assert found.makespan_s != simulator.timeline(strategy).makespan_s
 
 
 @orders
