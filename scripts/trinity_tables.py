@@ -221,9 +221,8 @@ def report(rows: Rows, published: dict, options) -> None:
 
 
 CAUSES = (
-    "Causes that are known: times are those of a roofline of the datasheet's figures on a compiled program, theirs of TensorFlow "
-    "1.15; they count only some of what a device sends (their figures do not follow from a placement alone), and TensorFlow's "
-    "allocator holds what it once took. How much each does: cause unknown.\n"
+    "Known causes of times: ours are a roofline of datasheet figures for a compiled program, theirs were measured with TensorFlow "
+    "1.15; how much that does is not known. Of communication and memory: cause unknown.\n"
 )
 
 
