@@ -212,7 +212,7 @@ def test_a_single_device_does_everything():
 def test_layered_expert_gives_recurrent_layers_devices_of_their_own():
     """Four LSTM layers on four devices, on two in turn; attention, softmax and loss with the last one."""
     for topology, wanted in (("2x2", [0, 1, 2, 3]), ("1x2", [0, 1, 0, 1])):
-        problem = problem_of("nmt", topology=topology, seq=2)
+        problem = problem_of("nmt", topology=topology, seq=3)
         where = devices_of(problem, get_planner("layered_expert")(KEY, problem, Budget()).best.strategy)
         home = {}
         for layer in layers_of(problem.graph):
