@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from soapjax.graph.trace import trace
     from soapjax.plan_files import load_plan
     from soapjax.planning import Planned, plan, plan_pipeline
+    from soapjax.search.objective import Objective
     from soapjax.search.planners import PLANNERS
     from soapjax.strategy.plan import Plan
     from soapjax.topology import DeviceTopology, load_topology
@@ -21,6 +22,7 @@ __all__ = [
     "PLANNERS",
     "DeviceTopology",
     "InfeasibleError",
+    "Objective",
     "Plan",
     "Planned",
     "Problem",
@@ -39,6 +41,7 @@ _HOMES = {
     "PLANNERS": "search.planners",
     "DeviceTopology": "topology",
     "InfeasibleError": "errors",
+    "Objective": "search.objective",
     "Plan": "strategy.plan",
     "Planned": "planning",
     "Problem": "errors",

@@ -31,6 +31,7 @@ from soapjax.graph.trace import argument_names, signature, trace
 from soapjax.making import Maker
 from soapjax.options import OPTIONS, check, check_step
 from soapjax.pipelining import PipelineOptions
+from soapjax.search.objective import Objective
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
 from soapjax.topology import DeviceTopology
@@ -289,7 +290,7 @@ def soap_shard(
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None, devices: Sequence[Any] | None = None,
     profile: str | Profile | None = None, verify_top: int = 0,
     pipeline: str | Pipeline | None = None, microbatches: int | str = "auto", stages: int | str = "auto",
-    microbatch_reduction: str = "mean",
+    microbatch_reduction: str = "mean", objective: str | Objective = "time",
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
 
@@ -314,10 +315,14 @@ def soap_shard(
         best synchronous one, where it is faster than one program.
       microbatches, stages: of a pipeline that is planned, a number or "auto".
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+      objective: "time", or an `Objective` with limits of communication and memory; where no plan meets these, the one that violates
+        them least runs, and a warning names them.
     """
     beside = PipelineOptions.problems(pipeline, microbatches, stages, plan=plan, fixed=fixed)
     if plan is not None and fixed is not None:
         beside.append(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
+    if plan is not None and objective != "time":
+        beside.append(Problem("objective", "given beside a plan", "one of them", "plan anew, or drop it"))
     given = {k: v for k, v in locals().items() if k in OPTIONS}
     check(given, also=beside if fn is None else [*check_step(fn), *beside])
     options = dict(
@@ -326,7 +331,7 @@ def soap_shard(
         donate_argnums=None if donate_argnums is None else listed(donate_argnums),
         donate_argnames=None if donate_argnames is None else listed(donate_argnames),
         devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
-        logical_axis_rules=logical_axis_rules,
+        logical_axis_rules=logical_axis_rules, objective=objective,
         pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

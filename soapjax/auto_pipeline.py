@@ -1,21 +1,34 @@
-"""`pipeline="auto"`: one program, or the best synchronous pipeline where that one is predicted to be faster."""
+"""`pipeline="auto"`: one program, or the best synchronous pipeline where that one is predicted to be better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from soapjax import planning
 from soapjax.errors import SoapjaxError
+from soapjax.fronts import joined_rows, rows_of_pipelines, rows_of_planned
+from soapjax.options import objective
+from soapjax.report.front import FrontRow
+from soapjax.search.objective import Objective
 from soapjax.search.stages import DEFAULT_PROPOSALS
-from soapjax.strategy.plan import Plan, StrategyFigures
+from soapjax.simulate.simulator import Scores
+from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
+
+
+class Chosen(NamedTuple):
+    plan: Plan
+    stopped_by: str
+    front: tuple[FrontRow, ...]  # of both, where `pareto` asked for it
 
 
 def plan_one_or_pipeline(
     fn: Callable[..., Any], *args: Any, microbatches: int | None = None, stages: int | None = None, proposals: int | None = None,
     seconds: float | None = None, **options: Any,
-) -> tuple[Plan, str]:  # fmt: skip
-    """The faster of `planning.plan` and `planning.plan_pipeline`, and what ended its search; the plan names the other's time.
+) -> Chosen:  # fmt: skip
+    """The better of `planning.plan` and `planning.plan_pipeline`, and what ended its search; the plan names the other's time.
 
     Args:
       microbatches, stages: as for `plan_pipeline`. `seconds`: of both searches together. Others as for `plan`.
@@ -24,10 +37,12 @@ def plan_one_or_pipeline(
     half_s = None if seconds is None else seconds / 2
     found = planning.plan(fn, *args, proposals=proposals, seconds=half_s, **options)
     one = found.plan.prediction
+    wanted = objective(options.get("objective", "time"))
     if found.result.stopped_by == "interrupted":
-        return found.plan, "interrupted"
+        return Chosen(found.plan, "interrupted", rows_of_planned(found))
     shared = (
-        "topology", "seed", "unroll", "static_argnums", "model", "progress", "profile", "devices", "axis_name", "strip_constraints"
+        "topology", "seed", "unroll", "static_argnums", "model", "progress", "profile", "devices", "axis_name", "strip_constraints",
+        "objective", "pareto",
     )  # fmt: skip
     try:
         plan, best = planning.plan_pipeline(
@@ -36,18 +51,25 @@ def plan_one_or_pipeline(
             **{k: options[k] for k in shared if k in options},
         )  # fmt: skip
     except KeyboardInterrupt:
-        return _with_note(found.plan, "interrupted before a pipeline was found", {}), "interrupted"
+        return Chosen(_with_note(found.plan, "interrupted before a pipeline was found", {}), "interrupted", rows_of_planned(found))
     except SoapjaxError as e:
         if microbatches is not None or stages is not None or not one.feasible:
             raise
-        return _with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by
-    planner = found.plan.provenance.planner
-    if one.feasible and one.step_time_s <= plan.prediction.step_time_s:
+        return Chosen(_with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by, rows_of_planned(found))
+    planner, rows, staged = found.plan.provenance.planner, rows_of_planned(found), rows_of_pipelines(best)
+    if one.feasible and _rank(one, wanted) <= _rank(plan.prediction, wanted):
         others = {f"pipeline {plan.pipeline.schedule}": figures_of_plan(plan)}
-        return _with_note(found.plan, "no pipeline is faster", others), found.result.stopped_by
+        note = "no pipeline is faster" if wanted.is_time else "no pipeline is better by the objective"
+        return Chosen(_with_note(found.plan, note, others), found.result.stopped_by, joined_rows(rows, staged))
     others = {f"one program ({planner})": figures_of_plan(found.plan)} | found.plan.provenance.baseline_figures
     note = "" if one.feasible else f"one program ({planner}): does not fit"
-    return _with_note(plan, note, others), best.stopped_by
+    return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, rows))
+
+
+def _rank(p: Prediction, wanted: Objective) -> tuple[bool, float, float]:
+    figures = p.step_time_s, p.memory_bytes_per_device, 0, p.peak_sent_bytes
+    found = wanted.standing(Scores(*(np.array([x], np.float64) for x in figures)), p.usable_memory_bytes)
+    return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
 
 
 def _with_note(plan: Plan, note: str, others: dict[str, StrategyFigures]) -> Plan:
@@ -65,4 +87,5 @@ def figures_of_plan(plan: Plan) -> StrategyFigures:
     return StrategyFigures(
         step_time_s=p.step_time_s, without_overlap_s=p.without_overlap_s, split_flops_share=p.split_flops_share,
         memory_bytes_per_device=p.memory_bytes_per_device, sent_bytes=sum(p.bytes_by_collective.values()), feasible=p.feasible,
+        peak_sent_bytes=p.peak_sent_bytes,
     )  # fmt: skip

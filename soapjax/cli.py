@@ -39,6 +39,8 @@ class PlanCommand:
     Example:  soapjax plan soapjax.models.rnnlm --topology p100x16 --space paper --planner model_parallel
 
     Example:  soapjax plan soapjax.models.vgg --topology p100x16 --pipeline 1f1b --microbatches 8 -o plan.json
+
+    Example:  soapjax plan soapjax.models.vgg --topology p100x16 --objective mdpe --max-bytes 200MB --max-memory 4GB --pareto
     """
 
     model: Annotated[str, tyro.conf.Positional]
@@ -61,6 +63,16 @@ class PlanCommand:
     """Of a pipeline: their number, or auto."""
     stages: str = "auto"
     """Of a pipeline: their number, or auto."""
+    objective: str = "time"
+    """What is minimised: time, or mdpe: time, with a penalty where communication or memory of a device exceed a limit (Trinity)."""
+    max_bytes: str | None = None
+    """Of mdpe: what a device may send in a step, e.g. 8GB. Exit status 3 where no plan that was judged meets the limits."""
+    max_memory: str | None = None
+    """Of mdpe: what a device may store, e.g. 40GB, where that is less than it has."""
+    weights: str | None = None
+    """Of mdpe: of time, communication and memory, together 1. By default 0.5,0.3,0.2."""
+    pareto: bool = False
+    """Also print the front of time, communication and memory that the search saw."""
     seed: int = 0
     """Of the search; the same seed and --proposals give the same plan."""
     seconds: float | None = None

@@ -6,20 +6,23 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax import cli, files, interrupts, plan_files, planning, step_source
-from soapjax.auto_pipeline import plan_one_or_pipeline
+from soapjax import cli, files, interrupts, plan_files, planning, step_source, terminal
+from soapjax.auto_pipeline import Chosen, plan_one_or_pipeline
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.fronts import rows_of_pipelines, rows_of_planned
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, model_source, with_arrays
 from soapjax.options import command_problems
+from soapjax.report.front import FrontRow, front_view
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import gains, plan_report
+from soapjax.search.objective import Objective, objective_of
 from soapjax.search.planners import get_planner
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
@@ -32,7 +35,7 @@ def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command, once its options are checked: nothing is imported or searched for one that is wrong."""
     problems = command_problems(command)
     if isinstance(command, cli.PlanCommand):
-        problems += _pipeline_problems(command)
+        problems += _pipeline_problems(command) + _objective(command)[1]
     if isinstance(command, cli.PlanCommand | cli.ProfileCommand) and command.output is not None:
         problems += output_problems(command.output)
     if problems:
@@ -69,15 +72,15 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     options = dict(
         topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
         unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
-        verify_top=command.verify_top,
+        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto,
     )  # fmt: skip
     with closing(progress):
         if command.pipeline is not None:
-            plan, stopped_by = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
+            chosen = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
         else:
             found = planning.plan(model.step, *model.arguments, **options)
-            plan, stopped_by = found.plan, found.result.stopped_by
-    return _planned(command, plan, stopped_by)
+            chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
+    return _planned(command, *chosen)
 
 
 def wanted_topology(command: cli.PlanCommand | cli.ProfileCommand) -> DeviceTopology:
@@ -86,16 +89,29 @@ def wanted_topology(command: cli.PlanCommand | cli.ProfileCommand) -> DeviceTopo
     return load_topology(command.topology, hosts=int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else text)
 
 
-def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str) -> Result:
+def _objective(command: cli.PlanCommand) -> tuple[Objective, list[Problem]]:
+    return objective_of(command.objective, command.max_bytes, command.max_memory, command.weights)
+
+
+def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow]) -> Result:
     """Saves a plan and reports it."""
     stopped_by = "interrupted" if interrupts.came() else stopped_by
     if command.output is not None:
         with_output(command.output, plan.save)
     result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output}
     lines = [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
+    status = 0
+    p, named = plan.prediction, {"max_bytes": "--max-bytes", "max_memory": "--max-memory"}
+    for problem in _objective(command)[0].unmet(p.peak_sent_bytes, p.memory_bytes_per_device):
+        terminal.print_line(f"error: {problem._replace(place=named[problem.place])}")
+        status = 3
     if stopped_by == "interrupted":
         lines.append("interrupted: this is the best so far")
-    return result, Group(plan_report(plan), Text("\n".join(lines))), 130 if stopped_by == "interrupted" else 0
+        status = interrupts.STATUS
+    views = [front_view(front)] if command.pareto else []
+    if command.pareto:
+        result |= {"front": [row._asdict() for row in front]}
+    return result, Group(plan_report(plan), *views, Text("\n".join(lines))), status
 
 
 def _pipeline_problems(command: cli.PlanCommand) -> list[Problem]:
@@ -120,9 +136,9 @@ def _pipeline_command(
         plan, found = planning.plan_pipeline(
             model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
             proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
-            profile=command.profile, **numbers,
+            profile=command.profile, objective=_objective(command)[0], pareto=command.pareto, **numbers,
         )  # fmt: skip
-    return _planned(command, plan, found.stopped_by)
+    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found))
 
 
 def with_output(path: str, write: Callable[[str], None]) -> None:
@@ -175,6 +191,8 @@ def plan_result(plan: Plan) -> dict[str, Any]:
         "memory_bytes_per_device": p.memory_bytes_per_device,
         "usable_memory_bytes": p.usable_memory_bytes,
         "bytes_by_collective": p.bytes_by_collective,
+        "peak_sent_bytes": p.peak_sent_bytes,
+        "objective": source.objective,
         "num_operators": plan.graph.num_operators,
         "num_devices": plan.num_devices,
         "num_proposals": source.num_proposals,

@@ -14,6 +14,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from soapjax.errors import Problem, SoapjaxError
 
@@ -21,6 +22,13 @@ MAX_TEXT_BYTES = 64 * 2**20
 READER_S = 10.0  # how long a named pipe may wait for somebody who reads it
 ORPHAN_S = 24 * 3600.0
 _TEMPORARY = ".soapjax-"  # and 16 hexadecimal digits, and ".tmp"
+
+
+def cached(name: str) -> Path:
+    """The user's folder of that name: in `$SOAPJAX_CACHE`, or in ~/.cache/soapjax (`$XDG_CACHE_HOME` for ~/.cache)."""
+    if own := os.environ.get("SOAPJAX_CACHE"):
+        return Path(own) / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "soapjax" / name
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:

@@ -16,6 +16,7 @@ from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.trace import TracedStep, trace
+from soapjax.options import objective
 from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
@@ -69,6 +70,10 @@ class Maker:
             "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
             self.name, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
         )  # fmt: skip
+        if self.source is None:
+            p = made.prediction
+            for problem in objective(self.options["objective"]).unmet(p.peak_sent_bytes, p.memory_bytes_per_device):
+                log.warning("soap_shard(%s): %s", self.name, problem)
         return made, compiled
 
     def _make_plan(
@@ -92,8 +97,9 @@ class Maker:
         asked, options = self.pipeline, self.options
         numbers = dict(microbatches=asked.num_microbatches, stages=asked.num_stages, static_argnums=static, progress=report)
         if asked.pipeline == "auto":
-            return plan_one_or_pipeline(fn, *args, devices=self.devices, **numbers, **options)[0]
-        shared = {k: options[k] for k in ("topology", "seed", "proposals", "seconds", "unroll", "profile", *self.tracing)}
+            return plan_one_or_pipeline(fn, *args, devices=self.devices, **numbers, **options).plan
+        names = ("topology", "seed", "proposals", "seconds", "unroll", "profile", "objective", *self.tracing)
+        shared = {k: options[k] for k in names}
         return planning.plan_pipeline(fn, *args, pipeline=asked.pipeline, devices=self.devices, **numbers, **shared)[0]
 
     def _plan_jointly(

@@ -25,6 +25,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.microbatches import REDUCTIONS
+from soapjax.search.objective import OBJECTIVES, Objective, objective_problems
 from soapjax.search.planners import PLANNERS
 from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.pipeline import Pipeline
@@ -122,6 +123,8 @@ OPTIONS: dict[str, Option] = {
     "plan": Option(InstanceOf[Plan] | PathLike | None, "the path of a plan file, or a Plan", "give the file that Plan.save wrote"),
     "planner": Option(_never, "", "choose one of these", PLANNERS),
     "space": Option(_never, "", "choose one of these", SPACES),
+    "objective": Option(InstanceOf[Objective], ", or an Objective", "choose one of these, or pass an Objective", OBJECTIVES),
+    "pareto": _flag,
     "seed": Option(Natural, _natural, "choose another seed"),
     "proposals": Option(Whole | None, f"a positive number: {_whole}", "give the search at least one"),
     "seconds": Option(Seconds | None, f"a positive number of seconds, {MOST_SECONDS:.0e} at most".replace("e+0", "e"),
@@ -149,13 +152,18 @@ OPTIONS: dict[str, Option] = {
 def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     """What is wrong with options by name, of all of them; of those that the table does not know nothing."""
     found = (OPTIONS[name].problem(name, value) for name, value in values.items() if name in OPTIONS)
-    return [p for p in found if p is not None]
+    return [*(p for p in found if p is not None), *objective_problems(values.get("objective"))]
 
 
 def check(values: Mapping[str, Any], also: Iterable[Problem] = ()) -> None:
     """Raises: SoapjaxError with everything that is wrong with options by name, and what the caller has found beside."""
     if problems := [*problems_of(values), *also]:
         raise SoapjaxError(problems)
+
+
+def objective(value: str | Objective) -> Objective:
+    """The objective that is meant by an option that was checked."""
+    return value if isinstance(value, Objective) else Objective(value)
 
 
 def check_step(fn: Any) -> list[Problem]:

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from soapjax.costs.evaluate import layouts_of
+from soapjax.costs.evaluate import costs_of
 from soapjax.costs.tables import cost_tables
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.microbatches import MicroStep, micro_step
@@ -87,14 +86,13 @@ def _data_parallel(graph: OperatorGraph, space: SearchSpace) -> Strategy:
 
 
 def _plan(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, strategy: Strategy, tables: Any) -> Plan:
-    found = layouts_of(tables, jnp.asarray(strategy.axes), jnp.asarray(strategy.storage))
+    found = costs_of(tables, strategy.axes, strategy.storage).layouts
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
-    slots = np.asarray(found.slots)
     nothing = Prediction.model_construct(  # a part of a step, which is not predicted by itself; in a file a step takes time
         step_time_s=0.0, memory_bytes_per_device=0, usable_memory_bytes=0, memory_parts_bytes={}, feasible=True,
         bytes_by_collective={},
     )  # fmt: skip
-    return make_plan(space, topology, strategy, slots[:num_u], np.asarray(found.home), slots[num_u : num_u + num_p], nothing)
+    return make_plan(space, topology, strategy, found.slots[:num_u], found.home, found.slots[num_u : num_u + num_p], nothing)
 
 
 def places_of(

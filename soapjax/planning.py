@@ -27,10 +27,13 @@ from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
 from soapjax.report.html import framed, page
+from soapjax.search.front import FrontPoint
+from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.plainest import sends_less
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import layouts_for_plan
+from soapjax.sizes import size
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import ModelSource, Plan, Provenance, StrategyFigures, TimedStep
@@ -53,6 +56,7 @@ class Planned(NamedTuple):
     baselines: dict[str, SearchResult]
     problem: PlanningProblem
     step: TracedStep
+    front: tuple[FrontPoint, ...] = ()  # of time, communication and memory, of all that was judged, where `pareto` asked for it
 
     @property
     def graph(self) -> OperatorGraph:
@@ -70,7 +74,7 @@ def plan(
     static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
     devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
-    logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None, objective: str | Objective = "time", pareto: bool = False,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -86,14 +90,18 @@ def plan(
       verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
       devices: those to run on for that, and those that "local" means; `jax.devices()` by default.
       axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
+      objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
+        the one that violates them least is returned, with a note; `objective.unmet` names them.
+      pareto: keep the front of time, communication and memory of all that the search judged.
     Raises: SoapjaxError for every input that does not fit.
     """
     given = dict(
         topology=topology, planner=planner, seed=seed, proposals=proposals, seconds=seconds, fixed=fixed, unroll=unroll,
         static_argnums=static_argnums, space=space, profile=profile, verify_top=verify_top, devices=devices, axis_name=axis_name,
-        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules,
+        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules, objective=objective, pareto=pareto,
     )  # fmt: skip
     options.check(given, also=options.check_step(fn))
+    objective = options.objective(objective)
     static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
@@ -106,7 +114,9 @@ def plan(
     static = {i % len(args) for i in static_argnums} if args else set()
     given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
     layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
-    problem = planning_problem(step, topology, layouts, space=space, profile=profile)
+    problem = planning_problem(step, topology, layouts, space=space, profile=profile, objective=objective)
+    if pareto or not objective.is_time:
+        problem = problem.keeping_front()
     remarks = (*remarks, *_graph_remarks(problem.graph))
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
@@ -123,6 +133,9 @@ def plan(
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
             result = SearchResult(best, 0, 0.0, "interrupted")
+        seen = problem.best_seen()
+        if seen is not None and not objective.is_time and seen.rank < result.best.rank:
+            result = result._replace(best=seen, candidates=(result.best, *result.candidates))
         result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
         if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
             result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
@@ -138,11 +151,12 @@ def plan(
                 result = result._replace(stopped_by="interrupted")
                 remarks = (*remarks, "interrupted while the best strategies were run: this is the best predicted one")
         figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
-        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures)
+        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures, objective)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
-    return Planned(made, result, baselines, problem, step)
+    front = problem.front.points() if pareto else ()
+    return Planned(made, result, baselines, problem, step, front)
 
 
 def _graph_remarks(graph: OperatorGraph) -> tuple[str, ...]:
@@ -163,6 +177,7 @@ def plan_pipeline(
     static_argnums: Sequence[int] = (), model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None,
     devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
+    objective: str | Objective = "time", pareto: bool = False,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
 
@@ -173,9 +188,10 @@ def plan_pipeline(
     given = dict(
         topology=topology, pipeline=pipeline, microbatches=microbatches, stages=stages, seed=seed, proposals=proposals,
         seconds=seconds, unroll=unroll, static_argnums=static_argnums, profile=profile, devices=devices, axis_name=axis_name,
-        strip_constraints=strip_constraints,
+        strip_constraints=strip_constraints, objective=objective, pareto=pareto,
     )  # fmt: skip
     options.check(given, also=options.check_step(fn))
+    objective = options.objective(objective)
     static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
@@ -187,10 +203,11 @@ def plan_pipeline(
         require_operators(graph)
         found = find_pipeline(
             graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
-            seconds=seconds, progress=progress, profile=profile,
+            seconds=seconds, progress=progress, profile=profile, objective=objective, pareto=pareto,
         )  # fmt: skip
     found = found._replace(notes=(*remarks, *found.notes))
-    provenance = provenance_of(found, Provenance(versions=_versions()), planner=f"pipeline {pipeline}", seed=seed)
+    base = Provenance(versions=_versions(), objective=objective.describe())
+    provenance = provenance_of(found, base, planner=f"pipeline {pipeline}", seed=seed)
     with on_cpu():
         made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
     return made, found
@@ -205,7 +222,7 @@ def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> 
 
 def planning_problem(
     step: TracedStep, topology: DeviceTopology, fixed: Mapping[str, Spec] | None = None, *, space: str = "soap",
-    profile: Profile | None = None,
+    profile: Profile | None = None, objective: Objective = TIME,
 ) -> PlanningProblem:  # fmt: skip
     """The graph, space and simulator of a traced step on a topology."""
     mesh = factor_mesh(topology)
@@ -213,7 +230,8 @@ def planning_problem(
     with own_configuration():
         graph, _ = build_graph(step)
         require_operators(graph)
-        return PlanningProblem.make(graph, search_space(graph, mesh, fixed=fixed, pins=has_pins(space)), topology, profile)
+        found = search_space(graph, mesh, fixed=fixed, pins=has_pins(space))
+        return PlanningProblem.make(graph, found, topology, profile, objective)
 
 
 def require_operators(graph: OperatorGraph) -> None:
@@ -312,18 +330,26 @@ def plan_of_strategy(
 def _provenance(
     planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult],
     remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (), figures: Mapping[str, StrategyFigures] | None = None,
+    objective: Objective = TIME,
 ) -> Provenance:  # fmt: skip
     notes = [*remarks, *result.notes]
     for name, found in baselines.items():
         notes += [f"{name}: {note}" for note in found.notes]
-        if not found.best.is_feasible:
-            notes.append(f"{name}: does not fit ({found.best.memory_bytes / 1e9:.3g} GB per device)")
-    if not result.best.is_feasible:
+        best = found.best
+        if best.exceeds_limits:
+            loads = f"a device sends {size(best.sent_bytes)} and stores {size(best.memory_bytes)}"
+            notes.append(f"{name}: exceeds a limit ({loads})")
+        elif not best.is_feasible:
+            notes.append(f"{name}: does not fit ({best.memory_bytes / 1e9:.3g} GB per device)")
+    if result.best.exceeds_limits:
+        notes.append(LEAST_VIOLATING)
+    elif not result.best.is_feasible:
         notes.append("the best plan found does not fit the usable memory")
     return Provenance(
         versions=_versions(),
         planner=planner,
         space=space,
+        objective=objective.describe(),
         seed=seed,
         num_proposals=result.num_proposals,
         search_s=round(result.search_s, 3),

@@ -27,5 +27,6 @@ def whole_baselines(loads: StageLoads) -> dict[str, StrategyFigures]:
                 step_time_s=step_s, without_overlap_s=serial.forward_s + serial.backward_s + serial.update_s,
                 split_flops_share=share_of(*split.T), memory_bytes_per_device=int(memory),
                 sent_bytes=sum(sum(s.bytes.values()) for s in sends), feasible=memory <= usable,
+                peak_sent_bytes=sum(sum(s.bytes.values()) for s in sends),
             )  # fmt: skip
     return best

@@ -18,6 +18,8 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.baselines import data_parallel_strategy
+from soapjax.search.front import Front, FrontPoint
+from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.pipedream import Memory, Workers, pipedream
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stage_figures import level_between
@@ -25,8 +27,9 @@ from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
+from soapjax.simulate.simulator import Scores
 from soapjax.stage_baselines import whole_baselines
-from soapjax.stage_sends import mean_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
+from soapjax.stage_sends import mean_sent_bytes, peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import (
     MeshPart,
@@ -60,7 +63,21 @@ class StageTimes(NamedTuple):
 
     @property
     def is_feasible(self) -> bool:
+        """Whether it fits the devices."""
         return max(self.timeline.memory_bytes) <= self.usable_bytes
+
+    @property
+    def peak_sent_bytes(self) -> float:
+        return peak_sent_bytes(self.pipeline, self.sends)
+
+    def scores(self) -> Scores:
+        figures = self.timeline.step_time_s, max(self.timeline.memory_bytes), 0, self.peak_sent_bytes
+        return Scores(*(np.array([x], np.float64) for x in figures))
+
+    def rank(self, objective: Objective) -> tuple[bool, float, float]:
+        """By this the best is the least, as in search/problem.py."""
+        found = objective.standing(self.scores(), self.usable_bytes)
+        return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
 
 
 class FoundPipeline(NamedTuple):
@@ -71,14 +88,17 @@ class FoundPipeline(NamedTuple):
     search_s: float
     stopped_by: str
     baseline_figures: dict[str, StrategyFigures] = {}
+    front: tuple[FrontPoint, ...] = ()
+    chosen: Choice | Pipeline | None = None  # as the front has it
 
 
 def find_pipeline(
     graph: OperatorGraph, topology: DeviceTopology, *, schedule: str, num_stages: int | None = None,
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
-    progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None,
+    progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
+    pareto: bool = False,
 ) -> FoundPipeline:  # fmt: skip
-    """The best pipeline of a schedule, or ("auto") of all synchronous ones.
+    """The best pipeline of a schedule, or ("auto") of all synchronous ones, by an objective; `pareto` keeps the front.
 
     Raises: SoapjaxError where none is possible, or none fits: the stage that is too large, and by how much; KeyboardInterrupt
       where Ctrl-C came before one was found that fits.
@@ -87,14 +107,18 @@ def find_pipeline(
         raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
     if schedule == "pipedream":
         begin = time.monotonic()
-        times = _pipedream(graph, topology, num_stages, num_microbatches, profile)
+        front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
+        times = _pipedream(graph, topology, num_stages, num_microbatches, profile, objective, front)
         figures = whole_baselines(StageLoads(graph, topology, profile))
         baselines = {name: f.step_time_s for name, f in figures.items()}
-        found = FoundPipeline(times, baselines, (), 0, time.monotonic() - begin, "complete", figures)
+        points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points()) if pareto else ()
+        done = 0, time.monotonic() - begin, "complete"
+        found = FoundPipeline(times, baselines, (), *done, figures, points, times.pipeline)
     else:
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe", profile=profile,
+            objective=objective, keeps_front=pareto or not objective.is_time,
         )  # fmt: skip
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
         figures = whole_baselines(problem.loads)
@@ -102,17 +126,22 @@ def find_pipeline(
         baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}
         notes = tuple(
             f"{name}: does not fit ({p.memory_bytes / 1e9:.3g} GB per device)"
-            for name, p in result.baselines.items() if not p.is_feasible
+            for name, p in result.baselines.items() if p.memory_bytes > problem.usable_bytes
         )  # fmt: skip
         # Search prices a stage as if its plan held on all stages; here each has its own, as when it runs.
-        best = {p: _times_of(problem, p) for p in dict.fromkeys((result.best, *result.baselines.values()))}
-        times = min(best.values(), key=lambda t: (not t.is_feasible, t.timeline.step_time_s))
+        points = () if problem.front is None else problem.front.points()
+        seen = min((problem.price(p.plan) for p in points), key=lambda p: p.rank, default=result.best)
+        best = {p: _times_of(problem, p) for p in dict.fromkeys((result.best, seen, *result.baselines.values()))}
+        priced, times = min(best.items(), key=lambda x: x[1].rank(objective))
         figures |= {name: _figures_of(best[p], topology.num_devices) for name, p in result.baselines.items()}
-        found = FoundPipeline(times, baselines, notes, result.num_proposals, result.search_s, result.stopped_by, figures)
+        done = result.num_proposals, result.search_s, result.stopped_by
+        found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
             raise KeyboardInterrupt
         raise SoapjaxError(_does_not_fit(found.times))
+    if found.times.rank(objective)[0]:
+        found = found._replace(notes=(*found.notes, LEAST_VIOLATING))
     return found
 
 
@@ -133,6 +162,7 @@ def _figures_of(times: StageTimes, num_devices: int) -> StrategyFigures:
         step_time_s=times.timeline.step_time_s, without_overlap_s=times.without_overlap_s,
         split_flops_share=times.split_flops_share, memory_bytes_per_device=int(max(times.timeline.memory_bytes)),
         sent_bytes=sum(mean_sent_bytes(times.pipeline, times.sends, num_devices).values()), feasible=times.is_feasible,
+        peak_sent_bytes=int(times.peak_sent_bytes),
     )  # fmt: skip
 
 
@@ -168,8 +198,9 @@ def _configs(
 
 
 def _pipedream(
-    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None
-) -> StageTimes:
+    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None,
+    objective: Objective, front: Front,
+) -> StageTimes:  # fmt: skip
     """PipeDream's plan: each minibatch a `num`-th of the batch, stages replicated; of several numbers the fastest that fits."""
     whole = sample_divisor(graph)
     numbers = [num] if num is not None else [n for n in range(1, min(whole, MAX_ROUNDS) + 1) if whole % n == 0]
@@ -190,7 +221,8 @@ def _pipedream(
         bounds = (0, *(marks[s.layers[-1] + 1] for s in found.stages))
         pipeline = _replicated_pipeline(problem, bounds, [s.devices for s in found.stages], n)
         times = _simulated(problem.loads, pipeline, bounds, {})
-        if best is None or (not times.is_feasible, times.timeline.step_time_s) < (not best.is_feasible, best.timeline.step_time_s):
+        front.offer(times.scores(), [times])
+        if best is None or times.rank(objective) < best.rank(objective):
             best = times
     if best is None:
         raise SoapjaxError(problems[:3])
@@ -294,6 +326,7 @@ def _prediction(times: StageTimes, num_devices: int) -> Prediction:
         memory_parts_bytes={f"stage {i}": int(size) for i, size in enumerate(timeline.memory_bytes)},
         feasible=times.is_feasible,
         bytes_by_collective=mean_sent_bytes(times.pipeline, times.sends, num_devices),
+        peak_sent_bytes=int(times.peak_sent_bytes),
         sends=times.sends,
         without_overlap_s=float(f"{times.without_overlap_s:.6g}"),
         split_flops_share=times.split_flops_share,

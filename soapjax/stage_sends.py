@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from soapjax.costs.conversion import COLLECTIVES, TRANSFER
+from soapjax.costs.links import COLLECTIVES, TRANSFER
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stage_loads import StageLoads
 from soapjax.simulate.pipeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
+from soapjax.strategy.schedules import groups_of
 
 
 def sends_of_stage(loads: StageLoads, pipeline: Pipeline, i: int, once: Sequence[SentPart]) -> list[SentPart]:
@@ -65,3 +66,22 @@ def mean_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart], num_devices: 
         for kind, size in part.bytes.items():
             total[kind] = total.get(kind, 0.0) + many * size
     return {kind: int(total[kind] / num_devices) for kind in COLLECTIVES if kind in total}
+
+
+def peak_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart]) -> float:
+    """What the device of a pipeline that sends most sends in one step.
+
+    Transfers are shared out among the devices of the stage that sends; what replicas exchange passes the first of them.
+    """
+    groups = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
+    total: dict[int, float] = {}
+    for part in sends:
+        words, size = part.program.split(), sum(part.bytes.values())
+        stage = int(words[1] if words[0] == "send" or words[1].isdecimal() else words[2])
+        if words[0] == "send" and groups[stage] == groups[int(words[3])]:
+            continue  # stages on the same devices
+        if TRANSFER in part.bytes:
+            devices = len(pipeline.stages[stage].devices)
+            size /= devices if words[0] == "send" else devices // pipeline.stages[stage].replicas
+        total[groups[stage]] = total.get(groups[stage], 0.0) + size
+    return max(total.values(), default=0.0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.costs.conversion import COLLECTIVES, TRANSFER
+from soapjax.costs.links import COLLECTIVES, TRANSFER
 from soapjax.execute.cut import keys_of
 from soapjax.execute.inspect_stream import InspectedPart, StreamInspection, inspect_stream
 from soapjax.execute.pipedream import PipeDreamStep

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from soapjax import Plan, cli, commands, load_topology
 from soapjax.costs.profile import load_profile
 from soapjax.errors import SoapjaxError
-from soapjax.simulate.programs import Program, program_folder
+from soapjax.jit.programs import Program, program_folder
 
 FOLDER = Path(sys.argv[1])
 SEEN = {

@@ -18,7 +18,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # many tests make the same programs
     cache = tempfile.mkdtemp(prefix="soapjax-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
-os.environ["SOAPJAX_PROGRAM_CACHE"] = "off"  # nothing of a test stays in the user's folders
+    # Nothing of a test stays in the user's folders; processes that tests start load the planner's programs from here.
+    os.environ["SOAPJAX_PROGRAM_CACHE"] = os.path.join(cache, "programs")
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
 os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 

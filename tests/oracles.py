@@ -13,7 +13,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from soapjax.costs.conversion import COLLECTIVES, links_of
+from soapjax.costs.links import COLLECTIVES, links_of
 from soapjax.costs.plain_conversion import conversion_cost_plainly
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task

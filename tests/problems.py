@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.costs.evaluate import Costs, evaluator
+from soapjax.costs.evaluate import Costs
 from soapjax.costs.tables import CostTables, cost_tables
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace import trace
-from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy, replicated
@@ -65,27 +64,10 @@ class Case:
     tables: CostTables
     simulator: Simulator
 
-    @functools.cached_property
-    def _batch(self):
-        def both(items, axes, storage):
-            costs = evaluator(self.tables, is_batched=True)(axes, storage)
-            return costs, simulate_batch(
-                items, self.simulator.items.durations(costs.durations), overlap=self.topology.device.overlap
-            )
-
-        # Little optimisation: compiling is all that takes time here.
-        return jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})
-
     def figures(self, strategies: list[Strategy]) -> tuple[Costs, np.ndarray]:
-        """Costs [B, ...] and step times [B]; always evaluated in batches of BATCH, so that there is one trace."""
-        parts = []
-        for start in range(0, len(strategies), BATCH):
-            part = strategies[start : start + BATCH]
-            filled = part + part[:1] * (BATCH - len(part))
-            stacked = (np.stack([s.axes for s in filled]), np.stack([s.storage for s in filled]))
-            found = self._batch(self.simulator.item_arrays, *stacked)
-            parts.append(jax.tree.map(lambda x, n=len(part): np.asarray(x)[:n], found))
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        """Costs [B, ...] and step times [B]."""
+        batch = self.simulator.batch(np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies]))
+        return jax.tree.map(lambda *x: np.stack(x), *map(batch.costs, range(len(strategies)))), batch.scores.step_time_s
 
     def strategies(self, seed: int, count: int) -> list[Strategy]:
         rng = np.random.default_rng(seed)

@@ -12,20 +12,21 @@ ROOT = Path(__file__).parent.parent
 # Package -> the packages of soapjax that it may import, besides itself; the helpers are free for all.
 MAY_IMPORT = {
     "graph": set(),
+    "jit": set(),
     "topology": set(),
     "strategy": {"graph", "topology"},
-    "costs": {"graph", "topology", "strategy"},
-    "simulate": {"graph", "topology", "strategy", "costs"},
-    "search": {"graph", "topology", "strategy", "costs", "simulate"},
+    "costs": {"graph", "topology", "strategy", "jit"},
+    "simulate": {"graph", "topology", "strategy", "jit", "costs"},
+    "search": {"graph", "topology", "strategy", "jit", "costs", "simulate"},
     "execute": {"graph", "topology", "strategy"},
     "report": {"strategy", "simulate"},
 }
-HELPERS = {"csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config"}
+HELPERS = {"csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config", "sizes"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
     "__init__", "__main__", "api", "auto_pipeline", "call_checks", "calling", "cli", "commands", "comparing", "distributed",
-    "explaining", "explaining_commands", "factories", "making", "measuring_commands", "model_source", "nnx_steps", "options",
-    "page_data", "pipelining", "plan_files", "planning", "profiling", "progress", "running_commands", "stage_baselines",
+    "explaining", "explaining_commands", "factories", "fronts", "making", "measuring_commands", "model_source", "nnx_steps",
+    "options", "page_data", "pipelining", "plan_files", "planning", "profiling", "progress", "running_commands", "stage_baselines",
     "stage_plans", "stage_sends", "step_source", "terminal", "timelines", "topology_commands", "user_shardings",
     "verify_programs", "verify_top",
 }  # fmt: skip

@@ -1,46 +1,25 @@
-"""From a strategy to durations and memory, in jit, without a table per pair of configs.
+"""From strategies to their figures: the cost program (whole.py) on one problem, and what it found as plain arrays.
 
-`evaluator(tables)` gives a pure function of one strategy (axes [N, A], storage [N]);
-`jax.vmap` makes it one of a batch. Steps: config values -> layout of every access ->
-storage of every parameter -> home layout of every tensor (partial sums resolved towards
-the first reader) -> local sizes -> seconds and bytes. `stages` gives the same in three functions, to be compiled side by side.
+An `Evaluator` judges LANES strategies a call; of each of them `costs` gives everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from soapjax.costs.conversion import ConversionCost, conversion_cost
-from soapjax.costs.halos import halo_cost, inner_source, inner_target
-from soapjax.costs.indexing import add, along, rows
-from soapjax.costs.layouts import (
-    as_read,
-    gradient_layouts,
-    held_until,
-    holders,
-    home_layouts,
-    is_held_split,
-    is_sent,
-    needed_until,
-    passing_bytes,
-    split_of,
-    storage_layouts,
-    summed_layouts,
-    value_index,
-    waiting_bytes,
-    waiting_spans,
-    with_pins,
-)
-from soapjax.costs.measured import log_degrees, measured_ratio, point_of
-from soapjax.costs.shared_copies import shared_since
+from soapjax.costs.arrays import Bucket, bucket_for, cost_arrays, need_of, records_of
+from soapjax.costs.sets import MAX_AXES, decoded
 from soapjax.costs.tables import CostTables
-from soapjax.strategy.layout import REPLICATED
+from soapjax.costs.whole import Evaluated, Rows, evaluate
+from soapjax.jit.programs import Program
+from soapjax.strategy.strategy import REPLICATE
+
+Array = np.ndarray
+LANES = 16  # strategies per call: one size, so that it is traced and compiled once
 
 
 class Durations(NamedTuple):
@@ -88,6 +67,8 @@ class Holders(NamedTuple):
 
 
 class Costs(NamedTuple):
+    """Of one strategy, as NumPy arrays."""
+
     durations: Durations
     layouts: Layouts
     bytes_by_collective: Array  # [6] that each device sends in a step, by COLLECTIVES
@@ -98,242 +79,89 @@ class Costs(NamedTuple):
     holders: Holders | None
 
 
-def layouts_of(tables: CostTables, axes: Array, storage: Array) -> Layouts:
-    """Layouts of every access, storage and tensor under a strategy."""
-    sizes = np.array(tables.links.axis_sizes)
-    index = value_index(axes)  # [N, A]
-    used = along(jnp.asarray(tables.access_map), rows(index, tables.access_op))  # [U, A]
-    if tables.space.offers_pins:
-        used = with_pins(used, rows(axes, tables.access_op))
-    replicated = jnp.full((1, len(sizes)), REPLICATED, jnp.int8)
-    if len(tables.parameter_op):
-        as_used = rows(jnp.concatenate([used, replicated]), tables.parameter_slot)  # [P, A]
-        masks = rows(jnp.asarray(tables.storage_masks), rows(storage, tables.parameter_op).astype(jnp.int32))
-        stored = storage_layouts(as_used, masks, tables.storage_dim, tables.storage_dim_size, tables.storage_fixed, sizes)
-    else:
-        stored = jnp.zeros((0, len(sizes)), jnp.int8)
-    slots = jnp.concatenate([used, stored, gradient_layouts(stored, tables.gradient_shift), replicated])
-    raw, home = home_layouts(
-        rows(slots, tables.tensor_slot), rows(slots, tables.tensor_reader), tables.tensor_source, tables.tensor_fixed,
-        tables.tensor_shape, sizes,
-    )  # fmt: skip
-    common = rows(slots, np.maximum(tables.tensor_sum, 0))
-    home, resolved = summed_layouts(raw, home, common, tables.tensor_sum >= 0, tables.is_joint)
-    since = shared_since(tables, slots, storage)
-    return Layouts(slots, home, raw, resolved, since > 0, since)
+@functools.cache
+def program(b: Bucket) -> Program:
+    """The cost program of a bucket: one for all problems in it."""
+
+    def whole(p, records, axes, storage):
+        return evaluate(p, records, b.slots, axes, storage)
+
+    like = Evaluated(*(0 if name != "rows" else Rows(*[0] * len(Rows._fields)) for name in Evaluated._fields))
+    return Program(whole, is_urgent=True, name=f"whole {b}", results=like)
 
 
-class Asked(NamedTuple):
-    """What is known of a strategy before its conversions are paid for."""
+class Evaluator:
+    """The cost model of one problem."""
 
-    found: Layouts
-    compute_s: Array  # [K]
-    shards: Array  # [P]: of stored parameters
-    edge_home: Array  # int8 [E, A]: of the tensors that conversions start from
-    target: Array  # int8 [E, A]
-    inner: Array  # int8 [S, A]: collectives in the middle of operators
-    source: Array  # int8 [R + E + S, A]: of everything that is sent; R tensors may be partial
-    wanted: Array
+    def __init__(self, tables: CostTables):
+        self.tables, self.bucket = tables, bucket_for(need_of(tables))
+        self.arrays = jax.device_put(cost_arrays(tables, self.bucket))
+        self.records = jax.device_put(records_of(tables, self.bucket))
+        self.program = program(self.bucket)
 
+    def prepare(self) -> None:
+        """Compiles, or loads, what is not there yet."""
+        num_ops = self.tables.space.graph.num_operators
+        none = np.full((1, num_ops, len(self.tables.links.axis_sizes)), REPLICATE, np.int8)
+        self.program.prepare(*self._arguments(none, np.zeros((1, num_ops), np.int8)))
 
-def _asked(tables: CostTables, axes: Array, storage: Array) -> Asked:
-    """What a strategy's operators take, and what they ask to be converted."""
-    sizes = np.array(tables.links.axis_sizes, np.float32)
-    memory_rate, launch_s = tables.rates.memory_bytes_per_s, tables.rates.launch_s
-    num_k, num_u, num_p = tables.num_tasks, len(tables.access_op), len(tables.parameter_op)
-    is_update = tables.task_parameter >= 0
-    found = layouts_of(tables, axes, storage)
-    slots, home = found.slots, found.home
-    index = value_index(axes)
+    def __call__(self, axes: Array, storage: Array) -> Evaluated:
+        """Of up to LANES strategies int8 [B, N, A] and [B, N]; the last one fills the lanes."""
+        return self.program(*self._arguments(axes, storage))
 
-    # Compute: a roofline of FLOPs and of the bytes read and written at local shapes.
-    used = slots[:num_u]
-    access_bytes = tables.access_bytes / split_of(used >= 0, sizes)
-    moved = add(jnp.zeros(num_k), tables.access_task, access_bytes)
-    task_index = rows(index, tables.task_op)
-    split = split_of(along(jnp.asarray(tables.work_split), rows(task_index, tables.work_task)), sizes)
-    flop_s = add(jnp.zeros(num_k), tables.work_task, tables.work_seconds / split)
-    if num_p:
-        shards = split_of(slots[num_u : num_u + num_p] >= 0, sizes)
-        update_split = rows(shards, np.maximum(tables.task_parameter, 0))
-        flop_s = jnp.where(is_update, flop_s / update_split, flop_s)
-        moved = jnp.where(is_update, tables.update_bytes / update_split, moved)
-    else:
-        shards, update_split = jnp.zeros(0), jnp.ones(num_k)
-    compute_s = (jnp.maximum(flop_s, moved / memory_rate) + launch_s) * tables.task_trips
-    if tables.measured:
-        at = rows(log_degrees(axes, tables.links.axis_sizes, tables.measured.degrees.shape[-1]), tables.task_op)
-        compute_s *= measured_ratio(*tables.measured, point_of(at, update_split, is_update))
+    def _arguments(self, axes: Array, storage: Array) -> tuple:
+        b, (count, num_ops, num_axes) = self.bucket, axes.shape
+        lanes = np.minimum(np.arange(LANES), count - 1)
+        padded_axes = np.full((b.operators, MAX_AXES, LANES), REPLICATE, np.int8)
+        padded_axes[:num_ops, :num_axes] = axes[lanes].transpose(1, 2, 0)
+        padded_storage = np.zeros((b.operators, LANES), np.int8)
+        padded_storage[:num_ops] = storage[lanes].T
+        return self.arrays, self.records, padded_axes, padded_storage
 
-    edge_home = rows(home, tables.edge_tensor)
-    target = as_read(edge_home, rows(slots, tables.edge_slot))
-    inner = along(jnp.asarray(tables.sum_map), rows(task_index, tables.sum_task))  # [S, A]
-    partial = tables.partial
-    source = jnp.concatenate([rows(found.raw, partial), edge_home, inner_source(inner)])
-    wanted = jnp.concatenate([rows(found.resolved, partial), target, inner_target(inner)])
-    return Asked(found, compute_s, shards, edge_home, target, inner, source, wanted)
+    def costs(self, of: Evaluated, lane: int) -> Costs:
+        """All figures of one of the strategies."""
+        t, b = self.tables, self.bucket
+        num_t, num_e, num_s, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.sum_task), len(t.parameter_op)
+        num_a, missing = len(t.links.axis_sizes), b.levels - t.links.num_levels
+        ends = np.cumsum([0, num_t, num_e, num_s])
 
+        def own(x, count: int) -> Array:
+            return np.asarray(x)[:count, ..., lane]
 
-def evaluator(tables: CostTables, *, is_batched: bool = False) -> Callable[[Array, Array], Costs]:
-    """The cost function of one strategy: (int8 [N, A], int8 [N]) -> Costs. Pure, to be jitted or vmapped.
+        def layouts(x, count: int) -> Array:
+            return decoded(own(x, count), num_a, b.dims)
 
-    Of a batch of strategies, with a leading dim everywhere, if `is_batched`: the same as vmapped, but traced in half of the time.
-    """
-    ask, convert, pay = stages(tables, is_batched=is_batched)
+        def by_kind(x) -> list[Array]:
+            found = own(x, ends[-1])
+            return [found[i:j] for i, j in zip(ends, ends[1:], strict=False)]
 
-    def evaluate(axes: Array, storage: Array) -> Costs:
-        of = ask(axes, storage)
-        return pay(axes, of, convert(of.source, of.wanted))
-
-    return evaluate
-
-
-class Stages(NamedTuple):
-    """The cost function's parts, one after the other."""
-
-    ask: Callable[[Array, Array], Asked]  # of axes and storage
-    convert: Callable[[Array, Array], ConversionCost]  # of `Asked.source` and `Asked.wanted`
-    pay: Callable[[Array, Asked, ConversionCost], Costs]  # of axes, and what the others gave
-
-
-def stages(tables: CostTables, *, is_batched: bool = False) -> Stages:
-    """The parts of `evaluator(tables)`."""
-    sizes = np.array(tables.links.axis_sizes, np.float32)
-    num_k, num_t = tables.num_tasks, len(tables.tensor_bytes)
-    partial = tables.partial  # [R]: the others are kept as they are made
-    row_of = np.full(num_t, len(partial), np.int32)  # of a row of zeros
-    row_of[partial] = np.arange(len(partial))
-    sum_times = tables.task_trips[tables.sum_task] if len(tables.sum_task) else np.zeros(0, np.float32)
-
-    pins = tables.space.offers_pins
-    coordinates = tables.space.groups
-    is_update = tables.task_parameter >= 0
-    num_u, num_p, num_e = len(tables.access_op), len(tables.parameter_op), len(tables.edge_task)
-
-    def product(mask: Array) -> Array:
-        return split_of(mask, sizes)
-
-    lift = jax.vmap if is_batched else lambda fn: fn
-
-    def convert(source: Array, wanted: Array) -> ConversionCost:
-        # Communication: resolutions, conversions and inner sums in one call, which keeps the compiled program small.
-        shares = jnp.concatenate([tables.resolve_share[partial], tables.edge_share, np.ones(len(tables.sum_task), np.float32)])
-        no_shape = np.zeros((len(tables.sum_task), tables.tensor_shape.shape[1]), np.int32)
-        shapes = jnp.concatenate([tables.tensor_shape[partial], tables.tensor_shape[tables.edge_tensor], no_shape])
-        sizes_sent = jnp.concatenate([tables.resolve_bytes[partial], tables.edge_bytes, tables.sum_bytes])
-        return conversion_cost(source, wanted, sizes_sent, tables.links, shares, shape=shapes, pins=pins)
-
-    def paid(axes: Array, of: Asked, every: ConversionCost) -> Costs:
-        found, shards, edge_home, target, inner = of.found, of.shards, of.edge_home, of.target, of.inner
-        home = found.home
-        times = jnp.concatenate([tables.tensor_trips[partial], tables.edge_trips, sum_times])[:, None]
-        seconds, num_r = every.seconds * times, len(partial)
-        nothing = jnp.zeros((1, seconds.shape[1]), seconds.dtype)
-        resolve_s = rows(jnp.concatenate([seconds[:num_r], nothing]), row_of)
-        full_s, sum_s = seconds[num_r : num_r + num_e], seconds[num_r + num_e :]
-        borders = halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges)
-        sum_s += borders.seconds * sum_times[:, None]
-        is_paid = jnp.concatenate([jnp.ones(num_r, bool), ~found.is_shared, jnp.ones(len(tables.sum_task), bool)])
-        # Products of matrices: XLA's sums over the first dim are ten times slower.
-        paid_times = times[:, 0] * is_paid
-        sent = paid_times @ every.bytes + sum_times @ borders.bytes
-        durations = Durations(of.compute_s, resolve_s, jnp.where(found.is_shared[:, None], 0.0, full_s), sum_s)
-
-        # Memory, per group of devices where pins tell them apart.
-        stored_bytes = tables.parameter_bytes * tables.state_copies / shards
-        held = tables.tensor_bytes * tables.tensor_copies / product(is_held_split(found.raw, home))
-        copy = jnp.where((edge_home != target).any(-1), tables.edge_bytes / product(target >= 0), 0.0)
-        local = tables.resolve_bytes / product(found.raw >= 0)
-        in_place = tables.working.sums_in_place
-        passing = passing_bytes(found.raw, found.resolved, local, tables.is_product, sizes, in_place=in_place)
-        waiting = waiting_bytes(found.raw, found.resolved, local, tables.working.waits, tables.working.combine_bytes, sizes)
-        sent_copy = is_sent(edge_home, target)
-        parts = Parts(full_s, held, copy, passing, waiting, stored_bytes, sent_copy)
+        rows = of.rows
+        resolve_s, convert_s, sum_s = (x[:, missing:] for x in by_kind(rows.paid_s))
+        since = own(of.since, num_e)
+        found = Layouts(
+            layouts(of.layout, len(t.access_op) + 2 * num_p + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
+            layouts(rows.resolved, num_t), since > 0, since,
+        )  # fmt: skip
+        parts = Parts(
+            by_kind(rows.full_s)[1][:, missing:], own(rows.held, num_t), own(rows.copy, num_e), own(rows.passing, num_t),
+            own(rows.waiting, num_t), own(of.state_bytes, num_p), own(rows.is_sent, num_e),
+        )  # fmt: skip
         holding = None
-        if pins:
-            stored = found.slots[num_u : num_u + num_p]
-            of_op = holders(with_pins(jnp.full_like(axes, REPLICATED), axes), coordinates)  # [N, G]
-            of_home, of_copy, of_stored = (holders(x, coordinates) for x in (home, target, stored))
-            of_task = rows(of_op, tables.task_op)
-            if num_p:
-                of_task = jnp.where(is_update[:, None], rows(of_stored, np.maximum(tables.task_parameter, 0)), of_task)
-            holding = Holders(
-                of_task, holders(found.raw, coordinates), rows(of_home, tables.edge_tensor) | of_copy,
-                rows(of_op, tables.task_op[tables.sum_task]), of_home, of_copy, of_stored,
-            )  # fmt: skip
-            most_sent = _sent_by_groups(tables, paid_times, sum_times * borders.bytes.sum(-1), every, holding)
-            live = jnp.stack(
-                [
-                    _liveness(
-                        tables, held * of_home[:, g], waiting * of_home[:, g, None], copy * of_copy[:, g], found, sent_copy
-                    )
-                    for g in range(len(coordinates))
-                ]
-            )
-            made = jnp.stack([_made(tables, passing * holding.resolve[:, g]) for g in range(len(coordinates))])
-            persistent = (stored_bytes[:, None] * of_stored).sum(0)
-        else:
-            most_sent = sent.sum(keepdims=True)
-            live, made = _liveness(tables, held, waiting, copy, found, sent_copy)[None], _made(tables, passing)[None]
-            persistent = stored_bytes.sum(keepdims=True)
-        if not num_k:
-            live = made = jnp.zeros((len(persistent), 1))
-        total = persistent[:, None] + live + made  # [G, K]
-        g, k = jnp.unravel_index(jnp.argmax(total), total.shape)
-        memory = jnp.stack([persistent[g], live[g, k], made[g, k], total[g, k]])
-        return Costs(durations, found, sent, most_sent.max(), memory, _violations(tables, axes), parts, holding)
-
-    return Stages(lift(lambda axes, storage: _asked(tables, axes, storage)), convert, lift(paid))
+        if b.groups:
+            groups = len(t.space.groups)
+            on, kept = ([x[:, :groups] for x in by_kind(y)] for y in (rows.on, rows.on_kept))
+            compute, stored = own(of.on_compute, t.num_tasks)[:, :groups], own(of.on_stored, num_p)[:, :groups]
+            holding = Holders(compute, *on, kept[0], kept[1], stored)
+        return Costs(
+            Durations(own(of.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), found, np.asarray(rows.sent)[:, lane],
+            np.asarray(of.sent_bytes)[lane], np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,
+        )  # fmt: skip
 
 
-def _sent_by_groups(tables: CostTables, times: Array, borders: Array, every: ConversionCost, on: Holders) -> Array:
-    """Bytes [G] that a device of each group sends: of resolutions, conversions and sums so many `times`, and of `borders` [S].
-
-    A collective counts on all of its devices as what each of them sends. Of a conversion between pinned layouts, what
-    comes before the messages, and these, counts where the tensor is at home; what one device gets from the shards of many,
-    and gathers after the messages, where it goes.
-    """
-    made = on.resolve[tables.partial]
-    early_on = jnp.concatenate([made, rows(on.home, tables.edge_tensor), on.sum, on.sum]).astype(jnp.float32)
-    late_on = jnp.concatenate([made, on.copy, on.sum]).astype(jnp.float32)
-    early = jnp.concatenate([times * (every.bytes.sum(-1) - every.late_bytes), borders])
-    return early @ early_on + (times * every.late_bytes) @ late_on
-
-
-def own_costs(tables: CostTables, axes: Array, storage: Array) -> tuple[Array, Array, Array]:
-    """What depends on one operator each, of strategies [B, N, A] and [B, N]: no tensor's conversion is paid for.
-
-    Gives slots [B, ., A] as in `Layouts`, `compute_s` [B, K] and `sum_s` [B, S, L] as in `Durations`.
-    """
-    of = jax.vmap(lambda a, s: _asked(tables, a, s))(axes, storage)
-    count, num_s = len(axes), len(tables.sum_task)
-    if not num_s:
-        return of.found.slots, of.compute_s, jnp.zeros((count, 0, tables.links.num_levels))
-    every = conversion_cost(
-        of.source[:, -num_s:], of.wanted[:, -num_s:], tables.sum_bytes, tables.links, np.ones(num_s, np.float32),
-        shape=np.zeros((num_s, tables.tensor_shape.shape[1]), np.int32), pins=tables.space.offers_pins,
-    )  # fmt: skip
-    borders = jax.vmap(lambda inner: halo_cost(inner, tables.sum_bytes, tables.links, tables.num_edges).seconds)(of.inner)
-    return of.found.slots, of.compute_s, (every.seconds + borders) * tables.task_trips[tables.sum_task][:, None]
-
-
-def _liveness(tables: CostTables, held: Array, waiting: Array, copy: Array, found: Layouts, sent: Array) -> Array:
-    """Bytes alive during each task [K]: tensors until nobody needs them, converted copies while a reader may reuse them."""
-    num_k, working = tables.num_tasks, tables.working
-    spans = lifespans(tables, found, sent)
-    birth, death = tables.order.since, tables.order.until
-    of_alive = rows(held, spans.tensors)
-    steps = add(jnp.zeros(num_k + 2), spans.since, of_alive)
-    steps = add(steps, spans.until + 1, -of_alive)
-    late = np.flatnonzero(working.waits & (death >= 0))
-    held_back = jnp.zeros((num_k + 2, 2))
-    if len(late):
-        of_late = rows(waiting, late)
-        for bytes_, since in waiting_spans(of_late, birth[late], working.operand_share, working.merged_at):
-            held_back = add(add(held_back, since, bytes_), np.maximum(death[late] + 1, since), -bytes_)
-    if len(tables.edge_task):
-        steps = add(add(steps, spans.copy_since, copy), spans.copy_until + 1, -copy)
-    return jnp.cumsum(steps)[:num_k] + jnp.minimum(jnp.cumsum(held_back, 0)[:num_k], working.most_waiting).sum(1)
+def costs_of(tables: CostTables, axes: Array, storage: Array) -> Costs:
+    """All figures of one strategy int8 [N, A] and [N]."""
+    evaluator = Evaluator(tables)
+    return evaluator.costs(evaluator(axes[None], storage[None]), 0)
 
 
 class Lifespans(NamedTuple):
@@ -347,26 +175,15 @@ class Lifespans(NamedTuple):
 
 
 def lifespans(tables: CostTables, found: Layouts, sent: Array) -> Lifespans:
-    """Of tensors and copies under a strategy; NumPy arrays give NumPy arrays."""
+    """Of tensors and copies under a strategy."""
     birth, death, read_at, made_at, at_least = tables.order
-    xp = np if isinstance(sent, np.ndarray) else jnp
     alive = np.flatnonzero(death >= 0)
-    until = held_until(needed_until(found.shared_since, sent, made_at, read_at), tables.edge_tensor, at_least, death)
+    needed = np.where(sent, np.where(found.shared_since > 0, -1, made_at), read_at)
+    last = np.full(len(death), -1, np.int32)
+    np.maximum.at(last, tables.edge_tensor, needed)
+    until = np.clip(last, at_least, death)
     task = np.minimum(read_at, tables.num_tasks - 1)
-    copy_since = xp.where(found.is_shared, xp.minimum(found.shared_since, task), np.minimum(made_at, task))
-    return Lifespans(alive, birth[alive], xp.where(tables.working.waits, birth, until)[alive], copy_since, task)
+    copy_since = np.where(found.is_shared, np.minimum(found.shared_since, task), np.minimum(made_at, task))
+    return Lifespans(alive, birth[alive], np.where(tables.working.waits, birth, until)[alive], copy_since, task)
 
 
-def _made(tables: CostTables, passing: Array) -> Array:
-    """Bytes beside the results of each task [K] while they are made."""
-    return add(jnp.zeros(tables.num_tasks), tables.order.since, passing)
-
-
-def _violations(tables: CostTables, axes: Array) -> Array:
-    """How many (operator, dim) degrees do not divide."""
-    sizes = np.array(tables.links.axis_sizes)
-    total = jnp.zeros((), jnp.int32)
-    for d in range(tables.space.divisors.shape[1]):
-        split = jnp.prod(jnp.where(axes == d, sizes, 1), axis=1)
-        total += (tables.space.divisors[:, d] % split != 0).sum()
-    return total

@@ -6,14 +6,15 @@ per plan, and is what `verify` holds against the compiled program.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.conversion import COLLECTIVES
 from soapjax.costs.evaluate import Layouts
 from soapjax.costs.halos import halo_cost_plainly, inner_target
 from soapjax.costs.layouts import as_read, value_index
+from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.plain_conversion import conversion_cost_plainly
 from soapjax.costs.tables import CostTables
 from soapjax.strategy.layout import HALO, PARTIAL, spec_of
@@ -32,6 +33,9 @@ class Sent(NamedTuple):
     bytes: dict[str, float]  # by collective
 
 
+_conversion = functools.lru_cache(4096)(conversion_cost_plainly)  # repeated layers ask for the same again
+
+
 def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[Sent]:
     """Everything that is sent under a strategy whose layouts (NumPy) are given."""
     links, items = tables.links, []
@@ -41,7 +45,8 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
         if reason == "borders":
             _, sent = halo_cost_plainly(source, float(size), links)
         else:
-            _, sent = conversion_cost_plainly(source, target, float(size), links, shape=shape)
+            key = tuple(map(int, source)), tuple(map(int, target)), float(size)
+            _, sent = _conversion(*key, links, shape=tuple(shape))
         if any(sent.values()):
             moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))

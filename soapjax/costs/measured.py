@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.costs.profile import Measurement, Profile
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
@@ -179,25 +177,6 @@ def measured_arrays(
                 degrees[k, i, d] = np.log2(found[d])
             ratio[k, i], weight[k, i] = log_ratio, 1.0
     return MeasuredArrays(degrees, ratio, weight)
-
-
-def log_degrees(axes: Array, axis_sizes: Sequence[int], num_dims: int) -> Array:
-    """float32 [..., D]: log2 of the degree of every dim under config values `axes` [..., A]."""
-    logs = np.log2(np.array(axis_sizes, np.float64)).astype(np.float32)
-    return jnp.where(axes[..., None] == np.arange(num_dims), logs[:, None], np.float32(0)).sum(-2)
-
-
-def point_of(degrees: Array, update_shards: Array, is_update: Array) -> Array:
-    """[K, D]: where tasks are asked for: by the degrees of their operators, updates by the shards of their parameters."""
-    shards = jnp.log2(update_shards)[:, None] * (np.arange(degrees.shape[-1]) == 0)
-    return jnp.where(is_update[:, None], shards, degrees)
-
-
-def measured_ratio(degrees: Array, log_ratio: Array, weight: Array, at: Array) -> Array:
-    """[K]: by what to multiply the roofline of tasks whose points are [K, M, D] and [K, M], at [K, D]; 1 without points."""
-    distance = jnp.where(degrees < 0, 0.0, jnp.abs(degrees - at[:, None])).sum(-1)
-    nearness = weight / (distance * distance + _TINY)
-    return jnp.exp((nearness * log_ratio).sum(-1) / jnp.maximum(nearness.sum(-1), 1e-20))
 
 
 def figures_of(arrays: MeasuredArrays, at: np.ndarray, is_fitted: np.ndarray) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from soapjax.costs.conversion import COLLECTIVES, RINGS, TRANSFER, Links
+from soapjax.costs.links import COLLECTIVES, RINGS, TRANSFER, Links
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.strategy.resharding import Exchange, Permute, gathered_first, steps_of
 

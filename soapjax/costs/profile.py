@@ -22,7 +22,7 @@ import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.file_numbers import read_float, read_int
-from soapjax.files import read_text, write_new_text
+from soapjax.files import cached, read_text, write_new_text
 from soapjax.topology import DeviceKind
 
 MAX_PROFILE_BYTES = 16 * 2**20  # some 30,000 measurements
@@ -151,9 +151,7 @@ def installed_versions() -> dict[str, str]:
 
 def cache_folder() -> Path:
     """`$SOAPJAX_CACHE/profiles`, or `~/.cache/soapjax/profiles` (`$XDG_CACHE_HOME` for `~/.cache`)."""
-    if own := os.environ.get("SOAPJAX_CACHE"):
-        return Path(own) / "profiles"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "soapjax" / "profiles"
+    return cached("profiles")
 
 
 def save_profile(profile: Profile, folder: Path | None = None) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from soapjax.costs.conversion import Links, combined_share, links_of
+from soapjax.costs.links import Links, combined_share, links_of
 from soapjax.costs.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.memory_order import MemoryOrder, gpu_order, least_until
 from soapjax.costs.profile import Profile

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from soapjax.report.explanation import merged_name
-from soapjax.report.tables import percent, seconds, seconds_of, short_storage, size, split_of
+from soapjax.report.tables import percent, seconds, seconds_of, short_storage, split_of
 from soapjax.report.text_table import TextTable
+from soapjax.sizes import size
 from soapjax.strategy.plan import Plan
 
 MOST_ROWS = 40
@@ -145,6 +146,7 @@ def _totals(a: Plan, b: Plan):
     yield "if no communication were hidden", (p.without_overlap_s, q.without_overlap_s), seconds
     yield "FLOPs split", (p.split_flops_share, q.split_flops_share), percent
     yield "each device sends", (sum(p.bytes_by_collective.values()), sum(q.bytes_by_collective.values())), size
+    yield "the one that sends most", (p.peak_sent_bytes, q.peak_sent_bytes), size
     yield "memory per device", (p.memory_bytes_per_device, q.memory_bytes_per_device), size
 
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from soapjax.report.explanation import limit_lines, totals_of
-from soapjax.report.tables import FOLDED, gains, operator_rows, percent, seconds, short_storage, size, split_of
+from soapjax.report.tables import FOLDED, gains, operator_rows, percent, seconds, short_storage, split_of
 from soapjax.report.tables import caveat as caveat_of
+from soapjax.sizes import size
 from soapjax.strategy.plan import Plan
 
 MOST_SPLITS = 8  # that get a colour of their own; "other" is one more
@@ -103,7 +104,7 @@ def _summary(plan: Plan, extras: Extras) -> str:
             (percent(p.split_flops_share), "of the FLOPs split"),
         ]  # fmt: skip
     cards += [
-        (size(sum(p.bytes_by_collective.values())), "sent per device"),
+        (size(_sent(plan)), "sent per device" if p.peak_sent_bytes is None else "sent by a device in a step, at most"),
         (size(p.memory_bytes_per_device), f"of {size(p.usable_memory_bytes)} memory" + ("" if p.feasible else ": does not fit")),
         (str(plan.graph.num_operators), f"operators on {plan.num_devices} devices"),
     ]
@@ -125,16 +126,23 @@ def _summary(plan: Plan, extras: Extras) -> str:
     return "\n".join(out)
 
 
+def _sent(plan: Plan) -> int:
+    """By the device that sends most; in plans of older versions by each, on average."""
+    p = plan.prediction
+    return sum(p.bytes_by_collective.values()) if p.peak_sent_bytes is None else p.peak_sent_bytes
+
+
 def _baselines(plan: Plan) -> str:
     p, source = plan.prediction, plan.provenance
     rows = [(f"this plan ({source.planner})", p.step_time_s, p.without_overlap_s, p.split_flops_share,
-             p.memory_bytes_per_device, sum(p.bytes_by_collective.values()), "", "")]  # fmt: skip
+             p.memory_bytes_per_device, _sent(plan), "", "")]  # fmt: skip
     found = gains(plan)
     for name, s in source.baselines.items():
         if s is not None:
             f = source.baseline_figures.get(name)
             figures = (None,) * 4 if f is None else (
-                f.without_overlap_s, f.split_flops_share, f.memory_bytes_per_device, f.sent_bytes
+                f.without_overlap_s, f.split_flops_share, f.memory_bytes_per_device,
+                f.sent_bytes if f.peak_sent_bytes is None else f.peak_sent_bytes,
             )  # fmt: skip
             gain, words = found.get(name, (None, ""))
             rows.append((name, s, *figures, f"{gain:.2f} ×" if gain else "", f"which {words}" if words else ""))

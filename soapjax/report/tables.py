@@ -10,19 +10,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from soapjax.report.text_table import TextTable
+from soapjax.sizes import size
 from soapjax.strategy.plan import OperatorPart, Plan
 
 
 def seconds(s: float) -> str:
     return f"{s:.3g} s" if s >= 1 or not s else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
-
-
-def size(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} TB"
 
 
 FOLDED = 0.001  # of the time: what takes less together is folded
@@ -196,10 +189,11 @@ def gain_lines(plan: Plan) -> list[str]:
 
 def comparison_table(plan: Plan) -> TextTable:
     """Predicted step times of the plan and of the baselines, with what they are made of."""
-    title = "predicted step time; how much communication is hidden under compute, and the step if none were"
+    title = "predicted step time; how much communication is hidden under compute, and the step if none were; per device"
     table = TextTable(title=title, title_justify="left")
-    for column in ("strategy", "step", "hidden", "if none", "FLOPs split", "memory"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for column in ("strategy", "step", "hidden", "if none", "FLOPs split", "sends", "memory"):
+        is_name = column == "strategy"
+        table.add_column(column, justify="left" if is_name else "right", min_width=16 if is_name else None)
     p = plan.prediction
     known = plan.provenance.baseline_figures
     unfit = {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}
@@ -212,7 +206,7 @@ def comparison_table(plan: Plan) -> TextTable:
 
     table.add_row(
         f"this plan ({plan.provenance.planner})", seconds(p.step_time_s),
-        *overlapped(p.step_time_s, p.without_overlap_s, p.split_flops_share),
+        *overlapped(p.step_time_s, p.without_overlap_s, p.split_flops_share), _sends(p.peak_sent_bytes),
         size(p.memory_bytes_per_device) + ("" if p.feasible else " — does not fit"),
     )  # fmt: skip
     for name, s in plan.provenance.baselines.items():
@@ -222,8 +216,12 @@ def comparison_table(plan: Plan) -> TextTable:
             if name in unfit:
                 memory = "does not fit" if of is None else f"{memory} — does not fit"
             columns = ("", "", "") if of is None else overlapped(s, of.without_overlap_s, of.split_flops_share)
-            table.add_row(name, seconds(s), *columns, memory)
+            table.add_row(name, seconds(s), *columns, _sends(None if of is None else of.peak_sent_bytes), memory)
     return table
+
+
+def _sends(peak_bytes: int | None) -> str:
+    return "" if peak_bytes is None else size(peak_bytes)
 
 
 def overlap_words(plan: Plan) -> str:
@@ -250,11 +248,13 @@ def plan_report(plan: Plan) -> RenderableType:
     moved = ", ".join(f"{k} {size(v)}" for k, v in p.bytes_by_collective.items() if v) or "nothing"
     parts = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in p.memory_parts_bytes.items())
     figures = ", ".join(f"{share:.0%} {source}" for source, share in p.compute_figures.items())
+    devices_differ = (plan.pipeline is not None or plan.pinned) and p.peak_sent_bytes is not None
     lines = [
         *gain_lines(plan),
         f"{plan.graph.num_operators} operators on {plan.topology.get('name', '?')}, {plan.num_devices} devices: "
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
-        *([] if plan.pipeline is not None else [f"each device sends per step: {moved}"]),
+        *([] if plan.pipeline is not None or plan.pinned else [f"each device sends per step: {moved}"]),
+        *([f"the device that sends most sends {_sends(p.peak_sent_bytes)} per step"] if devices_differ else []),
         f"memory per device: {parts}; {size(p.usable_memory_bytes)} are usable",
         *([f"compute seconds: {figures}"] if figures else []),
         *(["for simulation only: a loop's operators are on different devices"] if not plan.executable else []),

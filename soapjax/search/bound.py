@@ -37,9 +37,11 @@ class Bound(NamedTuple):
     value_s: float
     candidates: int
     is_pruned: bool
+    has_pins: bool = False  # the space has plans with pins: the bound does not speak of them
 
     def describe(self) -> str:
         where = f"on {self.candidates} candidates" if self.is_pruned else "in the whole space"
+        where += " without pins" if self.has_pins else ""
         return f"no strategy takes less than {self.value_s:.6g} s {where}"
 
 
@@ -87,7 +89,7 @@ def lower_bound(problem: PlanningProblem, seconds: float = 30.0) -> Bound:
     else:
         relaxation = pruned(seeded_relaxation(problem), PRUNED_TO, seeds(problem))
     value, _ = bound_of(relaxation, deadline=deadline)
-    return Bound(value, relaxation.num_candidates, relaxation.is_pruned)
+    return Bound(value, relaxation.num_candidates, relaxation.is_pruned, problem.space.offers_pins)
 
 
 def bound_of(relaxation: Relaxation, *, deadline: float = float("inf")) -> tuple[float, np.ndarray]:

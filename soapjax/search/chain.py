@@ -1,21 +1,33 @@
-"""One chain: a block of Metropolis-Hastings steps in one operator's neighbourhood (see mcmc.py), and swaps between chains."""
+"""One chain: blocks of Metropolis-Hastings steps in one operator's neighbourhood (see mcmc.py), and swaps between chains.
+
+The walking program is one for all problems of a bucket: of a block's steps, whose draws repeat, each distinct config is judged
+once, in one of LANES lanes; where they are more than there are lanes the block ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from soapjax.search.moves import State, choices_of, pick
-from soapjax.search.neighbourhood import Judged, Neighbourhoods, Position, Tables
+from soapjax.costs.arrays import Bucket
+from soapjax.costs.change import Base
+from soapjax.costs.memory_change import Alive
+from soapjax.costs.sets import DIGITS
+from soapjax.jit.kernel import as_one_kernel, put, row
+from soapjax.jit.programs import Program
+from soapjax.search.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
+from soapjax.search.neighbourhood import Judged, Position, Sizes, Tables, judge, move, position, scratch_of
 from soapjax.search.problem import PlanningProblem
-from soapjax.strategy.space import SearchSpace
+from soapjax.simulate.simulator import BATCH
+from soapjax.simulate.trace import Trace
 
 MAX_AXES = 4  # that one block moves
+MAX_STEPS, LANES = 256, 128  # of a block
 
 
 def block_size(problem: PlanningProblem) -> int:
@@ -23,7 +35,7 @@ def block_size(problem: PlanningProblem) -> int:
     _, counts = choices_of(problem.space)
     options = np.median([np.prod(np.sort(c)[::-1][:MAX_AXES]) for c in counts]) if len(counts) else 1
     options *= len(problem.space.storages) if problem.space.owns_parameters.any() else 1
-    return int(2 ** np.clip(np.ceil(np.log2(max(options / 4, 1))), 4, 8))
+    return int(2 ** np.clip(np.ceil(np.log2(max(options / 4, 1))), 4, np.log2(MAX_STEPS)))
 
 
 class Walker(NamedTuple):
@@ -32,79 +44,178 @@ class Walker(NamedTuple):
     at: Position
     cost: Array  # []: relative to the reference
     accepted: Array  # int32 []: changes of config
+    steps: Array  # int32 []: that were taken
     best_cost: Array  # []: among all that was judged
     best: State
 
 
-Draws = Callable[[Array, Array, Array], tuple[Array, Array, Array, Array]]
+class Draws(NamedTuple):
+    """Of one block."""
+
+    operator: Array  # int32 []
+    axes: Array  # int8 [A, MAX_STEPS]
+    storage: Array  # int8 [MAX_STEPS]
+    config: Array  # int32 [MAX_STEPS]: one number for each distinct candidate
+    uniforms: Array  # float32 [MAX_STEPS]
 
 
-def block_draws(space: SearchSpace, steps: int) -> Draws:
-    """A pure function (key, axes [N, A], storage [N]) -> operator [], candidates (axes [Q, A], storage [Q]), uniforms [Q]."""
-    values, counts = choices_of(space)
-    free = np.flatnonzero((counts > 1).any(axis=1) | space.owns_parameters)
-    free = free if len(free) else np.zeros(1, np.int64)
-    num_axes, num_storages = space.num_axes, len(space.storages)
-    owns = jnp.asarray(space.owns_parameters)
-    values, counts, free = jnp.asarray(values), jnp.asarray(counts), jnp.asarray(free)
-
-    def draws(key: Array, base_axes: Array, base_storage: Array) -> tuple[Array, Array, Array, Array]:
-        which, of_axes, of_values, of_storage, of_steps = jax.random.split(key, 5)
-        u = jax.random.uniform(which, (3,))
-        n = free[pick(u[0], len(free))]
-        order = jnp.argsort(jax.random.uniform(of_axes, (num_axes,)))
-        # One to MAX_AXES axes: few of them are tried out completely, many reach further.
-        moves = order < 1 + pick(u[2], MAX_AXES)
-        index = pick(jax.random.uniform(of_values, (steps, num_axes)), counts[n])
-        axes = jnp.where(moves, values[n, jnp.arange(num_axes), index], base_axes[n])
-        # Half of the blocks of an operator with parameters draw their storage too.
-        drawn = pick(jax.random.uniform(of_storage, (steps,)), num_storages).astype(jnp.int8)
-        storage = jnp.where(owns[n] & (u[1] < 0.5), drawn, base_storage[n])
-        return n, axes, storage, jax.random.uniform(of_steps, (steps,))
-
-    return draws
+def draws(m: MoveTables, key: Array, axes: Array, storage: Array) -> Draws:
+    """A block's operator and the candidate of every step, beside a strategy int8 [N, A] and [N]; `key` is uint32 [2]."""
+    num_axes = m.values.shape[1]
+    u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (3 + num_axes + (num_axes + 2) * MAX_STEPS,))
+    n = row(m.free, pick(u[0], m.num_free))
+    # One to MAX_AXES axes: few of them are tried out completely, many reach further.
+    order = jnp.where(jnp.arange(num_axes) < m.num_axes, u[3 : 3 + num_axes], 2.0)
+    rank = (order[:, None] > order).sum(1)
+    moves = (rank < 1 + pick(u[2], MAX_AXES)) & (order < 2)
+    rest = u[3 + num_axes :].reshape(num_axes + 2, MAX_STEPS)
+    values, counts = row(m.values, n), row(m.counts, n)
+    drawn = jnp.take_along_axis(values, pick(rest[:num_axes], counts[:, None]), 1, mode="promise_in_bounds")
+    found = jnp.where(moves[:, None], drawn, row(axes, n)[:, None])
+    # Half of the blocks of an operator with parameters draw their storage too.
+    of_storage = pick(rest[num_axes], m.num_storages).astype(jnp.int8)
+    stored = jnp.where(row(m.owns, n) & (u[1] < 0.5), of_storage, row(storage, n))
+    # Six bits for each of the axes that move, and the storage above.
+    shift = jnp.where(moves, 6 * rank, 0)[:, None]
+    config = jnp.where(moves[:, None], (found.astype(jnp.int32) + 2**DIGITS) << shift, 0).sum(0)
+    return Draws(n, found, stored, config + (stored.astype(jnp.int32) << (6 * MAX_AXES)), rest[num_axes + 1])
 
 
-def block_kernel(near: Neighbourhoods, reference_s: Array, draws: Draws) -> Callable[[Tables, Array, Array, Walker], Walker]:
-    """A pure function (tables, key, beta, walker) -> walker: one block."""
+class Lanes(NamedTuple):
+    """Which distinct configs a block's steps ask for."""
 
-    def block(tables: Tables, key: Array, beta: Array, walker: Walker) -> Walker:
-        base = walker.at.base
-        n, axes, storage, uniforms = draws(key, base.axes, base.storage)
-
-        def metropolis(judged: Judged) -> tuple[tuple[Array, ...], Array]:
-            cost = judged.cost_s / reference_s
-
-            def step(state: tuple[Array, Array, Array], x: tuple[Array, Array, Array]):
-                now, chosen, accepted = state
-                q, proposed, uniform = x
-                # min(1, exp(beta (cost - cost'))) against a uniform.
-                moved = (uniform < jnp.exp(jnp.minimum(beta * (now - proposed), 0.0))) & jnp.isfinite(proposed)
-                return (jnp.where(moved, proposed, now), jnp.where(moved, q, chosen), accepted + moved), None
-
-            inputs = (jnp.arange(len(cost), dtype=jnp.int32), cost, uniforms)
-            (now, chosen, accepted), _ = jax.lax.scan(step, (walker.cost, jnp.int32(-1), walker.accepted), inputs)
-            q = jnp.maximum(chosen, 0)
-            is_new = (axes[q] != base.axes[n]).any() | (storage[q] != base.storage[n])
-            lowest = jnp.argmin(cost)
-            return (now, accepted, lowest, cost[lowest]), jnp.where(is_new, chosen, -1)
-
-        (now, accepted, lowest, lowest_cost), at = near.judge_and_move(tables, walker.at, n, axes, storage, metropolis)
-        better = lowest_cost < walker.best_cost
-        best = State(
-            jnp.where(better, base.axes.at[n].set(axes[lowest]), walker.best.axes),
-            jnp.where(better, base.storage.at[n].set(storage[lowest]), walker.best.storage),
-        )
-        return Walker(at, now, accepted, jnp.minimum(lowest_cost, walker.best_cost), best)
-
-    return block
+    of_step: Array  # int32 [MAX_STEPS]
+    first: Array  # int32 [LANES]: the first step of each
+    held: Array  # int32 []: so many steps are judged
 
 
-def exchange(key: Array, walkers: list[Walker], betas: np.ndarray, parity: int) -> list[Walker]:
+def lanes_of(config: Array, steps: Array) -> Lanes:
+    """Of candidates `config` int32 [M], of which the first `steps` count."""
+
+    def find(config: Array, steps: Array) -> tuple[Array, Array, Array]:
+        lanes = jnp.arange(LANES)
+
+        def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            seen, of_step, first, count, held = state
+            here = row(config, i)
+            at = jnp.where((seen == here) & (lanes < count), lanes, LANES).min()
+            is_new = (at == LANES) & (count < LANES)
+            at = jnp.where(is_new, count, at)
+            to = jnp.minimum(at, LANES - 1)
+            fits = (at < LANES) & (held == i)
+            seen, first = (put(x, to, jnp.where(is_new, value, row(x, to))) for x, value in ((seen, here), (first, i)))
+            return seen, put(of_step, i, to), first, count + is_new, held + fits
+
+        none, zero = jnp.zeros(LANES, jnp.int32), jnp.int32(0)
+        _, of_step, first, _, held = lax.fori_loop(0, steps, step, (none, jnp.zeros(MAX_STEPS, jnp.int32), none, zero, zero))
+        return of_step, first, held
+
+    return Lanes(*as_one_kernel(find, is_guarded=False)(config, steps))
+
+
+def metropolis(
+    cost: Array, uniforms: Array, of_step: Array, beta: Array, now: Array, accepted: Array, held: Array
+) -> tuple[Array, ...]:  # fmt: skip
+    """(cost, lane or -1, accepted) after `held` steps, and the lane of the least cost and that."""
+
+    def step(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        now, chosen, accepted = state
+        lane = row(of_step, i)
+        proposed = row(cost, lane)
+        # min(1, exp(beta (cost - cost'))) against a uniform.
+        moves = (row(uniforms, i) < jnp.exp(jnp.minimum(beta * (now - proposed), 0.0))) & (proposed < jnp.inf)
+        return jnp.where(moves, proposed, now), jnp.where(moves, lane, chosen), accepted + moves
+
+    def least(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        return jnp.where(row(cost, i) < state[1], i, state[0]), jnp.minimum(row(cost, i), state[1])
+
+    found = lax.fori_loop(0, held, step, (now, jnp.int32(-1), accepted))
+    return *found, *lax.fori_loop(0, LANES, least, (jnp.int32(0), jnp.float32(jnp.inf)))
+
+
+def block(
+    tables: Tables, moves: MoveTables, sizes: Sizes, reference_s: Array, beta: Array, key: Array, state: tuple
+) -> tuple:  # fmt: skip
+    """One block of steps of a (walker, scratch)."""
+    walker, into = state
+    base = walker.at.base
+    drawn = draws(moves, key, base.axes, base.storage)
+    n, lanes = drawn.operator, lanes_of(drawn.config, moves.steps)
+    axes, storage = drawn.axes[:, lanes.first], drawn.storage[lanes.first]
+    judged, window, alive, into = judge(tables, sizes, walker.at, into, n, axes, storage)
+    now, chosen, accepted, lowest, least = as_one_kernel(metropolis, is_guarded=False)(
+        judged.cost_s / reference_s, drawn.uniforms, lanes.of_step, beta, walker.cost, walker.accepted, lanes.held
+    )
+    q = jnp.maximum(chosen, 0)
+    is_new = (chosen >= 0) & ((axes[:, q] != row(base.axes, n)).any() | (storage[q] != row(base.storage, n)))
+    at = move(tables, sizes, walker.at, into, window, alive, n, q, axes, storage, is_new)
+    is_better = least < walker.best_cost
+    best = State(
+        jnp.where(is_better, put(base.axes, n, axes[:, lowest]), walker.best.axes),
+        jnp.where(is_better, put(base.storage, n, storage[lowest]), walker.best.storage),
+    )
+    return Walker(at, now, accepted, walker.steps + lanes.held, jnp.minimum(least, walker.best_cost), best), into
+
+
+class Programs(NamedTuple):
+    """Of one bucket."""
+
+    position: Program  # (tables, base) -> position
+    walk: Program  # (tables, moves, reference_s, beta, keys uint32 [M, 2], walker, count) -> walker after so many blocks
+    leaps: Program  # (moves, key uint32 [2], state) -> BATCH states
+
+
+MOST_BLOCKS = 64  # of one call
+
+
+@functools.cache
+def programs(sizes: Sizes) -> Programs:
+    def take_apart(tables: Tables, base: Base) -> Position:
+        return position(tables, sizes, base)
+
+    def walk(tables: Tables, moves: MoveTables, reference_s: Array, beta: Array, keys: Array, walker: Walker, count: Array) -> Walker:
+        def one(i: Array, state: tuple) -> tuple:
+            return block(tables, moves, sizes, reference_s, beta, row(keys, i), state)
+
+        return lax.fori_loop(0, count, one, (walker, scratch_of(tables, sizes, LANES)))[0]
+
+    at = _position_like()
+    return Programs(
+        Program(take_apart, name=f"position {sizes}", results=at, is_urgent=True),
+        Program(walk, name=f"walk {sizes}", results=Walker(at, 0, 0, 0, 0, State(0, 0))),
+        leaps_program(sizes.bucket),
+    )  # fmt: skip
+
+
+def _position_like() -> Position:
+    return Position(*(of(*[0] * len(of._fields)) for of in (Base, Trace, Alive)), 0)
+
+
+@functools.cache
+def judge_program(sizes: Sizes) -> Program:
+    """(tables, position, operator, axes int8 [A, LANES], storage int8 [LANES]) -> `Judged`: candidates, and no step."""
+
+    def run(tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
+        return judge(tables, sizes, at, scratch_of(tables, sizes, LANES), n, axes, storage)[0]
+
+    return Program(run, name=f"judge {sizes}", results=Judged(0, 0, 0, 0), is_urgent=True)
+
+
+@functools.cache
+def leaps_program(b: Bucket) -> Program:
+    def leaps(moves: MoveTables, key: Array, state: State) -> State:
+        u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (BATCH, NUM_UNIFORMS))
+        return jax.vmap(lambda u: leap(moves, u, state, pins=bool(b.groups)))(u)
+
+    return Program(leaps, name=f"leaps {b}", results=State(0, 0), is_urgent=True)
+
+
+def exchange(rng: np.random.Generator, walkers: list[Walker], betas: np.ndarray, parity: int) -> list[Walker]:
     """Replica exchange between neighbours in temperature: min(1, exp((beta_i - beta_j)(cost_i - cost_j)))."""
-    walkers, uniforms = list(walkers), np.asarray(jax.random.uniform(key, (len(betas),)))
+    walkers, uniforms = list(walkers), rng.random(len(betas))
     for i in range(parity, len(betas) - 1, 2):
         log_ratio = (betas[i] - betas[i + 1]) * (float(walkers[i].cost) - float(walkers[i + 1].cost))
         if uniforms[i] < np.exp(min(0.0, log_ratio)):
             walkers[i], walkers[i + 1] = walkers[i + 1], walkers[i]
     return walkers
+

@@ -37,7 +37,7 @@ _EASY = 25  # nodes without which a problem is not worth kicks of its incumbent
 
 
 def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
-    """The proven optimum of the space.
+    """The proven optimum of the space, without pins where it has them; by any objective, since no cost is below the step time.
 
     Raises: SoapjaxError where operators or their configs are too many for any hope of a proof.
     """
@@ -76,8 +76,21 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
         stopped_by = "interrupted"
         if search.best is None:
             raise
-    note = f"proven optimal to {PROOF:g}" if stopped_by == "complete" else f"no proof: no strategy takes less than {bound:.6g} s"
+    unproven = f"no proof: no strategy{_of(problem)} takes less than {bound:.6g} s"
+    note = _proof(problem, search) if stopped_by == "complete" else unproven
     return SearchResult(search.best, search.evaluated, time.monotonic() - search.begin, stopped_by, tuple(history), (note,))
+
+
+def _of(problem: PlanningProblem) -> str:
+    return " without pins" if problem.space.offers_pins else ""
+
+
+def _proof(problem: PlanningProblem, search: Incumbent) -> str:
+    """What is known of the best once the whole tree is done: where nothing is feasible, no strategy was left out."""
+    if search.best.is_feasible:
+        return f"proven optimal to {PROOF:g}" + (f" of plans{_of(problem)}" if _of(problem) else "")
+    lacks = "fits the device" if problem.objective.is_time else "meets the limits"
+    return f"proven: no plan{_of(problem)} {lacks}"
 
 
 def _check(problem: PlanningProblem) -> None:
@@ -92,12 +105,12 @@ def _check(problem: PlanningProblem) -> None:
 def _undominated(relaxation: Relaxation) -> list[np.ndarray]:
     """Candidates without those that another one, alike in all that concerns neighbours, beats in every duration of its own.
 
-    The simulated time never falls when a duration rises. Only where memory cannot run out.
+    The simulated time never falls when a duration rises. Only where memory cannot run out, and nothing else is limited.
     """
     tables = relaxation.problem.simulator.tables
     everything = float((tables.parameter_bytes * tables.state_copies).sum() + tables.edge_bytes.sum())
     everything += float((tables.tensor_bytes * tables.tensor_copies).sum() + tables.tensor_bytes.max(initial=0))
-    if everything > tables.usable_memory_bytes:
+    if everything > tables.usable_memory_bytes or not relaxation.problem.objective.is_time:
         return [np.arange(len(c.storage)) for c in relaxation.candidates]
     own: list[list[np.ndarray]] = [[np.zeros((len(c.storage), 1), np.float32)] for c in relaxation.candidates]
     for t in relaxation.terms:

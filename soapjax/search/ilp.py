@@ -20,7 +20,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
 from soapjax.search.bound import Bound, bound_of, lower_bound
-from soapjax.search.optcnn import conditional_costs, fitting, seeded_relaxation, seeds, tied_solution
+from soapjax.search.optcnn import TOLL, conditional_costs, fitting, seeded_relaxation, seeds, tied_solution, tolled, unproven
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.relaxation import Pairwise
 from soapjax.strategy.strategy import Strategy
@@ -112,24 +112,32 @@ def ilp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResul
     whole = relaxation.pairwise()
     start = relaxation.choice(whole, strategies[0])
     small, _ = reduced(whole, start)
-    limit, notes, stopped_by = float(problem.usable_memory_bytes), (), "complete"
+    objective, toll = problem.objective, 1.0
+    limit, notes, stopped_by = objective.memory_limit(problem.usable_memory_bytes), (), "complete"
     for _ in range(_TIGHTENINGS):
         left = 0.6 * seconds - (time.monotonic() - begin)
         usage = [u[of] for u, of in zip(relaxation.usage_bytes, small.labels, strict=True)]
         found = solve_integer(small, usage, limit, seconds=left)
         if found.choice is None:
             stopped_by = "seconds"
-            notes = ("the integer program found nothing in time: this is the tied additive optimum",)
+            notes = notes or ("the integer program found nothing in time: this is the tied additive optimum",)
             break
         strategies.append(relaxation.strategy(small, found.choice))
         is_pruned = relaxation.is_pruned or any(len(c) < len(w) for c, w in zip(small.costs, whole.costs, strict=True))
         where = f"on {sum(map(len, small.costs))} candidates" if is_pruned else "on all configs"
         proof = "optimal" if found.gap <= 1e-5 else f"gap {found.gap:.2%}"
-        notes = (f"additive objective {found.value:.6g} s, {proof} {where}",)
+        counted = f", communication counted {toll:g} times" if toll > 1 else ""
+        notes = (f"additive objective {found.value:.6g} s{counted}, {proof} {where}", *unproven(problem))
         stopped_by = "complete" if found.gap <= 1e-5 else "seconds"
-        if problem.evaluate(strategies[-1:])[0].is_feasible:
+        last = problem.evaluate(strategies[-1:])[0]
+        if last.is_feasible:
             break
-        limit *= 0.9
+        if last.memory_bytes > objective.memory_limit(problem.usable_memory_bytes):
+            limit *= 0.9
+        if last.sent_bytes > objective.max_bytes:
+            toll *= TOLL
+            whole = relaxation.pairwise(tolled(relaxation, toll))
+            small, _ = reduced(whole, relaxation.choice(whole, strategies[0]))
     best = min(problem.evaluate(strategies), key=lambda e: e.rank)
     left = seconds - (time.monotonic() - begin)
     if left > 0.2 * seconds:
@@ -137,6 +145,6 @@ def ilp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResul
             bound = lower_bound(problem, left / 2)
         else:
             value, _ = bound_of(relaxation, deadline=time.monotonic() + left / 2)
-            bound = Bound(value, relaxation.num_candidates, False)
+            bound = Bound(value, relaxation.num_candidates, False, problem.space.offers_pins)
         notes += (bound.describe(),)
     return SearchResult(best, len(strategies), time.monotonic() - begin, stopped_by, (), notes)

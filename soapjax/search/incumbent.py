@@ -57,11 +57,11 @@ def descend(search: Incumbent, root: Relaxation, keep: list[np.ndarray], start: 
     """Changes one operator at a time for the better, all its candidates simulated, until none helps."""
     best, improved = start, True
     while improved and search.stopped_by() is None:
-        before = best.cost
+        before = best.rank
         for n, c in enumerate(root.candidates):
             trial = [_changed(best.strategy, {n: (c.axes[k], c.storage[k])}) for k in keep[n]]
             best = min([best, *search.simulate(trial)], key=lambda e: e.rank)
-        improved = best.cost < before
+        improved = best.rank < before
     return best
 
 

@@ -12,9 +12,9 @@ starts and from a random one, and exchange states between rounds (parallel tempe
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
 First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
-Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. That needs only the
-full simulator, which compiles in a few seconds, and brings most of what there is to gain. The chains' programs are compiled
-when kicks no longer help, or most of the time is over; where that leaves no time for it, kicks go on to the end. A space with pins
+Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. Meanwhile the chains'
+programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer help, or
+their share of the time is over. A space with pins
 is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is looked
 at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided
 what was judged.
@@ -28,23 +28,20 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.evaluate import Costs
+from soapjax.jit.programs import threads
 from soapjax.search.assignments import Assignments
-from soapjax.search.chain import Walker, block_draws, block_kernel, block_size, exchange
+from soapjax.search.chain import Walker, exchange
 from soapjax.search.descent import Descent, Kicks
-from soapjax.search.moves import State, leap
-from soapjax.search.neighbourhood import Neighbourhoods, Position, Tables
+from soapjax.search.engine import Engine
+from soapjax.search.moves import State
 from soapjax.search.optcnn import additive_start, additive_start_s, has_additive_start
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.starts import numpy_rng, starts
-from soapjax.simulate.programs import Program, side_by_side, threads
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
@@ -57,75 +54,11 @@ PATIENCE = 24  # rounds without an own improvement, after which a chain starts a
 MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
-KICKED_UNTIL = 0.6  # of the budget's seconds: what may be spent before chains walk
+KICKED_UNTIL = 0.2  # of the budget: what may be spent before chains walk
 WITHOUT_PINS = 0.4  # of the budget
+TIME_DECIDED = "what was searched depended on the clock: another run may find another plan, one by --proposals the same"
+FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.4, 0.5  # of the budget's seconds: what the additive optimum may take, and when it is given up
-
-
-class Engine:
-    """The compiled functions of one search, and the cost that others are relative to. Programs do not depend on that cost."""
-
-    def __init__(self, problem: PlanningProblem, reference_s: float):
-        self.problem, self.reference_s = problem, reference_s
-        self.near = Neighbourhoods(problem)
-        self.steps = block_size(problem)
-        self.draws = block_draws(problem.space, self.steps)
-
-        def walk(tables: Tables, reference_s: Array, key: Array, beta: Array, walker: Walker, first: Array, count: Array):
-            block = block_kernel(self.near, reference_s, self.draws)
-            return jax.lax.fori_loop(
-                first, first + count, lambda i, w: block(tables, jax.random.fold_in(key, i), beta, w), walker
-            )  # fmt: skip
-
-        self._walk, self._position = Program(walk), Program(self.near.position)
-        self._propose = Program(jax.vmap(leap(problem.space), (0, None)))
-
-    def compile_s(self) -> float:
-        """About how long `prepare` will take, by what the simulator took: so much more is there to compile per class."""
-        return self.problem.simulator.compile_s * (1 + 3 * len(self.near.tables.classes))
-
-    def prepare(self, walker: Walker) -> None:
-        """Compiles all, on as many cores as there are."""
-        key, number, beta = jax.random.key(0), jnp.int32(0), jnp.float32(1.0)
-        with side_by_side() as prepare:
-            prepare(self._walk, self.near.tables, beta, key, beta, walker, number, number)
-            prepare(self._propose, jax.random.split(key, BATCH), State(walker.at.base.axes, walker.at.base.storage))
-
-    def walker(self, strategy: Strategy, cost: float) -> Walker:
-        """A chain that begins at `strategy`."""
-        at = self._at(self.problem.simulator.costs(strategy), strategy.axes, strategy.storage)
-        return Walker(at, jnp.float32(cost), jnp.int32(0), jnp.float32(cost), State(at.base.axes, at.base.storage))
-
-    def _at(self, costs: Costs, axes: np.ndarray, storage: np.ndarray) -> Position:
-        return self._position(self.near.tables, costs, axes, storage)
-
-    def walk(self, key: Array, beta: float, walker: Walker, first: int, count: int) -> Walker:
-        """Blocks `first` to `first + count` of a chain."""
-        numbers = jnp.int32(first), jnp.int32(count)
-        reference_s = jnp.float32(self.reference_s)
-        return jax.block_until_ready(self._walk(self.near.tables, reference_s, key, jnp.float32(beta), walker, *numbers))
-
-    def leap(self, key: Array, beta: float, walker: Walker, limit: int = BATCH) -> Walker:
-        """Up to `limit` steps of many operators at once, simulated in full: as many as it takes to accept one."""
-        move, uniform = jax.random.split(key)
-        state = State(walker.at.base.axes, walker.at.base.storage)
-        proposed = self._propose(jax.random.split(move, BATCH), state)
-        proposed = State(np.asarray(proposed.axes), np.asarray(proposed.storage))
-        judged = self.problem.simulator.batch(*proposed)
-        cost = np.asarray(self.problem.cost(judged.scores), np.float64) / self.reference_s
-        uniforms = np.asarray(jax.random.uniform(uniform, (BATCH,)))
-        now = float(walker.cost)
-        accepts = np.isfinite(cost) & (uniforms < np.exp(np.minimum(beta * (now - cost), 0.0)))
-        accepts[limit:] = False
-        first = int(np.argmax(accepts)) if accepts.any() else limit - 1
-        lowest = int(np.argmin(cost[: first + 1]))
-        if cost[lowest] < float(walker.best_cost):
-            best = State(*(jnp.asarray(x[lowest]) for x in proposed))
-            walker = walker._replace(best=best, best_cost=jnp.float32(cost[lowest]))
-        if accepts.any():
-            at = self._at(judged.costs(first), proposed.axes[first], proposed.storage[first])
-            walker = walker._replace(at=at, cost=jnp.float32(cost[first]), accepted=walker.accepted + 1)
-        return walker
 
 
 class Record:
@@ -150,9 +83,15 @@ class Record:
         """Proposals."""
         return DEFAULT_PROPOSALS if self.limit is None else self.limit - self.done
 
-    def time_spent(self) -> float:
-        """Which part of the budget's seconds; 0 where they are not limited."""
-        return 0.0 if self.budget.seconds is None else self.elapsed / self.budget.seconds
+    def spent(self) -> float:
+        """Which part of the budget."""
+        seconds = self.budget.seconds
+        return max(0.0 if seconds is None else self.elapsed / seconds, 0.0 if self.limit is None else self.done / self.limit)
+
+    def time_decides(self) -> None:
+        """Says so: the clock decided what is judged, not only when the search ends."""
+        if TIME_DECIDED not in self.notes:
+            self.notes.append(TIME_DECIDED)
 
     def offer(self, strategy: Strategy, cost_s: float) -> None:
         if cost_s < self.lowest_s:
@@ -183,26 +122,26 @@ class Record:
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
+    engine = Engine(problem)
+    pool, preparing = threads(2), threads(1)
+    ready = preparing.submit(engine.prepare)
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
-    pool = threads(2)
     try:
         begun += _without_pins(rng_key, problem, record)
         descents = Descents(rng_key, problem, record, pool)
         begun, stopped_by = descents.run(begun)
+        if stopped_by is None and record.limit is None and not ready.done():
+            record.time_decides()
+            begun, stopped_by = descents.go_on(begun, ready)
         if stopped_by is None:
-            engine = Engine(problem, begun[0].cost)
-            needed_s = engine.compile_s()
-            if budget.seconds is not None and record.elapsed + needed_s > budget.seconds:
-                took = f"compiling takes about {needed_s:.0f} s, more than was left"
-                record.notes.append(f"no chain walked: {took}; kicks went on instead")
-                stopped_by = descents.go_on(begun[0])
-            else:
-                stopped_by = _walked(jax.random.split(rng_key, 3), engine, begun, record, pool)
+            ready.result()
+            stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
         pool.shutdown(wait=True)
+        preparing.shutdown(wait=False)
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: e.rank)
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
@@ -218,7 +157,7 @@ def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[
     found = mcmc(key, problem.without_pins(), budget._replace(num_proposals=proposals, seconds=seconds))
     record.done += found.num_proposals
     if found.stopped_by == "seconds":
-        record.notes.append(f"the space without pins was searched for {WITHOUT_PINS:.0%} of the time")
+        record.time_decides()
     best = problem.evaluate([found.best.strategy])
     record.offer(best[0].strategy, best[0].cost)
     if found.stopped_by == "interrupted":
@@ -244,16 +183,17 @@ class Descents:
         self.record.offer(begun[0].strategy, begun[0].cost)
         ends = self._descended([begun[0], self._ranked(begun[-1])])  # the worst is a random one
         kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
-        if self.record.time_spent() >= KICKED_UNTIL:
-            self.record.notes.append(f"kicks ended after {KICKED_UNTIL:.0%} of the time")
+        if self.record.limit is None and self.record.spent() >= KICKED_UNTIL:
+            self.record.time_decides()
         found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
         return sorted(found.values(), key=lambda e: e.rank), self.record.stopped_by(has_walked=False)
 
-    def go_on(self, best: Evaluation) -> str:
-        """More kicks, until the budget is spent; why it stopped."""
-        while not (stopped_by := self.record.stopped_by(has_walked=True)):
-            best = self._kicked(best)
-        return stopped_by
+    def go_on(self, begun: list[Evaluation], ready: Future[None]) -> tuple[list[Evaluation], str | None]:
+        """More kicks, until chains are `ready` to walk or the budget is spent; as `run`."""
+        best, stopped_by = begun[0], None
+        while not ready.done() and not (stopped_by := self.record.stopped_by(has_walked=True)):
+            best = self._kicked(best, ready=ready)
+        return [best, *begun], stopped_by
 
     def _additive(self) -> list[Evaluation]:
         """The additive optimum, where it can be had; a note says where it would take too long."""
@@ -264,7 +204,7 @@ class Descents:
         if additive_start_s(problem) <= ADDITIVE_WITHIN * seconds:
             with contextlib.suppress(TimeoutError):
                 return problem.evaluate([additive_start(problem, deadline=self.record.begin + ADDITIVE_UNTIL * seconds)])
-        self.record.notes.append("the additive optimum was no start: it would have taken too long")
+        self.record.time_decides()
         return []
 
     def _ranked(self, start: Evaluation) -> Evaluation:
@@ -280,11 +220,14 @@ class Descents:
             self._one_round(active)
         return [d.best for d in members]
 
-    def _kicked(self, best: Evaluation, *, until: float = 1.0) -> Evaluation:
-        """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget's seconds is spent."""
+    def _kicked(self, best: Evaluation, *, until: float = 1.0, ready: Future[None] | None = None) -> Evaluation:
+        """Small kicks beside large ones, until many of both in a row have failed, that part of the budget is spent, or chains are
+        `ready`."""
         record = self.record
         kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
-        while any(k.failed < MAX_FAILED for k in kicks) and record.time_spent() < until and not record.stopped_by(has_walked=False):
+        while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
+            if ready is not None and ready.done():
+                break
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)
             for k in kicks:
@@ -300,14 +243,12 @@ class Descents:
         record.tell()
 
 
-def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
+def _walked(rng_key: Array, engine: Engine, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor) -> str:
     """Chains from the starts `begun`, until the budget is spent; why they stopped."""
-    chain_key, leap_key, swap_key = keys
+    rngs, swaps = [numpy_rng(rng_key, FIRST_CHAIN + c) for c in range(NUM_CHAINS)], numpy_rng(rng_key, FIRST_CHAIN + NUM_CHAINS)
     reference_s, waiting = engine.reference_s, _in_turn(begun)
     walkers = [engine.walker(e.strategy, e.cost / reference_s) for e in (waiting.pop(0) for _ in range(NUM_CHAINS))]
-    engine.prepare(walkers[0])
-    betas, chain_keys = np.array(BETAS), jax.random.split(chain_key, NUM_CHAINS)
-    rounds, blocks, quiet = 0, 0, [0] * NUM_CHAINS
+    rounds, quiet = 0, [0] * NUM_CHAINS
     own_best = [float(w.best_cost) for w in walkers]
     record.best_elapsed = record.elapsed  # compilation is no lack of improvement
     while True:
@@ -321,22 +262,26 @@ def _walked(keys: Array, engine: Engine, begun: list[Evaluation], record: Record
             shares = [min(shares[c], (record.left() + c) // NUM_CHAINS) for c in range(NUM_CHAINS)]
         leaps = [min(most_leaps, share) for share in shares]
         count = min((share - lanes) // engine.steps for share, lanes in zip(shares, leaps, strict=True))
-        keys = jax.random.split(jax.random.fold_in(leap_key, rounds), NUM_CHAINS)
 
-        def one_round(c: int, count: int = count, keys: Array = keys, leaps: list[int] = leaps) -> Walker:
-            moved = engine.leap(keys[c], betas[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
-            return engine.walk(chain_keys[c], betas[c], moved, blocks, count) if count else moved
+        def one_round(c: int, count: int = count, leaps: list[int] = leaps) -> Walker:
+            moved = engine.leap(rngs[c], BETAS[c], walkers[c], leaps[c]) if leaps[c] else walkers[c]
+            return engine.walk(rngs[c], BETAS[c], moved, count) if count else moved
 
+        taken = [int(w.steps) for w in walkers]
         walkers = list(pool.map(one_round, range(NUM_CHAINS)))
-        record.done += sum(leaps) + NUM_CHAINS * count * engine.steps
-        blocks, rounds = blocks + count, rounds + 1
+        # A block of more configs than there are lanes ends before its last step.
+        walked = [int(w.steps) - before for w, before in zip(walkers, taken, strict=True)]
+        record.done += sum(leaps) + sum(walked)
+        if engine.problem.front is not None:  # what is judged beside another strategy is not seen by it
+            states = [s for w in walkers for s in (State(w.at.base.axes, w.at.base.storage), w.best)]
+            engine.problem.evaluate([engine.strategy(s) for s in states])
+        rounds += 1
         for c, w in enumerate(walkers):
             quiet[c] = 0 if float(w.best_cost) < own_best[c] else quiet[c] + 1
             own_best[c] = float(w.best_cost)
         leader = int(np.argmin(own_best))
-        state = walkers[leader].best
-        record.offer(Strategy(np.asarray(state.axes), np.asarray(state.storage)), own_best[leader] * reference_s)
-        walkers = exchange(jax.random.fold_in(swap_key, rounds), walkers, betas, rounds % 2)
+        record.offer(engine.strategy(walkers[leader].best), own_best[leader] * reference_s)
+        walkers = exchange(swaps, walkers, np.array(BETAS), rounds % 2)
         own_best = [float(w.best_cost) for w in walkers]
         record.tell()
         for c in range(NUM_CHAINS - 1):

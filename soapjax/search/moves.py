@@ -15,7 +15,6 @@ scored infinite, and so refused. Moves of one operator are drawn in blocks (mcmc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,6 +28,9 @@ from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
 # Of tied, tied storage, flow, two axes, pins.
 WEIGHTS = (0.25, 0.15, 0.4, 0.1, 0.1)
+
+
+LARGEST_AXIS = 7  # axes have prime sizes
 
 
 class State(NamedTuple):
@@ -82,105 +84,136 @@ def choices_of(space: SearchSpace) -> tuple[np.ndarray, np.ndarray]:
     return values, counts
 
 
+class MoveTables(NamedTuple):
+    """Of one space, padded to the sizes of a bucket; N operators, A axes."""
+
+    values: Array  # int8 [N, A, V]: what an axis may take
+    counts: Array  # int32 [N, A]: how many of them
+    num_ops: Array  # int32 []
+    num_axes: Array  # int32 []
+    num_storages: Array  # int32 []
+    free: Array  # int32 [N]: operators with a choice
+    num_free: Array  # int32 []
+    movable: Array  # int32 [N]: operators with a choice on some axis
+    num_movable: Array  # int32 []
+    owners: Array  # int32 [N]: operators with parameters
+    num_owners: Array  # int32 []
+    owns: Array  # bool [N]
+    groups: Array  # int32 [N]: of repeated operators
+    flows: Array  # int32 [2, N, V]: see `dim_flows`
+    sizes: Array  # int32 [A]
+    may_pin: Array  # bool [N]
+    steps: Array  # int32 []: of a block
+    weights: Array  # float32 [4]: up to where a uniform number means each of the moves
+
+
+def move_tables(space: SearchSpace, num_ops: int, num_axes: int, op_dims: int, steps: int) -> MoveTables:
+    """Of a space in a bucket of so many operators, axes and dims of operators."""
+    graph, count = space.graph, space.graph.num_operators
+    values, counts = choices_of(space)
+    owners = np.flatnonzero(space.owns_parameters)
+    movable = np.flatnonzero((counts > 1).any(axis=1))
+    free = np.flatnonzero((counts > 1).any(axis=1) | space.owns_parameters)
+
+    def listed(x: np.ndarray) -> tuple[np.ndarray, np.int32]:
+        found = np.zeros(num_ops, np.int32)
+        found[: len(x)] = x
+        return found, np.int32(max(len(x), 1))
+
+    def padded(x: np.ndarray, shape: tuple[int, ...], value: int = 0) -> np.ndarray:
+        found = np.full(shape, value, x.dtype)
+        found[tuple(slice(n) for n in x.shape)] = x
+        return found
+
+    width = op_dims + 1 + (LARGEST_AXIS if space.offers_pins else 0)
+    flows = np.stack([padded(x, (num_ops, op_dims + 1), -1) for x in dim_flows(space)])
+    moves = 5 if space.offers_pins else 4
+    weights = np.cumsum(np.array(WEIGHTS[:moves]) / sum(WEIGHTS[:moves]))[:-1]
+    return MoveTables(
+        padded(values, (num_ops, num_axes, width)), padded(counts, (num_ops, num_axes), 1), np.int32(count), np.int32(space.num_axes),
+        np.int32(len(space.storages) if len(owners) else 1), *listed(free), *listed(movable), *listed(owners),
+        padded(np.asarray(space.owns_parameters), (num_ops,)), padded(np.array([o.group for o in graph.operators], np.int32), (num_ops,), -1),
+        flows, padded(np.array(space.mesh.axis_sizes, np.int32), (num_axes,), 1),
+        padded(np.array([space.may_pin(n) for n in range(count)], bool), (num_ops,)), np.int32(steps),
+        padded(weights.astype(np.float32), (4,), 2),
+    )  # fmt: skip
+
+
 def pick(u: Array, count: Array | int) -> Array:
     """A uniform integer below `count`, from a uniform number."""
     return jnp.minimum((u * count).astype(jnp.int32), count - 1)
 
 
-def leap(space: SearchSpace) -> Callable[[Array, State], State]:
-    """The mixture of moves on `space`."""
-    graph = space.graph
-    num_ops, num_axes = graph.num_operators, space.num_axes
-    choices, counts = choices_of(space)
-    groups = np.array([o.group for o in graph.operators], np.int32)
-    owners = np.flatnonzero(space.owns_parameters)
-    owners = owners if len(owners) else np.zeros(1, np.int64)
-    num_storages = len(space.storages) if space.owns_parameters.any() else 1
-    free = np.flatnonzero((counts > 1).any(axis=1))
-    free = free if len(free) else np.zeros(1, np.int64)
-    table = jnp.asarray(choices)
+NUM_UNIFORMS = 10  # of a leap
 
-    # All randomness of a move is one vector of uniforms u [R] drawn at once: one generator call to compile.
+
+def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
+    """The mixture of moves; all randomness of a move is one vector `u` of uniforms: one generator call to compile."""
+    index = jnp.arange(s.axes.shape[0])
+    exists = index < m.num_ops
+
     def draw_value(u: Array, n: Array, a: Array) -> Array:
-        return table[n, a, pick(u, jnp.asarray(counts)[n, a])]
+        return m.values[n, a, pick(u, m.counts[n, a])]
 
     def draw_operator(u: Array) -> Array:
-        return jnp.asarray(free)[pick(u, len(free))]
-
-    def draw_owner(u: Array) -> Array:
-        return jnp.asarray(owners)[pick(u, len(owners))]
+        return m.movable[pick(u, m.num_movable)]
 
     def draw_storage(u: Array) -> Array:
-        return pick(u, num_storages).astype(jnp.int8)
+        return pick(u, m.num_storages).astype(jnp.int8)
 
     def run(u: Array) -> Array:
         """All operators, or a run of consecutive ones; takes three uniforms."""
-        ends = jnp.stack([pick(u[0], num_ops + 1), pick(u[1], num_ops + 1)])
-        index = jnp.arange(num_ops)
-        return (u[2] < 0.5) | ((index >= ends.min()) & (index < ends.max()))
+        ends = jnp.stack([pick(u[0], m.num_ops + 1), pick(u[1], m.num_ops + 1)])
+        return exists & ((u[2] < 0.5) | ((index >= ends.min()) & (index < ends.max())))
 
     def swap(x: Array, u: Array, v: Array, where: Array) -> Array:
         return jnp.where(where & (x == u), v, jnp.where(where & (x == v), u, x))
 
-    def tied(u: Array, s: State) -> State:
-        n, a = draw_operator(u[0]), pick(u[1], num_axes)
-        members = jnp.asarray(groups) == jnp.asarray(groups)[n]
+    def tied(u: Array) -> State:
+        n, a = draw_operator(u[0]), pick(u[1], m.num_axes)
+        members = m.groups == m.groups[n]
         column = swap(s.axes[:, a], draw_value(u[2], n, a), draw_value(u[3], n, a), members)
         return s._replace(axes=s.axes.at[:, a].set(column))
 
-    def tied_storage(u: Array, s: State) -> State:
-        members = jnp.asarray(groups) == jnp.asarray(groups)[draw_owner(u[0])]
+    def tied_storage(u: Array) -> State:
+        members = m.groups == m.groups[m.owners[pick(u[0], m.num_owners)]]
         return s._replace(storage=swap(s.storage, draw_storage(u[1]), draw_storage(u[2]), members))
 
-    flows = jnp.stack([jnp.asarray(x) for x in dim_flows(space)])  # [2, N, D + 1]
-    # Operators with a choice on an axis; a user's constraint leaves none.
-    movable = jnp.asarray(counts > 1)  # [N, A]
-
-    def flow(u: Array, s: State) -> State:
-        ids = flows[(u[7] < 0.5).astype(jnp.int32)]
-        n, a = draw_operator(u[0]), pick(u[1], num_axes)
+    def flow(u: Array) -> State:
+        ids = m.flows[(u[7] < 0.5).astype(jnp.int32)]
+        n, a = draw_operator(u[0]), pick(u[1], m.num_axes)
         # A pin flows nowhere: it counts as replicated.
         drawn = [jnp.maximum(draw_value(v, n, a), REPLICATE) + 1 for v in (u[2], u[3])]
-        first, second = ids[n, drawn[0]], ids[n, drawn[1]]
-        has_first, has_second = ids == first, ids == second
-        where = has_first.any(axis=1) & has_second.any(axis=1) & movable[:, a] & run(u[4:7])
+        has_first, has_second = (ids == ids[n, d] for d in drawn)
+        # Operators with a choice on an axis; a user's constraint leaves none.
+        where = has_first.any(axis=1) & has_second.any(axis=1) & (m.counts[:, a] > 1) & run(u[4:7])
         # Where a class stands twice in an operator, its first dim.
         x, y = (jnp.argmax(has, axis=1).astype(jnp.int8) - 1 for has in (has_first, has_second))
         return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], x, y, where)))
 
-    sizes = jnp.asarray(space.mesh.axis_sizes)
+    def may_take(a: Array, value: Array) -> Array:
+        """bool [N]: whether each operator may take its `value` [N] on axis `a`."""
+        options = jnp.arange(m.values.shape[2]) < m.counts[:, a][:, None]
+        return ((m.values[:, a] == value[:, None]) & options).any(1)
 
-    def may_take(n: Array, a: Array, value: Array) -> Array:
-        pinned = space.offers_pins & (FIRST_PIN - value < sizes[a])
-        return jnp.where(value <= FIRST_PIN, pinned, jnp.asarray(space.allowed)[n, a, jnp.maximum(value, REPLICATE) + 1])
-
-    def pins(u: Array, s: State) -> State:
-        a = pick(u[1], num_axes)
-        one, other = (FIRST_PIN - pick(v, sizes[a]).astype(jnp.int8) for v in (u[2], u[3]))
+    def pinned(u: Array) -> State:
+        a = pick(u[1], m.num_axes)
+        one, other = (FIRST_PIN - pick(v, m.sizes[a]).astype(jnp.int8) for v in (u[2], u[3]))
         # Half the time with "replicate" in the place of one: a whole run of operators moves to one coordinate, or back.
         one = jnp.where(u[0] < 0.5, jnp.int8(REPLICATE), one)
-        has = jnp.asarray([space.may_pin(n) for n in range(num_ops)])
-        return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], one, other, run(u[4:7]) & has)))
+        return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], one, other, run(u[4:7]) & m.may_pin)))
 
-    def two_axes(u: Array, s: State) -> State:
-        a, b = pick(u[0], num_axes), pick(u[1], num_axes)
-        index = jnp.arange(num_ops)
+    def two_axes(u: Array) -> State:
+        a, b = pick(u[0], m.num_axes), pick(u[1], m.num_axes)
         inside = run(u[4:7])
         # Only where both axes may take both values: else the reverse would not exist.
         va, vb = s.axes[:, a], s.axes[:, b]
-        both = may_take(index, a, vb) & may_take(index, b, va)
+        both = may_take(a, vb) & may_take(b, va)
         inside &= (both | ~inside).all()
         axes = s.axes.at[:, a].set(jnp.where(inside, vb, va))
         return s._replace(axes=axes.at[:, b].set(jnp.where(inside, va, axes[:, b])))
 
-    moves = (tied, tied_storage, flow, two_axes) + ((pins,) if space.offers_pins else ())
-    weights = np.array(WEIGHTS[: len(moves)])
-    thresholds = jnp.asarray(np.cumsum(weights / weights.sum())[:-1], jnp.float32)
-
-    def propose(key: Array, s: State) -> State:
-        u = jax.random.uniform(key, (9 + num_axes,))
-        kind = (u[-1] >= thresholds).sum()
-        # Under vmap a switch computes every branch; the moves are cheap beside the simulation.
-        return jax.lax.switch(kind, moves, u, s)
-
-    return propose
+    moves = (tied, tied_storage, flow, two_axes) + ((pinned,) if pins else ())
+    kind = jnp.minimum((u[-1] >= m.weights).sum(), len(moves) - 1)
+    # Under vmap a switch computes every branch; the moves are cheap beside the simulation.
+    return jax.lax.switch(kind, moves, u)

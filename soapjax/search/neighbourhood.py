@@ -1,170 +1,261 @@
-"""All that can be asked about one operator's candidates beside one strategy, in one call.
+"""All that can be asked about one operator's candidates beside one strategy, in one call: what chains walk on.
 
-`Neighbourhoods` is what the search walks on: `base_of` takes a strategy apart, `judge` gives the exact cost of
-Q candidate configs of one operator, `judge_and_move` also takes one of them. All pure, for use inside jitted loops.
+`position` takes a strategy apart, `judge` gives the exact cost of Q candidate configs of one operator, `move` takes one of them.
+All pure functions of a problem's arrays, for use inside jitted loops that are compiled once for all problems of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from soapjax.costs.change import Arrays, Base, Change, apply, arrays_of, base_of, change
-from soapjax.costs.evaluate import Costs
-from soapjax.costs.indexing import row
-from soapjax.costs.local import LocalTables, local_classes
-from soapjax.costs.memory import Alive, alive, memory_after
-from soapjax.costs.sent import sent_after, sent_now
+from soapjax.costs.arrays import Bucket, CostArrays
+from soapjax.costs.change import Base, Change, all_previous, changed, cleaned, moved, nothing_changed, sent_after, sent_by, span
+from soapjax.costs.evaluate import Evaluator
+from soapjax.costs.memory_change import Alive, alive_of, most_added, peaks_after, stored_after
+from soapjax.costs.own_records import OwnRecords, OwnSizes, own_records
+from soapjax.costs.rules import configs_of, violations
+from soapjax.costs.sets import MAX_AXES
+from soapjax.costs.whole import Evaluated
+from soapjax.jit.kernel import as_one_kernel, row
+from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
-from soapjax.simulate.delta import step_times, trace_of
-from soapjax.simulate.simulator import Scores
-from soapjax.simulate.trace import ItemArrays, Trace
+from soapjax.simulate.trace import Figures, Trace, no_trace, traced
+from soapjax.simulate.walk import ItemRecords, ItemSizes
+from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 
-AT_ONCE = 64  # configs that are judged side by side
+
+class Tables(NamedTuple):
+    """Of one problem, on the device."""
+
+    costs: CostArrays
+    own: OwnRecords
+    items: ItemRecords
+    limits: Array  # float32 [7]: `limits_of`
+
+
+class Sizes(NamedTuple):
+    """What is compiled in."""
+
+    bucket: Bucket
+    own: OwnSizes
+    items: ItemSizes
+
+    @property
+    def pins(self) -> bool:
+        return bool(self.bucket.groups)
 
 
 class Position(NamedTuple):
-    """A strategy taken apart, what is alive under it, and how its step goes."""
+    """A strategy taken apart, how its step goes, and what is alive under it."""
 
     base: Base
-    alive: Alive
     trace: Trace
-    sent: Array  # [G]: bytes of a device of each group; [0] where the objective does not limit them
+    alive: Alive
+    sent: Array  # [G]: bytes of a device of each group; 0 where the objective does not limit them
+
+
+class Scratch(NamedTuple):
+    """What judging writes into; its contents do not matter."""
+
+    change: Change
+    places: Array  # [V + 1, Q]
+    steps: tuple[Array, Array]  # [K + 2, G, Q] and [K + 2, 2, G, Q] of memory: zeros
 
 
 class Judged(NamedTuple):
     """Of Q candidates."""
 
     step_time_s: Array  # [Q]
-    memory_bytes: Array  # [Q]
+    memory_bytes: Array  # [Q]: an upper bound where that is within the limits
     sent_bytes: Array  # [Q]: by the device that sends most; 0 where the objective does not limit them
     cost_s: Array  # [Q]: the objective; inf where a degree does not divide
 
 
-class Found(NamedTuple):
-    """What the candidates make of the operator's entries, by distinct config."""
+class Window(NamedTuple):
+    """The items that a change may move: first and last."""
 
-    change: Change  # [U, ...]
-    place: Array  # int32 [Q]: the row of each candidate
-
-
-class Tables(NamedTuple):
-    """Everything on the device: arguments of the jitted loops, not constants of theirs."""
-
-    arrays: Arrays
-    items: ItemArrays
-    classes: tuple[LocalTables, ...]
-    class_of: Array  # int32 [N]
-    position_of: Array  # int32 [N]
-    divisors: Array  # int32 [N, K]
-    usable_bytes: Array  # []
-    exact_above: Array  # []: peaks of memory up to here need no exact figure
+    first: Array
+    last: Array
 
 
-class Neighbourhoods:
-    """The functions of one problem. The operators come in a few classes by the size of their neighbourhood."""
+def tables_of(problem: PlanningProblem) -> tuple[Tables, Sizes]:
+    """The arrays of a problem and the sizes of their bucket."""
+    simulator = problem.simulator
+    own, own_sizes = own_records(simulator.tables, simulator.evaluator.bucket)
+    items, item_sizes = simulator.item_records
+    return (
+        Tables(simulator.evaluator.arrays, jax.device_put(own), items, jax.device_put(limits_of(problem.objective, problem.usable_memory_bytes))),
+        Sizes(simulator.evaluator.bucket, own_sizes, item_sizes),
+    )
 
-    def __init__(self, problem: PlanningProblem, *, at_once: int = AT_ONCE):
-        cost_tables = problem.simulator.tables
-        self.problem, self.cost_tables, self.at_once = problem, cost_tables, at_once
-        objective = problem.objective
-        arrays, self.machine = arrays_of(cost_tables, wants_bytes=objective.limits_bytes)
-        classes = local_classes(cost_tables)
-        self.sizes = [c.sizes for c in classes]
-        self.num_heirs = [c.num_heirs for c in classes]
-        n = problem.graph.num_operators
-        class_of, position_of = np.zeros(n, np.int32), np.zeros(n, np.int32)
-        for i, c in enumerate(classes):
-            class_of[c.operators], position_of[c.operators] = i, np.arange(len(c.operators))
-        self.tables = jax.device_put(
-            Tables(
-                arrays, problem.simulator.item_arrays, tuple(c.tables for c in classes), class_of, position_of,
-                problem.space.divisors, np.float32(problem.usable_memory_bytes),
-                np.float32(objective.memory_limit(problem.usable_memory_bytes)),
-            )
-        )  # fmt: skip
-        self.overlap = cost_tables.topology.device.overlap
 
-    def position(self, tables: Tables, costs: Costs, axes: Array, storage: Array) -> Position:
-        return self._at(tables, base_of(self.cost_tables, costs, axes, storage, wants_bytes=self.machine.wants_bytes))
+def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
+    tasks, groups = sizes.bucket.tasks + 4, max(sizes.bucket.groups, 1)
+    steps = jnp.zeros((tasks, groups, lanes)), jnp.zeros((tasks, 2, groups, lanes))
+    return Scratch(nothing_changed(tables.costs, sizes.own, lanes), jnp.zeros((sizes.items.places + 1, lanes)), steps)
 
-    def _at(self, tables: Tables, base: Base) -> Position:
-        traced = trace_of(tables.items, base, overlap=self.overlap, pins=self.machine.pins)
-        return Position(base, alive(tables.arrays, base), traced, sent_now(base))
 
-    def _of_class(self, i: int, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> tuple[Judged, Found]:
-        """Draws repeat (256 on two axes are few configs): each config is judged once, in as many turns as it takes."""
-        lists, q = self._row(i, tables, n), len(storage)
-        width = min(self.at_once, q)
-        config = jnp.concatenate([axes, storage[:, None]], 1)
-        first = jnp.argmax((config[:, None] == config).all(-1), 1)  # [Q]: the first candidate of the same config
-        is_first = first == jnp.arange(q)
-        rank = jnp.cumsum(is_first) - 1
-        (distinct,) = jnp.nonzero(is_first, size=-(-q // width) * width, fill_value=0)
+def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
+    """The summands of one of the strategies that were judged together; who pays is found by `position`."""
+    b, rows = evaluator.bucket, of.rows
+    padded_axes = np.full((b.operators, MAX_AXES), -1, np.int8)
+    padded_axes[: len(axes), : axes.shape[1]] = axes
+    padded_storage = np.zeros(b.operators, np.int8)
+    padded_storage[: len(storage)] = storage
 
-        def judge_some(k: Array) -> tuple[Array, Array, Array, Change]:
-            some = jax.lax.dynamic_slice_in_dim(distinct, k * width, width)
-            found = jax.vmap(lambda a, s: change(tables.arrays, self.machine, self.sizes[i], lists, at.base, a, s))(
-                axes[some], storage[some]
-            )
-            times = step_times(
-                tables.items, at.trace, at.base, lists, found, overlap=self.overlap, pins=self.machine.pins,
-                num_heirs=self.num_heirs[i],
-            )  # fmt: skip
-            memory = memory_after(tables.arrays, at.alive, at.base, lists, found, tables.exact_above)
-            sent = sent_after(at.sent, at.base, lists, found) if self.machine.wants_bytes else jnp.zeros(width)
-            return times, memory, sent, found
+    def one(x: Any) -> np.ndarray:
+        return np.ascontiguousarray(np.asarray(x)[..., lane])
 
-        def turn(k: Array, done: tuple[Array, Array, Array, Change]) -> tuple[Array, Array, Array, Change]:
-            return jax.tree.map(
-                lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, k * width, 0), done, judge_some(k)
-            )  # fmt: skip
+    return Base(
+        padded_axes, padded_storage, one(of.layout), one(of.compute_s), one(rows.full_s), one(rows.paid_s), one(rows.full_bytes),
+        np.full(b.edges + 1, -1, np.int32), one(rows.held), one(rows.copy), one(rows.is_sent), one(rows.passing), one(rows.waiting),
+        one(of.state_bytes), one(rows.on), one(rows.on_kept), one(of.on_compute), one(of.on_stored),
+    )  # fmt: skip
 
-        shapes = jax.eval_shape(judge_some, jnp.int32(0))
-        none = jax.tree.map(lambda x: jnp.zeros((len(distinct), *x.shape[1:]), x.dtype), shapes)
-        turns = rank[-1] // width + 1
-        times, memory, sent, found = jax.lax.fori_loop(0, turns, turn, none)
-        place = rank[first]
-        times, memory, sent = times[place], memory[place], sent[place]
-        sizes = np.array(self.machine.links.axis_sizes)
-        violations = jnp.zeros(q, jnp.int32)
-        for d in range(tables.divisors.shape[1]):
-            split = jnp.prod(jnp.where(axes == d, sizes, 1), axis=1)
-            violations += tables.divisors[n, d] % split != 0
-        cost = self.problem.objective.cost(Scores(times, memory, violations, sent), tables.usable_bytes)
-        return Judged(times, memory, sent, cost), Found(found, place)
 
-    def judge(self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
-        """Candidates (`axes` int8 [Q, A], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
-        return self._by_class(tables, n, lambda i: self._of_class(i, tables, at, n, axes, storage)[0])
+def no_base(sizes: Sizes) -> Base:
+    """Of no strategy: to say which shapes there are."""
+    b, groups = sizes.bucket, max(sizes.bucket.groups, 1)
 
-    def judge_and_move(
-        self, tables: Tables, at: Position, n: Array, axes: Array, storage: Array, choose: Callable[[Judged], tuple[Any, Array]]
-    ) -> tuple[Any, Position]:
-        """What `choose` makes of the judged candidates, and the position at the one it picks (-1: the present one)."""
+    def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+        return np.zeros(shape, dtype)
 
-        def of_class(i: int) -> tuple[Any, Position]:
-            judged, found = self._of_class(i, tables, at, n, axes, storage)
-            result, q = choose(judged)
+    rows, tensors, edges, tasks, parameters = (n + 1 for n in (b.rows, b.tensors, b.edges, b.tasks, b.parameters))
+    return Base(
+        zeros(b.operators, MAX_AXES, dtype=np.int8), zeros(b.operators, dtype=np.int8), zeros(b.slots + 1, b.width, dtype=np.int16),
+        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows, groups), zeros(edges, dtype=np.int32), zeros(tensors),
+        zeros(edges), zeros(edges, dtype=bool), zeros(tensors), zeros(tensors, 2), zeros(parameters),
+        *(zeros(n, groups, dtype=bool) for n in (rows, rows, tasks, parameters)),
+    )  # fmt: skip
 
-            def moved() -> Position:
-                one = jax.tree.map(lambda x: row(x, row(found.place, q)), found.change)
-                base = apply(self._row(i, tables, n), self.sizes[i][1], n, axes[q], storage[q], at.base, one)
-                return self._at(tables, base)
 
-            return result, jax.lax.cond(q >= 0, moved, lambda: at)
+def no_alive(sizes: Sizes) -> Alive:
+    tasks, groups = sizes.bucket.tasks + 1, max(sizes.bucket.groups, 1)
+    of_tasks = np.zeros((tasks, groups), np.float32), np.zeros((tasks, 2, groups), np.float32)
+    none = np.zeros(groups, np.float32)
+    return Alive(*of_tasks, none, none, np.float32(0))
 
-        return self._by_class(tables, n, of_class)
 
-    def _row(self, i: int, tables: Tables, n: Array) -> LocalTables:
-        position = row(tables.position_of, n)
-        return jax.tree.map(lambda x: row(x, position), tables.classes[i])
+def _kernel(fn, *of):
+    return as_one_kernel(fn, is_guarded=False)(*of)
 
-    def _by_class(self, tables: Tables, n: Array, of_class: Callable[[int], Any]) -> Any:
-        branches = [lambda i=i: of_class(i) for i in range(len(tables.classes))]
-        return jax.lax.switch(tables.class_of[n], branches) if len(branches) > 1 else branches[0]()
+
+def figures_of(base: Base, pins: bool) -> Figures:
+    on = (base.on_compute, base.on) if pins else (None, None)
+    return Figures(base.compute_s, base.paid_s, *on)
+
+
+def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
+    """What `base` is, which says nothing of who pays yet."""
+    base = base._replace(previous=_kernel(all_previous, tables.costs, base.layout, base.storage))
+    trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
+    everything = jnp.int32(0), tables.items.count - 1, jnp.bool_(True)
+    trace = _kernel(traced, tables.items, figures_of(base, sizes.pins), trace, *everything)
+    sent = _kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
+    return Position(base, trace, _kernel(alive_of, tables.costs, base), sent)
+
+
+def judge(
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, n: Array, axes: Array, storage: Array
+) -> tuple[Judged, Window, Alive, Scratch]:
+    """Candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
+    p, own, items, pins = tables.costs, tables.own, tables.items, sizes.pins
+    base, change = at.base, changed(p, own, at.base, into.change, n, axes, storage)
+    found = Changed(
+        change.task_of, change.row_of, change.compute_s, change.full_s, change.pays, *((change.on_compute, change.on) if pins else (None, None))
+    )  # fmt: skip
+    first, last = _kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
+    around = _kernel(passing_by, items, at.trace, first, last)
+    times, places = _kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
+    memory, alive, steps = _kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
+    sent = _kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
+
+    def price(p, axes, n, times, memory, sent, limits):
+        config = configs_of(axes, p.divisors.shape[1], pins)
+        return cost_by(limits, times, memory, sent, violations(p, n, config))
+
+    costs = _kernel(price, p, axes, n, times, memory, sent, tables.limits)
+    row_of, task_of = _kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
+    span_of = Window(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0))
+    return Judged(times, memory, sent, costs), span_of, alive, Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
+
+
+def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, change: Change, n: Array, *, pins: bool):
+    """First and last changed item of every phase. What no candidate really changes is none of the window."""
+    first, count = span(own, n, 2)
+
+    def task(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        k = row(own.records.task, first + j)[0]
+        moves = (row(change.compute_s, j) != row(base.compute_s, k)).any()
+        if pins:
+            moves |= (row(change.on_compute, j) != row(base.on_compute, k)[:, None]).any()
+        return widened(items, state, row(items.of_task, k), moves)
+
+    state = lax.fori_loop(0, count, task, no_windows())
+    first_r, count_r = span(own, n, 3)
+
+    def one_row(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        is_own = i < count_r
+        x = jnp.where(is_own, row(own.records.row, first_r + jnp.where(is_own, i, 0))[0], row(change.heir, 1 + i))
+        paid_s = row(change.full_s, 1 + i) * row(change.pays, 1 + i)
+        moves = (paid_s != row(base.paid_s, x)[:, None]).any()
+        if pins:
+            moves |= is_own & (row(change.on, 1 + i) != row(base.on, x)[:, None]).any()
+        return widened(items, state, row(items.of_row, x), moves)
+
+    return lax.fori_loop(0, count_r + change.num_heirs, one_row, state)
+
+
+def _memory(
+    p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive, limits: Array, steps: tuple[Array, Array]
+) -> tuple[Array, Alive, tuple[Array, Array]]:
+    """(bytes per device [Q], what is alive under `base`, `steps` as they were): the bound where it fits, else what is alive now, and exactly."""
+
+    def bound(alive: Alive) -> tuple[Array, Array]:
+        stored = stored_after(p, own, base, change, n, alive.persistent)
+        added = most_added(p, own, base, change, n) + alive.slack
+        return (stored + alive.peak[:, None]).max(0) + added, stored
+
+    # A persistent sum of before stays right: `slack` is of what is alive only where `moved` says so.
+    def anew(_: Array, __: Alive) -> Alive:
+        return alive_of(p, base)
+
+    memory, _ = bound(alive)
+    is_over = ((memory > limits[4]).any() & (alive.slack > 0)).astype(jnp.int32)
+    alive = lax.fori_loop(0, is_over, anew, alive)
+    memory, stored = bound(alive)
+    is_over = (memory > limits[4]).any().astype(jnp.int32)
+
+    def exactly(_: Array, state: tuple) -> tuple:
+        peaks, steps = peaks_after(p, own, base, change, n, alive, state[1])
+        return (stored + peaks).max(0), steps
+
+    memory, steps = lax.fori_loop(0, is_over, exactly, (memory, steps))
+    return memory, alive, steps
+
+
+def move(
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, window: Window, alive: Alive, n: Array, q: Array, axes: Array,
+    storage: Array, is_wanted: Array,
+) -> Position:  # fmt: skip
+    """The position after operator `n` took candidate `q` that `judge` judged; the same one unless `is_wanted`."""
+    p = tables.costs
+    slack = _kernel(_slack_of, p, tables.own, at.base, into.change, n, q, alive)
+    base = _kernel(moved, p, tables.own, at.base, into.change, n, q, axes[:, q], storage[q], is_wanted)
+    trace = _kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, window.first, window.last, is_wanted)
+    persistent = jnp.where(is_wanted, slack[1], alive.persistent)
+    sent = _kernel(sent_by, p, base, tables.limits[5] > 0)
+    alive = alive._replace(slack=jnp.where(is_wanted, slack[0], alive.slack), persistent=persistent)
+    return Position(base, trace, alive, sent)
+
+
+def _slack_of(p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, q: Array, alive: Alive) -> tuple[Array, Array]:
+    stored = stored_after(p, own, base, change, n, alive.persistent)
+    added = most_added(p, own, base, change, n)
+    return alive.slack + row(added, q), lax.dynamic_index_in_dim(stored, q, 1, keepdims=False)

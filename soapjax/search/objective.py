@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,15 +36,15 @@ from jax import Array
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.simulate.simulator import Scores
+from soapjax.sizes import size, size_of
 from soapjax.topology.table_reader import shown
 
 OBJECTIVES = ("time", "mdpe")
+LEAST_VIOLATING = "no plan that was judged meets the limits: this one violates them least"
 WEIGHTS = (0.5, 0.3, 0.2)  # of time, communication and memory: section 5.2
-_UNITS = {"": 1, "B": 1} | {p + "B": 1000**i for i, p in enumerate(("k", "M", "G", "T"), 1)}
-_UNITS |= {p + "iB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), 1)}
-_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", re.IGNORECASE)
 _ROUNDING = 1e-6  # of weights that sum to one
+_FAR = 1e30  # bytes: no limit
+_LEAST_EXCESS = 1e-9  # of a limit that is exceeded by any amount, also one of no weight
 
 
 class Standing(NamedTuple):
@@ -94,12 +93,7 @@ class Objective:
 
     def cost(self, scores: Scores, usable_bytes: float | Array) -> Array | np.ndarray:
         """Seconds [B]: see above; times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
-        xp = jnp if isinstance(scores.step_time_s, Array) else np  # eager operations of JAX are compiled one by one
-        excess = xp.maximum(scores.memory_bytes / usable_bytes - 1, 0)
-        seconds = xp.where(excess > 0, 2 + 8 * excess, 1.0) * scores.step_time_s
-        for load, limit, weight in self._limited(scores):
-            seconds = seconds * (1 + xp.where(load > limit, weight / self.weights[0] * load / limit, 0.0))
-        return xp.where(scores.violations > 0, np.inf, seconds)
+        return cost_by(limits_of(self, usable_bytes), scores.step_time_s, scores.memory_bytes, scores.sent_bytes, scores.violations)
 
     def reward(self, scores: Scores, usable_bytes: float | Array) -> Array | np.ndarray:
         """R [B], larger is better; -inf if invalid. Of objective "time" minus the logarithm of the seconds."""
@@ -109,11 +103,13 @@ class Objective:
 
     def standing(self, scores: Scores, usable_bytes: float) -> Standing:
         """Of scores that are NumPy arrays."""
+        scores = Scores(*(np.asarray(x, np.float64) for x in scores))
         excess = np.zeros(len(scores.step_time_s))
         is_met = np.ones(len(excess), bool)
         for load, limit, weight in self._limited(scores):
-            excess += weight * np.maximum(load / limit - 1, 0.0)
-            is_met &= load <= limit
+            over = load > limit
+            excess += np.where(over, weight * np.maximum(load / limit - 1, 0.0) + _LEAST_EXCESS, 0.0)
+            is_met &= ~over
         fits = (scores.memory_bytes <= usable_bytes) & ~(scores.violations > 0)
         return Standing(self.cost(scores, usable_bytes), fits & is_met, np.where(fits, excess, np.inf))
 
@@ -130,8 +126,8 @@ class Objective:
         )  # fmt: skip
         return [
             Problem(
-                name, f"no plan was found within it: the least violating has {load / 1e9:.4g} GB {what}",
-                f"at most {limit / 1e9:.4g} GB, as asked for",
+                name, f"no plan was found within it: the least violating has {size(load)} {what}",
+                f"at most {size(limit)}, as asked for",
                 "raise the limit, search for longer, or use more devices",
             )
             for name, load, limit, what in loads if load > limit
@@ -142,8 +138,38 @@ class Objective:
         if self.is_time:
             return "time"
         limits = ((self.max_bytes, "sent by a device in a step"), (self.max_memory, "of memory on it"))
-        words = [f"at most {limit / 1e9:.6g} GB {what}" for limit, what in limits if math.isfinite(limit)]
+        words = [f"at most {size(limit)} {what}" for limit, what in limits if math.isfinite(limit)]
         return f"mdpe: {', '.join(words)}; weights {', '.join(f'{w:g}' for w in self.weights)}"
+
+
+def limits_of(objective: Objective, usable_bytes: float) -> np.ndarray:
+    """float32 [7], what `cost_by` reads of an objective on devices of so much memory.
+
+    Usable bytes; limits of bytes sent and of memory; the weight of bytes over that of time, 0 where there is no limit; up to
+    which memory no exact figure is needed; 1 where bytes sent are limited; the weight of memory over that of time, likewise.
+    """
+    of_time, of_bytes, of_memory = objective.weights if not objective.is_time else (1.0, 0.0, 0.0)
+    return np.array(
+        [
+            usable_bytes, min(objective.max_bytes, _FAR), min(objective.max_memory, _FAR),
+            (of_bytes if objective.limits_bytes else 0.0) / of_time, objective.memory_limit(usable_bytes), objective.limits_bytes,
+            (of_memory if math.isfinite(objective.max_memory) else 0.0) / of_time,
+        ],
+        np.float32,
+    )  # fmt: skip
+
+
+def cost_by(
+    limits: Array | np.ndarray, step_time_s: Array | np.ndarray, memory_bytes: Array | np.ndarray, sent_bytes: Array | np.ndarray,
+    violations: Array | np.ndarray,
+) -> Array | np.ndarray:  # fmt: skip
+    """`Objective.cost` by numbers (`limits_of`), for programs that know no objective; all [B]."""
+    xp = jnp if isinstance(step_time_s, Array) else np  # eager operations of JAX are compiled one by one
+    excess = xp.maximum(memory_bytes / limits[0] - 1, 0)
+    seconds = xp.where(excess > 0, 2 + 8 * excess, 1.0) * step_time_s
+    of_bytes = xp.where(sent_bytes > limits[1], limits[3] * sent_bytes / limits[1], 0.0)
+    of_memory = xp.where(memory_bytes > limits[2], limits[6] * memory_bytes / limits[2], 0.0)
+    return xp.where(violations > 0, np.inf, seconds * (1 + of_bytes + of_memory))
 
 
 def objective_of(
@@ -155,6 +181,8 @@ def objective_of(
     read = WEIGHTS if parts is None else tuple(float(x) if _is_number(x) else x for x in parts)
     limits = (math.inf if x is None else x for x in (max_bytes, max_memory))
     values, problems = _read(name, *limits, read)
+    # A name that is unknown is an option's problem, found with the others (options.py).
+    problems = [p for p in problems if name in OBJECTIVES or p.place != "objective"]
     problems = [p._replace(place="--" + p.place.replace("_", "-")) for p in problems]
     if name == "time":
         unused = [k for k, v in given.items() if v is not None]
@@ -165,11 +193,16 @@ def objective_of(
     return (TIME if problems or name == "time" else Objective(name, *values)), problems
 
 
+def objective_problems(value: Any) -> list[Problem]:
+    """What is wrong with the `objective` of a call, a name or an `Objective`, but for names that are unknown."""
+    return _read(value, math.inf, math.inf, WEIGHTS)[1] if isinstance(value, str) and value in OBJECTIVES else []
+
+
 def _read(name: Any, max_bytes: Any, max_memory: Any, weights: Any) -> tuple[tuple[Any, ...], list[Problem]]:
     """The limits as numbers, the weights as three, and what is wrong with any of them."""
     problems = []
-    if name not in OBJECTIVES:
-        close = difflib.get_close_matches(str(name)[:100], OBJECTIVES, 1)
+    if not isinstance(name, str) or name not in OBJECTIVES:
+        close = difflib.get_close_matches(name[:100], OBJECTIVES, 1) if isinstance(name, str) else []
         remedy = f"did you mean {close[0]!r}" if close else "choose one of these"
         problems.append(Problem("objective", shown(name), " or ".join(OBJECTIVES), remedy))
     read = []
@@ -190,17 +223,6 @@ def _read(name: Any, max_bytes: Any, max_memory: Any, weights: Any) -> tuple[tup
         found = shown(weights) if len(plain) != 3 or len(numbers) != 3 else f"{shown(weights)}, which sum to {sum(numbers):.6g}"
         problems.append(Problem("weights", found, expected, "write e.g. 0.5,0.3,0.2"))
     return (*read, tuple(numbers)), problems
-
-
-def size_of(value: Any) -> float | None:
-    """Bytes of a positive number or a text such as "8GB" (10^9) or "8GiB" (2^30); None of anything else."""
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip())
-        unit = _BY_LOWER.get(match[2].lower()) if match else None
-        value = float(match[1]) * unit if unit else None
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        return None
-    return float(value) if value > 0 else None
 
 
 def _is_number(text: str) -> bool:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
+from soapjax.costs.evaluate import Durations
 from soapjax.search.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
@@ -28,7 +29,8 @@ MAX_CANDIDATES = 64
 MAX_CONFIGS = 2_000  # of an operator, for a start: the relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, half a minute)
 _STARTS = 4
 _TIED_ROUNDS, _ROUNDS = 20, 8  # of descent, each with other operators held fixed
-_MEMORY_STEPS = 6  # of the price of memory
+_MEMORY_STEPS = 6  # of the prices of memory and of communication
+TOLL = 4.0  # how much more each of these steps makes of communication
 
 
 class Solution(NamedTuple):
@@ -156,18 +158,30 @@ def tied_solution(relaxation: Relaxation, pairwise: Pairwise, starts: list[Strat
 
 
 def fitting(relaxation: Relaxation, minimise: Callable[[Pairwise], Solution]) -> list[Strategy]:
-    """Minimisers at prices of memory that rise until one fits; the first is that without a price."""
-    problem = relaxation.problem
+    """Minimisers at prices of memory and of communication that rise until one is feasible; the first is that without any.
+
+    Communication, which the relaxation knows in seconds, counts several times where the objective limits its bytes.
+    """
+    problem, objective = relaxation.problem, relaxation.problem.objective
     found: list[Strategy] = []
-    price = 0.0
+    price, toll = 0.0, 1.0
     for _ in range(_MEMORY_STEPS):
-        pairwise = relaxation.pairwise(memory_price=price)
+        pairwise = relaxation.pairwise(tolled(relaxation, toll), memory_price=price)
         found.append(relaxation.strategy(pairwise, minimise(pairwise).choice))
         evaluation = problem.evaluate(found[-1:])[0]
         if evaluation.is_feasible:
             break
-        price = 6 * price if price else 0.1 * evaluation.step_time_s / evaluation.memory_bytes
+        if evaluation.sent_bytes > objective.max_bytes:
+            toll *= TOLL
+        if evaluation.memory_bytes > objective.memory_limit(problem.usable_memory_bytes):
+            price = 6 * price if price else 0.1 * evaluation.step_time_s / evaluation.memory_bytes
     return found
+
+
+def tolled(relaxation: Relaxation, toll: float) -> Durations:
+    """Weights of all durations: those of communication count `toll` times."""
+    weights = relaxation.weights()
+    return Durations(weights.compute_s, *(np.float32(toll) * x for x in weights[1:]))
 
 
 def has_additive_start(problem: PlanningProblem) -> bool:
@@ -217,4 +231,13 @@ def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchRe
 
 def notes_on(relaxation: Relaxation, strategy: Strategy, how: str) -> tuple[str, ...]:
     kept = f"on {relaxation.num_candidates} candidates" if relaxation.is_pruned else "on all configs"
-    return (f"additive objective {relaxation.value(strategy):.6g} s, {how}, {kept}",)
+    notes = (f"additive objective {relaxation.value(strategy):.6g} s, {how}, {kept}", *unproven(relaxation.problem))
+    return notes
+
+
+def unproven(problem: PlanningProblem) -> tuple[str, ...]:
+    """What a result of the additive relaxation does not speak of."""
+    pins = ("of plans without pins",) if problem.space.offers_pins else ()
+    if problem.objective.is_time:
+        return pins
+    return (*pins, "the sum of durations was minimised, its minimisers judged by mdpe: nothing is proven of mdpe")

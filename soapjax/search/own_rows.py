@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from soapjax.costs.conversion import Links, conversion_seconds
-from soapjax.costs.evaluate import own_costs
-from soapjax.costs.tables import CostTables
+from soapjax.costs.conversion import conversion_costs
+from soapjax.costs.evaluate import LANES, Costs, Evaluator
+from soapjax.costs.links import Links
 from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.candidates import Candidates
-from soapjax.simulate.programs import Program
 from soapjax.strategy.layout import PARTIAL, REPLICATED
-
-_CHUNKS = (256, 8192)  # conversions per call: two sizes, each compiled once
-_BATCH = 64  # strategies per call
 
 
 def layout_names(layouts: np.ndarray) -> np.ndarray:
@@ -33,21 +26,18 @@ def layout_names(layouts: np.ndarray) -> np.ndarray:
 class OwnRows:
     """Layouts and durations that depend on one operator, by its candidates."""
 
-    def __init__(self, tables: CostTables, candidates: list[Candidates]):
+    def __init__(self, evaluator: Evaluator, candidates: list[Candidates]):
         """Evaluates "every operator takes its k-th candidate" for all k: what depends on one operator is read off."""
+        tables = evaluator.tables
         self.tables, self.candidates = tables, candidates
         self.counts = [len(c.storage) for c in candidates]
         most = max(self.counts, default=1)
         axes = np.stack([c.axes[np.arange(most) % len(c.storage)] for c in candidates], axis=1)  # [K, N, A]
         storage = np.stack([c.storage[np.arange(most) % len(c.storage)] for c in candidates], axis=1)
-        batch = min(_BATCH, most)
-        run = Program(functools.partial(own_costs, tables), is_urgent=True)
-        parts = []
-        for k in range(0, most, batch):
-            at = np.minimum(np.arange(k, k + batch), most - 1)
-            found = run(jnp.asarray(axes[at]), jnp.asarray(storage[at]))
-            parts.append([np.asarray(x)[: most - k] for x in found])
-        self.slots, self.compute_s, self.sum_s = (np.concatenate(x) for x in zip(*parts, strict=True))
+        every = [costs for costs in _costs(evaluator, axes, storage)]
+        self.slots = np.stack([x.layouts.slots for x in every])
+        self.compute_s = np.stack([x.durations.compute_s for x in every])
+        self.sum_s = np.stack([x.durations.sum_s for x in every])
         owner = tables.parameter_op
         self.slot_op = np.concatenate([tables.access_op, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
@@ -81,24 +71,21 @@ class OwnRows:
         return n, rows
 
 
+def _costs(evaluator: Evaluator, axes: np.ndarray, storage: np.ndarray) -> Iterator[Costs]:
+    """Of strategies int8 [K, N, A] and [K, N]."""
+    for k in range(0, len(axes), LANES):
+        found = evaluator(axes[k : k + LANES], storage[k : k + LANES])
+        yield from (evaluator.costs(found, lane) for lane in range(min(LANES, len(axes) - k)))
+
+
 def _converter(links: Links) -> Callable[..., np.ndarray]:
     """(source [n, A], target [n, A], bytes, latency share, shape [R]) -> seconds [n, L]."""
-
-    def run(source: Array, target: Array, size: Array, share: Array, shape: Array) -> Array:
-        shapes = jnp.broadcast_to(shape, (len(source), len(shape)))
-        return conversion_seconds(source, target, jnp.full(len(source), size), links, share, shape=shapes)
-
-    programs = {chunk: Program(run, is_urgent=True) for chunk in _CHUNKS}
 
     def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
         out = np.zeros((len(source), links.num_levels), np.float32)
         moves = np.flatnonzero((source != target).any(axis=1))
-        chunk = _CHUNKS[len(moves) > _CHUNKS[0]]
-        for k in range(0, len(moves), chunk):
-            at = moves[k : k + chunk]
-            padded = np.concatenate([at, np.zeros(chunk - len(at), at.dtype)])
-            found = programs[chunk](source[padded], target[padded], np.float32(size_bytes), np.float32(share), shape)
-            out[at] = np.asarray(found)[: len(at)]
+        shapes = np.broadcast_to(shape, (len(moves), len(shape)))
+        out[moves] = conversion_costs(source[moves], target[moves], size_bytes, links, share, shape=shapes).seconds
         return out
 
     return convert

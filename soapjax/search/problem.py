@@ -7,7 +7,7 @@ time, plus a penalty that grows with the memory that a device lacks, or time, co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from soapjax.costs.profile import Profile
 from soapjax.costs.tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
+from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.simulate.simulator import Scores, Simulator
 from soapjax.strategy.space import SearchSpace
@@ -44,20 +45,25 @@ class PlanningProblem:
     space: SearchSpace
     simulator: Simulator
     objective: Objective = TIME
+    front: Front | None = None  # of what is judged, where it is wanted
 
     @classmethod
     @fewer_collections()
     def make(
         cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None,
-        objective: Objective = TIME,
+        objective: Objective = TIME, front: Front | None = None,
     ) -> PlanningProblem:  # fmt: skip
-        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)), objective)
+        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)), objective, front)
+
+    def keeping_front(self) -> PlanningProblem:
+        """The same, which keeps the front of all that is judged."""
+        return dataclasses.replace(self, front=Front(self.usable_memory_bytes, Strategy.key))
 
     def without_pins(self) -> PlanningProblem:
         """The same where no operator may be pinned: a smaller space, whose strategies cost the same and are judged faster."""
         tables = self.simulator.tables
         space = dataclasses.replace(self.space, offers_pins=False)
-        return self.make(self.graph, space, tables.topology, tables.profile, self.objective)
+        return self.make(self.graph, space, tables.topology, tables.profile, self.objective, self.front)
 
     @property
     def usable_memory_bytes(self) -> int:
@@ -73,9 +79,24 @@ class PlanningProblem:
 
     def judged(self, strategies: list[Strategy], scores: Scores) -> list[Evaluation]:
         """The same of strategies whose scores are known, as NumPy arrays."""
+        self.see(scores, strategies)
         cost, is_feasible, excess = self.objective.standing(scores, self.usable_memory_bytes)
         rows = zip(strategies, scores.step_time_s, scores.memory_bytes, is_feasible, cost, scores.sent_bytes, excess, strict=True)
         return [Evaluation(s, float(t), float(m), bool(f), float(c), float(b), float(e)) for s, t, m, f, c, b, e in rows]
+
+    def see(self, scores: Scores, strategies: Sequence[Strategy]) -> None:
+        """Takes note of strategies that were judged."""
+        if self.front is not None:
+            self.front.offer(scores, strategies)
+
+    def best_seen(self) -> Evaluation | None:
+        """The best of the front; None where nothing that fits was judged, or no front is kept."""
+        points = () if self.front is None else self.front.points()
+        if not points:
+            return None
+        figures = np.array([p[:3] for p in points])
+        scores = Scores(figures[:, 0], figures[:, 2], np.zeros(len(points), int), figures[:, 1])
+        return min(self.judged([p.plan for p in points], scores), key=lambda e: e.rank)
 
 
 class Evaluation(NamedTuple):
@@ -86,6 +107,11 @@ class Evaluation(NamedTuple):
     cost: float  # seconds, by the objective
     sent_bytes: float = 0.0  # in a step by the device that sends most
     excess: float = 0.0  # over the objective's limits; inf where it does not fit the device
+
+    @property
+    def exceeds_limits(self) -> bool:
+        """Whether it fits the device, and not the objective's limits."""
+        return not self.is_feasible and 0 < self.excess < np.inf
 
     @property
     def rank(self) -> tuple[bool, float, float]:

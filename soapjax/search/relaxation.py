@@ -196,7 +196,7 @@ def relax(
     """
     candidates, is_pruned = enumerate_candidates(problem.space, is_complete=max_candidates is None)
     tables = problem.simulator.tables
-    rows = OwnRows(tables, candidates)
+    rows = OwnRows(problem.simulator.evaluator, candidates)
     relaxation = Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows, deadline), _usage(problem, rows))
     return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [])
 

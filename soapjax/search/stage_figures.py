@@ -1,7 +1,6 @@
 """What the cost model says of operators on the devices of a stage, at any micro-batch size.
 
-The figures of costs/evaluate.py, with sizes as arguments of what jax compiles: a search of pipelines asks for many
-micro-batch sizes, and would wait for the compiler of each.
+The figures of costs/evaluate.py, whose program is the same for all micro-batch sizes.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax import Array
 
-from soapjax.costs.evaluate import Durations, Layouts, Parts, evaluator
+from soapjax.costs.evaluate import Evaluator, Layouts
 from soapjax.costs.profile import Profile
-from soapjax.costs.tables import CostTables, cost_tables
+from soapjax.costs.tables import cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
@@ -82,21 +79,16 @@ class Inside(NamedTuple):
 class Fabric:
     """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies."""
 
-    def __init__(
-        self, graph: OperatorGraph, topology: DeviceTopology, links: tuple, cache: dict[tuple, Compiled], profile: Profile | None
-    ):
+    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None):
         self.mesh = factor_mesh(topology)
         self.space = search_space(graph, self.mesh)
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
-        # Conversions of single numbers are free, and not listed: how many there are depends on the micro-batch.
-        # Measurements are part of what is compiled.
-        key = (links, self.tables.edge_slot.tobytes(), *(x.tobytes() for x in self.tables.measured))
-        self.compiled = cache[key] = cache.get(key) or Compiled(self.tables)
+        self.evaluator = Evaluator(self.tables)
         self.choices = [Inside(name, s, self.figures(s)) for name, s in _inner(graph, self.space)]
 
     def figures(self, strategy: Strategy) -> Figures:
-        return _figures(self.tables, self.schedule, strategy, self.compiled)
+        return _figures(self.evaluator, self.schedule, strategy)
 
 
 def _inner(graph: OperatorGraph, space: SearchSpace) -> list[tuple[str, Strategy]]:
@@ -123,26 +115,10 @@ def _inner(graph: OperatorGraph, space: SearchSpace) -> list[tuple[str, Strategy
     return found or [("data", data_parallel_strategy(problem)[0])]
 
 
-class Compiled:
-    """The cost model (costs/evaluate.py) on one mesh, with sizes as arguments of what is compiled."""
-
-    def __init__(self, tables: CostTables):
-        def costs(sized: dict[str, Array], axes: Array, storage: Array) -> tuple[Durations, Parts, Layouts]:
-            found = evaluator(dataclasses.replace(tables, **sized))(axes, storage)
-            return found.durations, found.parts, found.layouts
-
-        self._costs = jax.jit(costs)
-
-    def costs(self, tables: CostTables, strategy: Strategy) -> tuple[Durations, Parts, Layouts]:
-        """Durations, summands of memory, and layouts, as NumPy arrays."""
-        arrays = {f.name: getattr(tables, f.name) for f in dataclasses.fields(tables)}
-        # What a size decides; the rest is the graph's and the mesh's.
-        sized = {k: x for k, x in arrays.items() if k == "tensor_shape" or getattr(x, "dtype", None) == np.float32}
-        return jax.tree.map(np.asarray, self._costs(sized, strategy.axes, strategy.storage))
-
-
-def _figures(tables: CostTables, schedule: Schedule, strategy: Strategy, compiled: Compiled) -> Figures:
-    durations, parts, found = compiled.costs(tables, strategy)
+def _figures(evaluator: Evaluator, schedule: Schedule, strategy: Strategy) -> Figures:
+    tables = evaluator.tables
+    costs = evaluator.costs(evaluator(strategy.axes[None], strategy.storage[None]), 0)
+    durations, parts, found = costs.durations, costs.parts, costs.layouts
     waiting = np.asarray(parts.waiting_bytes)
     split = np.where(found.home >= 0, np.array(tables.links.axis_sizes, np.float32), 1.0).prod(axis=1)
     return Figures(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from soapjax.costs.itemize import sent_parts
+from soapjax.costs.itemize import sent_items, sent_parts
 from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.measured import ComputeRates, linked, without_links
 from soapjax.costs.profile import Profile
@@ -21,7 +21,7 @@ from soapjax.graph.lifetimes import Lifetimes, lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.search.stage_figures import Compiled, Fabric, Figures, Inside, level_between, part_of
+from soapjax.search.stage_figures import Fabric, Figures, Inside, level_between, part_of
 from soapjax.simulate.pipeline import StageLoad, Transfer
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.strategy.plan import SentPart
@@ -68,8 +68,8 @@ class StageLoads:
         self.forward = forward_operators(graph)
         self._graphs: dict[int, OperatorGraph] = {}
         self._fabrics: dict[tuple, Fabric] = {}
-        self._compiled: dict[tuple, Compiled] = {}
         self._loads: dict[tuple, StageLoad] = {}
+        self._sent: dict[tuple, np.ndarray] = {}  # [phases, K + 1] by an inner strategy
         self.lives = lifetimes(graph)  # as those of its micro-batches
 
     def graph(self, num_microbatches: int) -> OperatorGraph:
@@ -81,7 +81,7 @@ class StageLoads:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
-            self._fabrics[links, num] = Fabric(self.graph(num), part, links, self._compiled, self.profile)
+            self._fabrics[links, num] = Fabric(self.graph(num), part, self.profile)
         return self._fabrics[links, num]
 
     def choices(self, first: int, count: int, num: int) -> list[Inside]:
@@ -152,6 +152,24 @@ class StageLoads:
         end = len(part.graph.tasks)
         every = sent_parts(fabric.tables, part.figures.layouts, strategy)
         return [s for s in every if (part.mine[part.operator[s.task]] if s.task < end else bounds[1] == len(self.forward))]
+
+    def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
+        """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""
+        fabric = self._fabric(first, count, num)
+        key = id(fabric), inner
+        tables = fabric.tables
+        if key not in self._sent:
+            inside = fabric.choices[inner]
+            self._sent[key] = every = np.zeros((3, tables.num_tasks + 1))
+            for item in sent_items(tables, inside.figures.layouts, inside.strategy):
+                phase = tables.graph.tasks[item.task].phase if item.task < tables.num_tasks else UPDATE
+                every[phase, item.task] += sum(item.bytes.values())
+        mine = self._mine(fabric, bounds)
+        operator = tables.task_op
+        if len(tables.parameter_op):
+            owner = tables.parameter_op[np.maximum(tables.task_parameter, 0)]
+            operator = np.where(tables.task_parameter >= 0, owner, operator)
+        return self._sent[key] @ np.append(mine[operator], bounds[1] == len(self.forward)).astype(np.float64)
 
     def transfers(
         self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]

@@ -17,9 +17,12 @@ from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
+from soapjax.search.front import Front
+from soapjax.search.objective import TIME, Objective
 from soapjax.search.stage_figures import part_of
 from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.topology import DeviceTopology
 
@@ -53,8 +56,15 @@ class Priced(NamedTuple):
     choice: Choice
     timeline: PipelineTimeline
     memory_bytes: float  # of the fullest device
-    is_feasible: bool
-    cost: float
+    is_feasible: bool  # fits the devices, and meets the objective's limits
+    cost: float  # seconds, by the objective
+    sent_bytes: float = 0.0  # in a step by the device that sends most; 0 where nobody asks
+    excess: float = 0.0  # over the objective's limits; inf where it does not fit the devices
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """By this the best is the least, as in search/problem.py."""
+        return not self.is_feasible, self.excess, self.cost
 
 
 class StageProblem:
@@ -63,8 +73,10 @@ class StageProblem:
     def __init__(
         self, graph: OperatorGraph, topology: DeviceTopology, *, schedules: Sequence[ScheduleName] = SYNCHRONOUS,
         num_stages: int | None = None, num_microbatches: int | None = None, always_rematerialise: bool = False,
-        profile: Profile | None = None,
+        profile: Profile | None = None, objective: Objective = TIME, keeps_front: bool = False,
     ):  # fmt: skip
+        self.objective = objective
+        self.front = Front(topology.device.usable_memory_bytes, dataclasses.astuple) if keeps_front else None
         self.loads = StageLoads(graph, topology, profile)
         self.graph, self.topology = graph, self.loads.topology
         self.schedules, self.always_rematerialise = tuple(schedules), always_rematerialise
@@ -140,9 +152,29 @@ class StageProblem:
     def _simulated(self, choice: Choice, loads: list[StageLoad], transfers: list[Transfer]) -> Priced:
         timeline = simulate_pipeline(outline(choice), loads, transfers)
         memory = max(timeline.memory_bytes)
-        excess = max(memory / self.usable_bytes - 1, 0.0)
-        cost = timeline.step_time_s * (2 + 8 * excess if excess else 1.0)  # as search/problem.py
-        return Priced(choice, timeline, memory, not excess, cost)
+        sent = self.peak_sent_bytes(choice) if self.objective.limits_bytes or self.front is not None else 0.0
+        scores = Scores(*(np.array([x], np.float64) for x in (timeline.step_time_s, memory, 0, sent)))
+        if self.front is not None:
+            self.front.offer(scores, [choice])
+        found = self.objective.standing(scores, self.usable_bytes)
+        return Priced(choice, timeline, memory, bool(found.is_feasible[0]), float(found.cost[0]), sent, float(found.excess[0]))
+
+    def peak_sent_bytes(self, choice: Choice) -> float:
+        """What the device that sends most sends in one step, inside its stages and to others."""
+        num, stages = choice.num_microbatches, range(choice.num_stages)
+        groups = [choice.group(i) for i in stages]
+        sent = [0.0] * len(choice.counts)
+        for i, (first, count, inner) in enumerate(groups):
+            own = self.loads.sent_bytes((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
+            passes = (num * (1 + choice.rematerialise[i]), num, 1)
+            sent[i % len(sent)] += float(own @ passes)
+        inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+        counts = [count for _, count, _ in groups]
+        for (a, b), (there, back) in self.loads.crossing(choice.bounds, counts, num, inside).items():
+            if a % len(sent) != b % len(sent):
+                sent[a % len(sent)] += num * there / counts[a]
+                sent[b % len(sent)] += num * back / counts[b]
+        return max(sent)
 
     def is_valid(self, choice: Choice) -> bool:
         """Whether a choice is in the space: groups of whole units, inner strategies that exist, a schedule that fits."""

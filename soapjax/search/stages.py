@@ -158,7 +158,7 @@ def search_stages(
     done, stopped = 0, "proposals"
 
     def better(a: Priced, b: Priced | None) -> bool:
-        return b is None or (not a.is_feasible, a.cost) < (not b.is_feasible, b.cost)
+        return b is None or a.rank < b.rank
 
     try:
         with interrupts.searching():
@@ -179,7 +179,7 @@ def search_stages(
         value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
         remedy = "ask for another number of stages or micro-batches, or for more devices"
         raise SoapjaxError(Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy))
-    seeds = sorted(by_stages.values(), key=lambda p: (not p.is_feasible, p.cost))[:CHAINS]
+    seeds = sorted(by_stages.values(), key=lambda p: p.rank)[:CHAINS]
     best, reference = seeds[0], seeds[0].cost
     rng = np.random.default_rng(seed)
     share = None if num_proposals is None else -(-num_proposals // len(seeds))

@@ -16,17 +16,17 @@ import jax
 import numpy as np
 from jax import Array
 
-from soapjax.costs.conversion import COLLECTIVES, ConversionCost
-from soapjax.costs.evaluate import Asked, Costs, stages
+from soapjax.costs.evaluate import LANES, Costs, Evaluator
 from soapjax.costs.itemize import sent_parts
+from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables import CostTables
-from soapjax.simulate.batched import simulate_batch
+from soapjax.costs.whole import Evaluated
+from soapjax.jit.programs import Program, threads
 from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
-from soapjax.simulate.programs import Program, side_by_side
 from soapjax.simulate.schedule import Schedule, schedule_of
-from soapjax.simulate.trace import ItemArrays, item_arrays
+from soapjax.simulate.walk import ItemRecords, ItemSizes, item_records, program
 from soapjax.strategy.plan import Prediction, StrategyFigures
 from soapjax.strategy.strategy import Strategy
 
@@ -42,27 +42,24 @@ class Scores(NamedTuple):
     sent_bytes: Array  # [B]: in a step, by the device that sends most
 
 
-BATCH = 32  # strategies that a search asks for at once
-# Strategies per call of the program: one size, so that it is traced and compiled once. Two calls side by side take three quarters
-# of the time of one of twice the size, which leaves the caches, and of which XLA splits only some loops.
-AT_ONCE = 16
+BATCH = 2 * LANES  # strategies that a search asks for at once: two calls, side by side
 
 
 class Batch(NamedTuple):
-    """Of B strategies: their scores, as NumPy arrays, and their costs, row by row."""
+    """Of B strategies: their scores, as NumPy arrays, and all that was found."""
 
     scores: Scores
-    parts: list[Costs]  # of AT_ONCE strategies each
+    evaluator: Evaluator
+    parts: list[Evaluated]  # of LANES strategies each
 
     def costs(self, i: int) -> Costs:
         """Of the strategy number i, as NumPy arrays."""
-        part, row = divmod(i, AT_ONCE)
-        return jax.tree.map(lambda x: np.asarray(x)[row], self.parts[part])
+        return self.evaluator.costs(self.parts[i // LANES], i % LANES)
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(BATCH // AT_ONCE, thread_name_prefix="simulator")
+    return ThreadPoolExecutor(BATCH // LANES, thread_name_prefix="simulator")
 
 
 class Simulator:
@@ -72,46 +69,59 @@ class Simulator:
         self.tables = tables
         self.schedule = schedule_of(tables)
         self.items = items_of(tables, self.schedule)
-        self.item_arrays = item_arrays(self.items)
-        parts = stages(tables, is_batched=True)
-        # Three programs: while one is compiled, the next is traced, and two take less time than one of twice the size.
-        self._ask, self._convert = Program(parts.ask, is_urgent=True), Program(parts.convert, is_urgent=True)
-        self._pay, self._finish = parts.pay, Program(self._scores_and_costs, is_urgent=True)
-        self._preparing = threading.Lock()
         self.compile_s = 0.0  # that the programs took to trace, and to compile or to load; 0 before the first call
+        self._preparing = threading.Lock()
+
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """The cost program on this problem."""
+        return Evaluator(self.tables)
+
+    @functools.cached_property
+    def item_records(self) -> tuple[ItemRecords, ItemSizes]:
+        b = self.evaluator.bucket
+        records, sizes = item_records(self.items, self.tables, b.tasks, b.rows)
+        return jax.device_put(records), sizes
+
+    @property
+    def _walk(self) -> tuple[ItemRecords, Program]:
+        records, sizes = self.item_records
+        return records, program(sizes, self.tables.space.offers_pins)
 
     def batch(self, axes: Array, storage: Array) -> Batch:
         """Scores and costs of B strategies int8 [B, N, A] and [B, N]; any number, at least one."""
-        found = self._by_parts(lambda scores, costs: (scores, costs), axes, storage)
-        return Batch(_joined([scores for scores, _ in found], len(axes)), [costs for _, costs in found])
+        found = self._by_parts(lambda scores, of: (scores, of), axes, storage)
+        return Batch(_joined([scores for scores, _ in found], len(axes)), self.evaluator, [of for _, of in found])
 
-    def _by_parts(self, keep: Callable[[Scores, Costs], T], axes: Array, storage: Array) -> list[T]:
-        """What `keep` makes of scores and costs of AT_ONCE strategies each; the last one repeated."""
+    def _by_parts(self, keep: Callable[[Scores, Evaluated], T], axes: Array, storage: Array) -> list[T]:
+        """What `keep` makes of scores and costs of LANES strategies each."""
         axes, storage = np.asarray(axes), np.asarray(storage)
-        rows = np.minimum(np.arange(-(-len(axes) // AT_ONCE) * AT_ONCE), len(axes) - 1).reshape(-1, AT_ONCE)
-        self._prepare(axes[rows[0]], storage[rows[0]])  # here: what the caller's thread says of devices holds
-        return list(_pool().map(lambda part: keep(*jax.block_until_ready(self._judged(axes[part], storage[part]))), rows))
+        parts = [(axes[k : k + LANES], storage[k : k + LANES]) for k in range(0, len(axes), LANES)]
+        self.prepare()  # here: what the caller's thread says of devices holds
+        return list(_pool().map(lambda part: keep(*self._judged(*part)), parts))
 
-    def _prepare(self, axes: np.ndarray, storage: np.ndarray) -> None:
+    def prepare(self) -> None:
+        """Compiles, or loads, the programs that are not there yet."""
         with self._preparing:
             if self.compile_s:
                 return
             begin = time.monotonic()
-            with side_by_side() as prepare:
-                of = prepare(self._ask, axes, storage)
-                prepare(self._finish, self.item_arrays, axes, of, prepare(self._convert, of.source, of.wanted))
+            (items, walk), evaluator = self._walk, self.evaluator
+            b = evaluator.bucket
+            sizes = ((b.tasks + 1, LANES), (b.rows + 1, b.levels, LANES))
+            groups = max(b.groups, 1)
+            on = [jax.ShapeDtypeStruct((n, groups, LANES), bool) for n in (b.tasks + 1, b.rows + 1)]
+            with threads(1) as other:
+                waiting = other.submit(walk.prepare, items, *(jax.ShapeDtypeStruct(x, np.float32) for x in sizes), *on)
+                evaluator.prepare()
+                waiting.result()
             self.compile_s = time.monotonic() - begin
 
-    def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Costs]:
-        of = self._ask(axes, storage)
-        return self._finish(self.item_arrays, axes, of, self._convert(of.source, of.wanted))
-
-    def _scores_and_costs(self, items: ItemArrays, axes: Array, of: Asked, every: ConversionCost) -> tuple[Scores, Costs]:
-        costs = self._pay(axes, of, every)
-        on = None if costs.holders is None else self.items.holders(costs.holders)
-        overlap = self.tables.topology.device.overlap
-        times = simulate_batch(items, self.items.durations(costs.durations), overlap=overlap, on=on)
-        return Scores(times, costs.memory_bytes[:, 3], costs.penalty, costs.sent_bytes), costs
+    def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Evaluated]:
+        items, walk = self._walk
+        of = self.evaluator(axes, storage)
+        times = walk(items, of.compute_s, of.rows.paid_s, of.on_compute, of.rows.on)
+        return Scores(*(np.asarray(x) for x in (times, np.asarray(of.memory_bytes)[3], of.violations, of.sent_bytes))), of
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""

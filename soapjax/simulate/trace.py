@@ -9,186 +9,146 @@ path from it to the end of the phase (the *adjoint*). Then for any item
 
 and of the crossing pairs of an item before and one after that waits for it. So a change of a few items is
 simulated from the first of them to the last, and closed by the adjoint (window.py). Times count from the phase's start: a barrier
-lets no state pass, and the phases' lengths add up.
+lets no state pass, and the phases' lengths add up. What a trace is of may change in a few items: it is then made anew from the
+first of them on forward, and from the last on backward.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from soapjax.costs.indexing import put_row
-from soapjax.costs.indexing import row as row_of
-from soapjax.simulate.items import NONE, Items
-from soapjax.simulate.kernel import as_one_kernel
+from soapjax.jit.kernel import put, row
+from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 
-
-class ItemArrays(NamedTuple):
-    """`Items` on the device; T items and one behind them that means "none", F phases."""
-
-    index: Array  # int32 [T]: row of the figures of a strategy (items.py)
-    predecessor: Array  # int32 [T + 1]: T where there is none
-    is_link: Array  # bool [T]
-    is_compute: Array  # bool [T + 1]
-    is_barrier: Array  # bool [T]
-    phase: Array  # int32 [T]
-    phase_end: Array  # int32 [F]: the item behind the phase's last
-    slot: Array  # int32 [T + 1]: where a window keeps its end; the last slot for those that nobody waits for
-    num_slots: Array  # [V, 0]: its shape counts the slots
-    of_compute: Array  # int32 [K + 1], T for the pad; and so on
-    of_convert: Array  # int32 [E + 1]
-    of_resolve: Array  # int32 [T' + 1]
-    of_sum: Array  # int32 [S + 1]
-
-
-def item_arrays(items: Items) -> ItemArrays:
-    n = items.num_items
-    predecessor = np.append(np.where(items.predecessor == NONE, n, items.predecessor), n).astype(np.int32)
-    slot, num_slots = _slots(items, predecessor)
-    phase = np.cumsum(items.is_barrier) - items.is_barrier
-    phase_end = np.append(np.flatnonzero(items.is_barrier), n)
-    # Each kind of figure has a pad row in a strategy's figures, and so a pad row here.
-    sizes = [len(x) + 1 for x in (items.of_compute, items.of_sum, items.of_resolve, items.of_convert)]
-
-    def ints(x: np.ndarray) -> np.ndarray:
-        return np.asarray(x, np.int32)
-
-    arrays = ItemArrays(
-        ints(items.index(*sizes)), ints(predecessor), items.is_link, np.append(items.is_compute, False), items.is_barrier,
-        ints(phase), ints(phase_end), ints(slot), np.zeros((num_slots, 0), np.float32),
-        *(ints(np.append(x, n)) for x in (items.of_compute, items.of_convert, items.of_resolve, items.of_sum)),
-    )  # fmt: skip
-    return jax.device_put(arrays)  # jnp.asarray compiles a program for every shape
-
-
-def _slots(items: Items, predecessor: np.ndarray) -> tuple[np.ndarray, int]:
-    """A place for every end, used again once nobody waits for it: (place [T + 1], how many places)."""
-    n = items.num_items
-    last_use = np.full(n + 1, -1, np.int64)
-    for t in range(n - 1, -1, -1):
-        # An item of no duration passes its predecessor's end on to its own readers.
-        last_use[predecessor[t]] = max(last_use[predecessor[t]], t, last_use[t])
-    slot, free, expiring, count = np.full(n + 1, -1, np.int64), [], {}, 0
-    for t in range(n):
-        free += expiring.pop(t, [])
-        if last_use[t] >= 0:
-            if not free:
-                free, count = [count], count + 1
-            slot[t] = free.pop()
-            expiring.setdefault(int(last_use[t]), []).append(int(slot[t]))
-    slot[slot < 0] = count
-    return slot, count + 1
+NEVER = -jnp.inf
 
 
 class Trace(NamedTuple):
-    """Of one strategy; S streams, G groups of devices, 1 without pins."""
+    """Of one strategy; S streams, G groups of devices that pins tell apart, left out without pins."""
 
-    seconds: Array  # [T, S]
-    on: Array | None  # bool [T, G]: who takes part; None without pins
-    takes_time: Array  # bool [T]
-    root: Array  # int32 [T + 1]: the item itself where it computes or takes time, else the root of its predecessor; T for nobody
-    is_root: Array  # bool [T + 1]
-    is_asked: Array  # bool [T + 1]: a compute item whose end some communication that takes time waits for
     end: Array  # [T + 1]: 0 for nobody
-    free: Array  # [T, S, G]: before the item
-    gathered: Array  # [T]: what the accumulator holds, before the item
-    rest_of_free: Array  # [T, S, G]: longest path to the phase's end from a stream, after the item; and so on
-    rest_of_gathered: Array  # [T]
-    rest_of_begin: Array  # [T]: from the end of what the item waits for
+    free: Array  # [T + 1, S(, G)]: before the item
+    gathered: Array  # [T + 1]: what the accumulator holds, before the item
+    rest_of_free: Array  # [T + 1, S(, G)]: longest path to the phase's end from a stream, after the item; and so on
+    rest_of_gathered: Array  # [T + 1]
+    rest_of_begin: Array  # [T + 1]: from the end of what the item waits for
     length: Array  # [F]
 
 
-def occupied(stage: int, overlap: bool) -> tuple[int, ...]:
-    """The streams that stage `stage` of an item occupies."""
-    return (stage,) if overlap or stage == 0 else (0, stage)
+class Figures(NamedTuple):
+    """What items take: seconds [K + 1] of tasks and [X + 1, L] of rows as they are paid, and who takes part [.., G], or None."""
+
+    compute_s: Array
+    paid_s: Array
+    on_compute: Array | None
+    on_rows: Array | None
 
 
-def trace(items: ItemArrays, seconds: Array, on: Array | None, *, overlap: bool) -> Trace:
-    """The trace of a strategy with `seconds` [T, S] and, with pins, `on` bool [T, G] of every item. Pure."""
-    n, num_streams = seconds.shape
-    groups, dtype, num_phases = 1 if on is None else on.shape[1], seconds.dtype, len(items.phase_end)
-    takes_time = (seconds > 0).any(1)
+def no_trace(num_items: int, num_levels: int, groups: int) -> Trace:
+    """To be made anew from the first item on; `groups` is 0 without pins."""
+    streams = (num_items + 1, 1 + num_levels, *((groups,) if groups else ()))
+    line, free = jnp.zeros(num_items + 1), jnp.zeros(streams)
+    return Trace(line, free, line, free, line + NEVER, line, jnp.zeros(MAX_PHASES))
 
-    def forward(items: ItemArrays, seconds: Array, on: Array | None, takes_time: Array):
-        def body(t: Array, state):
-            free, gathered, kept_free, kept_gathered, end, root_of_last, ends, root, asked, length = state
-            # What a loop reads at one place and writes at another it writes first, one item late: XLA then copies no array.
-            before = jnp.where(t > 0, t - 1, n)
-            ends, root = put_row(ends, before, end), put_row(root, before, root_of_last)
-            kept_free = put_row(kept_free, t, free)
-            kept_gathered = put_row(kept_gathered, t, gathered)
-            p, is_compute, is_barrier = row_of(items.predecessor, t), row_of(items.is_compute, t), row_of(items.is_barrier, t)
-            timed, waits_for = row_of(takes_time, t), row_of(root, p)
-            end = jnp.where(is_compute, gathered, row_of(ends, p))
-            held = np.ones(1, bool) if on is None else row_of(on, t)
-            streams = [free[s] for s in range(num_streams)]
-            for s in range(num_streams):
-                d, used = row_of(seconds, t)[s], occupied(s, overlap)
-                latest = end
-                for u in used:
-                    for g in range(groups):
-                        latest = jnp.maximum(latest, jnp.where(held[g], streams[u][g], 0))
-                end = jnp.where(d > 0, latest + d, end)
-                for u in used:
-                    streams[u] = jnp.where((d > 0) & held, end, streams[u])
-            latest = streams[0][0]
-            for stream in streams:
-                for g in range(groups):
-                    latest = jnp.maximum(latest, stream[g])
-            length = put_row(length, row_of(items.phase, t), latest)
-            asked = put_row(asked, jnp.where(timed & ~is_compute & row_of(items.is_compute, waits_for), waits_for, n), True)
-            root_of_last = jnp.where(timed | is_compute, t, waits_for)
-            gathered = jnp.where(row_of(items.is_link, t), jnp.maximum(gathered, end), jnp.where(is_compute, 0, gathered))
-            free = jnp.where(is_barrier, 0, jnp.stack(streams))
-            return free, jnp.where(is_barrier, 0, gathered), kept_free, kept_gathered, end, root_of_last, ends, root, asked, length
 
-        state = (
-            jnp.zeros((num_streams, groups), dtype), jnp.zeros((), dtype), jnp.zeros((n, num_streams, groups), dtype),
-            jnp.zeros(n, dtype), jnp.zeros((), dtype), jnp.int32(n), jnp.zeros(n + 1, dtype), jnp.full(n + 1, n, jnp.int32),
-            jnp.zeros(n + 1, bool), jnp.zeros(num_phases, dtype),
-        )  # fmt: skip
-        _, _, kept_free, kept_gathered, end, root_of_last, ends, root, asked, length = jax.lax.fori_loop(0, n, body, state)
-        return kept_free, kept_gathered, put_row(ends, n - 1, end), put_row(root, n - 1, root_of_last), asked, length
+def figures_of_item(of: Figures, item: Array) -> tuple[list[Array], Array | None]:
+    """Seconds per stream of one item, and who takes part."""
+    is_compute, source = item[1] != 0, item[6]
+    task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, of.paid_s.shape[0] - 1, source)
+    seconds = row(of.paid_s, sent)
+    own = [jnp.where(is_compute, row(of.compute_s, task), 0.0), *(seconds[lv] for lv in range(seconds.shape[0]))]
+    if of.on_rows is None:
+        return own, None
+    return own, jnp.where(is_compute, row(of.on_compute, task), row(of.on_rows, sent))
 
-    def backward(items: ItemArrays, seconds: Array, on: Array | None):
-        def body(i: Array, state):
-            free, gathered, path, waits_for, rest_free, rest_gathered, rest_begin, rest_end = state
-            t = n - 1 - i
-            rest_end = put_row(rest_end, waits_for, jnp.maximum(row_of(rest_end, waits_for), path))
-            rest_free = put_row(rest_free, t, free)
-            rest_gathered = put_row(rest_gathered, t, gathered)
-            p, is_compute, is_barrier = row_of(items.predecessor, t), row_of(items.is_compute, t), row_of(items.is_barrier, t)
-            held = np.ones(1, bool) if on is None else row_of(on, t)
-            path = row_of(rest_end, t)
-            path = jnp.where(row_of(items.is_link, t), jnp.maximum(path, gathered), path)
-            streams = [free[s] for s in range(num_streams)]
-            for s in reversed(range(num_streams)):
-                d, used = row_of(seconds, t)[s], occupied(s, overlap)
-                longest = path
-                for u in used:
-                    for g in range(groups):
-                        longest = jnp.maximum(longest, jnp.where(held[g], streams[u][g], -jnp.inf))
-                path = jnp.where(d > 0, longest + d, path)
-                for u in used:
-                    streams[u] = jnp.where((d > 0) & held, path, streams[u])
-            # A compute item begins when the accumulator is there, and empties it.
-            gathered = jnp.where(is_compute, path, gathered)
-            rest_begin = put_row(rest_begin, t, path)
-            free = jnp.where(is_barrier, 0, jnp.stack(streams))
-            return free, jnp.where(is_barrier, -jnp.inf, gathered), path, p, rest_free, rest_gathered, rest_begin, rest_end
 
-        never = jnp.full((), -jnp.inf, dtype)
-        state = (
-            jnp.zeros((num_streams, groups), dtype), never, never, jnp.int32(n), jnp.zeros((n, num_streams, groups), dtype),
-            jnp.zeros(n, dtype), jnp.zeros(n, dtype), jnp.full(n + 1, -jnp.inf, dtype),
-        )  # fmt: skip
-        return jax.lax.fori_loop(0, n, body, state)[4:7]
+def latest_of(free: list[Array], pins: bool) -> Array:
+    found = free[0]
+    for stream in free[1:]:
+        found = jnp.maximum(found, stream)
+    return found.max(0) if pins else found
 
-    free, gathered, end, root, asked, length = as_one_kernel(forward)(items, seconds, on, takes_time)
-    is_root = root == jnp.arange(n + 1)
-    rest = as_one_kernel(backward)(items, seconds, on)
-    return Trace(seconds, on, takes_time, root, is_root, asked, end, free, gathered, *rest, length)
+
+def forward(items: ItemRecords, of: Figures, old: Trace, first: Array, count: Array) -> tuple[Array, ...]:
+    """(end, free, gathered, length) of `Trace` from item `first` on, up to item `count`."""
+    pins, nobody = of.on_rows is not None, items.item.shape[0] - 1
+
+    def body(t: Array, state: tuple) -> tuple:
+        free, gathered, end, ends, kept_free, kept_gathered, length = state
+        # What a loop reads at one place and writes at another it writes first, one item late: XLA then copies no array.
+        late = jnp.where(t > first, t - 1, nobody)
+        ends = put(ends, late, jnp.where(t > first, end, 0.0))
+        kept_free, kept_gathered = put(kept_free, t, free), put(kept_gathered, t, gathered)
+        item = row(items.item, t)
+        is_compute, is_link, is_barrier = (item[i] != 0 for i in (1, 2, 3))
+        own, on = figures_of_item(of, item)
+        start = jnp.where(is_compute, gathered, row(ends, item[0]))
+        streams, end = stream_times([free[s] for s in range(free.shape[0])], start, own, items.overlap, on, 0.0)
+        length = put(length, item[4], latest_of(streams, pins))
+        gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
+        free = jnp.where(is_barrier, 0.0, jnp.stack(streams))
+        return free, jnp.where(is_barrier, 0.0, gathered), end, ends, kept_free, kept_gathered, length
+
+    start = (row(old.free, first), row(old.gathered, first), jnp.zeros((), old.end.dtype), old.end, old.free, old.gathered, old.length)
+    _, _, end, ends, free, gathered, length = lax.fori_loop(first, count, body, start)
+    last = jnp.where(count > first, count - 1, nobody)
+    return put(ends, last, jnp.where(count > first, end, 0.0)), free, gathered, length
+
+
+def backward(items: ItemRecords, of: Figures, old: Trace, last: Array, stop: Array) -> tuple[Array, ...]:
+    """(rest_of_free, rest_of_gathered, rest_of_begin) of `Trace` from item `last` down to item `stop`."""
+    nobody = items.item.shape[0] - 1
+
+    def body(i: Array, state: tuple) -> tuple:
+        free, gathered, path, rest_free, rest_gathered, rest_begin = state
+        t = last - i
+        rest_begin = put(rest_begin, jnp.where(i > 0, t + 1, nobody), jnp.where(i > 0, path, 0.0))
+        rest_free, rest_gathered = put(rest_free, t, free), put(rest_gathered, t, gathered)
+        item = row(items.item, t)
+        is_compute, is_link, is_barrier = (item[j] != 0 for j in (1, 2, 3))
+
+        def reader(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            c, path = state
+            return row(items.previous_reader, c), jnp.maximum(path, row(rest_begin, c))
+
+        never = jnp.full((), NEVER, path.dtype)
+        _, path = lax.while_loop(lambda x: x[0] >= 0, reader, (row(items.last_reader, t), never))
+        path = jnp.where(is_link, jnp.maximum(path, gathered), path)
+        own, on = figures_of_item(of, item)
+        streams = [free[s] for s in range(free.shape[0])]
+        for s in reversed(range(len(streams))):
+            takes = own[s] > 0
+            used = (s,) if s == 0 else (s, 0)
+            longest = path
+            for u in used:
+                of_stream = streams[u] if on is None else jnp.where(on, streams[u], NEVER).max(0)
+                longest = jnp.maximum(longest, of_stream if u == s else jnp.where(items.overlap, NEVER, of_stream))
+            path = jnp.where(takes, longest + own[s], path)
+            for u in used:
+                does = takes if u == s else takes & ~items.overlap
+                streams[u] = jnp.where(does if on is None else does & on, path, streams[u])
+        # A compute item begins when the accumulator is there, and empties it.
+        gathered = jnp.where(is_compute, path, gathered)
+        free = jnp.where(is_barrier, 0.0, jnp.stack(streams))
+        return free, jnp.where(is_barrier, NEVER, gathered), path, rest_free, rest_gathered, rest_begin
+
+    count = jnp.maximum(last - stop + 1, 0)
+    zero = jnp.zeros((), old.end.dtype)
+    begin = row(old.rest_of_free, jnp.maximum(last, 0)), row(old.rest_of_gathered, jnp.maximum(last, 0))
+    start = (*begin, zero, old.rest_of_free, old.rest_of_gathered, old.rest_of_begin)
+    _, _, path, rest_free, rest_gathered, rest_begin = lax.fori_loop(0, count, body, start)
+    return rest_free, rest_gathered, put(rest_begin, jnp.where(count > 0, last - count + 1, nobody), jnp.where(count > 0, path, 0.0))
+
+
+def traced(items: ItemRecords, of: Figures, old: Trace, first: Array, last: Array, is_wanted: Array) -> Trace:
+    """The trace of what takes `of`, where `old` is of the same but for items from `first` to `last`; `old` unless `is_wanted`.
+
+    The last item's rests are those of a phase's end.
+    """
+    end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.count, first))
+    rests = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
+    return Trace(end, free, gathered, *rests, length)
+

@@ -7,11 +7,12 @@ import pytest
 from families import family
 from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
-from soapjax.costs.conversion import COLLECTIVES
-from soapjax.costs.evaluate import evaluator, own_costs
+from soapjax.costs.evaluate import Evaluator, costs_of
 from soapjax.costs.itemize import sent_items
+from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.tables import cost_tables
 from soapjax.graph.phases import BACKWARD, FORWARD
+from soapjax.jit import programs
 from soapjax.strategy.layout import PARTIAL, divides
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -175,23 +176,11 @@ def test_a_batch_is_the_strategies_one_by_one(model, topology, pins):
     tables, rng = cost_tables(graph, space, place), np.random.default_rng(8)
     strategies = [space.random(rng) for _ in range(3)]
     axes, storage = np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
-    together, alone = jax.jit(evaluator(tables, is_batched=True))(axes, storage), jax.jit(evaluator(tables))
+    evaluator = Evaluator(tables)
+    together = evaluator(axes, storage)
     for b, s in enumerate(strategies):
-        one = alone(s.axes, s.storage)
-        jax.tree.map(lambda x, y, b=b: np.testing.assert_allclose(x[b], y, rtol=1e-6, atol=1e-9), together, one)
-
-
-@pytest.mark.parametrize("model, topology", [("lenet", "dgx1_v100x8"), ("mlp_of_sixes", "2x6")])
-def test_what_depends_on_one_operator_is_the_evaluators(model, topology):
-    c = case(model, topology)
-    rng = np.random.default_rng(5)
-    strategies = [c.space.random(rng) for _ in range(4)]
-    axes, storage = (np.stack([getattr(s, name) for s in strategies]) for name in ("axes", "storage"))
-    expected = jax.jit(evaluator(c.simulator.tables, is_batched=True))(axes, storage)
-    slots, compute_s, sum_s = jax.jit(lambda a, s: own_costs(c.simulator.tables, a, s))(axes, storage)
-    np.testing.assert_array_equal(slots, expected.layouts.slots)
-    np.testing.assert_allclose(compute_s, expected.durations.compute_s, rtol=1e-6)
-    np.testing.assert_allclose(sum_s, expected.durations.sum_s, rtol=1e-6)
+        one = costs_of(tables, s.axes, s.storage)
+        jax.tree.map(np.testing.assert_array_equal, evaluator.costs(together, b), one)
 
 
 @names
@@ -283,8 +272,10 @@ def test_fixed_layouts_are_kept_and_costed():
     assert costs.bytes_by_collective[0, COLLECTIVES.index("all-gather")] == 4 * 64 * 64 * (7 / 8 + 1 / 2)
 
 
-def test_one_trace_for_many_strategies():
-    c = case("mlp", "a100x8")
-    for seed in range(20):
-        c.figures(c.strategies(seed, 3))
-    assert c._batch._cache_size() == 1
+def test_one_program_for_many_problems(monkeypatch):
+    """The next problem of a bucket, of any model and topology, is judged by what was compiled for another."""
+    case("mlp", "a100x8").simulator.prepare()
+    monkeypatch.setattr(programs, "_by_compiler", lambda *_: pytest.fail("compiled again"))
+    for model, topology in (("lm", "a100x8"), ("mlp_of_sixes", "2x6"), ("casts", "a100x8")):
+        c = case(model, topology)
+        c.figures(c.strategies(0, 3))

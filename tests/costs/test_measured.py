@@ -2,21 +2,18 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
 from problems import graph_of, topology_of
 
-from soapjax.costs.evaluate import evaluator
 from soapjax.costs.fit import fitted_rates
 from soapjax.costs.measured import degrees_behind, local_task, visible_dims
 from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
 from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.profiling import asked_degrees, compute_figures, requests_of, scaled_prediction
 from soapjax.search.baselines import data_parallel_strategy
-from soapjax.search.neighbourhood import Neighbourhoods
+from soapjax.search.engine import Engine
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -84,13 +81,10 @@ def test_a_measured_task_costs_what_was_measured(model):
         assert set(figures) == {"measured"} and shares == {"measured": 1.0}
 
 
-@pytest.mark.parametrize("model", family(["mlp", "lm_scan"], slow=["mlp", "lm_scan"]))
+@pytest.mark.parametrize("model", ["mlp", "lm_scan"])
 def test_the_exact_delta_sees_the_measurements_too(model):
     problem, strategies = measured_problem(model)
-    near = Neighbourhoods(problem)
-    evaluate = evaluator(problem.simulator.tables)
-    position = jax.jit(lambda t, axes, storage: near.position(t, evaluate(axes, storage), axes, storage))
-    judge = jax.jit(near.judge)
+    engine = Engine(problem)
     rng = np.random.default_rng(3)
     for n in rng.permutation(problem.graph.num_operators)[:4]:
         base = strategies[1]
@@ -100,9 +94,8 @@ def test_the_exact_delta_sees_the_measurements_too(model):
             axes, storage = base.axes.copy(), base.storage.copy()
             axes[n], storage[n] = d.axes[n], d.storage[n]
             changed.append(Strategy(axes, storage))
-        at = position(near.tables, base.axes, base.storage)
         axes, storage = np.stack([d.axes[n] for d in drawn]), np.stack([d.storage[n] for d in drawn])
-        found = judge(near.tables, at, jnp.int32(n), axes, storage)
+        found = engine.judged(engine.at(base), int(n), axes, storage)
         np.testing.assert_allclose(found.step_time_s, problem.simulator.step_times(changed).step_time_s, rtol=1e-5)
 
 

@@ -10,8 +10,10 @@ from jax import lax
 from jax.sharding import Mesh
 from planned import Case
 
-from soapjax.costs.conversion import COLLECTIVES, Links
-from soapjax.costs.halos import halo_cost, halo_cost_plainly
+from soapjax.costs.halos import halo_cost_plainly
+from soapjax.costs.links import Links
+from soapjax.costs.reshard import halos, network_of
+from soapjax.costs.sets import encoded, mesh_of
 from soapjax.execute.collectives import collectives_of
 from soapjax.execute.heavy import run_heavy
 from soapjax.execute.spmd import bind_plan
@@ -110,11 +112,16 @@ def test_jitted_cost_equals_the_plain_one():
     rng = np.random.default_rng(0)
     layouts = rng.choice([HALO, HALO - 1, HALO - 2, 0, REPLICATED], size=(200, 4)).astype(np.int8)
     sizes = rng.uniform(1e3, 1e6, 200).astype(np.float32)
-    found = halo_cost(jnp.asarray(layouts), jnp.asarray(sizes), links, 3)
+    # Borders along the k-th spatial dim stand in column 1 + k.
+    inner = encoded(np.where(layouts <= HALO, 1 + HALO - layouts.astype(int), layouts), 4, False)
+    found_s, found = jax.jit(halos, static_argnums=4)(
+        mesh_of(links.axis_sizes), network_of(links, links.num_levels), inner.T, sizes, 4
+    )  # fmt: skip
     for i, (layout, size) in enumerate(zip(layouts, sizes, strict=True)):
         seconds, sent = halo_cost_plainly(layout, float(size), links)
-        np.testing.assert_allclose(found.seconds[i], seconds, rtol=1e-6)
-        np.testing.assert_allclose(found.bytes[i], [sent[k] for k in COLLECTIVES], rtol=1e-6)
+        np.testing.assert_allclose(found_s[:, i], seconds, rtol=1e-6)
+        assert {k for k, x in sent.items() if x} <= {"collective-permute"}
+        np.testing.assert_allclose(found[i], sent["collective-permute"], rtol=1e-6)
     along, others = [HALO, REPLICATED, 0, REPLICATED], 3
     seconds, sent = halo_cost_plainly(along, 6e5, links)
     assert sent["collective-permute"] == 6e5 / others

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.costs.conversion import Links
+from soapjax.costs.links import Links
 from soapjax.costs.plain_conversion import conversion_cost_plainly
 from soapjax.execute.collectives import collectives_of
 from soapjax.execute.heavy import partition_spec

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import pytest
 import soapjax
 from soapjax.planning import planning_problem
 from soapjax.search.baselines import BASELINES
-from soapjax.search.chain import Walker, exchange
-from soapjax.search.mcmc import NUM_CHAINS, WITHOUT_PINS, Engine, mcmc
-from soapjax.search.moves import State, leap
+from soapjax.search.chain import LANES, MOST_BLOCKS, Walker, draws, exchange
+from soapjax.search.engine import Engine
+from soapjax.search.mcmc import NUM_CHAINS, TIME_DECIDED, WITHOUT_PINS, mcmc
+from soapjax.search.moves import NUM_UNIFORMS, State, leap, move_tables
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import load_topology
@@ -63,12 +65,14 @@ def test_leaps_are_symmetric(tiny):
     """The density of going from a to b equals that of going back, estimated over many draws for every pair of states."""
     states = enumerate_states(tiny)
     index = {s.axes.tobytes(): i for i, s in enumerate(states)}
-    propose = jax.jit(jax.vmap(leap(tiny.space), (0, None)))
+    moves = move_tables(tiny.space, tiny.graph.num_operators, tiny.space.num_axes, tiny.space.allowed.shape[2] - 1, 16)
+    propose = jax.jit(jax.vmap(lambda u, s: leap(moves, u, s, pins=False), (0, None)))
+    moves = jax.device_put(moves)
     draws = 20_000
     density = np.zeros((len(states), len(states)))
     for i, s in enumerate(states):
-        keys = jax.random.split(jax.random.key(i), draws)
-        proposed = np.asarray(propose(keys, State(jnp.asarray(s.axes), jnp.asarray(s.storage))).axes)
+        uniforms = jax.random.uniform(jax.random.key(i), (draws, NUM_UNIFORMS))
+        proposed = np.asarray(propose(uniforms, State(jnp.asarray(s.axes), jnp.asarray(s.storage))).axes)
         assert all(x.tobytes() in index for x in proposed)
         density[i] = np.bincount([index[x.tobytes()] for x in proposed], minlength=len(states)) / draws
     error = np.abs(density - density.T)
@@ -89,14 +93,14 @@ def test_chain_has_the_boltzmann_distribution(tiny):
     engine = Engine(tiny, reference_s)
     index = {s.axes.tobytes(): i for i, s in enumerate(states)}
     counts = np.zeros(len(states))
-    walker = engine.walker(strategies[0], cost[0] / reference_s)
+    walker, rng = engine.walker(strategies[0], cost[0] / reference_s), np.random.default_rng(3)
     for k in range(1500):
-        walker = engine.walk(jax.random.key(3), beta, walker, 3 * k, 3)
+        walker = engine.walk(rng, beta, walker, 3)
         if k % 2:
-            walker = engine.leap(jax.random.key(10_000 + k), beta, walker)
-        if k >= 20:
-            counts[index[np.asarray(walker.at.base.axes).tobytes()]] += 1
-        assert float(walker.cost) == pytest.approx(cost[index[np.asarray(walker.at.base.axes).tobytes()]] / reference_s, rel=1e-5)
+            walker = engine.leap(rng, beta, walker)
+        now = index[engine.strategy(State(walker.at.base.axes, walker.at.base.storage)).axes.tobytes()]
+        counts[now] += k >= 20
+        assert float(walker.cost) == pytest.approx(cost[now] / reference_s, rel=1e-5)
     found = counts / counts.sum()
     assert np.abs(found - wanted).sum() / 2 < 0.08, (found, wanted)
 
@@ -106,37 +110,43 @@ def test_chain_is_the_plain_one(step_problem):
     base = BASELINES["data_parallel"](jax.random.key(0), step_problem, Budget()).best
     engine = Engine(step_problem, base.cost)
     walker = engine.walker(base.strategy, 1.0)
-    beta, key = 20.0, jax.random.key(7)
-    axes, storage, now, accepted = base.strategy.axes.copy(), base.strategy.storage.copy(), 1.0, 0
+    beta, rng = 20.0, np.random.default_rng(7)
+    keys = np.random.default_rng(7).integers(0, 2**32, (MOST_BLOCKS, 2), np.uint32)
+    axes, storage, now, accepted, taken = base.strategy.axes.copy(), base.strategy.storage.copy(), 1.0, 0, 0
+    num_ops, num_axes = axes.shape
+    drawing = jax.jit(draws)
     for block in range(12):
-        n, candidates, storages, uniforms = (
-            np.asarray(x) for x in engine.draws(jax.random.fold_in(key, block), jnp.asarray(axes), jnp.asarray(storage))
-        )
-        proposals = []
-        for a, s in zip(candidates, storages, strict=True):
+        padded = walker.at.base.axes.at[:num_ops, :num_axes].set(axes), walker.at.base.storage.at[:num_ops].set(storage)
+        drawn = jax.tree.map(np.asarray, drawing(engine.moves, keys[block], *padded))
+        n, proposals = int(drawn.operator), []
+        for a, s in zip(drawn.axes.T[: engine.steps], drawn.storage, strict=False):
             proposed = Strategy(axes.copy(), storage.copy())
-            proposed.axes[n], proposed.storage[n] = a, s
+            proposed.axes[n], proposed.storage[n] = a[:num_axes], s
             proposals.append(proposed)
-        for e, a, s, u in zip(step_problem.evaluate(proposals), candidates, storages, uniforms, strict=True):
+        same = len({c: None for c in drawn.config[: engine.steps].tolist()})
+        assert same == len({p.key() for p in proposals}) <= LANES, "one number for each distinct candidate"
+        for e, u in zip(step_problem.evaluate(proposals), drawn.uniforms, strict=False):
+            taken += 1
             if u < np.exp(min(beta * (now - e.cost / base.cost), 0.0)):
-                axes[n], storage[n], now = a, s, e.cost / base.cost
+                axes, storage, now = e.strategy.axes, e.strategy.storage, e.cost / base.cost
                 accepted += 1
-    walker = engine.walk(key, beta, walker, 0, 12)
-    np.testing.assert_array_equal(walker.at.base.axes, axes)
-    np.testing.assert_array_equal(walker.at.base.storage, storage)
-    assert int(walker.accepted) == accepted > 0
+    walker = engine.walk(rng, beta, walker, 12)
+    found = engine.strategy(State(walker.at.base.axes, walker.at.base.storage))
+    np.testing.assert_array_equal(found.axes, axes)
+    np.testing.assert_array_equal(found.storage, storage)
+    assert int(walker.accepted) == accepted > 0 and int(walker.steps) == taken
     assert float(walker.cost) == pytest.approx(now, rel=1e-5)
-    best = Strategy(np.asarray(walker.best.axes), np.asarray(walker.best.storage))
+    best = engine.strategy(walker.best)
     assert step_problem.evaluate([best])[0].cost / base.cost == pytest.approx(float(walker.best_cost), rel=1e-5)
 
 
 def test_exchange_is_metropolis():
     """Swaps of neighbours happen with min(1, exp((b_i - b_j)(c_i - c_j)))."""
     betas = np.array([10.0, 1.0])
-    cold, hot = (Walker(None, cost, 0, cost, None) for cost in (1.0, 1.1))
-    swapped = sum(exchange(jax.random.key(k), [cold, hot], betas, 0)[0] is hot for k in range(400))
+    cold, hot = (Walker(None, cost, 0, 0, cost, None) for cost in (1.0, 1.1))
+    swapped = sum(exchange(np.random.default_rng(k), [cold, hot], betas, 0)[0] is hot for k in range(400))
     assert abs(swapped / 400 - np.exp(-9 * 0.1)) < 0.1
-    assert exchange(jax.random.key(0), [hot, cold], betas, 0) == [cold, hot], "what is better always gets colder"
+    assert exchange(np.random.default_rng(0), [hot, cold], betas, 0) == [cold, hot], "what is better always gets colder"
 
 
 def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch):
@@ -177,8 +187,8 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
 
     It decides, and notes tell, whether the additive optimum is a start, and when kicks have had their share: neither is so here.
     """
-    monkeypatch.setattr(Engine, "compile_s", lambda self: 0.0)
     monkeypatch.setattr("soapjax.search.mcmc.KICKED_UNTIL", math.inf)
+    Engine(step_problem).prepare()
     key = jax.random.key(2)
     timed = mcmc(key, step_problem, Budget(seconds=4.0, random_start=True))
     assert timed.stopped_by in ("seconds", "converged") and not timed.notes
@@ -188,11 +198,11 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
 
 def test_kicks_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
     """Time that chains cannot have is searched in all the same, for half of the budget at least (then nothing improves)."""
-    monkeypatch.setattr(Engine, "compile_s", lambda self: 99.0)
+    monkeypatch.setattr(Engine, "prepare", lambda self: threading.Event().wait(12))
     monkeypatch.setattr("soapjax.search.mcmc.MAX_FAILED", 1)
     found = mcmc(jax.random.key(2), step_problem, Budget(seconds=8.0, random_start=True))
     assert found.stopped_by in ("seconds", "converged") and found.search_s > 4.0
-    assert found.num_proposals > 2000 and "no chain walked" in found.notes[0]
+    assert found.num_proposals > 2000 and found.notes == (TIME_DECIDED,)
     assert found.best.cost <= mcmc(jax.random.key(2), step_problem, Budget(num_proposals=900, random_start=True)).best.cost
 
 
@@ -207,6 +217,6 @@ def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
     monkeypatch.setattr("soapjax.search.mcmc.additive_start_s", lambda problem: 0.5)
     for seconds, is_tried in ((2.0, True), (1.0, False)):
         found = mcmc(jax.random.key(2), step_problem, Budget(seconds=seconds))
-        assert "additive optimum" in found.notes[0] and found.best.is_feasible
+        assert TIME_DECIDED in found.notes and found.best.is_feasible
         assert len(asked) == is_tried and all(d < float("inf") for d in asked)
         asked.clear()

@@ -1,7 +1,6 @@
 """Event-driven, batched and longest-path simulations give one timeline, on random schedules and on real models."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 from problems import PROBLEMS, SLOW, case, case_with
 
 from soapjax.costs.evaluate import Durations
-from soapjax.simulate.batched import simulate_batch
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 from soapjax.simulate.simulator import Simulator
-from soapjax.simulate.trace import item_arrays, trace
-from soapjax.simulate.window import Changed, window_times
+from soapjax.simulate.trace import Figures, no_trace, traced
+from soapjax.simulate.walk import ItemSizes, makespans, records_of_items
+from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 
 FLOAT32_ERROR = 3e-6  # largest relative difference: 3e-7 on random schedules, 1e-6 on the models; the contract is 1e-5
 FLOAT64_ERROR = 1e-12
@@ -104,22 +103,19 @@ def items_of_schedule(schedule: Schedule) -> tuple[Items, np.ndarray]:
     ), np.array(item_of, np.int32)  # fmt: skip
 
 
-MOST_PHASES = 40
+def records(items: Items, *, overlap: bool, size: int | None = None):
+    """Records of items each of which has figures of its own, by its number; padded, so that there is one trace per shape."""
+    size = size or -(-items.num_items // 200) * 200
+    every = np.arange(items.num_items)
+    of_tasks, of_rows = (np.where(items.is_compute == is_task, every, size) for is_task in (True, False))
+    return records_of_items(items, every, of_tasks, of_rows, ItemSizes(size, size), size, size, overlap=overlap)
 
 
 def padded_items(schedule: Schedule):
-    """(ItemArrays, item of every task, number of items), padded: with the schedule as arguments there is one trace per shape."""
+    """(records, item of every task, number of items)."""
     items, item_of = items_of_schedule(schedule)
-    size = -(-len(items.kind) // 200) * 200
-    fill = size - len(items.kind)
-    items = items._replace(
-        kind=np.append(items.kind, [LINK] * fill).astype(np.int32), source=np.zeros(size, np.int32),
-        predecessor=np.append(items.predecessor, [NONE] * fill).astype(np.int32),
-        is_link=np.append(items.is_link, [True] * fill), is_compute=np.append(items.is_compute, [False] * fill),
-    )  # fmt: skip
-    found = item_arrays(items)
-    phase_end = jnp.full(MOST_PHASES, size, jnp.int32).at[: len(found.phase_end)].set(found.phase_end)
-    return found._replace(phase_end=phase_end, num_slots=jnp.zeros((100, 0))), item_of, size
+    found = records(items, overlap=True)
+    return found, item_of, len(found.item) - 1
 
 
 def on_items(schedule: Schedule, item_of: np.ndarray, size: int, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +127,20 @@ def on_items(schedule: Schedule, item_of: np.ndarray, size: int, durations: np.n
     return seconds, on
 
 
-batched = jax.jit(lambda items, seconds, on: simulate_batch(items, seconds, overlap=True, on=on))
+def figures(seconds, on) -> Figures:
+    """Of items: seconds [.., T, S] and holders [.., T, G] or None, candidates last; and a row of nothing."""
+    def last(x):
+        x = jnp.moveaxis(x, 0, -1) if x.ndim == 3 else x
+        return jnp.concatenate([x, jnp.zeros_like(x[:1])])
+
+    seconds = last(seconds)
+    both = (None, None) if on is None else (last(on),) * 2
+    return Figures(seconds[:, 0], seconds[:, 1:], *both)
+
+
+@jax.jit
+def batched(items, seconds, on):
+    return makespans(items, items.item.shape[0] - 1, *figures(seconds, on))
 
 
 def run_batched(schedule: Schedule, durations) -> np.ndarray:
@@ -141,8 +150,32 @@ def run_batched(schedule: Schedule, durations) -> np.ndarray:
 
 
 @jax.jit
-def windows(items, seconds, on, changed):
-    return window_times(items, trace(items, seconds, on, overlap=True), changed, overlap=True)
+def windows(items, seconds, on, item, new_seconds, new_on):
+    """Step times [B] where items `item` [R] (T for nobody) take `new_seconds` [B, R, S] and `new_on` [B, R, G] in place of theirs."""
+    of, size, rows = figures(seconds, on), items.item.shape[0] - 1, len(item)
+    streams = 1 + of.paid_s.shape[1]
+    trace = no_trace(size, streams - 1, 0 if on is None else on.shape[-1])
+    trace = jax.tree.map(lambda x: x.astype(seconds.dtype), trace)
+    trace = traced(items, of, trace, jnp.int32(0), items.count - 1, jnp.bool_(True))
+    is_task = items.item[item, 1] != 0
+    numbers = jnp.arange(1, rows + 1, dtype=jnp.int32)
+    nobody = jnp.zeros(size + 1, jnp.int32)
+    task_of = nobody.at[jnp.where(is_task, item, size)].set(numbers).at[size].set(0)
+    row_of = nobody.at[jnp.where(is_task, size, item)].set(numbers).at[size].set(0)
+    new = jnp.moveaxis(new_seconds, 0, -1)  # [R, S, B]
+    first_row = jnp.zeros((1, *new.shape[1:]), new.dtype)
+    holding = (None, None)
+    if on is not None:
+        held = jnp.moveaxis(new_on, 0, -1)
+        holding = (held, jnp.concatenate([jnp.zeros_like(held[:1]), held]))
+    full = jnp.concatenate([first_row, new])[:, 1:]
+    changed = Changed(task_of, row_of, new[:, 0], full, jnp.ones((rows + 1, new.shape[-1]), new.dtype), *holding)
+    first, last = no_windows()
+    for t in item:
+        first, last = widened(items, (first, last), t, t < size)
+    around = passing_by(items, trace, first, last)
+    places = jnp.zeros((size + 1, new.shape[-1]), seconds.dtype)
+    return window_times(items, of, trace, changed, first, last, around, places)[0]
 
 
 ROWS = 8
@@ -158,8 +191,7 @@ def run_windows(schedule: Schedule, durations, rng: np.random.Generator) -> tupl
     rows = np.full(ROWS, size, np.int32)
     rows[: len(tasks)] = item_of[tasks]
     inside = np.minimum(rows, size - 1)
-    changed = Changed(rows, seconds[:, inside].transpose(1, 2, 0), on[:, inside].transpose(1, 2, 0))
-    return np.asarray(windows(items, seconds[0], on[0], changed)), mixed
+    return np.asarray(windows(items, seconds[0], on[0], rows, seconds[:, inside], on[:, inside])), mixed
 
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
@@ -233,10 +265,7 @@ def test_windows_without_pins_take_the_time_of_the_whole(overlap, seed):
     """Waits that the order on the compute stream implies, runs of compute items, and what crosses a window's ends."""
     rng, size, streams = np.random.default_rng(seed), 80, 3
     items = random_items(rng, size)
-    found = item_arrays(items)
-    found = found._replace(
-        phase_end=jnp.full(3, size, jnp.int32).at[: len(found.phase_end)].set(found.phase_end), num_slots=jnp.zeros((80, 0))
-    )  # fmt: skip
+    found = records(items, overlap=overlap, size=size)
     seconds = np.exp(rng.uniform(-6, 2, (BATCH, size, streams))) * (rng.random((BATCH, size, 1)) < rng.choice([0.1, 0.5]))
     seconds[..., 0] = np.where(items.is_compute, np.exp(rng.uniform(-6, 2, (BATCH, size))), 0.0)
     seconds[:, items.is_compute, 1:] = 0.0
@@ -246,20 +275,9 @@ def test_windows_without_pins_take_the_time_of_the_whole(overlap, seed):
     mixed = np.repeat(seconds[:1], BATCH, 0)
     mixed[:, rows[rows < size]] = seconds[:, rows[rows < size]]
     with jax.enable_x64(True):
-        whole = without_pins(found, mixed, overlap)
-        changed = Changed(rows, seconds[:, np.minimum(rows, size - 1)].transpose(1, 2, 0), None)
-        np.testing.assert_allclose(windows_without_pins(found, mixed[0], changed, overlap), whole, rtol=FLOAT64_ERROR)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def without_pins(items, seconds, overlap):
-    return simulate_batch(items, seconds, overlap=overlap)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def windows_without_pins(items, seconds, changed, overlap):
-    traced = trace(items, seconds, None, overlap=overlap)
-    return window_times(items, traced, changed, overlap=overlap)
+        whole = batched(found, mixed, None)
+        new = seconds[:, np.minimum(rows, size - 1)]
+        np.testing.assert_allclose(windows(found, mixed[0], None, rows, new, None), whole, rtol=FLOAT64_ERROR)
 
 
 @a_hundred
@@ -430,25 +448,16 @@ def test_without_overlap_communication_occupies_the_compute_stream():
     assert max(gains) > 0
 
 
-def test_simulator_traces_once_and_reports_what_its_parts_say():
-    class Counting(Simulator):
-        traces = 0
-
-        def _scores_and_costs(self, *arguments):
-            self.traces += 1
-            return super()._scores_and_costs(*arguments)
-
+def test_simulator_reports_what_its_parts_say():
     c = case("mlp_of_sixes", "2x6")
-    simulator = Counting(c.tables)
+    simulator = Simulator(c.tables)
     strategies = c.strategies(seed=13, count=20)
     costs, times = c.figures(strategies)
     scores = [simulator.step_times([s]) for s in strategies]
-    assert simulator.traces == 1
     np.testing.assert_allclose([s.step_time_s[0] for s in scores], times, rtol=FLOAT32_ERROR)
     np.testing.assert_allclose([s.memory_bytes[0] for s in scores], costs.memory_bytes[:, 3], rtol=1e-6)
     assert not any(s.violations[0] for s in scores)
     prediction = simulator.prediction(strategies[0])
-    assert simulator.traces == 1
     assert prediction.step_time_s == pytest.approx(times[0], rel=1e-5)
     assert prediction.memory_bytes_per_device == int(costs.memory_bytes[0, 3])
     assert list(prediction.memory_parts_bytes.values()) == [int(x) for x in costs.memory_bytes[0, :3]]

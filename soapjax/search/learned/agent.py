@@ -34,9 +34,9 @@ import numpy as np
 import optax
 from jax import Array
 
+from soapjax.jit.programs import Program, side_by_side
 from soapjax.search.learned.features import VOCABULARY, Features
 from soapjax.search.learned.networks import CHUNK, Groups, Policy, Told, device_of_groups, groups_of
-from soapjax.simulate.programs import Program, side_by_side
 
 TEACHING_STEPS, TEACHING_RATE = 300, 0.01
 

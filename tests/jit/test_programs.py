@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from soapjax.simulate import kept_programs, programs
-from soapjax.simulate.programs import QUICKLY, Program, program_folder, side_by_side
+from soapjax.jit import kept_programs, programs
+from soapjax.jit.programs import QUICKLY, Program, program_folder, side_by_side
 
 
 def double_of_sines(x):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from soapjax.simulate.kernel import as_one_kernel
+from soapjax.jit.kernel import as_one_kernel
 
 
 def running_sum(x, y, unread):

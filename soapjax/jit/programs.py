@@ -2,8 +2,9 @@
 
 A search judges millions of strategies with a few jitted functions that take longer to compile than to find a good strategy. So
 their executables are kept in a folder of the user (`$SOAPJAX_CACHE/programs`, or `~/.cache/soapjax/programs`), under a
-hash of the program's text and of all that a compiler looks at beside it. JAX's own compilation cache, and its
-configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing.
+hash of the program's text and of all that a compiler looks at beside it; or, of those with a name, of the source of this package
+in place of the text, so that a later process does not even trace them. JAX's own compilation cache, and its
+configuration, belong to the user's programs and are left alone. `SOAPJAX_PROGRAM_CACHE=off` keeps nothing, and a path keeps them there.
 
 Loading an executable unpickles it: only what this user alone could write is read (kept_programs.py). What cannot be read,
 written, loaded or run is compiled as if there were no cache.
@@ -26,9 +27,9 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
-from soapjax.costs.profile import cache_folder
+from soapjax.files import cached
 from soapjax.garbage import fewer_collections
-from soapjax.simulate.kept_programs import drop_program, read_program, write_program
+from soapjax.jit.kept_programs import drop_program, read_program, write_program
 
 # XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower; LLVM's first level of optimisation: a
 # tenth less, and no slower. Asked for, not needed.
@@ -42,8 +43,10 @@ class Program:
     `is_urgent` where somebody waits for it: compiled sooner, at the price of some speed.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, is_urgent: bool = False):
-        self._jitted = jax.jit(fn)
+    def __init__(self, fn: Callable[..., Any], *, is_urgent: bool = False, name: str = "", results: Any = None):
+        """`name`, of what no problem is part of: it says with the arguments' shapes which program this is. `results` is a pytree
+        like the function's."""
+        self._jitted, self._name, self._results = jax.jit(fn), name, results
         self._options = dict(QUICKLY) if is_urgent else {}
         if jax.config.read("jax_disable_most_optimizations"):
             self._options.pop(LEVEL, None)  # the user asks for none at all
@@ -54,7 +57,7 @@ class Program:
     def prepare(self, *args: Any) -> None:
         """Compiles for arguments like these: arrays or `jax.ShapeDtypeStruct`s."""
         with self._lock:
-            if self._compiled is None:
+            if self._compiled is None and not self._is_kept(args):
                 self.compile(self.lower(*args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
@@ -63,7 +66,24 @@ class Program:
             return self._jitted.lower(*args)
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
-        self._compiled, self._is_proven = _compiled(lowered, self._options)
+        self._compiled, self._is_proven = _compiled(lowered, self._options, key=self._key(lowered.in_avals))
+
+    def _key(self, args: Any) -> str | None:
+        """Of a program with a name."""
+        if not self._name:
+            return None
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(args)]
+        asked = f"{_surroundings()}\n{self._options}\n{self._name}\n{shapes}\n{_source()}"
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+    def _is_kept(self, args: Any) -> bool:
+        """Loads the program where one of its name is kept."""
+        folder, key = program_folder(), self._key(args)
+        if folder is None or key is None or (device := _own_device()) is None:
+            return False
+        in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(self._results)
+        self._compiled, self._is_proven = _loaded(folder, key, in_tree, out_tree, device), False
+        return self._compiled is not None
 
     def __call__(self, *args: Any) -> Any:
         if self._compiled is None:
@@ -73,7 +93,8 @@ class Program:
         try:
             results = jax.block_until_ready(self._compiled(*args))
         except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # written by another build of XLA, say: once, and not again
-            self._compiled, _ = _compiled(self.lower(*args), self._options, anew=True)
+            lowered = self.lower(*args)
+            self._compiled, _ = _compiled(lowered, self._options, key=self._key(lowered.in_avals), anew=True)
             results = self._compiled(*args)
         self._is_proven = True
         return results
@@ -106,36 +127,58 @@ def side_by_side() -> Iterator[Callable[..., Any]]:
 
 def program_folder() -> Path | None:
     """Where programs are kept; None where the user wants none kept."""
-    if os.environ.get("SOAPJAX_PROGRAM_CACHE", "").lower() in ("off", "0", "no", "false"):
+    said = os.environ.get("SOAPJAX_PROGRAM_CACHE", "")
+    if said.lower() in ("off", "0", "no", "false"):
         return None
-    return cache_folder().parent / "programs"
+    return Path(said) if os.path.isabs(said) else cached("programs")
+
+
+def _own_device() -> jax.Device | None:
+    """In a job of several processes, this one's; None where it is no CPU."""
+    device = jax.config.jax_default_device or jax.local_devices()[0]
+    return device if getattr(device, "platform", None) == "cpu" else None
+
+
+def _loaded(folder: Path, key: str, in_tree: Any, out_tree: Any, device: jax.Device) -> Callable[..., Any] | None:
+    if (kept := read_program(folder, key)) is not None:
+        with contextlib.suppress(Exception):  # whatever another machine's executable may raise: it is compiled anew
+            return serialize_executable.deserialize_and_load(
+                kept, in_tree, out_tree, backend="cpu", execution_devices=[device]
+            )  # fmt: skip
+    return None
 
 
 def _compiled(
-    lowered: jax.stages.Lowered, options: dict[str, bool | int], *, anew: bool = False
+    lowered: jax.stages.Lowered, options: dict[str, bool | int], *, key: str | None, anew: bool = False
 ) -> tuple[Callable[..., Any], bool]:  # fmt: skip
     """An executable, and whether it was compiled here; else it was read. `anew` where what is kept does not run."""
-    folder = program_folder()
-    device = jax.config.jax_default_device or jax.local_devices()[0]  # in a job of several processes, this one's
-    if folder is None or getattr(device, "platform", None) != "cpu":
+    folder, device = program_folder(), _own_device()
+    if folder is None or device is None:
         return _by_compiler(lowered, options), True
-    # The text leaves out arguments that nothing reads; the executable wants them all the same.
-    asked = f"{_surroundings()}\n{options}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
-    key = hashlib.sha256(asked.encode()).hexdigest()
+    if key is None:
+        # The text leaves out arguments that nothing reads; the executable wants them all the same.
+        asked = f"{_surroundings()}\n{options}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
+        key = hashlib.sha256(asked.encode()).hexdigest()
     if anew:
         drop_program(folder, key)
-    elif (kept := read_program(folder, key)) is not None:
-        with contextlib.suppress(Exception):  # whatever another machine's executable may raise: it is compiled anew
-            loaded = serialize_executable.deserialize_and_load(
-                kept, lowered.in_tree, lowered.out_tree, backend="cpu", execution_devices=[device]
-            )
-            return loaded, False
+    elif (loaded := _loaded(folder, key, lowered.in_tree, lowered.out_tree, device)) is not None:
+        return loaded, False
     _from_jax.is_hit = False
     compiled = _by_compiler(lowered, options)
     if not _from_jax.is_hit:
         with contextlib.suppress(Exception):  # an executable that cannot be written down
             write_program(folder, key, serialize_executable.serialize(compiled)[0])
     return compiled, True
+
+
+@functools.cache
+def _source() -> str:
+    """The sum of what programs with names are made of."""
+    root, found = Path(__file__).parent.parent, hashlib.sha256()
+    for package in ("jit", "costs", "simulate", "strategy", "search"):
+        for path in sorted((root / package).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 # What JAX read from a compilation cache of the user's, XLA (0.10) writes down without its functions: it would not run again.

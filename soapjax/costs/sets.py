@@ -1,0 +1,143 @@
+"""Layouts as sets of mesh axes: what the rules of the cost program compute with.
+
+A set is an integer with a bit per axis. A layout of a tensor is one set per dim (the axes that split it), one more of the axes
+over which it is a partial sum, and, where operators may be pinned, one of the pinned axes and one per binary digit of the
+coordinates to which they are pinned: [W, Q] for Q *lanes*, strategies or candidates that are judged side by side. What a rule
+asks of all axes is then one operation, and nothing here is compiled for one mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from soapjax.jit.kernel import row
+from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
+
+SET = jnp.int16
+MAX_AXES = 15
+DIGITS = 3  # of coordinates: axes have prime sizes, 7 at most
+
+
+class Mesh(NamedTuple):
+    """The mesh's axes, as data."""
+
+    one: Array  # int32 []: 1, which XLA does not know
+    num_axes: Array  # int32 []
+    all_axes: Array  # SET []
+    twos: Array  # SET []: the axes of size two
+    others: Array  # SET [O]: each of the other axes
+    other_sizes: Array  # float32 [O]
+    num_others: Array  # int32 []
+
+
+def mesh_of(axis_sizes: tuple[int, ...]) -> Mesh:
+    others = [a for a, size in enumerate(axis_sizes) if size != 2]
+    bits, sizes = np.zeros(MAX_AXES, np.int16), np.ones(MAX_AXES, np.float32)
+    bits[: len(others)], sizes[: len(others)] = [1 << a for a in others], [axis_sizes[a] for a in others]
+    twos = sum(1 << a for a, size in enumerate(axis_sizes) if size == 2)
+    count = len(axis_sizes)
+    return Mesh(np.int32(1), np.int32(count), np.int16((1 << count) - 1), np.int16(twos), bits, sizes, np.int32(len(others)))
+
+
+def stage(mesh: Mesh, fn: Callable[..., Any], *of: Any) -> Any:
+    """`fn(*of)` in a loop of one turn, which XLA cannot know: what several results need is computed once, in a short function.
+
+    XLA merges elementwise operations into the functions that make their results, one function per result, and whatever two
+    results need is computed in both.
+    """
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *of))
+    return lax.fori_loop(0, mesh.one, lambda _, __: fn(*of), none)
+
+
+def union(sets: Array) -> Array:
+    """Of [n, ...]."""
+    return functools.reduce(jnp.bitwise_or, [sets[i] for i in range(sets.shape[0])])
+
+
+def every(truths: Array) -> Array:
+    """Over the first dim."""
+    return functools.reduce(jnp.logical_and, [truths[i] for i in range(truths.shape[0])])
+
+
+def only_if(truth: Array, sets: Array) -> Array:
+    """The set where `truth`, else none."""
+    return jnp.where(truth, sets, jnp.zeros((), sets.dtype))
+
+
+def first_of(sets: Array) -> Array:
+    """The first axis of each set, as a set."""
+    return sets & -sets
+
+
+def up_to(sets: Array) -> Array:
+    """All axes up to the last of each set; none of an empty one."""
+    return lax.shift_right_logical(jnp.full_like(sets, -1), lax.clz(sets))
+
+
+def behind(sets: Array) -> Array:
+    """All axes behind the first of each set; none of an empty one."""
+    return ~(sets ^ (sets - 1))
+
+
+def parts_of(mesh: Mesh, sets: Array) -> Array:
+    """Into how many parts sets of axes split, float32: the exponent of a float for axes of two, a loop over the others."""
+    count = lax.population_count(sets & mesh.twos).astype(jnp.int32)
+    parts = lax.bitcast_convert_type((count + 127) << 23, jnp.float32)
+
+    def other(i: Array, parts: Array) -> Array:
+        return jnp.where((sets & row(mesh.others, i)) != 0, parts * row(mesh.other_sizes, i), parts)
+
+    return lax.fori_loop(0, mesh.num_others, other, parts)
+
+
+def steps_of(mesh: Mesh, sets: Array) -> Array:
+    """The sum of (size - 1) over the axes of a set, float32: messages of a tree, axis by axis."""
+    count = lax.population_count(sets & mesh.twos).astype(jnp.float32)
+
+    def other(i: Array, count: Array) -> Array:
+        return jnp.where((sets & row(mesh.others, i)) != 0, count + (row(mesh.other_sizes, i) - 1), count)
+
+    return lax.fori_loop(0, mesh.num_others, other, count)
+
+
+def divides(mesh: Mesh, sets: Array, size: Array) -> Array:
+    """Whether the axes of a set split `size`, int32, evenly. Integer division is one number per instruction: only where needed."""
+    count = lax.population_count(sets & mesh.twos).astype(jnp.int32)
+    fits = (size & ((1 << count) - 1)) == 0
+
+    def other(i: Array, parts: Array) -> Array:
+        return jnp.where((sets & row(mesh.others, i)) != 0, parts * row(mesh.other_sizes, i).astype(jnp.int32), parts)
+
+    parts = lax.fori_loop(0, mesh.num_others, other, jnp.ones_like(count))
+    return lax.fori_loop(0, jnp.minimum(mesh.num_others, 1), lambda _, fits: fits & (size % parts == 0), fits)
+
+
+def encoded(layouts: np.ndarray, num_dims: int, pins: bool) -> np.ndarray:
+    """int8 layouts [..., A] as sets int16 [..., W]."""
+    layouts = np.asarray(layouts, np.int32)
+    bit = (1 << np.arange(layouts.shape[-1])).astype(np.int32)
+    columns = [((layouts == d) * bit).sum(-1) for d in (*range(num_dims), PARTIAL)]
+    if pins:
+        is_pinned = (layouts <= PINNED) & (layouts > PINNED - 2**DIGITS)
+        columns.append((is_pinned * bit).sum(-1))
+        columns += [((is_pinned & ((PINNED - layouts) >> i & 1 != 0)) * bit).sum(-1) for i in range(DIGITS)]
+    return np.stack(columns, -1).astype(np.int16)
+
+
+def decoded(sets: np.ndarray, num_axes: int, num_dims: int) -> np.ndarray:
+    """The inverse of `encoded`: int8 [..., A] of sets [..., W]."""
+    sets = np.asarray(sets, np.int32)[..., None, :]  # [..., 1, W]
+    has = (sets >> np.arange(num_axes)[:, None] & 1) != 0  # [..., A, W]
+    values = np.array([*range(num_dims), PARTIAL], np.int32)
+    found = np.where(has[..., : num_dims + 1], values - REPLICATED, 0).sum(-1) + REPLICATED
+    if has.shape[-1] > num_dims + 1:
+        pinned, digits = has[..., num_dims + 1], has[..., num_dims + 2 :]
+        found = np.where(pinned, PINNED - (digits << np.arange(DIGITS)).sum(-1), found)
+    return found.astype(np.int8)

@@ -1,0 +1,1 @@
+"""How the planner compiles itself."""

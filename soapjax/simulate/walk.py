@@ -1,0 +1,207 @@
+"""The batched full simulator: one walk over all items, Q strategies side by side.
+
+The state is the time each stream is free and the ends of items that are still waited for; all are exact
+maxima and sums of durations, so that it equals the event simulator up to float32 rounding. The items are data: what is compiled
+is the same for all problems of a bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from soapjax.costs.tables import CostTables
+from soapjax.jit.kernel import as_one_kernel, put, row
+from soapjax.jit.programs import Program
+from soapjax.simulate.items import Items
+from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
+
+
+class ItemRecords(NamedTuple):
+    """`Items` as data: T items, and one behind the last that nobody waits for."""
+
+    item: Array  # int32 [T + 1, 7]: predecessor, is_compute, is_link, is_barrier, phase, place of its end, task or row
+    count: Array  # int32 []
+    num_phases: Array  # int32 []
+    phase_end: Array  # int32 [F + 1]: the item behind the phase's last
+    last_reader: Array  # int32 [T + 1]: the last item that waits for it, -1
+    previous_reader: Array  # int32 [T + 1]: the item before that waits for the same, -1
+    overlap: Array  # bool []
+    of_task: Array  # int32 [K + 1]: the item of a task, T for none
+    of_row: Array  # int32 [X + 1]
+
+
+MAX_PHASES = 64
+
+
+def places_of(items: Items) -> tuple[np.ndarray, int]:
+    """A place for every end, used again once nobody waits for it: (place [T + 1], how many places); the last for all others."""
+    n = items.num_items
+    predecessor = np.append(np.where(items.predecessor < 0, n, items.predecessor), n)
+    last_use = np.full(n + 1, -1, np.int64)
+    for t in range(n - 1, -1, -1):
+        # An item of no duration passes its predecessor's end on to its own readers.
+        last_use[predecessor[t]] = max(last_use[predecessor[t]], t, last_use[t])
+    slot, free, expiring, count = np.full(n + 1, -1, np.int64), [], {}, 0
+    for t in range(n):
+        free += expiring.pop(t, [])
+        if last_use[t] >= 0:
+            if not free:
+                free, count = [count], count + 1
+            slot[t] = free.pop()
+            expiring.setdefault(int(last_use[t]), []).append(int(slot[t]))
+    slot[slot < 0] = count
+    return slot, count + 1
+
+
+class ItemSizes(NamedTuple):
+    """What is compiled in."""
+
+    items: int
+    places: int
+
+
+SMALL, LARGE = ItemSizes(6144, 64), ItemSizes(24576, 512)
+
+
+def item_records(items: Items, tables: CostTables, num_tasks: int, num_rows: int) -> tuple[ItemRecords, ItemSizes]:
+    """Of a problem whose bucket has so many tasks and rows."""
+    num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
+    first = {RESOLVE: 0, CONVERT: num_t, SUM: num_t + num_e, COMPUTE: 0}
+    kinds, sources = items.kind.tolist(), items.source.tolist()
+    source = [first[k] + s if k in first else num_rows for k, s in zip(kinds, sources, strict=True)]
+    n, num_places = items.num_items, places_of(items)[1]
+    usual = SMALL if n <= SMALL.items and num_places <= SMALL.places else LARGE
+    sizes = ItemSizes(*(u if m <= u else 1 << (m - 1).bit_length() for m, u in zip((n, num_places), usual, strict=True)))
+    of_rows = np.concatenate([items.of_resolve, items.of_convert, items.of_sum])
+    overlap = tables.topology.device.overlap
+    return records_of_items(items, source, items.of_compute, of_rows, sizes, num_tasks, num_rows, overlap=overlap), sizes
+
+
+def records_of_items(
+    items: Items, source: Sequence[int], of_tasks: np.ndarray, of_rows: np.ndarray, sizes: ItemSizes, num_tasks: int, num_rows: int,
+    *, overlap: bool,
+) -> ItemRecords:  # fmt: skip
+    """Padded to `sizes`.
+
+    Args:
+      source: the task or the row of every item; `num_rows` for neither.
+      of_tasks, of_rows: the item of each, as many or more than there are items where it has none.
+    """
+    n = items.num_items
+    place, num_places = places_of(items)
+    found = np.zeros((sizes.items + 1, 7), np.int32)
+    found[:, 0], found[:, 5], found[:, 6] = sizes.items, sizes.places, num_rows
+    predecessor = np.where(items.predecessor < 0, sizes.items, items.predecessor)
+    place = np.where(place == num_places - 1, sizes.places, place)  # the last is that of ends for which nobody waits
+    phase = np.cumsum(items.is_barrier) - items.is_barrier
+    columns = (predecessor, items.is_compute, items.is_link, items.is_barrier, phase, place[:n], source)
+    found[:n] = np.stack([np.asarray(x, np.int32).reshape(n) for x in columns], 1)
+    ends = np.append(np.flatnonzero(items.is_barrier), n)
+    if len(ends) > MAX_PHASES:
+        raise ValueError(f"{len(ends)} phases; {MAX_PHASES} at most")
+    phase_end = np.full(MAX_PHASES + 1, n, np.int32)
+    phase_end[: len(ends)] = ends
+    last, previous = np.full(sizes.items + 1, -1, np.int32), np.full(sizes.items + 1, -1, np.int32)
+    for t, before in enumerate(items.predecessor.tolist()):
+        if before >= 0:
+            previous[t], last[before] = last[before], t
+
+    def item_of(some: np.ndarray, count: int) -> np.ndarray:
+        return np.concatenate([np.where(some >= n, sizes.items, some), np.full(count + 1 - len(some), sizes.items)]).astype(np.int32)
+
+    counts = np.int32(n), np.int32(len(ends))
+    return ItemRecords(
+        found, *counts, phase_end, last, previous, np.bool_(overlap), item_of(of_tasks, num_tasks), item_of(of_rows, num_rows)
+    )  # fmt: skip
+
+
+def stream_times(
+    free: list[Array], end: Array, own: list[Array], overlap: Array, on: Array | None, never: float
+) -> tuple[list[Array], Array]:
+    """Runs one item: (times at which each stream is free, its end), of [Q], or [G, Q] and [Q] where groups take part (`on`).
+
+    `own` are its seconds per stream, 0 of computing first; a communication occupies the computing stream too without overlap.
+    `never` is the time of a stream that nothing has used.
+    """
+    free = list(free)
+
+    def latest(stream: Array) -> Array:
+        if on is None:
+            return stream
+        return jnp.max(jnp.where(on, stream, never), axis=0)
+
+    def taken(stream: Array, takes: Array, end: Array) -> Array:
+        return jnp.where(takes if on is None else takes & on, end, stream)
+
+    for s, seconds in enumerate(own):
+        takes = seconds > 0
+        busy = latest(free[s])
+        if s:
+            busy = jnp.maximum(busy, jnp.where(overlap, never, latest(free[0])))
+        end = jnp.where(takes, jnp.maximum(end, busy) + seconds, end)
+        free[s] = taken(free[s], takes, end)
+        if s:
+            free[0] = taken(free[0], takes & ~overlap, end)
+    return free, end
+
+
+def makespans(
+    items: ItemRecords, num_places: int, compute_s: Array, row_s: Array, on_compute: Array | None, on_rows: Array | None
+) -> Array:
+    """Step times [Q] of strategies with seconds [K + 1, Q] of tasks and [X + 1, L, Q] of rows.
+
+    `on_compute` bool [K + 1, G, Q] and `on_rows` bool [X + 1, G, Q] say which groups of devices take part; None where there is one.
+    """
+    levels, q = row_s.shape[1:]
+    groups = () if on_compute is None else (on_compute.shape[1],)
+    zeros = jnp.zeros(q)
+
+    def body(t: Array, state: tuple):
+        free, gathered, last_end, last_place, ends = state
+        # An end is written one item late, so that the loop reads and writes the array of ends in one place and in that order.
+        ends = put(ends, last_place, last_end)
+        item = row(items.item, t)
+        before, is_compute, is_link, is_barrier, source = item[0], item[1] != 0, item[2] != 0, item[3] != 0, item[6]
+        ready = jnp.where(before < items.item.shape[0] - 1, row(ends, row(items.item, before)[5]), 0.0)
+        task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, row_s.shape[0] - 1, source)
+        seconds = row(row_s, sent)
+        own = [jnp.where(is_compute, row(compute_s, task), 0.0), *(seconds[lv] for lv in range(levels))]
+        on = None if on_compute is None else jnp.where(is_compute, row(on_compute, task), row(on_rows, sent))
+        free, end = stream_times(list(free), jnp.where(is_compute, gathered, ready), own, items.overlap, on, 0.0)
+        gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
+        latest = free[0]
+        for stream in free[1:]:
+            latest = jnp.maximum(latest, stream)
+        if groups:
+            latest = jnp.max(latest, axis=0)
+        free = tuple(jnp.where(is_barrier, latest, x) for x in free)
+        return free, gathered, end, item[5], ends
+
+    start = tuple(jnp.zeros((*groups, q)) for _ in range(1 + levels))
+    ends = jnp.zeros((num_places + 1, q))
+    free = lax.fori_loop(0, items.count, body, (start, zeros, zeros, jnp.int32(num_places), ends))[0]
+    latest = free[0]
+    for stream in free[1:]:
+        latest = jnp.maximum(latest, stream)
+    return jnp.max(latest, axis=0) if groups else latest
+
+
+@functools.cache
+def program(sizes: ItemSizes, pins: bool) -> Program:
+    """The walk as one program: (items, compute_s, row_s, on_compute, on_rows) -> step times."""
+
+    def walk(items: ItemRecords, compute_s: Array, row_s: Array, on_compute: Array, on_rows: Array) -> Array:
+        groups = (on_compute, on_rows) if pins else ()
+
+        def run(*of: Array) -> Array:
+            return makespans(of[0], sizes.places, of[1], of[2], *(of[3:] or (None, None)))
+
+        return as_one_kernel(run, is_guarded=False)(items, compute_s, row_s, *groups)
+
+    return Program(walk, is_urgent=True, name=f"walk {sizes} {pins}", results=0)
