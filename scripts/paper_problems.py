@@ -42,8 +42,10 @@ from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 PAPER_MODELS = ("alexnet", "inception_v3", "resnet101", "rnntc", "rnnlm", "nmt")
 CNNS = ("lenet", "alexnet", "vgg", "inception_v3", "resnet101", "unet")
 SPACES = ("soap", "paper")  # without and with pins (operators on parts of the devices)
-CLUSTERS = {"p100": "p100x16", "k80": "k80x64", "a100": "a100x64"}
-CLUSTER_DEVICES = {"p100": (1, 2, 4, 8, 16), "k80": (1, 2, 4, 8, 16, 32, 64), "a100": (1, 2, 4, 8, 16, 32, 64)}
+CLUSTERS = {"p100": "p100x16", "k80": "k80x64", "a100": "a100x64", "p100_pcie": "pcie_p100x4"}
+CLUSTER_DEVICES = {
+    "p100": (1, 2, 4, 8, 16), "k80": (1, 2, 4, 8, 16, 32, 64), "a100": (1, 2, 4, 8, 16, 32, 64), "p100_pcie": (1, 2, 4),
+}  # fmt: skip
 
 _LM = dict(batch=64, seq=512, width=768, layers=12, heads=12, vocab=32_768)
 

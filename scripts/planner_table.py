@@ -6,8 +6,8 @@ As the paper's sections 8.2 and 8.3 compare its search with other planners (data
 the paper's six networks and six more. `step` is the simulated step time; `/ mcmc` how many times longer than the search's plan:
 below 1, another planner was better. A star marks what does not fit into memory. The bound is that of the planner `ilp`: no
 strategy is faster (in the whole space, or, where the note says so, of the candidates considered). Planners that place operators
-on single devices (`model_parallel`, `expert_rnn`, `reinforce`) are simulated in the space "paper", all others in "soap";
-`mcmc_paper` is the search in the former.
+on single devices (PLACEMENT_PLANNERS) are simulated in the space "paper", all others in "soap"; `mcmc_paper` is the search in
+the former.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded,
 from soapjax.errors import SoapjaxError
 from soapjax.files import write_text_atomic
 from soapjax.search.bound import lower_bound
-from soapjax.search.planners import BASELINES, PLANNERS
+from soapjax.search.planners import BASELINES, PLACEMENT_PLANNERS, PLANNERS
 from soapjax.search.problem import Budget
 
 TOPOLOGIES = {"a100x64": ("a100", 64), "p100x16": ("p100", 16), "k80x64": ("k80", 64)}
 MODELS = (*PAPER_MODELS, "vgg", "gnmt", "bert", "transformer_lm", "moe", "unet")
 MCMC_PAPER = "mcmc_paper"  # the search, in the space of the planners that place operators
-IN_PAPER_SPACE = ("model_parallel", "expert_rnn", "reinforce", MCMC_PAPER)
+IN_PAPER_SPACE = (*PLACEMENT_PLANNERS, MCMC_PAPER)
 BOUND = "bound"
 ALL = (*PLANNERS, MCMC_PAPER, BOUND)
 

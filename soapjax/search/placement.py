@@ -45,6 +45,12 @@ def pins_of_devices(problem: PlanningProblem, axes: Sequence[int] | None = None)
     return np.where(np.array(sizes) > 1, PIN(0) - coordinates, REPLICATE).astype(np.int8)
 
 
+def devices_of(problem: PlanningProblem, strategy: Strategy) -> np.ndarray:
+    """The device that every operator is pinned to, int [N]; the first one that runs it where there are several."""
+    coordinates = np.maximum(PIN(0) - strategy.axes.astype(int), 0)
+    return np.ravel_multi_index(coordinates.T, problem.space.mesh.axis_sizes)
+
+
 def operator_seconds(problem: PlanningProblem) -> np.ndarray:
     """Compute of every operator on one device, forward, backward and update, float [N]."""
     compute_s = problem.simulator.costs(replicate_all(problem)).durations.compute_s

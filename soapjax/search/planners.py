@@ -9,16 +9,20 @@ from soapjax.search.baselines import BASELINES
 from soapjax.search.exhaustive import exhaustive
 from soapjax.search.experts import expert_cnn
 from soapjax.search.ilp import ilp
+from soapjax.search.layered import layered_expert, single_device
+from soapjax.search.learned.search import hierarchical, reinforce, trinity
 from soapjax.search.mcmc import mcmc
 from soapjax.search.optcnn import optcnn
 from soapjax.search.placement import model_parallel, placement_error
-from soapjax.search.policy_gradient import reinforce
 from soapjax.search.problem import Planner
 from soapjax.search.recurrent import expert_rnn
 from soapjax.strategy.space import has_pins
 
 # They put operators on single devices: only in a space that offers pins.
-PLACEMENT_PLANNERS: dict[str, Planner] = {"model_parallel": model_parallel, "expert_rnn": expert_rnn, "reinforce": reinforce}
+PLACEMENT_PLANNERS: dict[str, Planner] = {
+    "single_device": single_device, "model_parallel": model_parallel, "layered_expert": layered_expert, "expert_rnn": expert_rnn,
+    "reinforce": reinforce, "hierarchical": hierarchical, "trinity": trinity,
+}  # fmt: skip
 
 PLANNERS: dict[str, Planner] = {
     "mcmc": mcmc, **BASELINES, "expert_cnn": expert_cnn, "optcnn": optcnn, "ilp": ilp, "exhaustive": exhaustive,

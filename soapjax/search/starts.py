@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.search.baselines import BASELINES, replicate_all
+from soapjax.search.layered import layered_expert
 from soapjax.search.placement import model_parallel
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.search.recurrent import expert_rnn
@@ -28,6 +29,6 @@ def starts(rng_key: Array, problem: PlanningProblem, budget: Budget) -> list[Eva
         found = list(budget.baselines) or [planner(rng_key, problem, Budget()).best.strategy for planner in BASELINES.values()]
         found += [replicate_all(problem), *random]
         if problem.space.offers_pins:
-            found += [planner(rng_key, problem, Budget()).best.strategy for planner in (model_parallel, expert_rnn)]
+            found += [planner(rng_key, problem, Budget()).best.strategy for planner in (model_parallel, layered_expert, expert_rnn)]
     unique = {s.key(): s for s in found}
     return sorted(problem.evaluate(list(unique.values())), key=lambda e: e.rank)

@@ -6,6 +6,13 @@ may complete the inputs of others. Nothing else decides the order on a stream th
     order="static"   program order, as an XLA executable runs it. What searches and reports use.
     order="fifo"     the paper's assumption A3: the task that was ready first, and of those ready at the same time
                      the first in program order.
+    order="trinity"  the simulator of Trinity (Zeng et al., Algorithms 2022, 15(4), 108, section 4.3 and Algorithm 2): also
+                     first in, first out, but of two queues per device, one of operators to run and one of tensors to send.
+
+Trinity's was read so: it starts whatever is at the head of a queue as soon as the one before has ended. A tensor waits
+in the queue of the device that has it, whatever links it takes, and keeps no queue of its receiver busy; it goes to each other
+device once. Nothing waits for a phase to end: backward tasks and updates begin when their inputs are there. Which queues a
+task stands in says `Schedule.queues_of_groups`.
 
 A task of several streams has one place for all of them, so that FIFO is well defined for it too: it starts when every
 earlier task of any of its streams has ended. In other words: whenever a task gets ready, it queues at all its streams at
@@ -31,8 +38,8 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.simulate.schedule import Schedule
 
-Order = Literal["static", "fifo"]
-ORDERS: tuple[Order, ...] = ("static", "fifo")
+Order = Literal["static", "fifo", "trinity"]
+ORDERS: tuple[Order, ...] = ("static", "fifo", "trinity")
 Place = tuple  # in the queue, and on streams; its last entry is the task
 
 
@@ -81,9 +88,11 @@ def simulate(
       schedule: its tasks come after their inputs.
       durations: seconds per scheduled task, [T], finite; zero means that the strategy does not need the task.
       occupies: streams per task, [T, S]; the schedule's own by default (placements have their own).
-      order: of the tasks of a stream: "static" (program order) or "fifo" (by the time they are ready).
+      order: of the tasks of a stream: "static" (program order), "fifo" (by the time they are ready) or "trinity" (likewise, in
+        two queues per device).
     """
-    occupies = schedule.occupies if occupies is None else occupies
+    occupies = streams_of(schedule, order) if occupies is None else occupies
+    schedule = ordered(schedule, order)
     times = run(task_graph(schedule, order), durations, occupied_streams(schedule, durations, occupies))
     return timeline_of(durations, times.start_s, times.end_s)
 
@@ -110,10 +119,21 @@ def run(graph: TaskGraph, durations: Sequence[float] | np.ndarray, streams: Sequ
     return Times(ready, start, end)
 
 
-def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
-    """Inputs are the schedule's predecessors and, for "fifo", the barrier before the task."""
+def ordered(schedule: Schedule, order: Order) -> Schedule:
+    """The schedule as it is run in that order: Trinity's knows no barriers. Raises: SoapjaxError listing the orders."""
     if order not in ORDERS:
         raise SoapjaxError(Problem("order", repr(order), " or ".join(map(repr, ORDERS)), "choose one of these"))
+    return schedule.without_barriers() if order == "trinity" else schedule
+
+
+def streams_of(schedule: Schedule, order: Order) -> np.ndarray:
+    """bool [T, S]: what every task occupies where no pins tell devices apart."""
+    return schedule.queues if order == "trinity" else schedule.occupies
+
+
+def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
+    """Inputs are the schedule's predecessors and, for "fifo", the barrier before the task."""
+    schedule = ordered(schedule, order)
     n = schedule.num_tasks
     is_barrier = schedule.is_barrier.tolist()
     inputs, phase = [], []

@@ -1,4 +1,4 @@
-"""Delta simulation: the paper's Algorithm 2 (FlexFlow, arXiv 1807.05358, section 5.3), for both orders.
+"""Delta simulation: the paper's Algorithm 2 (FlexFlow, arXiv 1807.05358, section 5.3), for every order.
 
 Keeps the timeline of the current durations and streams, and after a change works out only what it moves:
 
@@ -8,9 +8,9 @@ Keeps the timeline of the current durations and streams, and after a change work
     simulation.undo()                                          # the proposal was rejected
 
 The paper's update queue takes the tasks to look at by ready time; here by their *place* (`event.TaskGraph.place`): the phase,
-the ready time and the program index for "fifo", the program index alone for "static". Whatever the times of a task depend
-on, its inputs and the tasks before it on its streams, has a smaller place than it. So when the queue comes to a place, all
-before it is final, and every task is timed at most once:
+the ready time and the program index for "fifo" and "trinity", the program index alone for "static". Whatever the times of a
+task depend on, its inputs and the tasks before it on its streams, has a smaller place than it. So when the queue comes to a
+place, all before it is final, and every task is timed at most once:
 
   * a task that its inputs make ready at another time is looked at where it was and where it belongs, the earlier one first;
   * where it was: if it now gets ready later, it is *taken back*: off its streams, to end at infinity, until its time comes;
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.simulate.event import Order, Place, Timeline, occupied_streams, run, task_graph, timeline_of
+from soapjax.simulate.event import Order, Place, Timeline, occupied_streams, ordered, run, streams_of, task_graph, timeline_of
 from soapjax.simulate.schedule import Schedule
 
 
@@ -67,11 +67,12 @@ class DeltaSimulation:
         self, schedule: Schedule, durations: Sequence[float] | np.ndarray, occupies: np.ndarray | None = None, *,
         order: Order = "static",
     ):  # fmt: skip
-        self.schedule = schedule
+        occupies = streams_of(schedule, order) if occupies is None else occupies
+        self.schedule = ordered(schedule, order)
         self.durations = np.array(durations, np.float64)  # [T]
-        self.occupies = np.array(schedule.occupies if occupies is None else occupies, bool)  # [T, S]
+        self.occupies = np.array(occupies, bool)  # [T, S]
         self._graph = task_graph(schedule, order)
-        streams = occupied_streams(schedule, self.durations, self.occupies)
+        streams = occupied_streams(self.schedule, self.durations, self.occupies)
         times = run(self._graph, self.durations, streams)
         places = [self._graph.place(t, ready) for t, ready in enumerate(times.ready_s)]
         self._tasks = list(map(_Task, self.durations.tolist(), streams, places, *times))

@@ -58,14 +58,41 @@ class Schedule:
         """The same where all communication occupies the compute stream too: a device does one thing at a time."""
         return dataclasses.replace(self, occupies=np.concatenate([np.ones_like(self.occupies[:, :1]), self.occupies[:, 1:]], 1))
 
+    def without_barriers(self) -> Schedule:
+        """The same where a task waits for its inputs only, whatever phase they are of."""
+        return dataclasses.replace(self, is_barrier=np.zeros_like(self.is_barrier))
+
+    @property
+    def queues(self) -> np.ndarray:
+        """bool [T, 2]: of operators to run, and of what is sent, over whatever links."""
+        sends = self.occupies[:, 1:].any(1) & ~self.is_barrier
+        return np.stack([self.occupies[:, 0] & ~self.is_barrier, sends], axis=1)
+
+    def queues_of_groups(self, h: Holders, edge_tensor: np.ndarray, maker: np.ndarray) -> np.ndarray:
+        """bool [T, 2 * G]: of every group of devices; what is sent waits where it is.
+
+        `edge_tensor` int [E] says what is converted, which waits where it is kept; `maker` int [T'] is the task that writes a
+        tensor, or -1: there its resolution waits.
+        """
+        compute, made = np.asarray(h.compute), (maker >= 0)[:, None]
+        senders = h._replace(
+            convert=np.asarray(h.home)[edge_tensor] & np.asarray(h.convert),
+            resolve=np.asarray(h.resolve) & (compute[np.maximum(maker, 0)] | ~made),
+        )
+        return (self.queues[:, :, None] & self._takes_part(senders)[:, None, :]).reshape(self.num_tasks, -1)
+
     def occupies_of_groups(self, h: Holders) -> np.ndarray:
         """bool [T, S * G]: streams of every group of devices that pins tell apart, under one strategy."""
+        return (self.occupies[:, :, None] & self._takes_part(h)[:, None, :]).reshape(self.num_tasks, -1)
+
+    def _takes_part(self, h: Holders) -> np.ndarray:
+        """bool [T, G]"""
         groups = np.asarray(h.compute).shape[1]
         takes_part = np.ones((self.num_tasks, groups), bool)
         for kind, mask in ((COMPUTE, h.compute), (SUM, h.sum), (RESOLVE, h.resolve), (CONVERT, h.convert)):
             where = self.kind == kind
             takes_part[where] = np.asarray(mask)[self.source[where]]
-        return (self.occupies[:, :, None] & takes_part[:, None, :]).reshape(self.num_tasks, -1)
+        return takes_part
 
 
 def _jnp():

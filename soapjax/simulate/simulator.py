@@ -23,7 +23,7 @@ from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables import CostTables
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.programs import Program, threads
-from soapjax.simulate.event import Timeline, simulate
+from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.schedule import Schedule, schedule_of
 from soapjax.simulate.walk import ItemRecords, ItemSizes, item_records, program
@@ -131,8 +131,22 @@ class Simulator:
         """All figures of one strategy, as NumPy arrays."""
         return self.batch(*_stacked([strategy])).costs(0)
 
-    def timeline(self, strategy: Strategy) -> Timeline:
-        return self._simulated(self.costs(strategy), self.schedule)
+    def timeline(self, strategy: Strategy, *, order: Order = "static") -> Timeline:
+        """Of one strategy, in program order, which step times are of, or in one of `event.ORDERS`."""
+        costs, schedule = self.costs(strategy), self.schedule
+        return simulate(schedule, schedule.durations(costs.durations), self._streams(costs, order), order=order)
+
+    def _streams(self, costs: Costs, order: Order) -> np.ndarray:
+        """bool [T, streams or queues of all groups]: what every scheduled task occupies."""
+        schedule, holders = self.schedule, costs.holders
+        if order != "trinity":
+            return occupied_by(schedule, costs)
+        if holders is None:
+            return schedule.queues
+        maker = np.full(len(self.tables.graph.tensors), -1)
+        for k, task in enumerate(self.tables.graph.tasks):
+            maker[[a.tensor for a in task.writes]] = k
+        return schedule.queues_of_groups(holders, self.tables.edge_tensor, maker)
 
     def _simulated(self, costs: Costs, schedule: Schedule) -> Timeline:
         return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))

@@ -18,6 +18,7 @@ import optimality
 import paper_problems
 import planner_table
 import table4
+import trinity_tables
 from paper_problems import BestKnown, Case, cluster
 from paper_tables import Rows
 
@@ -26,7 +27,7 @@ from soapjax.search.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult
 
-SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table")
+SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table", "trinity_tables")
 QUICK = ("--tiny", "--proposals", "500")
 SHORT = ("--cap", "20", "--best-seconds", "2", "--best-seeds", "1")
 
@@ -232,4 +233,54 @@ def test_scripts_run_and_resume(name, command, tmp_path):
     assert main([*command, "--results", str(tmp_path)]) == 0
     assert {p.name: p.read_bytes() for p in tmp_path.glob("*.csv")} == before
     pytest.importorskip("matplotlib")
-    assert name in ("table4", "optimality", "planner_table") or (tmp_path / f"{name}.png").stat().st_size > 1000
+    assert name in ("table4", "optimality", "planner_table", "trinity_tables") or (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def quick_learning(monkeypatch):
+    """A stand-in for planners that learn, whose programs take long to compile: the best placement by hand."""
+
+    def learned(method, rng_key, problem, budget):
+        starts = trinity_tables.placement_starts(rng_key, problem, budget)
+        best = min(starts, key=lambda e: e.rank)
+        return SearchResult(best, budget.num_proposals, 1.0, "proposals", (), ("the best is a start",))
+
+    monkeypatch.setattr(trinity_tables, "learned", learned)
+
+
+def test_trinitys_table_stands_beside_the_published_one_and_resumes(tmp_path, capsys, monkeypatch, quick_search, quick_learning):
+    published = tmp_path / "published.csv"
+    figures = ("s", "comm_gb", "mem_gb")
+    names = ["model", "batch", "gpus", "expert_s", *(f"{p}_{x}" for p in ("hierarchical", "trinity") for x in figures)]
+    published.write_text(f"{','.join(names)}\nnmt_2layer,64,2,2.5,3.0,9.0,7.0,2.0,7.5,7.25\n")
+    options = ["--tiny", "--models", "nmt", "--devices", "2", "--batches", "2", "--seconds", "0.1"]
+    options += ["--parts", "table", "placement"]
+    command = [*options, "--results", str(tmp_path), "--published", str(published)]
+    assert trinity_tables.main(command) == 0
+    rows = {r["planner"]: r for r in rows_of(tmp_path / "trinity.csv")}
+    assert list(rows) == list(trinity_tables.PLANNERS)
+    assert float(rows["single"]["sent_gb"]) == 0 < float(rows["expert"]["sent_gb"])
+    best = min(float(rows["single"]["cost_s"]), float(rows["expert"]["cost_s"]))
+    assert all(float(rows[p]["cost_s"]) <= best * (1 + 1e-5) for p in ("hierarchical", "trinity"))
+    assert set(rows["trinity"]["placed_on"]) <= set("01")
+    text = (tmp_path / "trinity.md").read_text()
+    assert "3.0 / 9.0 / 7.0" in text and "trinity at most hierarchical: 1 of 1 cells" in text
+    ratio = float(rows["trinity"]["step_s"]) / 2.0
+    assert f"| nmt | 2 | trinity | step_s | {ratio:.6g} |" in text
+    monkeypatch.setattr(trinity_tables, "judge", refuse)
+    assert trinity_tables.main(command) == 0
+    assert trinity_tables.main([*options, "--results", str(tmp_path)]) == 0
+    assert "no published figures" in capsys.readouterr().err
+    assert trinity_tables.main([*options, "--results", str(tmp_path), "--published", str(tmp_path / "absent.csv")]) == 2
+
+
+@pytest.mark.slow
+def test_curves_of_learning_have_a_row_per_batch(tmp_path, monkeypatch):
+    command = ["--tiny", "--models", "nmt", "--devices", "2", "--batches", "2", "--seeds", "1", "--parts", "convergence"]
+    command += ["--groups", "32", "--results", str(tmp_path)]
+    assert trinity_tables.main(command) == 0
+    rows = rows_of(tmp_path / "trinity_convergence.csv")
+    assert [(r["method"], r["batch"]) for r in rows] == [("ppo", "0"), ("ppo", "1"), ("reinforce", "0"), ("reinforce", "1")]
+    assert all(float(b["best_cost_s"]) <= float(a["best_cost_s"]) for a, b in ((rows[0], rows[1]), (rows[2], rows[3])))
+    monkeypatch.setattr(trinity_tables, "curve", refuse)
+    assert trinity_tables.main(command) == 0

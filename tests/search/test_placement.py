@@ -1,4 +1,4 @@
-"""Placement on single devices: what a layer is, model parallelism, the expert's recurrent nets, and learned placement."""
+"""Placement on single devices: what a layer is, model parallelism, and what experts do."""
 
 import functools
 import importlib
@@ -17,10 +17,10 @@ from soapjax.graph.build import build_graph
 from soapjax.graph.trace import TracedStep
 from soapjax.plan_files import recost
 from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.search.layered import layered_expert_strategies
 from soapjax.search.layers import layers_of, steps_of
 from soapjax.search.placement import balanced_runs, operator_seconds, placed
 from soapjax.search.planners import PLACEMENT_PLANNERS, get_planner
-from soapjax.search.policy_gradient import colocated, reinforce
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.recurrent import depths_of
 from soapjax.strategy.plan import Plan
@@ -176,7 +176,7 @@ def test_a_placement_that_does_not_fit_says_so(monkeypatch):
     needed = problem.evaluate([one_device(problem)])[0].memory_bytes
     monkeypatch.setattr(PlanningProblem, "usable_memory_bytes", property(lambda self: int(0.3 * needed)))
     for name in PLACEMENT_PLANNERS:
-        found = get_planner(name)(KEY, problem, Budget(num_proposals=32))
+        found = get_planner(name)(KEY, problem, Budget(num_proposals=1))
         assert problem.space.is_valid(found.best.strategy) and not found.best.is_feasible, name
 
 
@@ -195,11 +195,42 @@ def test_what_the_user_constrained_stays_whole():
     fixed = [n for n, op in enumerate(problem.graph.operators) if op.fixed is not None]
     assert fixed
     for name in PLACEMENT_PLANNERS:
-        strategy = get_planner(name)(KEY, problem, Budget(num_proposals=8)).best.strategy
+        strategy = get_planner(name)(KEY, problem, Budget(num_proposals=1)).best.strategy
         assert problem.space.is_valid(strategy) and (strategy.axes[fixed] >= REPLICATE).all(), name
 
 
-# --- recurrent nets by experts
+# --- by experts
+
+
+def test_a_single_device_does_everything():
+    problem = problem_of("mlp", layers=4)
+    found = get_planner("single_device")(KEY, problem, Budget())
+    assert set(devices_of(problem, found.best.strategy)) == {frozenset({0})} and found.num_proposals == 1
+    assert found.best.step_time_s == pytest.approx(float(operator_seconds(problem).sum()), rel=1e-5), "nothing is sent"
+
+
+def test_layered_expert_gives_recurrent_layers_devices_of_their_own():
+    """Four LSTM layers on four devices, on two in turn; attention, softmax and loss with the last one."""
+    for topology, wanted in (("2x2", [0, 1, 2, 3]), ("1x2", [0, 1, 0, 1])):
+        problem = problem_of("nmt", topology=topology, seq=3)
+        where = devices_of(problem, get_planner("layered_expert")(KEY, problem, Budget()).best.strategy)
+        home = {}
+        for layer in layers_of(problem.graph):
+            (device,) = {d for n in layer.operators for d in where[n]}
+            home[layer.name] = device
+        assert [home[f"{side}/lstm{i}"] for side in ("encoder", "decoder") for i in range(2)] == wanted
+        assert home["source_embed"] == home["encoder/lstm0"] and home["target_embed"] == home["decoder/lstm0"]
+        assert {d for name, d in home.items() if name.startswith(("attention", "head", "loss"))} == {home["decoder/lstm1"]}
+
+
+def test_layered_expert_without_recurrence_is_runs_of_layers_or_one_device():
+    problem = two_branches()
+    found = get_planner("layered_expert")(KEY, problem, Budget())
+    runs, whole = (problem.evaluate([s])[0] for s in layered_expert_strategies(problem))
+    layers = [next(iter(devices_of(problem, runs.strategy)[layer.operators[0]])) for layer in layers_of(problem.graph)]
+    assert layers == sorted(layers) and set(layers) == {0, 1} and abs(layers.count(0) - layers.count(1)) <= 1
+    assert whole.strategy.key() == one_device(problem).key()
+    assert found.best.cost == min(runs.cost, whole.cost) and found.num_proposals == 2
 
 
 def test_expert_rnn_places_depths_and_splits_the_batch_over_nodes():
@@ -230,60 +261,6 @@ def test_expert_rnn_lowers_what_does_not_divide():
     result = get_planner("expert_rnn")(KEY, problem, Budget())
     assert problem.space.is_valid(result.best.strategy)
     assert "a sample dim of 8 does not split 3 ways: 1 used" in result.notes
-
-
-# --- learned placement
-
-
-def test_reinforce_finds_the_best_split_of_two_branches():
-    problem = two_branches()
-    every = [placed(problem, np.array(d)) for d in itertools.product(range(2), repeat=problem.graph.num_operators)]
-    evaluated = problem.evaluate(every)
-    wanted = min(e.cost for e in evaluated if e.is_feasible)
-    found = reinforce(KEY, problem, Budget(num_proposals=640))
-    assert found.best.cost == pytest.approx(wanted, rel=1e-5)
-    assert wanted < 0.7 * problem.evaluate([one_device(problem)])[0].cost
-    assert problem.space.is_valid(found.best.strategy)
-    proposals, times = [h[0] for h in found.history], [h[2] for h in found.history]
-    assert proposals == sorted(proposals) and times == sorted(times, reverse=True) and times[-1] == found.best.step_time_s
-
-
-def test_reinforce_learns():
-    """It starts from everything on one device, and goes on past what the first batch drew at random."""
-    problem = problem_of("rnnlm", **RNNLM)
-    found = reinforce(KEY, problem, Budget(num_proposals=961))
-    of_random = [s for n, _, s in found.history if n <= 33]
-    assert found.best.step_time_s < of_random[-1] <= of_random[0]
-    assert of_random[0] == problem.evaluate([one_device(problem)])[0].step_time_s
-
-
-def test_reinforce_is_decided_by_its_key_and_ends_by_its_budget():
-    problem = two_branches()
-    first, again = (reinforce(jax.random.key(3), problem, Budget(num_proposals=70)) for _ in range(2))
-    assert first.best.strategy.key() == again.best.strategy.key() and first.num_proposals == 70
-    assert [h[0] for h in first.history] == [h[0] for h in again.history] and first.stopped_by == "proposals"
-    timed = reinforce(KEY, problem, Budget(seconds=1e-9))
-    assert timed.stopped_by == "seconds" and timed.num_proposals == 1
-    assert timed.best.strategy.key() == one_device(problem).key()
-
-    def interrupt(done, best_s, elapsed_s):
-        raise KeyboardInterrupt
-
-    assert reinforce(KEY, problem, Budget(num_proposals=640, progress=interrupt)).stopped_by == "interrupted"
-
-
-def test_colocated_operators():
-    problem = problem_of("rnnlm", **RNNLM)
-    graph, seconds = problem.graph, operator_seconds(problem)
-    group = colocated(graph, seconds, 4)
-    keys, steps = steps_of(graph)
-    cells = {(layer.name, steps[n]): group[n] for layer in layers_of(graph) if layer.is_recurrent for n in layer.operators}
-    assert len(set(cells.values())) == len(cells) == 8, "a layer at a step is a group"
-    assert all(group[n] == cells[layer.name, steps[n]] for layer in layers_of(graph) if layer.is_recurrent for n in layer.operators)
-    for limit in (9, 3, 1):
-        few = colocated(graph, seconds, 4, limit)
-        assert set(few) == set(range(limit))
-        assert len({(a, b) for a, b in zip(group, few, strict=True)}) == len(set(group)), "groups are merged whole"
 
 
 # --- spaces and plans

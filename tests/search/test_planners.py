@@ -87,9 +87,10 @@ def test_tensor_parallel_pairs_column_with_row():
 
 
 ODD = [(n, k) for n in PLANNERS if n != "exhaustive" for k in (1, 7)]
+SLOW = [odd for odd in ODD if odd[1] == 1 or odd[0] in ("reinforce", "hierarchical")]
 
 
-@pytest.mark.parametrize("name, devices", family(ODD, slow=[odd for odd in ODD if odd[1] == 1]))
+@pytest.mark.parametrize("name, devices", family(ODD, slow=SLOW))
 def test_every_planner_on_odd_devices(name, devices):
     problem = make(devices, batch=10, space="paper" if name in PLACEMENT_PLANNERS else "soap")
     found = get_planner(name)(jax.random.key(0), problem, Budget(num_proposals=64))

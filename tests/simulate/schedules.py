@@ -1,5 +1,7 @@
 """Random schedules, and what a search does to them: durations that come and go, and pins."""
 
+import collections
+
 import numpy as np
 
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
@@ -78,3 +80,39 @@ def list_scheduler(schedule: Schedule, durations: np.ndarray) -> list[int | None
                     running[s] = queues[s].pop(0)
         now += 1
     return starts
+
+
+def two_queues(schedule: Schedule, durations: np.ndarray, queue_of: np.ndarray) -> dict[int, tuple[float, float]]:
+    """Start and end of every task that takes time in Trinity's simulator (section 4.3, Algorithm 2), event by event.
+
+    `queue_of` [T] is the one queue that a task stands in, of a device's operators or of its tensors. What completes puts
+    what waited for it into queues, in program order; then every idle queue starts its next one.
+    """
+    n = schedule.num_tasks
+    waits = [{int(p) for p in row if p < n} for row in schedule.predecessors]
+    lines = {q: collections.deque() for q in queue_of.tolist()}
+    running: dict[int, tuple[float, int]] = {}
+    times: dict[int, tuple[float, float]] = {}
+    left, now = set(range(n)), 0.0
+    while True:
+        enqueued = []
+        while ready := {t for t in left if not waits[t]}:
+            left -= ready
+            enqueued += [t for t in ready if durations[t] > 0]
+            done = {t for t in ready if durations[t] == 0}
+            for w in waits:
+                w -= done
+        for t in sorted(enqueued):
+            lines[int(queue_of[t])].append(t)
+        for q, line in lines.items():
+            if q not in running and line:
+                t = line.popleft()
+                times[t] = (now, now + float(durations[t]))
+                running[q] = (times[t][1], t)
+        if not running:
+            return times
+        now = min(end for end, _ in running.values())
+        for q in [q for q, (end, _) in running.items() if end == now]:
+            ended = running.pop(q)[1]
+            for w in waits:
+                w.discard(ended)

@@ -13,7 +13,10 @@ from soapjax.topology import DeviceTopology, load_topology, shipped_catalogue, s
 from soapjax.topology.device_topology import OPERATOR_CLASSES, SOURCED_FIGURES
 from soapjax.topology.toml_file import parse_topology
 
-FIXED = ("a100x1024", "a100x64", "a100x8", "cpu8", "dgx1_v100x8", "h100x64", "h200x1", "h200x8", "k80x64", "p100x16", "v100x32")
+FIXED = (
+    "a100x1024", "a100x64", "a100x8", "cpu8", "dgx1_v100x8", "h100x64", "h200x1", "h200x8", "k80x64", "p100x16", "pcie_p100x4",
+    "v100x32",
+)  # fmt: skip
 SHIPPED = shipped_topologies()
 
 GOOD = """
