@@ -52,7 +52,7 @@ class PlanCommand:
     set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A setting of the model, key=value; repeat for more."""
     planner: str = "mcmc"
-    """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive; with --space paper also
+    """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp, exhaustive or mcmc_paper; with --space paper also
     model_parallel, expert_rnn and reinforce."""
     space: str = "soap"
     """soap, or paper: also operators on parts of the devices. They run as several programs."""

@@ -10,6 +10,7 @@ from soapjax.search.exhaustive import exhaustive
 from soapjax.search.experts import expert_cnn
 from soapjax.search.ilp import ilp
 from soapjax.search.mcmc import mcmc
+from soapjax.search.mcmc_paper import mcmc_paper
 from soapjax.search.optcnn import optcnn
 from soapjax.search.placement import model_parallel, placement_error
 from soapjax.search.policy_gradient import reinforce
@@ -22,7 +23,7 @@ PLACEMENT_PLANNERS: dict[str, Planner] = {"model_parallel": model_parallel, "exp
 
 PLANNERS: dict[str, Planner] = {
     "mcmc": mcmc, **BASELINES, "expert_cnn": expert_cnn, "optcnn": optcnn, "ilp": ilp, "exhaustive": exhaustive,
-    **PLACEMENT_PLANNERS,
+    "mcmc_paper": mcmc_paper, **PLACEMENT_PLANNERS,
 }  # fmt: skip
 
 
