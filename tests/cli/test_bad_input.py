@@ -411,7 +411,7 @@ def test_a_model_that_does_not_work_is_refused(name, make, words):
         (["--seconds", "-1"], ["--seconds", "-1"]),
         (["--seconds", "nan"], ["--seconds", "nan"]),
         (["--proposals", "0"], ["--proposals", "got 0"]),
-        (["--objective", "speed"], ["--objective: got 'speed'; expected time or mdpe"]),
+        (["--objective", "speed"], ["--objective: got 'speed'; expected time or mdpe", "choose one of these"]),
         (["--objective", "mdpe"], ["--objective: got mdpe without a limit"]),
         (["--objective", "mdpe", "--max-bytes=-8GB"], ["--max-bytes: got '-8GB'; expected a positive size"]),
         (["--max-memory", "40GB"], ["--max-memory: got 40GB; expected an objective that has limits"]),
