@@ -61,7 +61,8 @@ def run(options: Any) -> None:
                 rows.add(asked | row_of(made, planner, options, limited))
             note(f"{name}, {planner}: done")
     shown = [words(r) for r in rows.rows if r["name"] in options.only]
-    write_text_atomic(options.results / "objectives.md", __doc__.split("\n\n")[0] + "\n\n" + markdown(COLUMNS, shown))
+    head, _, what = __doc__.strip().split("\n\n")
+    write_text_atomic(options.results / "objectives.md", f"{head}\n\n{what}\n\n{markdown(COLUMNS, shown)}")
     print(markdown(COLUMNS, shown))
 
 
