@@ -28,7 +28,6 @@ from jax import Array
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.starts import numpy_rng
-from soapjax.simulate.simulator import AT_ONCE
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 
@@ -36,6 +35,7 @@ from soapjax.strategy.strategy import Strategy
 # the mean of LeNet, a Transformer layer and RNNLM on 8 devices (three seeds, 6,000 proposals); 400 is 0.4 % behind, 100 is 4 %.
 BETA = 1600.0
 DEFAULT_PROPOSALS = 100_000
+AT_ONCE = 16  # proposals that are judged together: the simulator's batches are no smaller
 LEAST = 50  # proposals per operator and initial strategy, before a lack of improvement ends it
 
 Judge = Callable[[list[Strategy]], list[Evaluation]]
