@@ -52,8 +52,8 @@ class PlanCommand:
     set: tyro.conf.UseAppendAction[list[str]] = dataclasses.field(default_factory=list)
     """A setting of the model, key=value; repeat for more."""
     planner: str = "mcmc"
-    """mcmc, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive; with --space paper also single_device,
-    model_parallel, layered_expert, expert_rnn, reinforce, hierarchical and trinity."""
+    """mcmc, mcmc_paper, data_parallel, fsdp, tensor_parallel, expert_cnn, optcnn, ilp or exhaustive; with --space paper also
+    single_device, model_parallel, layered_expert, expert_rnn, reinforce, hierarchical and trinity."""
     space: str = "soap"
     """soap, or paper: also operators on parts of the devices. They run as several programs."""
     pipeline: str | None = None

@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from soapjax.planning import Planned
 from soapjax.report.front import FrontRow
 from soapjax.search.front import joined
+from soapjax.search.problem import Evaluation
 from soapjax.search.stage_problem import Choice
 from soapjax.stage_plans import FoundPipeline
 from soapjax.strategy.pipeline import Pipeline
 
 
 def rows_of_planned(found: Planned) -> tuple[FrontRow, ...]:
-    """Of plans of one program: the taken one and the baselines have names."""
-    names = {b.best.strategy.key(): name for name, b in found.baselines.items()}
-    taken = found.result.best.strategy.key()
+    """Of plans of one program: the taken one and the baselines have names. Of plans that are equal in all figures one is there."""
+    names = {_figures(b.best): name for name, b in found.baselines.items()}
+    taken = _figures(found.result.best)
     names.setdefault(taken, "this plan")
-    return tuple(FrontRow(*p[:3], names.get(p.plan.key(), ""), p.plan.key() == taken) for p in found.front)
+    return tuple(FrontRow(*p[:3], names.get(p[:3], ""), p[:3] == taken) for p in found.front)
+
+
+def _figures(e: Evaluation) -> tuple[float, float, float]:
+    return e.step_time_s, e.sent_bytes, e.memory_bytes
 
 
 def rows_of_pipelines(found: FoundPipeline) -> tuple[FrontRow, ...]:

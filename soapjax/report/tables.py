@@ -189,11 +189,11 @@ def gain_lines(plan: Plan) -> list[str]:
 
 def comparison_table(plan: Plan) -> TextTable:
     """Predicted step times of the plan and of the baselines, with what they are made of."""
-    title = "predicted step time; how much communication is hidden under compute, and the step if none were; per device"
+    title = "predicted step time; how much communication is hidden under compute, and the step if none were"
     table = TextTable(title=title, title_justify="left")
     for column in ("strategy", "step", "hidden", "if none", "FLOPs split", "sends", "memory"):
-        is_name = column == "strategy"
-        table.add_column(column, justify="left" if is_name else "right", min_width=16 if is_name else None)
+        head = column.replace("FLOPs split", "FLOPs\nsplit")  # so that a terminal of 80 columns has room for the strategies' names
+        table.add_column(head, justify="left" if column == "strategy" else "right")
     p = plan.prediction
     known = plan.provenance.baseline_figures
     unfit = {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}

@@ -190,7 +190,7 @@ def objective_of(
             Problem("--" + k.replace("_", "-"), given[k], "an objective that has limits", "add --objective mdpe, or leave it out")
             for k in unused
         ]  # fmt: skip
-    return (TIME if problems or name == "time" else Objective(name, *values)), problems
+    return (TIME if problems or name != "mdpe" else Objective(name, *values)), problems
 
 
 def objective_problems(value: Any) -> list[Problem]:

@@ -12,6 +12,7 @@ from soapjax.search.ilp import ilp
 from soapjax.search.layered import layered_expert, single_device
 from soapjax.search.learned.search import hierarchical, reinforce, trinity
 from soapjax.search.mcmc import mcmc
+from soapjax.search.mcmc_paper import mcmc_paper
 from soapjax.search.optcnn import optcnn
 from soapjax.search.placement import model_parallel, placement_error
 from soapjax.search.problem import Planner
@@ -26,7 +27,7 @@ PLACEMENT_PLANNERS: dict[str, Planner] = {
 
 PLANNERS: dict[str, Planner] = {
     "mcmc": mcmc, **BASELINES, "expert_cnn": expert_cnn, "optcnn": optcnn, "ilp": ilp, "exhaustive": exhaustive,
-    **PLACEMENT_PLANNERS,
+    "mcmc_paper": mcmc_paper, **PLACEMENT_PLANNERS,
 }  # fmt: skip
 
 

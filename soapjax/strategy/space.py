@@ -99,11 +99,11 @@ class SearchSpace:
 
     def configs(self, n: int) -> Iterator[tuple[int, ...]]:
         """All valid axis assignments of operator `n`, without storage."""
-        for values in itertools.product(*self._choices(n)):
-            if self._divides(n, values):
+        for values in itertools.product(*self.choices(n)):
+            if self.divides(n, values):
                 yield values
 
-    def _choices(self, n: int) -> list[list[int]]:
+    def choices(self, n: int) -> list[list[int]]:
         """Per axis what operator `n` may do with it, whatever it does with the others."""
         per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
         if self.may_pin(n):
@@ -113,7 +113,7 @@ class SearchSpace:
 
     def nearest(self, n: int, axes: Sequence[int], storage: int) -> Iterator[tuple[tuple[int, ...], int]]:
         """The other valid configs (axes, storage) of operator `n`; those that differ in fewest choices first."""
-        choices = self._choices(n)
+        choices = self.choices(n)
         choices.append(list(range(len(self.storages))) if self.owns_parameters[n] else [storage])
         now = [*map(int, axes), int(storage)]
         for count in range(1, len(now) + 1):
@@ -122,13 +122,14 @@ class SearchSpace:
                     found = [*now]
                     for p, v in zip(places, values, strict=True):
                         found[p] = v
-                    if self._divides(n, found[:-1]):
+                    if self.divides(n, found[:-1]):
                         yield tuple(found[:-1]), found[-1]
 
     def num_configs(self, n: int) -> int:
         return sum(1 for _ in self.configs(n))
 
-    def _divides(self, n: int, values: Sequence[int]) -> bool:
+    def divides(self, n: int, values: Sequence[int]) -> bool:
+        """Whether the degrees of an axis assignment of operator `n` divide its dims."""
         split: dict[int, int] = {}
         for v, s in zip(values, self.mesh.axis_sizes, strict=True):
             if v >= 0:
@@ -146,7 +147,7 @@ class SearchSpace:
                     if self.allowed[n, a, v + 1]:
                         trial = [*values]
                         trial[a] = v
-                        if self._divides(n, trial):
+                        if self.divides(n, trial):
                             choices.append(v)
                 if self.may_pin(n) and self.mesh.axis_sizes[a] > 1:
                     choices += [PIN(i) for i in range(self.mesh.axis_sizes[a])]

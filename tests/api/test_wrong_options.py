@@ -31,6 +31,7 @@ TABLE = [
     ("seconds", [0, -1, math.nan, math.inf, -math.inf, "10", True, 1e300, 10**400, [1]], "positive number of seconds", "some time"),
     ("proposals", [0, -5, 2.5, "100", True, math.nan, 10**12], "from 1 to 2147483647", "at least one"),
     ("fixed", [[("w", "d0")], "w", 3, {1: "d0"}, {"": "d0"}], "a dict from argument paths", "write {"),
+    ("objective", [None, 1, "", "mdpo", ["time"], LONG], "time or mdpe, or an Objective", ""),
     ("unroll", [None, 1, "yes", 0.0], "True or False", "write one"),
     ("strip_constraints", [None, "no", []], "True or False", "write one"),
     ("static_argnums", ["1", 1.5, [0.5], True, {0: 1}], "a position or several", "write e.g."),

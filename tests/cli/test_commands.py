@@ -41,6 +41,22 @@ def test_a_machine_by_node():
     assert call("simulate", "plan.json", "--topology", "4xdgx_a100").status == 2
 
 
+def test_limits_that_nothing_meets_end_with_status_3_and_the_least_violating_plan():
+    argv = ("plan", "models.mlp", "--topology", "cpu8", "--planner", "fsdp", "--objective", "mdpe", "-o", "plan.json", *TINY)
+    ended = call(*argv, "--max-bytes", "1B", "--max-memory", "10B", "--pareto", "--json")
+    assert ended.status == 3 and "Traceback" not in ended.err
+    lines = [x for x in ended.err.splitlines() if x.startswith("error: ")]
+    assert [x.split(":")[1].strip() for x in lines] == ["--max-bytes", "--max-memory"]
+    result, plan = ended.result, Plan.load("plan.json")
+    assert result["peak_sent_bytes"] == plan.prediction.peak_sent_bytes > 1 and result["objective"].startswith("mdpe: at most 1 B")
+    assert any("violates them least" in note for note in result["notes"])
+    own = [result["step_time_s"], result["peak_sent_bytes"], result["memory_bytes_per_device"]]
+    (taken,) = [p for p in result["front"] if p["is_taken"]]
+    assert [taken["step_time_s"], taken["sent_bytes"], taken["memory_bytes"]] == pytest.approx(own)
+    ended = call(*argv, "--max-bytes", "1GB")
+    assert ended.status == 0 and not [x for x in ended.err.splitlines() if x.startswith("error")]
+
+
 def test_topologies_are_listed():
     shipped = {t["name"]: t for t in done("topologies")["topologies"]}
     assert shipped.keys() == set(shipped_topologies())

@@ -243,19 +243,21 @@ def test_pinned_layouts_jitted_equal_plain(links, seed):
 
 
 @pytest.mark.parametrize(
-    "source, target, seconds, sent",
+    "source, target, seconds, sent, late",
     [  # two axes of two devices, the first between hosts (latency 8, 10 bytes/s), the second within (2 and 100)
-        ((PINNED, PINNED), (PINNED, PINNED), [0, 0], 0),
-        ((PINNED, PINNED), (PINNED - 1, PINNED - 1), [8 + 40 / 10, 0], 40),  # one message, over the slower link
-        ((PINNED, PINNED), (PINNED, PINNED - 1), [0, 2 + 40 / 100], 40),
-        ((PINNED, PINNED), (R, R), [8 + 40 / 10, 2 + 40 / 100], 80),  # a tree
-        ((PINNED, R), (0, R), [8 + 20 / 10, 0], 20),
-        ((0, R), (PINNED, R), [8 + 20 / 10, 0], 20),
-        ((R, R), (PINNED, PINNED), [0, 0], 0),  # it is there already
+        ((PINNED, PINNED), (PINNED, PINNED), [0, 0], 0, 0),
+        ((PINNED, PINNED), (PINNED - 1, PINNED - 1), [8 + 40 / 10, 0], 40, 0),  # one message, over the slower link
+        ((PINNED, PINNED), (PINNED, PINNED - 1), [0, 2 + 40 / 100], 40, 0),
+        ((PINNED, PINNED), (R, R), [8 + 40 / 10, 2 + 40 / 100], 80, 0),  # a tree
+        ((PINNED, R), (0, R), [8 + 20 / 10, 0], 20, 0),
+        ((0, R), (PINNED, R), [8 + 20 / 10, 0], 20, 20),  # what one device gets counts there
+        ((R, R), (PINNED, PINNED), [0, 0], 0, 0),  # it is there already
+        ((PINNED, 0), (R, R), [8 + 20 / 10, 2 + 20 / 100], 20, 20),  # halves are sent, and gathered where they went
     ],
 )
-def test_transfers_by_hand(source, target, seconds, sent):
+def test_transfers_by_hand(source, target, seconds, sent, late):
     links = Links((2, 2), (0, 1), (8.0, 2.0), (10.0, 100.0))
     found = conversion_costs(np.array([source], np.int8), np.array([target], np.int8), np.array([40.0], np.float32), links)
     assert found.seconds[0].tolist() == pytest.approx(seconds)
     assert found.bytes[0, COLLECTIVES.index("transfer")] == pytest.approx(sent)
+    assert found.late_bytes[0] == pytest.approx(late)

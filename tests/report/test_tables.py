@@ -7,6 +7,7 @@ import rich.console
 from command_line import plan_text
 
 from soapjax import Plan
+from soapjax.report.front import MOST_ROWS, FrontRow, front_view
 from soapjax.report.tables import caveat, gain_lines, gains, operator_rows, operator_table, plan_report
 from soapjax.strategy.plan import OperatorCost, StrategyFigures
 
@@ -104,3 +105,29 @@ def test_plans_of_older_versions_are_shown_without_what_they_lack():
     assert old.plan_sha256 == plan.plan_sha256 and old.prediction.hidden_communication_s is None
     assert operator_table(old).row_count == len(operator_rows(old)) and "fsdp" in text_of(plan_report(old))
     assert all(words == "" for _, words in gains(old).values())
+
+
+def rows_of_front(count):
+    """More communication the faster; memory is least in the middle."""
+    return [
+        FrontRow(1e-3 * (1 + i), 4e9 / (1 + i), 1e9 + abs(i - count // 2) * 1e7, "fsdp" if i == 1 else "", is_taken=i == 3)
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 4, 300])
+def test_a_front_shows_the_best_in_each_figure_and_what_is_taken(count):
+    text = text_of(front_view(rows_of_front(count)))
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows) == min(count, MOST_ROWS)
+    marks = [row.split("│")[1].strip() for row in rows]
+    assert "1 ms" in rows[0] and "4 GB" in rows[0], "the fastest first"
+    assert f"{count} ms" in rows[-1].replace("0.3 s", "300 ms") and any("1 GB" in row for row in rows), "the least of the others"
+    plots = text.split("bytes sent by a device")[1]
+    assert marks.count("*") == (count > 3) and plots.count("*") == 2 * marks.count("*"), "once in both plots"
+    assert marks[0] in plots and marks[-1] in plots
+    assert ("300 plans" in text) == (count == 300) and (count != 4 or "fsdp" in rows[1])
+
+
+def test_an_empty_front_says_so():
+    assert "nothing that was judged fits" in text_of(front_view([]))
