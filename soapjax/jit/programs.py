@@ -19,8 +19,8 @@ import hashlib
 import os
 import platform
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,25 @@ def threads(count: int | None) -> ThreadPoolExecutor:
     """A pool whose threads have the default device of the caller's; a thread has one of its own otherwise."""
     device = jax.config.jax_default_device
     return ThreadPoolExecutor(count, initializer=lambda: jax.default_device(device).__enter__())
+
+
+@contextlib.contextmanager
+def side_by_side() -> Iterator[Callable[..., Any]]:
+    """Compiles programs on as many cores as there are, while further ones are traced; all are ready at the end.
+
+    Gives a function of a program and arguments like its own; it returns what `Program` will, as `jax.ShapeDtypeStruct`s.
+    """
+    waiting: list[Future[None]] = []
+
+    def prepare(program: Program, *args: Any) -> Any:
+        lowered = program.lower(*args)
+        waiting.append(pool.submit(program.compile, lowered))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+
+    with threads(os.cpu_count()) as pool:
+        yield prepare
+        for each in waiting:
+            each.result()
 
 
 def program_folder() -> Path | None:

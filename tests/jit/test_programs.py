@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from soapjax.jit import kept_programs, programs
-from soapjax.jit.programs import QUICKLY, Program, program_folder
+from soapjax.jit.programs import QUICKLY, Program, program_folder, side_by_side
 
 
 def double_of_sines(x):
@@ -104,6 +104,26 @@ def test_prepared_by_shape(folder, monkeypatch):
     program = Program(double_of_sines)
     program.prepare(jax.ShapeDtypeStruct((4,), "float32"))
     assert len(names) == 1 and right(program) and len(names) == 1, "compiled before its first call, and not again"
+
+
+def test_programs_side_by_side_take_each_others_results_by_shape(folder, monkeypatch):
+    names = compiled(monkeypatch)
+    first, second = Program(double_of_sines), Program(lambda of, x: of["y"] - x)
+    with side_by_side() as prepare:
+        shapes = prepare(first, X)
+        prepare(second, shapes, X)
+    assert shapes["y"].shape == (4,) and len(names) == 2
+    np.testing.assert_allclose(second(first(X), X), 2 * np.sin(X) + np.arange(4) - X, rtol=1e-6)
+    assert len(names) == 2, "both were ready"
+
+
+def test_what_cannot_be_compiled_side_by_side_is_told(folder, monkeypatch):
+    def refused(lowered, options):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(programs, "_by_compiler", refused)
+    with pytest.raises(RuntimeError, match="out of registers"), side_by_side() as prepare:
+        prepare(Program(double_of_sines), X)
 
 
 # --- whose files are read
