@@ -49,7 +49,8 @@ def quick_search(monkeypatch):
         try:
             while budget.num_proposals is None and elapsed < budget.seconds:
                 elapsed = time.monotonic() - begin
-                budget.progress(9, best.cost, elapsed)
+                if budget.progress is not None:
+                    budget.progress(9, best.cost, elapsed)
         except KeyboardInterrupt:
             stopped_by = "interrupted"
         return SearchResult(best, 9, elapsed, stopped_by, ((0, elapsed, best.cost), (9, elapsed, best.cost)))
