@@ -22,6 +22,7 @@ MOST_DIMS = 8  # of a tensor whose shape is not given
 class ConversionCosts(NamedTuple):
     seconds: np.ndarray  # [n, L]
     bytes: np.ndarray  # [n, 6] that each device sends, by COLLECTIVES
+    late_bytes: np.ndarray  # [n]: of these what devices of the target layout send, or get from shards
 
 
 @functools.cache
@@ -54,11 +55,11 @@ def conversion_costs(
     sizes, shares = (np.broadcast_to(np.asarray(x, np.float32), count) for x in (size_bytes, latency_share))
     pins = bool((source <= PINNED).any() or (target <= PINNED).any())
     program, mesh, network = _program(dims, levels, pins), mesh_of(links.axis_sizes), network_of(links, levels)
-    seconds, sent = [np.zeros((levels, 0), np.float32)], [np.zeros((6, 0), np.float32)]
+    found = [(np.zeros((levels, 0), np.float32), np.zeros((6, 0), np.float32), np.zeros(0, np.float32))]
     for k in range(0, count, CHUNK):
         at = np.minimum(np.arange(k, k + CHUNK), count - 1)
         sets = (np.ascontiguousarray(encoded(x[at], dims, pins).T) for x in (source, target))
-        found = program(mesh, network, *sets, np.ascontiguousarray(shapes[at].T), sizes[at], shares[at])
-        seconds.append(np.asarray(found[0])[:, : count - k])
-        sent.append(np.asarray(found[1])[:, : count - k])
-    return ConversionCosts(np.concatenate(seconds, 1).T[:, levels - links.num_levels :], np.concatenate(sent, 1).T)
+        some = program(mesh, network, *sets, np.ascontiguousarray(shapes[at].T), sizes[at], shares[at])
+        found.append(tuple(np.asarray(x)[..., : count - k] for x in some))
+    seconds, sent, late = (np.concatenate(x, -1).T for x in zip(*found, strict=True))
+    return ConversionCosts(seconds[:, levels - links.num_levels :], sent, late)
