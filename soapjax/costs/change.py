@@ -7,6 +7,8 @@ that inherit the payment of a shared copy, or lose it. Full evaluation (whole.py
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -66,8 +68,10 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, 
     names = ("full_s", "sent", "held", "copy", "is_sent", "passing", "waiting", *(("on", "on_kept") if pins else ()))
     row_of, *found, task_of = in_kernel(own_rows, p, own, into, n)
     into = into._replace(row_of=row_of, task_of=task_of, **dict(zip(names, found, strict=True)))
-    pays, full_s, sent, row_of, heir, num_heirs = in_kernel(paying, p, own, base, into, n)
-    return into._replace(pays=pays, full_s=full_s, sent=sent, row_of=row_of, heir=heir, num_heirs=num_heirs)
+    names = ("full_s", "sent", *(("on",) if pins else ()))
+    (pays, row_of, heir, num_heirs), found = in_kernel(functools.partial(paying, names=names), p, own, base, into, n)
+    heirs = dict(zip(names, found, strict=True))
+    return into._replace(pays=pays, row_of=row_of, heir=heir, num_heirs=num_heirs, **heirs)
 
 
 def _taking_part(p, own, config, layout, on_compute, on_stored, n):

@@ -62,8 +62,10 @@ class Readers:
         return every(layout == self.wanted(mine)) & (self.again(e) == self.again(mine))
 
 
-def paying(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array):
-    """Who pays for copies: (pays, full_s, sent, row_of, heir, num_heirs) of `Change`.
+def paying(
+    p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, *, names: tuple[str, ...]
+) -> tuple[tuple[Array, ...], list[Array]]:
+    """Who pays for copies: (pays, row_of, heir, num_heirs) of `Change`, and its figures `names` with those of heirs.
 
     Of the readers whose wish is as before only the first of each copy can start or stop paying: a later one follows that one.
     """
@@ -93,7 +95,7 @@ def paying(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array):
             return lax.fori_loop(first_k, first_k + num_k, one, jnp.ones(q))
 
         def member(c: Array, state):
-            pays, full_s, sent, heir, count = state
+            pays, heir, count = state
             e = row(p.members, c)
             x, place = num_t + e, row(p.edge_group, e)[1]
             is_keyed = readers.is_keyed(e)
@@ -110,20 +112,23 @@ def paying(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array):
             is_heir = (r == 0) & (now != (row(base.previous, e) < 0)).any()
             r = jnp.where(is_heir, 1 + readers.count + count, r)
             pays = put(pays, r, jnp.where(r > 0, now, 1.0))
-            h = jnp.where(is_heir, r, 0)
-            full_s = put(full_s, h, jnp.broadcast_to(row(base.full_s, x)[:, None], full_s.shape[1:]))
-            sent = put(sent, h, jnp.broadcast_to(row(base.sent, x)[:, None], sent.shape[1:]))
-            return pays, full_s, sent, put(heir, h, jnp.where(is_heir, x, nobody)), count + is_heir
+            heir = put(heir, jnp.where(is_heir, r, 0), jnp.where(is_heir, x, nobody))
+            return pays, heir, count + is_heir
 
         return lax.fori_loop(first, first + count, member, state)
 
-    state = (pays, into.full_s, into.sent, into.heir, jnp.int32(0))
-    pays, full_s, sent, heir, count = lax.fori_loop(0, num_g, group, state)
+    pays, heir, count = lax.fori_loop(0, num_g, group, (pays, into.heir, jnp.int32(0)))
 
-    def placed(i: Array, row_of: Array) -> Array:
-        return put(row_of, row(heir, 1 + readers.count + i), 1 + readers.count + i)
+    def placed(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        """What heirs pay, if they do, is as before; only whether they do is not."""
+        r = 1 + readers.count + i
+        x, (row_of, *figures) = row(heir, r), state
+        of_base = (row(getattr(base, name), x)[..., None] for name in names)
+        same = (jnp.broadcast_to(z, y.shape[1:]) for z, y in zip(of_base, figures, strict=True))
+        return put(row_of, x, r), *(put(y, r, z) for y, z in zip(figures, same, strict=True))
 
-    return pays, full_s, sent, lax.fori_loop(0, count, placed, into.row_of), heir, count
+    row_of, *figures = lax.fori_loop(0, count, placed, (into.row_of, *(getattr(into, name) for name in names)))
+    return (pays, row_of, heir, count), figures
 
 
 def previous_in(p: CostArrays, layout: Array, storage: Array, begin: Array, number: Array, previous: Array) -> Array:
