@@ -93,8 +93,9 @@ def program(b: Bucket) -> Program:
 class Evaluator:
     """The cost model of one problem."""
 
-    def __init__(self, tables: CostTables):
-        self.tables, self.bucket = tables, bucket_for(need_of(tables))
+    def __init__(self, tables: CostTables, bucket: Bucket | None = None):
+        """`bucket` holds the problem; by default the usual one."""
+        self.tables, self.bucket = tables, bucket or bucket_for(need_of(tables))
         self.arrays = jax.device_put(cost_arrays(tables, self.bucket))
         self.records = jax.device_put(records_of(tables, self.bucket))
         self.program = program(self.bucket)

@@ -129,11 +129,11 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     record = Record(budget, begin, begun[0])
     try:
         begun += _without_pins(rng_key, problem, record)
-        descents = Descents(rng_key, problem, record, pool)
+        descents = Descents(rng_key, problem, record, pool, ready)
         begun, stopped_by = descents.run(begun)
         if stopped_by is None and record.limit is None and not ready.done():
             record.time_decides()
-            begun, stopped_by = descents.go_on(begun, ready)
+            begun, stopped_by = descents.go_on(begun)
         if stopped_by is None:
             ready.result()
             stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
@@ -168,8 +168,8 @@ def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[
 class Descents:
     """Descents and kicks of one search, two side by side."""
 
-    def __init__(self, key: Array, problem: PlanningProblem, record: Record, pool: ThreadPoolExecutor):
-        self.key, self.problem, self.record, self.pool = key, problem, record, pool
+    def __init__(self, key: Array, problem: PlanningProblem, record: Record, pool: ThreadPoolExecutor, ready: Future[None]):
+        self.key, self.problem, self.record, self.pool, self.ready = key, problem, record, pool, ready
         self.moves = Assignments(problem.space)
         self.number = 0  # of generators
 
@@ -188,11 +188,11 @@ class Descents:
         found = {e.strategy.key(): e for e in [kicked, *ends, *begun]}
         return sorted(found.values(), key=lambda e: e.rank), self.record.stopped_by(has_walked=False)
 
-    def go_on(self, begun: list[Evaluation], ready: Future[None]) -> tuple[list[Evaluation], str | None]:
-        """More kicks, until chains are `ready` to walk or the budget is spent; as `run`."""
+    def go_on(self, begun: list[Evaluation]) -> tuple[list[Evaluation], str | None]:
+        """More kicks, until chains are ready to walk or the budget is spent; as `run`."""
         best, stopped_by = begun[0], None
-        while not ready.done() and not (stopped_by := self.record.stopped_by(has_walked=True)):
-            best = self._kicked(best, ready=ready)
+        while not self.ready.done() and not (stopped_by := self.record.stopped_by(has_walked=True)):
+            best = self._kicked(best, ends_when_ready=True)
         return [best, *begun], stopped_by
 
     def _additive(self) -> list[Evaluation]:
@@ -226,13 +226,12 @@ class Descents:
             record.time_decides()
         return record.spent() < DESCENDED_UNTIL and record.stopped_by(has_walked=False) is None
 
-    def _kicked(self, best: Evaluation, *, until: float = 1.0, ready: Future[None] | None = None) -> Evaluation:
-        """Small kicks beside large ones, until many of both in a row have failed, that part of the budget is spent, or chains are
-        `ready`."""
+    def _kicked(self, best: Evaluation, *, until: float = 1.0, ends_when_ready: bool = False) -> Evaluation:
+        """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget is spent."""
         record = self.record
         kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
         while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
-            if ready is not None and ready.done():
+            if ends_when_ready and self.ready.done():
                 break
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)
@@ -243,7 +242,9 @@ class Descents:
     def _one_round(self, members: Sequence[Descent | Kicks]) -> None:
         record = self.record
         limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
-        record.done += sum(self.pool.map(lambda d, limit: d.round(limit), members, limits))
+        # While the chains' programs are compiled, one of two cores is left to that.
+        run = self.pool.map if self.ready.done() else map
+        record.done += sum(run(lambda d, limit: d.round(limit), members, limits))
         for d in members:
             record.offer(d.best.strategy, d.best.cost)
         record.tell()

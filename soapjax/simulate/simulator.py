@@ -86,7 +86,7 @@ class Simulator:
     @property
     def _walk(self) -> tuple[ItemRecords, Program]:
         records, sizes = self.item_records
-        return records, program(sizes, self.tables.space.offers_pins)
+        return records, program(sizes, self.evaluator.bucket)
 
     def batch(self, axes: Array, storage: Array) -> Batch:
         """Scores and costs of B strategies int8 [B, N, A] and [B, N]; any number, at least one."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from soapjax.costs.arrays import Bucket
 from soapjax.costs.tables import CostTables
 from soapjax.jit.kernel import as_one_kernel, put, row
 from soapjax.jit.programs import Program
@@ -194,15 +195,15 @@ def makespans(
 
 
 @functools.cache
-def program(sizes: ItemSizes, pins: bool) -> Program:
-    """The walk as one program: (items, compute_s, row_s, on_compute, on_rows) -> step times."""
+def program(sizes: ItemSizes, b: Bucket) -> Program:
+    """The walk as one program of problems in a bucket: (items, compute_s, row_s, on_compute, on_rows) -> step times."""
 
     def walk(items: ItemRecords, compute_s: Array, row_s: Array, on_compute: Array, on_rows: Array) -> Array:
-        groups = (on_compute, on_rows) if pins else ()
+        groups = (on_compute, on_rows) if b.groups else ()
 
         def run(*of: Array) -> Array:
             return makespans(of[0], sizes.places, of[1], of[2], *(of[3:] or (None, None)))
 
         return as_one_kernel(run, is_guarded=False)(items, compute_s, row_s, *groups)
 
-    return Program(walk, is_urgent=True, name=f"walk {sizes} {pins}", results=0)
+    return Program(walk, is_urgent=True, name=f"simulation {sizes} {b}", results=0)

@@ -1,5 +1,7 @@
 """Costs of whole strategies: the jitted evaluator against the plain oracle, and what known strategies must cost."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import oracles
@@ -13,6 +15,7 @@ from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.tables import cost_tables
 from soapjax.graph.phases import BACKWARD, FORWARD
 from soapjax.jit import programs
+from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.layout import PARTIAL, divides
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
@@ -279,3 +282,16 @@ def test_one_program_for_many_problems(monkeypatch):
     for model, topology in (("lm", "a100x8"), ("mlp_of_sixes", "2x6"), ("casts", "a100x8")):
         c = case(model, topology)
         c.figures(c.strategies(0, 3))
+
+
+def test_problems_of_two_buckets_take_turns():
+    """What is compiled for one bucket is not called with the arrays of another, also where their items are as many."""
+    c = case("mlp", "a100x8")
+    expected = c.figures(c.strategies(0, 3))[1]
+    tables = dataclasses.replace(c.tables)
+    larger = Simulator(tables)
+    larger.evaluator = Evaluator(tables, Evaluator(tables).bucket._replace(tasks=2048, rows=8192))
+    strategies = c.strategies(0, 3)
+    found = larger.step_times(strategies).step_time_s
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(c.simulator.step_times(strategies).step_time_s, expected)
