@@ -7,7 +7,7 @@ table        run time, peak communication and peak memory on 2 and 4 P100 (11 GB
              `hierarchical`, `trinity`, and `mcmc` in the same space, for time and for MDPE (their table 4, figures 6 to 8); the
              time of 100 batches of the learned searches (their table 5); each plan in Trinity's own simulator beside ours
 convergence  mean rewards of the batches that PPO and REINFORCE learn from, with Trinity's networks, three seeds (their figure 5)
-rates        the cost after --batches with learning rates from theirs, 0.1, down; the default of the planners is the best of these
+rates        the reward and the cost after --batches with learning rates from theirs, 0.1, down to 0.001
 placement    where `trinity` put NMT, by layer and time step (their figure 4)
 
 `hierarchical` minimises the step time, as its paper does, and `trinity` MDPE with the published weights and limits (8 GB sent and
