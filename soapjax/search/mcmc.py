@@ -69,7 +69,8 @@ class Record:
         self.limit = budget.num_proposals
         if self.limit is None and budget.seconds is None:
             self.limit = DEFAULT_PROPOSALS
-        self.done, self.best_at, self.best_elapsed = 0, 0, 0.0
+        self.done, self.best_at = 0, 0
+        self.began = self.best_elapsed = self.elapsed  # compiling the simulator is no lack of improvement
         self.lowest_s = first.cost
         self.candidates = [first.strategy]
         self.history = [(0, self.elapsed, first.step_time_s)]
@@ -84,9 +85,10 @@ class Record:
         return DEFAULT_PROPOSALS if self.limit is None else self.limit - self.done
 
     def spent(self) -> float:
-        """Which part of the budget."""
+        """Which part of the budget, from the first judged strategies on."""
         seconds = self.budget.seconds
-        return max(0.0 if seconds is None else self.elapsed / seconds, 0.0 if self.limit is None else self.done / self.limit)
+        of_time = 0.0 if seconds is None else (self.elapsed - self.began) / max(seconds - self.began, 1e-9)
+        return max(of_time, 0.0 if self.limit is None else self.done / self.limit)
 
     def time_decides(self) -> None:
         """Says so: the clock decided what is judged, not only when the search ends."""
@@ -191,7 +193,7 @@ class Descents:
     def go_on(self, begun: list[Evaluation]) -> tuple[list[Evaluation], str | None]:
         """More kicks, until chains are ready to walk or the budget is spent; as `run`."""
         best, stopped_by = begun[0], None
-        while not self.ready.done() and not (stopped_by := self.record.stopped_by(has_walked=True)):
+        while not self.ready.done() and not (stopped_by := self.record.stopped_by(has_walked=False)):
             best = self._kicked(best, ends_when_ready=True)
         return [best, *begun], stopped_by
 
