@@ -25,7 +25,7 @@ import optax
 from flax import linen as nn
 
 from .images import example_batch
-from .training import TrainStep, build_step, cross_entropy, get_dtype, initial_state, initialize
+from .training import TrainStep, build_step, get_dtype, initial_state, initialize, loss_with_statistics
 
 PAPER = dict(design="nasnet_a", batch=8, image=331, stem=96, width=168, repeats=6, classes=1000)
 PNASNET_PAPER = dict(design="pnasnet_5", batch=8, image=331, stem=96, width=216, repeats=4, classes=1000)
@@ -259,13 +259,8 @@ def make(
     model = NASNet(DESIGNS[design], **sizes, dtype=get_dtype(dtype))
     optimizer = optax.sgd(learning_rate, momentum=0.9)
 
-    def loss_fn(params, state, batch):
-        variables = {"params": params, "batch_stats": state["batch_stats"]}
-        logits, changed = model.apply(variables, batch["image"], mutable=["batch_stats"])
-        return cross_entropy(logits, batch["label"]), {"batch_stats": changed["batch_stats"]}
-
     init_key, batch_key = jax.random.split(jax.random.key(seed))
     variables = initialize(model, init_key, jnp.zeros((1, image, image, channels), jnp.float32))
     state = initial_state(variables["params"], optimizer, batch_stats=variables["batch_stats"])
     example = example_batch(batch_key, batch=batch, image=image, channels=channels, classes=classes)
-    return build_step(loss_fn, optimizer), state, example
+    return build_step(loss_with_statistics(model), optimizer), state, example

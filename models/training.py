@@ -74,6 +74,17 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
+def loss_with_statistics(model: nn.Module) -> LossFn:
+    """The cross-entropy of a classifier of images, and its new ``batch_stats``."""
+
+    def loss_fn(params, state, batch):
+        variables = {"params": params, "batch_stats": state["batch_stats"]}
+        logits, changed = model.apply(variables, batch["image"], mutable=["batch_stats"])
+        return cross_entropy(logits, batch["label"]), {"batch_stats": changed["batch_stats"]}
+
+    return loss_fn
+
+
 def build_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> TrainStep:
     """``train_step(state, batch) -> (new_state, metrics)``, a plain function of pytrees, not jitted."""
 

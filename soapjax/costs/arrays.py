@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -117,6 +118,12 @@ class CostArrays(NamedTuple):
     edge_life: Array
     edge_group: Array  # int32 [E + 1, 4]: first of its group in `members`, its place, number; operator whose storage gathers again
     members: Array  # int32 [E]
+
+
+def edge_of(p: CostArrays, x: Array) -> Array:
+    """The conversion that row `x` is; for other rows the place behind the last."""
+    num_t, num_e = p.counts[3], p.counts[4]
+    return jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, p.edge_life.shape[0] - 1)
 
 
 def need_of(tables: CostTables) -> Bucket:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,7 +10,7 @@ from jax import Array
 from soapjax.costs.arrays import CostArrays
 from soapjax.costs.own_records import OwnRecords, OwnSizes
 from soapjax.costs.sets import SET
-from soapjax.jit.kernel import as_one_kernel, row
+from soapjax.jit.kernel import row
 
 
 class Base(NamedTuple):
@@ -83,8 +82,3 @@ def span(own: OwnRecords, n: Array, kind: int) -> tuple[Array, Array]:
     """First and number of an operator's slots, parameters, tasks, rows or groups."""
     found = row(own.spans, n)[kind]
     return found[0], found[1]
-
-
-def in_kernel(fn: Callable[..., Any], *of: Any) -> Any:
-    """`fn(*of)` as one kernel; what `fn` gives back unchanged must not be among its results."""
-    return as_one_kernel(fn, is_guarded=False)(*of)

@@ -12,19 +12,18 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from soapjax.costs.arrays import CostArrays
-from soapjax.costs.base import Base, Change, in_kernel, span
+from soapjax.costs.arrays import CostArrays, edge_of
+from soapjax.costs.base import Base, Change, span
 from soapjax.costs.copies import paying, previous_in
 from soapjax.costs.own_records import OwnRecords
-from soapjax.costs.rules import configs_of, gathers_again, holders, on_groups, row_costs
-from soapjax.costs.whole import Slots, Stored, parameters_pass, slots_pass, tasks_pass
-from soapjax.jit.kernel import put, row
+from soapjax.costs.rules import gathers_again, row_costs
+from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
+from soapjax.jit.kernel import in_kernel, put, row
 
 
-def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, axes: Array, storage: Array) -> Change:
-    """What candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` make of their rows."""
+def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, config: Array, storage: Array) -> Change:
+    """What candidates (`config` SET [1, C, Q], `storage` int8 [Q]) of operator `n` make of their rows."""
     pins = p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
-    config = configs_of(axes[None], p.divisors.shape[1], pins)  # [1, C, Q]
     again = gathers_again(p, storage)
 
     def decided(p, own, config, storage, layout, others, compute_s, state_bytes, n):
@@ -36,12 +35,15 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, 
         compute_s = tasks_pass(p, own.records, *span(own, n, 2), config, slots, stored.shards, compute_s)
         return stored.layout, compute_s, stored.state_bytes
 
+    def on(p, own, config, layout, begun, n):
+        return on_pass(p, own.records, span(own, n, 1), span(own, n, 2), config, layout, begun)
+
     layout, compute_s, state_bytes = in_kernel(
         decided, p, own, config, storage, into.layout, base.layout, into.compute_s, into.state_bytes, n
     )  # fmt: skip
     into = into._replace(layout=layout, compute_s=compute_s, state_bytes=state_bytes, again=again)
     if pins:
-        on_compute, on_stored = in_kernel(_taking_part, p, own, config, layout, into.on_compute, into.on_stored, n)
+        on_compute, on_stored = in_kernel(on, p, own, config, layout, (into.on_compute, into.on_stored), n)
         into = into._replace(on_compute=on_compute, on_stored=on_stored)
 
     def own_rows(p, own, into, n):
@@ -74,29 +76,11 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, 
     return into._replace(pays=pays, row_of=row_of, heir=heir, num_heirs=num_heirs, **heirs)
 
 
-def _taking_part(p, own, config, layout, on_compute, on_stored, n):
-    op_dims = p.divisors.shape[1]
-    first_p, num_p = span(own, n, 1)
-    first_k, num_k = span(own, n, 2)
-
-    def stored(j: Array, found: Array) -> Array:
-        return put(found, j, holders(p, row(layout, row(own.records.parameter, first_p + j)[2])))
-
-    on_stored = lax.fori_loop(0, num_p, stored, on_stored)
-    of_op = on_groups(p, row(config, jnp.int32(0))[op_dims:])
-
-    def task(j: Array, found: Array) -> Array:
-        updated = row(own.records.task, first_k + j)[1]
-        return put(found, j, jnp.where(updated >= 0, row(on_stored, jnp.maximum(updated, 0)), of_op))
-
-    return lax.fori_loop(0, num_k, task, on_compute), on_stored
-
-
 def moved(
     p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, q: Array, axes: Array, storage: Array, is_wanted: Array
 ) -> Base:
     """`base` after operator `n` took candidate `q` (config `axes` int8 [A], `storage`); itself unless `is_wanted`."""
-    num_t, num_e = p.counts[3], p.counts[4]
+    num_t = p.counts[3]
 
     def counted(kind: int) -> tuple[Array, Array]:
         first, count = span(own, n, kind)
@@ -132,7 +116,7 @@ def moved(
     def one_row(j: Array, base: Base) -> Base:
         x, r = row(own.records.row, first + j)[0], 1 + j
         t = jnp.where(x < num_t, x, base.held.shape[0] - 1)
-        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, base.copy.shape[0] - 1)
+        e = edge_of(p, x)
         return base._replace(
             full_s=put(base.full_s, x, lane(into.full_s, r)), sent=put(base.sent, x, lane(into.sent, r)),
             held=put(base.held, t, lane(into.held, r)), copy=put(base.copy, e, lane(into.copy, r)),
@@ -157,8 +141,7 @@ def moved(
     previous = lax.fori_loop(0, count_g, group, base.previous)
 
     def pay(x: Array, paid_s: Array) -> Array:
-        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, previous.shape[0] - 1)
-        return put(paid_s, x, row(base.full_s, x) * (row(previous, e) < 0))
+        return put(paid_s, x, row(base.full_s, x) * (row(previous, edge_of(p, x)) < 0))
 
     def pay_group(g: Array, paid_s: Array) -> Array:
         begin, number = row(own.group, first_g + g)[0], row(own.group, first_g + g)[1]
@@ -170,11 +153,9 @@ def moved(
 
 def sent_by(p: CostArrays, base: Base, is_wanted: Array) -> Array:
     """Bytes [G] that a device of each group sends in a step; zeros unless `is_wanted`."""
-    num_t, num_e = p.counts[3], p.counts[4]
 
     def one(x: Array, total: Array) -> Array:
-        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, base.previous.shape[0] - 1)
-        return total + row(base.sent, x) * (row(base.previous, e) < 0)
+        return total + row(base.sent, x) * (row(base.previous, edge_of(p, x)) < 0)
 
     return lax.fori_loop(0, jnp.where(is_wanted, p.counts[5], 0), one, jnp.zeros(base.sent.shape[1]))
 
@@ -182,12 +163,10 @@ def sent_by(p: CostArrays, base: Base, is_wanted: Array) -> Array:
 def sent_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, now: Array, is_wanted: Array) -> Array:
     """Bytes [Q] by the device that sends most, under each candidate, where `base` sends `now` [G]."""
     first, count = span(own, n, 3)
-    num_t, num_e = p.counts[3], p.counts[4]
 
     def one(i: Array, total: Array) -> Array:
         x = jnp.where(i < count, row(own.records.row, first + jnp.where(i < count, i, 0))[0], row(into.heir, 1 + i))
-        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, base.previous.shape[0] - 1)
-        was = row(base.sent, x) * (row(base.previous, e) < 0)
+        was = row(base.sent, x) * (row(base.previous, edge_of(p, x)) < 0)
         return total + row(into.sent, 1 + i) * row(into.pays, 1 + i) - was[:, None]
 
     begin = jnp.broadcast_to(now[:, None], (*now.shape, into.pays.shape[1]))

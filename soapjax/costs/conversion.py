@@ -11,7 +11,7 @@ from soapjax.costs.arrays import SMALL
 from soapjax.costs.links import Links
 from soapjax.costs.reshard import network_of, reshard
 from soapjax.costs.sets import encoded, mesh_of
-from soapjax.jit.kernel import as_one_kernel
+from soapjax.jit.kernel import in_kernel
 from soapjax.jit.programs import Program
 from soapjax.strategy.layout import PINNED
 
@@ -30,7 +30,7 @@ def _program(num_dims: int, num_levels: int, pins: bool) -> Program:
     """(mesh, network, source, target, shape, bytes, share) -> what `reshard` gives; for all problems of such sizes."""
 
     def run(*of: Any) -> Any:
-        return as_one_kernel(reshard, is_guarded=False)(*of)
+        return in_kernel(reshard, *of)
 
     return Program(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from soapjax.costs.arrays import CostArrays
+from soapjax.costs.arrays import CostArrays, edge_of
 from soapjax.costs.base import Base, Change, span
 from soapjax.costs.own_records import OwnRecords
 from soapjax.costs.rules import gathers_again
@@ -75,8 +75,7 @@ def paying(
 
     def as_before(j: Array, pays: Array) -> Array:
         x = row(own.records.row, readers.first + j)[0]
-        e = jnp.where((x >= num_t) & (x < num_t + p.counts[4]), x - num_t, base.previous.shape[0] - 1)
-        return put(pays, 1 + j, jnp.full(q, row(base.previous, e) < 0, jnp.float32))
+        return put(pays, 1 + j, jnp.full(q, row(base.previous, edge_of(p, x)) < 0, jnp.float32))
 
     pays = lax.fori_loop(0, readers.count, as_before, into.pays)
     first_g, num_g = span(own, n, 4)

@@ -107,6 +107,12 @@ def waited(p: CostArrays, waiting: Array, t: Array, birth: Array, death: Array, 
     return lax.fori_loop(0, jnp.where(is_late, 4, 0), place, waiting)
 
 
+def stored_bytes(p: CostArrays, state_bytes: Array, on_stored: Array) -> Array:
+    """Parameters and optimizer state [G, ...] of [P + 1, ...] and who stores them, bool [P + 1, G, ...]."""
+    nothing = jnp.zeros(on_stored.shape[1:])
+    return lax.fori_loop(0, p.counts[1], lambda j, total: total + row(state_bytes, j) * row(on_stored, j), nothing)
+
+
 def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) -> Array:
     """[4, Q] at the peak of the device that holds most: parameters and state, what is alive, what passes, and their sum.
 
@@ -114,9 +120,7 @@ def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) ->
     """
     steps = steps_of(p, of)
     groups, q = of.on.shape[1:]
-    stored = lax.fori_loop(
-        0, p.counts[1], lambda j, sum_: sum_ + row(state_bytes, j) * row(on_stored, j), jnp.zeros((groups, q))
-    )  # fmt: skip
+    stored = stored_bytes(p, state_bytes, on_stored)
 
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         now, waits, most = state

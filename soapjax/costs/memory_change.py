@@ -15,7 +15,7 @@ from jax import Array, lax
 from soapjax.costs.arrays import CostArrays
 from soapjax.costs.base import Base, Change, span
 from soapjax.costs.copies import Readers
-from soapjax.costs.memory import Lives, needed_until, steps_of, waited
+from soapjax.costs.memory import Lives, needed_until, steps_of, stored_bytes, waited
 from soapjax.costs.own_records import OwnRecords
 from soapjax.jit.kernel import added, added_at, put, row
 
@@ -30,14 +30,16 @@ class Alive(NamedTuple):
     slack: Array  # []: what may have been added since
 
 
-def since_of(p: CostArrays, base: Base) -> Array:
-    """int32 [E + 1]: the task after the last earlier reader of the same copy, 0 where it pays."""
+def since_of(p: CostArrays, base: Base, e: Array) -> Array:
+    """int32 []: the task after the last earlier reader of the copy that conversion `e` wants, 0 where it pays."""
+    before = row(base.previous, e)
+    return jnp.where(before >= 0, row(p.edge_life, jnp.maximum(before, 0))[2], 0)
 
-    def one(e: Array, since: Array) -> Array:
-        before = row(base.previous, e)
-        return put(since, e, jnp.where(before >= 0, row(p.edge_life, jnp.maximum(before, 0))[2], 0))
 
-    return lax.fori_loop(0, p.counts[4], one, jnp.zeros_like(base.previous))
+def begin_of(p: CostArrays, base: Base, e: Array) -> Array:
+    """int32 []: the first task of its copy."""
+    since, last, made = since_of(p, base, e), row(p.edge_life, e)[0], row(p.edge_life, e)[1]
+    return jnp.where(since > 0, jnp.minimum(since, last), made)
 
 
 def alive_of(p: CostArrays, base: Base) -> Alive:
@@ -46,7 +48,8 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     def one(x: Array) -> Array:
         return x[..., None]
 
-    figures = base.held, base.copy, base.is_sent, base.passing, base.waiting, since_of(p, base), base.on, base.on_kept
+    since = lax.fori_loop(0, p.counts[4], lambda e, x: put(x, e, since_of(p, base, e)), jnp.zeros_like(base.previous))
+    figures = base.held, base.copy, base.is_sent, base.passing, base.waiting, since, base.on, base.on_kept
     lives = Lives(*map(one, figures))
     steps = steps_of(p, lives)
     groups = base.on.shape[1]
@@ -61,14 +64,11 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     places, none = p.task_float.shape[0], jnp.zeros(groups)
     start = none, jnp.zeros((2, groups)), jnp.zeros((places, groups)), jnp.zeros((places, 2, groups)), none
     _, _, used, waiting, peak = lax.fori_loop(0, p.counts[2], task, start)
-    persistent = lax.fori_loop(
-        0, p.counts[1], lambda j, sum_: sum_ + row(base.state_bytes, j) * row(base.on_stored, j), none
-    )  # fmt: skip
-    return Alive(used, waiting, peak, persistent, jnp.float32(0))
+    return Alive(used, waiting, peak, stored_bytes(p, base.state_bytes, base.on_stored), jnp.float32(0))
 
 
-def stored_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, persistent: Array) -> Array:
-    """Parameters and optimizer state [G, Q] under each candidate."""
+def stored_more(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array) -> Array:
+    """By how much more parameters and optimizer state [G, Q] each candidate stores."""
     first, count = span(own, n, 1)
 
     def one(j: Array, total: Array) -> Array:
@@ -76,7 +76,7 @@ def stored_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Ar
         was = row(base.state_bytes, which) * row(base.on_stored, which)
         return total + row(into.state_bytes, j) * row(into.on_stored, j) - was[:, None]
 
-    return lax.fori_loop(0, count, one, jnp.broadcast_to(persistent[:, None], (*persistent.shape, into.pays.shape[1])))
+    return lax.fori_loop(0, count, one, jnp.zeros((base.on_stored.shape[1], into.pays.shape[1])))
 
 
 def most_added(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array) -> Array:
@@ -159,11 +159,8 @@ def peaks_after(
 
         def alone(_: Array, diff: Array) -> Array:
             """A conversion that no group of the operator's readers touches: it begins when it did."""
-            before = row(base.previous, e)
-            last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-            since = jnp.where(before >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(before, 0))[2], last), made)
             more = row(into.copy, 1 + j) * row(into.on_kept, 1 + j) - (row(base.copy, e) * row(base.on_kept, x))[:, None]
-            return added_at(diff, (since, last + 1), (more, -more))
+            return added_at(diff, (begin_of(p, base, e), row(p.edge_life, e)[0] + 1), (more, -more))
 
         is_alone = is_edge & ~is_touched(e)
         return lax.fori_loop(0, is_alone.astype(jnp.int32), alone, state[0]), state[1]
@@ -184,8 +181,6 @@ def peaks_after(
             base_bytes = (row(base.copy, e) * row(base.on_kept, x))[:, None]
             bytes_ = jnp.where(is_own, row(into.copy, r) * row(into.on_kept, r), base_bytes)
             last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-            was = row(base.previous, e)
-            base_since = jnp.where(was >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(was, 0))[2], last), made)
             before = readers.before(e)
 
             # The last reader before it of the same copy: an unchanged one, or one of the operator's.
@@ -206,7 +201,8 @@ def peaks_after(
                 here = left & (since == task)
                 return d - 1, left & ~here, added(diff, jnp.minimum(task, last), bytes_ * here)
 
-            places, values = (base_since, last + 1, made), (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
+            places = begin_of(p, base, e), last + 1, made
+            values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
             diff = added_at(diff, places, values)
             return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from soapjax.costs.arrays import CostArrays, Records
+from soapjax.costs.arrays import CostArrays, Records, edge_of
 from soapjax.costs.memory import Lives, memory_of
 from soapjax.costs.rules import (
     compute_s,
@@ -25,7 +25,7 @@ from soapjax.costs.rules import (
     violations,
 )
 from soapjax.costs.sets import SET, every, parts_of, union
-from soapjax.jit.kernel import added, as_one_kernel, put, row
+from soapjax.jit.kernel import added, in_kernel, put, row
 
 
 class Slots(NamedTuple):
@@ -162,7 +162,7 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array) -> Array:
 
 def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> Rows:
     """All rows of a problem."""
-    num_t, num_e = p.counts[3], p.counts[4]
+    num_t = p.counts[3]
     t_pad, e_pad = p.tensor_life.shape[0] - 1, p.edge_life.shape[0] - 1
     width, q = layout.shape[1:]
     levels, groups, x_rows = p.network.level_axes.shape[0], p.group_digits.shape[1], p.row_int.shape[0]
@@ -174,7 +174,7 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
         record = row(records.row, x)
         of = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
         t = jnp.where(x < num_t, x, t_pad)
-        e = jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, e_pad)
+        e = edge_of(p, x)
         pays = (row(since, e) == 0).astype(jnp.float32)
         return Rows(
             put(state.raw, t, of.raw), put(state.home, t, of.home), put(state.resolved, t, of.resolved),
@@ -195,21 +195,27 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
     return lax.fori_loop(0, p.counts[5], body, nothing)
 
 
-def on_pass(p: CostArrays, records: Records, config: Array, layout: Array) -> tuple[Array, Array]:
-    """(bool [K + 1, G, Q], bool [P + 1, G, Q]): the device groups that compute tasks, and that store parameters."""
-    op_dims, groups, q = p.divisors.shape[1], p.group_digits.shape[1], layout.shape[2]
+def on_pass(
+    p: CostArrays, records: Records, parameters: tuple[Array, Array], tasks: tuple[Array, Array], config: Array, layout: Array,
+    begun: tuple[Array, Array],
+) -> tuple[Array, Array]:  # fmt: skip
+    """The device groups that compute tasks and that store parameters, bool [n, G, Q] each, in the order of their records.
+
+    `parameters` and `tasks` are the first of the records and their number, `begun` two arrays of that kind.
+    """
+    op_dims = p.divisors.shape[1]
 
     def stored(j: Array, found: Array) -> Array:
-        return put(found, j, holders(p, row(layout, row(records.parameter, j)[2])))
+        return put(found, j, holders(p, row(layout, row(records.parameter, parameters[0] + j)[2])))
 
-    on_stored = lax.fori_loop(0, p.counts[1], stored, jnp.zeros((p.parameter_int.shape[0], groups, q), bool))
+    on_stored = lax.fori_loop(0, parameters[1], stored, begun[1])
 
-    def task(k: Array, found: Array) -> Array:
-        _, updated, op = (row(records.task, k)[i] for i in range(3))
+    def task(j: Array, found: Array) -> Array:
+        _, updated, op = (row(records.task, tasks[0] + j)[i] for i in range(3))
         of_op = on_groups(p, row(config, op)[op_dims:])
-        return put(found, k, jnp.where(updated >= 0, row(on_stored, jnp.maximum(updated, 0)), of_op))
+        return put(found, j, jnp.where(updated >= 0, row(on_stored, jnp.maximum(updated, 0)), of_op))
 
-    return lax.fori_loop(0, p.counts[2], task, jnp.zeros((p.task_float.shape[0], groups, q), bool)), on_stored
+    return lax.fori_loop(0, tasks[1], task, begun[0]), on_stored
 
 
 def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, storage: Array) -> Evaluated:
@@ -231,25 +237,26 @@ def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, stora
     def tasks(p, records, config, slots, shards):
         return tasks_pass(p, records, zero, p.counts[2], config, slots, shards, jnp.zeros((num_k, q)))
 
+    def on(p, records, config, layout):
+        begun = tuple(jnp.zeros((n, p.group_digits.shape[1], q), bool) for n in (num_k, num_p))
+        return on_pass(p, records, (zero, p.counts[1]), (zero, p.counts[2]), config, layout, begun)
+
     def bad(p, config):
         return lax.fori_loop(0, p.counts[0], lambda n, v: v + violations(p, n, row(config, n)), jnp.zeros(q, jnp.int32))
 
-    def kernel(fn, *of):
-        return as_one_kernel(fn, is_guarded=False)(*of)
-
-    found = kernel(slots, p, records, config)
-    stored = kernel(parameters, p, records, storage, found.layout)
-    seconds = kernel(tasks, p, records, config, found, stored.shards)
-    since = kernel(sharing_pass, p, stored.layout, gathers_again(p, storage))
-    rows = kernel(rows_pass, p, records, stored.layout, since)
+    found = in_kernel(slots, p, records, config)
+    stored = in_kernel(parameters, p, records, storage, found.layout)
+    seconds = in_kernel(tasks, p, records, config, found, stored.shards)
+    since = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage))
+    rows = in_kernel(rows_pass, p, records, stored.layout, since)
     if pins:
-        on_compute, on_stored = kernel(on_pass, p, records, config, stored.layout)
+        on_compute, on_stored = in_kernel(on, p, records, config, stored.layout)
     else:
         on_compute, on_stored = jnp.ones((num_k, 1, q), bool), jnp.ones((num_p, 1, q), bool)
     lives = Lives(rows.held, rows.copy, rows.is_sent, rows.passing, rows.waiting, since, rows.on, rows.on_kept)
-    memory = kernel(memory_of, p, lives, stored.state_bytes, on_stored)
+    memory = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored)
     return Evaluated(
         stored.layout, seconds, on_compute, rows, stored.state_bytes, on_stored, since, memory,
-        rows.sent_on.max(0), kernel(bad, p, config)
+        rows.sent_on.max(0), in_kernel(bad, p, config)
     )  # fmt: skip
 

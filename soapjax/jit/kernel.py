@@ -61,6 +61,11 @@ def as_one_kernel(fn: Callable[..., Any], *, is_guarded: bool = True) -> Callabl
     return called
 
 
+def in_kernel(fn: Callable[..., Any], *of: Any) -> Any:
+    """`fn(*of)` as one kernel; what `fn` gives back unchanged must not be among its results."""
+    return as_one_kernel(fn, is_guarded=False)(*of)
+
+
 def put(x: jax.Array, i: jax.Array, value: Any) -> jax.Array:
     """`x.at[i].set(value)` of one index, which is trusted: not negative, and inside.
 

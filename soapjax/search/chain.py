@@ -18,7 +18,7 @@ from soapjax.costs.arrays import Bucket
 from soapjax.costs.base import Base
 from soapjax.costs.memory_change import Alive
 from soapjax.costs.sets import DIGITS
-from soapjax.jit.kernel import as_one_kernel, put, row
+from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import Program
 from soapjax.search.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
 from soapjax.search.neighbourhood import Judged, Position, Sizes, Tables, judge, move, position, scratch_of
@@ -110,7 +110,7 @@ def lanes_of(config: Array, steps: Array) -> Lanes:
         _, of_step, first, _, held = lax.fori_loop(0, steps, step, (none, jnp.zeros(MAX_STEPS, jnp.int32), none, zero, zero))
         return of_step, first, held
 
-    return Lanes(*as_one_kernel(find, is_guarded=False)(config, steps))
+    return Lanes(*in_kernel(find, config, steps))
 
 
 def metropolis(
@@ -142,13 +142,13 @@ def block(
     drawn = draws(moves, key, base.axes, base.storage)
     n, lanes = drawn.operator, lanes_of(drawn.config, moves.steps)
     axes, storage = drawn.axes[:, lanes.first], drawn.storage[lanes.first]
-    judged, window, alive, into = judge(tables, sizes, walker.at, into, n, axes, storage)
-    now, chosen, accepted, lowest, least = as_one_kernel(metropolis, is_guarded=False)(
-        judged.cost_s / reference_s, drawn.uniforms, lanes.of_step, beta, walker.cost, walker.accepted, lanes.held
+    judged, effects, alive, into = judge(tables, sizes, walker.at, into, n, axes, storage)
+    now, chosen, accepted, lowest, least = in_kernel(
+        metropolis, judged.cost_s / reference_s, drawn.uniforms, lanes.of_step, beta, walker.cost, walker.accepted, lanes.held
     )
     q = jnp.maximum(chosen, 0)
     is_new = (chosen >= 0) & ((axes[:, q] != row(base.axes, n)).any() | (storage[q] != row(base.storage, n)))
-    at = move(tables, sizes, walker.at, into, window, alive, n, q, axes, storage, is_new)
+    at = move(tables, sizes, walker.at, into, effects, alive, n, q, axes, storage, is_new)
     is_better = least < walker.best_cost
     best = State(
         jnp.where(is_better, put(base.axes, n, axes[:, lowest]), walker.best.axes),

@@ -15,16 +15,16 @@ import numpy as np
 from jax import Array, lax
 
 from soapjax.costs.arrays import Bucket, CostArrays
-from soapjax.costs.base import Base, Change, in_kernel, nothing_changed, span
+from soapjax.costs.base import Base, Change, nothing_changed, span
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
 from soapjax.costs.copies import all_previous
 from soapjax.costs.evaluate import Evaluator
-from soapjax.costs.memory_change import Alive, alive_of, most_added, peaks_after, stored_after
+from soapjax.costs.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.own_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.rules import configs_of, violations
 from soapjax.costs.sets import MAX_AXES
 from soapjax.costs.whole import Evaluated
-from soapjax.jit.kernel import row
+from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.trace import Figures, Trace, no_trace, traced
@@ -79,11 +79,13 @@ class Judged(NamedTuple):
     cost_s: Array  # [Q]: the objective; inf where a degree does not divide
 
 
-class Window(NamedTuple):
-    """The items that a change may move: first and last."""
+class Effects(NamedTuple):
+    """What `move` asks of candidates that were judged."""
 
-    first: Array
-    last: Array
+    first: Array  # int32 []: of the items that may change
+    last: Array  # int32 []
+    added: Array  # [Q]: bytes that may be added to the peak, at the most
+    stored: Array  # [G, Q]: bytes of parameters and optimizer state that are added
 
 
 def tables_of(problem: PlanningProblem) -> tuple[Tables, Sizes]:
@@ -160,27 +162,27 @@ def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
 
 def judge(
     tables: Tables, sizes: Sizes, at: Position, into: Scratch, n: Array, axes: Array, storage: Array
-) -> tuple[Judged, Window, Alive, Scratch]:
+) -> tuple[Judged, Effects, Alive, Scratch]:
     """Candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
     p, own, items, pins = tables.costs, tables.own, tables.items, sizes.pins
-    base, change = at.base, changed(p, own, at.base, into.change, n, axes, storage)
+    config = configs_of(axes[None], p.divisors.shape[1], pins)
+    base, change = at.base, changed(p, own, at.base, into.change, n, config, storage)
     on = (change.on_compute, change.on) if pins else (None, None)
     found = Changed(change.task_of, change.row_of, change.compute_s, change.full_s, change.pays, *on)
     first, last = in_kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
     around = in_kernel(passing_by, items, at.trace, first, last)
     times, places = in_kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
-    memory, alive, steps = in_kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
+    memory, alive, steps, added, stored = in_kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
     sent = in_kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
 
-    def price(p, axes, n, times, memory, sent, limits):
-        config = configs_of(axes, p.divisors.shape[1], pins)
-        return cost_by(limits, times, memory, sent, violations(p, n, config))
+    def price(p, config, n, times, memory, sent, limits):
+        return cost_by(limits, times, memory, sent, violations(p, n, config[0]))
 
-    costs = in_kernel(price, p, axes, n, times, memory, sent, tables.limits)
+    costs = in_kernel(price, p, config, n, times, memory, sent, tables.limits)
     row_of, task_of = in_kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
-    span_of = Window(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0))
+    effects = Effects(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0), added, stored)
     into = Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
-    return Judged(times, memory, sent, costs), span_of, alive, into
+    return Judged(times, memory, sent, costs), effects, alive, into
 
 
 def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, change: Change, n: Array, *, pins: bool):
@@ -211,48 +213,42 @@ def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, chan
 
 def _memory(
     p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, alive: Alive, limits: Array, steps: tuple[Array, Array]
-) -> tuple[Array, Alive, tuple[Array, Array]]:
-    """(bytes per device [Q], what is alive, `steps` as they were): a bound where that fits, else what is alive now, and exactly."""
+) -> tuple[Array, Alive, tuple[Array, Array], Array, Array]:
+    """(bytes per device [Q], what is alive, `steps` as they were, `Effects.added` and `stored`).
 
-    def bound(alive: Alive) -> tuple[Array, Array]:
-        stored = stored_after(p, own, base, change, n, alive.persistent)
-        added = most_added(p, own, base, change, n) + alive.slack
-        return (stored + alive.peak[:, None]).max(0) + added, stored
+    A bound where that fits, else what is alive now, and exactly.
+    """
+    added, stored = most_added(p, own, base, change, n), stored_more(p, own, base, change, n)
 
-    # A persistent sum of before stays right: `slack` is of what is alive only where `moved` says so.
+    def bound(alive: Alive) -> Array:
+        return (stored + (alive.persistent + alive.peak)[:, None]).max(0) + added + alive.slack
+
     def anew(_: Array, __: Alive) -> Alive:
         return alive_of(p, base)
 
-    memory, _ = bound(alive)
-    is_over = ((memory > limits[4]).any() & (alive.slack > 0)).astype(jnp.int32)
+    is_over = ((bound(alive) > limits[4]).any() & (alive.slack > 0)).astype(jnp.int32)
     alive = lax.fori_loop(0, is_over, anew, alive)
-    memory, stored = bound(alive)
+    memory = bound(alive)
     is_over = (memory > limits[4]).any().astype(jnp.int32)
 
     def exactly(_: Array, state: tuple) -> tuple:
         peaks, steps = peaks_after(p, own, base, change, n, alive, state[1])
-        return (stored + peaks).max(0), steps
+        return (stored + alive.persistent[:, None] + peaks).max(0), steps
 
     memory, steps = lax.fori_loop(0, is_over, exactly, (memory, steps))
-    return memory, alive, steps
+    return memory, alive, steps, added, stored
 
 
 def move(
-    tables: Tables, sizes: Sizes, at: Position, into: Scratch, window: Window, alive: Alive, n: Array, q: Array, axes: Array,
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, effects: Effects, alive: Alive, n: Array, q: Array, axes: Array,
     storage: Array, is_wanted: Array,
 ) -> Position:  # fmt: skip
     """The position after operator `n` took candidate `q` that `judge` judged; the same one unless `is_wanted`."""
     p = tables.costs
-    slack = in_kernel(_slack_of, p, tables.own, at.base, into.change, n, q, alive)
     base = in_kernel(moved, p, tables.own, at.base, into.change, n, q, axes[:, q], storage[q], is_wanted)
-    trace = in_kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, window.first, window.last, is_wanted)
-    persistent = jnp.where(is_wanted, slack[1], alive.persistent)
+    trace = in_kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, effects.first, effects.last, is_wanted)
     sent = in_kernel(sent_by, p, base, tables.limits[5] > 0)
-    alive = alive._replace(slack=jnp.where(is_wanted, slack[0], alive.slack), persistent=persistent)
+    added, stored = jnp.where(is_wanted, effects.added[q], 0.0), jnp.where(is_wanted, effects.stored[:, q], 0.0)
+    alive = alive._replace(slack=alive.slack + added, persistent=alive.persistent + stored)
     return Position(base, trace, alive, sent)
 
-
-def _slack_of(p: CostArrays, own: OwnRecords, base: Base, change: Change, n: Array, q: Array, alive: Alive) -> tuple[Array, Array]:
-    stored = stored_after(p, own, base, change, n, alive.persistent)
-    added = most_added(p, own, base, change, n)
-    return alive.slack + row(added, q), lax.dynamic_index_in_dim(stored, q, 1, keepdims=False)

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from soapjax.costs.arrays import Bucket
 from soapjax.costs.tables import CostTables
-from soapjax.jit.kernel import as_one_kernel, put, row
+from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import Program
 from soapjax.simulate.items import Items
 from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
@@ -204,6 +204,6 @@ def program(sizes: ItemSizes, b: Bucket) -> Program:
         def run(*of: Array) -> Array:
             return makespans(of[0], sizes.places, of[1], of[2], *(of[3:] or (None, None)))
 
-        return as_one_kernel(run, is_guarded=False)(items, compute_s, row_s, *groups)
+        return in_kernel(run, items, compute_s, row_s, *groups)
 
     return Program(walk, is_urgent=True, name=f"simulation {sizes} {b}", results=0)
