@@ -24,10 +24,10 @@ ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 LARGEST_CONSTANT = 4096  # bytes of an argument that is known when the program around the kernel is compiled
 
 
-def as_one_kernel(fn: Callable[..., Any], *, is_guarded: bool = True) -> Callable[..., Any]:
+def as_one_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` of pytrees of arrays, compiled as one function of those leaves that it reads.
 
-    `is_guarded`: arrays may be of a single row. No scatters, sorts, matrix products or calls of libraries in it, no reductions of
+    No scatters, sorts, matrix products or calls of libraries in it, no reductions of
     more than a few numbers into one, and no arrays that it closes over.
     """
 
@@ -45,15 +45,9 @@ def as_one_kernel(fn: Callable[..., Any], *, is_guarded: bool = True) -> Callabl
 
         def kernel(*given: jax.Array) -> list[jax.Array]:
             rest = iter(given)
-            found = jaxpr_as_fun(closed)(
+            return jaxpr_as_fun(closed)(
                 *(next(rest) if is_read[i] else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves))
             )
-            if not is_guarded:
-                return found
-            # Nor does it live with one that nothing reads once indices of a single row are simplified: every result depends on
-            # all of them, in a way that changes nothing and that XLA does not see through.
-            count = sum((x.reshape(-1)[0] != 0).astype(jnp.int32) for x in given)
-            return [jnp.where(count < 0, jnp.zeros_like(x), x) for x in found]
 
         found = jax.jit(kernel)(*(x for x, is_given in zip(leaves, is_read, strict=True) if is_given))
         return jax.tree.unflatten(jax.tree.structure(out), [set_xla_metadata(x, **ATTRIBUTES) for x in found])
@@ -63,7 +57,7 @@ def as_one_kernel(fn: Callable[..., Any], *, is_guarded: bool = True) -> Callabl
 
 def in_kernel(fn: Callable[..., Any], *of: Any) -> Any:
     """`fn(*of)` as one kernel; what `fn` gives back unchanged must not be among its results."""
-    return as_one_kernel(fn, is_guarded=False)(*of)
+    return as_one_kernel(fn)(*of)
 
 
 def put(x: jax.Array, i: jax.Array, value: Any) -> jax.Array:
