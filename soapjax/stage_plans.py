@@ -26,7 +26,7 @@ from soapjax.search.stage_figures import level_between
 from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.search.stages import search_stages
-from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, simulate_pipeline
+from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.stage_baselines import whole_baselines
 from soapjax.stage_sends import mean_sent_bytes, peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
@@ -47,6 +47,7 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 PIPELINES = ("auto", "gpipe", "1f1b", "interleaved", "pipedream")
+MOST_EXACT = 4  # pipelines that are priced on the whole graph, until one fits
 MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, where no number was given
 
 
@@ -109,7 +110,7 @@ def find_pipeline(
         begin = time.monotonic()
         front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
         times = _pipedream(graph, topology, num_stages, num_microbatches, profile, objective, front)
-        figures = whole_baselines(StageLoads(graph, topology, profile))
+        figures = whole_baselines(StageProblem(graph, topology, profile=profile).loads)
         baselines = {name: f.step_time_s for name, f in figures.items()}
         points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points()) if pareto else ()
         done = 0, time.monotonic() - begin, "complete"
@@ -128,12 +129,10 @@ def find_pipeline(
             f"{name}: does not fit ({p.memory_bytes / 1e9:.3g} GB per device)"
             for name, p in result.baselines.items() if p.memory_bytes > problem.usable_bytes
         )  # fmt: skip
-        # Search prices a stage as if its plan held on all stages; here each has its own, as when it runs.
         points = () if problem.front is None else problem.front.points()
         seen = min((problem.price(p.plan) for p in points), key=lambda p: p.rank, default=result.best)
-        best = {p: _times_of(problem, p) for p in dict.fromkeys((result.best, seen, *result.baselines.values()))}
-        priced, times = min(best.items(), key=lambda x: x[1].rank(objective))
-        figures |= {name: _figures_of(best[p], topology.num_devices) for name, p in result.baselines.items()}
+        priced, times = _as_it_runs(problem, [result.best, seen, *sorted(result.seen, key=lambda p: p.rank)])
+        figures |= {name: problem.figures(p) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
         found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
     if not found.times.is_feasible:
@@ -157,30 +156,36 @@ def _does_not_fit(times: StageTimes) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _figures_of(times: StageTimes, num_devices: int) -> StrategyFigures:
-    return StrategyFigures(
-        step_time_s=times.timeline.step_time_s, without_overlap_s=times.without_overlap_s,
-        split_flops_share=times.split_flops_share, memory_bytes_per_device=int(max(times.timeline.memory_bytes)),
-        sent_bytes=sum(mean_sent_bytes(times.pipeline, times.sends, num_devices).values()), feasible=times.is_feasible,
-        peak_sent_bytes=int(times.peak_sent_bytes),
-    )  # fmt: skip
+def _as_it_runs(problem: StageProblem, found: Sequence[Priced]) -> tuple[Priced, StageTimes]:
+    """The first of these that fits, or ranks best, where every stage of the whole graph has its own plan, as when it runs.
+
+    The search prices a stage as if its plan held on all stages, and a deep model by few of its blocks.
+    """
+    priced = {p: _times_of(problem, p) for p in dict.fromkeys(found[:2])}
+    for p in dict.fromkeys(found):
+        if any(t.is_feasible for t in priced.values()) or len(priced) >= MOST_EXACT:
+            break
+        priced.setdefault(p, _times_of(problem, p))
+    return min(priced.items(), key=lambda x: x[1].rank(problem.objective))
 
 
 def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
     choice: Choice = priced.choice
     pipeline, loads = problem.pipeline(choice), problem.loads
     row_of = {op.name: n for n, op in enumerate(problem.graph.operators)}
-    options = [(loads.choices(f, n, choice.num_microbatches), k) for f, n, k in map(choice.group, range(choice.num_stages))]
+    options = [
+        loads.strategy(loads.choices(first, count, choice.num_microbatches)[inner].strategy)
+        for first, count, inner in map(choice.group, range(choice.num_stages))
+    ]
     strategies = {}
     for i, stage in enumerate(pipeline.stages):
-        whole: Strategy = options[i][0][0].strategy
-        axes, storage = np.array(whole.axes), np.array(whole.storage)
-        for other, (inside, inner) in zip(pipeline.stages, options, strict=True):
+        axes, storage = np.array(options[i].axes), np.array(options[i].storage)
+        for other, inside in zip(pipeline.stages, options, strict=True):
             if other.mesh == stage.mesh:
                 rows = [row_of[name] for name in other.operators]
-                axes[rows], storage[rows] = inside[inner].strategy.axes[rows], inside[inner].strategy.storage[rows]
+                axes[rows], storage[rows] = inside.axes[rows], inside.storage[rows]
         strategies[i] = Strategy(axes, storage)
-    return _simulated(loads, pipeline, choice.bounds, strategies)
+    return _simulated(problem.exact, pipeline, choice.bounds, strategies)
 
 
 def _configs(
@@ -211,7 +216,7 @@ def _pipedream(
             graph, topology, schedules=("pipedream",), num_stages=num_stages, num_microbatches=n, profile=profile
         )
         layers, marks = problem.layers(n)
-        whole_load = problem.loads.load((0, len(problem.loads.forward)), 0, 1, n, 0)
+        whole_load = problem.loads.load((0, len(problem.forward)), 0, 1, n, 0)
         copies = (whole_load.state_bytes + whole_load.gradient_bytes) / max(whole_load.parameter_bytes, 1.0) - 1
         try:
             found = pipedream(layers, problem.topology, memory=Memory(copies), num_stages=num_stages, chain=True, rounds=n)
@@ -220,7 +225,7 @@ def _pipedream(
             continue
         bounds = (0, *(marks[s.layers[-1] + 1] for s in found.stages))
         pipeline = _replicated_pipeline(problem, bounds, [s.devices for s in found.stages], n)
-        times = _simulated(problem.loads, pipeline, bounds, {})
+        times = _simulated(problem.exact, pipeline, bounds, {})
         front.offer(times.scores(), [times])
         if best is None or times.rank(objective) < best.rank(objective):
             best = times
@@ -230,7 +235,7 @@ def _pipedream(
 
 
 def _replicated_pipeline(problem: StageProblem, bounds: tuple[int, ...], devices: Sequence[tuple[int, ...]], num: int) -> Pipeline:
-    stage = stage_of_operators(problem.graph, bounds, problem.loads.forward)
+    stage = stage_of_operators(problem.graph, bounds, problem.forward)
     mesh = problem.loads.mesh(0, 1, num)
     stages = tuple(
         Stage(
@@ -253,7 +258,7 @@ def _simulated(
     inside, figures, sends, split = {}, [], [], []
     shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
     for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
-        strategy = strategies.get(i, loads.choices(first, count, num)[0].strategy)
+        strategy = strategies[i] if i in strategies else loads.choices(first, count, num)[0].strategy
         figures.append(loads.figures(first, count, num, strategy))
         where = ((bounds[i], bounds[i + 1]), first, count, num)
         load, load_alone = (loads.load_of(*where, figures[i], overlap=overlap) for overlap in (True, False))
@@ -268,10 +273,10 @@ def _simulated(
         serial.append(load_alone)
         inside |= _configs(loads, first, count, num, strategy, stage.operators)
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
-        sends += sends_of_stage(loads, pipeline, i, once)
+        sends += sends_of_stage(pipeline, i, once)
         sends += sends_among_replicas(loads, pipeline, i, load, count)
-    flows = loads.crossing(bounds, [c for _, c in shares], num, figures)
-    sends += sends_between(loads.graph(num), flows, num)
+    crossing = loads.crossing(bounds, [c for _, c in shares], num, figures)
+    sends += sends_between(len(loads.whole.tasks), crossing, num)
     transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
@@ -281,8 +286,8 @@ def _simulated(
         if level != t.level:
             old, new = topology.levels[t.level], topology.levels[level]
             ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
-            forward, backward = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in (t.forward_s, t.backward_s))
-            transfers[k] = t._replace(level=level, forward_s=forward, backward_s=backward)
+            seconds = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in t.seconds)
+            transfers[k] = Transfer(t.source, t.target, level, *seconds)
     timeline = simulate_pipeline(pipeline, found, transfers)
     without_overlap_s = simulate_pipeline(pipeline, serial, transfers, overlap=False).step_time_s
     share = share_of(*np.array(split).T)
@@ -342,7 +347,7 @@ def recost_pipeline(
     """
     pipeline = loaded.pipeline
     profile = profile_of(loaded.profile, place=f"{place}: profile") if loaded.profile is not None else None
-    loads = StageLoads(graph, topology, profile)
+    loads = StageLoads(graph, topology, profile, sums_once=pipeline.schedule != "pipedream")
     loads.graph(pipeline.num_microbatches)
     bounds = _bounds(pipeline, graph, loads, place)
     if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:

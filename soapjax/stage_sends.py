@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from soapjax.costs.links import COLLECTIVES, TRANSFER
-from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
-from soapjax.search.stage_loads import StageLoads
+from soapjax.search.stage_loads import Crossing, StageLoads
 from soapjax.simulate.pipeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
 from soapjax.strategy.schedules import groups_of
 
 
-def sends_of_stage(loads: StageLoads, pipeline: Pipeline, i: int, once: Sequence[SentPart]) -> list[SentPart]:
-    """What each device of a stage sends in one step, program by program, from what one pass and one update send."""
-    stage, tasks = pipeline.stages[i], loads.whole.tasks
+def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[int, SentPart]]) -> list[SentPart]:
+    """What each device of a stage sends in one step, program by program, from what (by phase) one pass and one update send."""
+    stage = pipeline.stages[i]
     passes = pipeline.num_microbatches // stage.replicas
     found = []
-    for part in once:
-        phase = tasks[part.task].phase if part.task < len(tasks) else UPDATE
+    for phase, part in once:
         name = PHASE_NAMES[phase]
         rows = [(f"{name} {i}", 1 if phase == UPDATE and pipeline.schedule != "pipedream" else passes)]
         if stage.rematerialise and phase == FORWARD:
@@ -44,15 +42,20 @@ def sends_among_replicas(loads: StageLoads, pipeline: Pipeline, i: int, load: St
     ]  # fmt: skip
 
 
-def sends_between(graph: OperatorGraph, flows: Mapping[tuple[int, int], tuple[float, float]], num: int) -> list[SentPart]:
+def sends_between(num_tasks: int, crossing: Mapping[tuple[int, int], Crossing], num: int) -> list[SentPart]:
+    """What stages send one another in a step of `num` micro-batches."""
     found = []
-    for (a, b), (there, back) in sorted(flows.items()):
-        for source, target, size, what in ((a, b, there, "what it reads"), (b, a, back, "gradients")):
+    for (a, b), sizes in sorted(crossing.items()):
+        rows = (
+            (a, b, num * sizes.forward, "what it reads"), (b, a, num * sizes.backward, "gradients"),
+            (a, b, sizes.parameters, "parameters that both read"), (b, a, sizes.sums, "sums of their gradients"),
+        )  # fmt: skip
+        for source, target, size, what in rows:
             if size:
                 found.append(
                     SentPart(
-                        task=len(graph.tasks), operator=f"stage {source}", reason=f"{what}, to stage {target}",
-                        bytes={TRANSFER: int(num * size)}, program=f"send {source} to {target}",
+                        task=num_tasks, operator=f"stage {source}", reason=f"{what}, to stage {target}",
+                        bytes={TRANSFER: int(size)}, program=f"send {source} to {target}",
                     )
                 )  # fmt: skip
     return found

@@ -71,9 +71,15 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
 
 def sent_parts(tables: CostTables, found: Layouts, strategy: Strategy) -> tuple[SentPart, ...]:
     """The same in words, as the plan file keeps them."""
+    return tuple(part for _, part in described_items(tables, found, strategy))
+
+
+def described_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[tuple[Sent, SentPart]]:
+    """Every item beside its words, by task."""
     graph, names = tables.graph, tables.space.mesh.axis_names
     parameter_of = {p.tensor: p.path for p in graph.parameters}
     gradient_of = {p.gradient: p.path for p in graph.parameters}
+    maker_of = {a.tensor: t.operator for t in reversed(graph.tasks) for a in t.writes}
 
     def layout(row: tuple[int, ...], rank: int) -> str:
         partial = "+".join(n for n, d in zip(names, row, strict=True) if d == PARTIAL)
@@ -89,7 +95,7 @@ def sent_parts(tables: CostTables, found: Layouts, strategy: Strategy) -> tuple[
         elif item.tensor in gradient_of:
             name = f"gradient of {gradient_of[item.tensor]}"
         else:
-            maker = next((t.operator for t in graph.tasks for a in t.writes if a.tensor == item.tensor), None)
+            maker = maker_of.get(item.tensor)
             made = f"result of {graph.operators[maker].name}" if maker is not None else graph.in_paths[tensor.input_leaf]
             name = f"{made}, {tensor.dtype}{list(tensor.shape)}"
         return f"{name}: {layout(item.source, rank)} to {layout(item.target, rank)}"
@@ -97,7 +103,6 @@ def sent_parts(tables: CostTables, found: Layouts, strategy: Strategy) -> tuple[
     parts = []
     for item in sent_items(tables, found, strategy):
         operator = graph.operators[graph.tasks[item.task].operator].name if item.task < len(graph.tasks) else "the step's end"
-        parts.append(
-            SentPart(task=item.task, operator=operator, reason=words(item), bytes={k: int(b) for k, b in item.bytes.items()})
-        )
-    return tuple(sorted(parts, key=lambda p: p.task))
+        sent = {k: int(b) for k, b in item.bytes.items()}
+        parts.append((item, SentPart(task=item.task, operator=operator, reason=words(item), bytes=sent)))
+    return sorted(parts, key=lambda p: p[1].task)

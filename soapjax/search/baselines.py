@@ -73,12 +73,17 @@ def _only_config(problem: PlanningProblem, n: int) -> np.ndarray:
     return problem.space.allowed[n].argmax(axis=1) - 1
 
 
-def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int]) -> Strategy:
+def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, sequence_parallel: bool = False) -> Strategy:
     """Megatron's pairs over `axes`, data parallelism over the others.
 
     In program order: an operator whose input is split on what it sums over is split there too (row parallel, the result is
     summed); one whose input is split elsewhere follows its input (heads, channels); a weighted operator with a whole
     input is split on its output features (column parallel). Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Args:
+      sequence_parallel: what is between two pairs (norms, dropout, the residual stream) is split along the sequence instead of
+        repeated by all of `axes`. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022),
+        section 4.2.2.
     """
     graph, space = problem.graph, problem.space
     others = [a for a in range(space.num_axes) if a not in set(axes)]
@@ -96,10 +101,14 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int]) -> S
         if chosen is None and op.parameters and first.kind in ("dot", "conv"):
             features = [k for k, d in enumerate(op.dims) if d.kind == "P" and not d.is_reduced]
             chosen = next((k for k in features if _fits(problem, n, k, axes)), None)
+        is_pair = chosen is not None and _fits(problem, n, chosen, axes)
+        if not is_pair and sequence_parallel:
+            along = [k for k, d in enumerate(op.dims) if d.kind == "A" and not d.is_reduced]
+            chosen = next((k for k in along if _fits(problem, n, k, axes)), None)
         if chosen is None or not _fits(problem, n, chosen, axes):
             continue
         strategy.axes[n, list(axes)] = chosen
-        for access in first.writes:
+        for access in first.writes if is_pair else ():
             if chosen in access.dims:
                 split_dim[access.tensor] = access.dims.index(chosen)
     return strategy

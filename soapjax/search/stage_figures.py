@@ -6,6 +6,7 @@ The figures of costs/evaluate.py, whose program is the same for all micro-batch 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -54,6 +55,10 @@ def level_between(topology: DeviceTopology, first: int, last: int) -> int:
     return len(topology.levels) - 1
 
 
+MOST_UNITS = 4
+STORED = {(False, False): "", (False, True): "", (True, False): ", sharded", (True, True): ", sharded, regathered"}
+
+
 class Figures(NamedTuple):
     """Of one inner strategy at one micro-batch size, as NumPy arrays."""
 
@@ -65,57 +70,74 @@ class Figures(NamedTuple):
     merging_bytes: np.ndarray  # [tensors, 2]: of gradients that wait to be summed in one collective, their sums left out
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
+    may_sum_late: np.ndarray  # bool [P]: stored as used, so that running sums may stay on their devices until the update
     layouts: Layouts
 
 
-class Inside(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inside:
     """One way to run operators on the devices of a stage."""
 
     name: str
     strategy: Strategy
-    figures: Figures
+    fabric: Fabric
+
+    @functools.cached_property
+    def figures(self) -> Figures:
+        return self.fabric.figures(self.strategy)
 
 
 class Fabric:
     """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies."""
 
     def __init__(self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None):
-        self.mesh = factor_mesh(topology)
+        self.topology, self.mesh = topology, factor_mesh(topology)
         self.space = search_space(graph, self.mesh)
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         self.evaluator = Evaluator(self.tables)
-        self.choices = [Inside(name, s, self.figures(s)) for name, s in _inner(graph, self.space)]
+
+    @functools.cached_property
+    def choices(self) -> list[Inside]:
+        """The inner strategies, data parallelism first."""
+        return [Inside(name, s, self) for name, s in _inner(self.space.graph, self.space, self.topology)]
 
     def figures(self, strategy: Strategy) -> Figures:
-        return _figures(self.evaluator, self.schedule, strategy)
+        late = np.array([not any(s.axes) for s in self.space.storages])[strategy.storage[self.tables.parameter_op]]
+        return _figures(self.evaluator, self.schedule, strategy, late)
 
 
-def _inner(graph: OperatorGraph, space: SearchSpace) -> list[tuple[str, Strategy]]:
-    """Data parallelism, and Megatron's pairs over the fastest axes; each with parameters as used, sharded, and regathered."""
+def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> list[tuple[str, Strategy]]:
+    """Data parallelism, and Megatron's pairs over the fastest axes with what is between them repeated or split along the sequence;
+    each with parameters as used, sharded, and regathered.
+
+    Pairs are offered over as many devices as MOST_UNITS units of the fastest links have: beyond, nobody splits a product.
+    """
     problem = PlanningProblem(graph, space, None)
     found: list[tuple[str, Strategy]] = []
     for first in range(space.num_axes, -1, -1):
         axes = range(first, space.num_axes)
         degree = math.prod(space.mesh.axis_sizes[a] for a in axes)
-        if first < space.num_axes and degree == 1:
+        if first < space.num_axes and (degree == 1 or degree > MOST_UNITS * topology.levels[-1].size):
             continue
-        strategy = tensor_parallel_strategy(problem, axes) if axes else data_parallel_strategy(problem)[0]
-        if any((strategy.axes == s.axes).all() for _, s in found):
-            continue
-        name = f"tensor/{degree}" if axes else "data"
-        for k, storage in enumerate(space.storages):
-            # Of the storages over all axes or none: what FSDP is beside data parallelism.
-            if any(storage.axes) and not all(storage.axes):
+        named = {"data": data_parallel_strategy(problem)[0]} if not axes else {
+            f"tensor/{degree}{suffix}": tensor_parallel_strategy(problem, axes, sequence_parallel=is_split)
+            for suffix, is_split in (("", False), (", sequence", True))
+        }  # fmt: skip
+        for name, strategy in named.items():
+            if any((strategy.axes == s.axes).all() for _, s in found):
                 continue
-            variant = Strategy(strategy.axes, np.where(space.owns_parameters, k, 0).astype(np.int8))
-            if space.is_valid(variant):
-                suffix = ("" if not any(storage.axes) else ", sharded" + (", regathered" if storage.regather else ""))
-                found.append((name + suffix, variant))
+            for k, storage in enumerate(space.storages):
+                # Of the storages over all axes or none: what FSDP is beside data parallelism.
+                if any(storage.axes) and not all(storage.axes):
+                    continue
+                variant = Strategy(strategy.axes, np.where(space.owns_parameters, k, 0).astype(np.int8))
+                if space.is_valid(variant):
+                    found.append((name + STORED[any(storage.axes), storage.regather], variant))
     return found or [("data", data_parallel_strategy(problem)[0])]
 
 
-def _figures(evaluator: Evaluator, schedule: Schedule, strategy: Strategy) -> Figures:
+def _figures(evaluator: Evaluator, schedule: Schedule, strategy: Strategy, may_sum_late: np.ndarray) -> Figures:
     tables = evaluator.tables
     costs = evaluator.costs(evaluator(strategy.axes[None], strategy.storage[None]), 0)
     durations, parts, found = costs.durations, costs.parts, costs.layouts
@@ -130,5 +152,6 @@ def _figures(evaluator: Evaluator, schedule: Schedule, strategy: Strategy) -> Fi
         np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
         parts.stored_bytes,
         parts.stored_bytes / tables.state_copies,
+        may_sum_late,
         found,
     )

@@ -7,6 +7,7 @@ A `Choice` is small, frozen data; `StageProblem.price` simulates it (simulate/pi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,21 +15,24 @@ import numpy as np
 
 from soapjax.costs.layers import LayerGraph
 from soapjax.costs.profile import Profile
+from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.microbatch import sample_divisor
+from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.operators import OperatorGraph
+from soapjax.search.condensed_loads import CondensedLoads
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.search.stage_figures import part_of
 from soapjax.search.stage_loads import StageLoads, stage_of_operators
-from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, predicted_times
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
+from soapjax.strategy.plan import StrategyFigures
 from soapjax.topology import DeviceTopology
 
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 MAX_BOUNDARIES = 160  # places to cut at that the planners consider
-MAX_MICROBATCHES = 64
+MAX_MICROBATCHES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,22 +81,25 @@ class StageProblem:
     ):  # fmt: skip
         self.objective = objective
         self.front = Front(topology.device.usable_memory_bytes, dataclasses.astuple) if keeps_front else None
-        self.loads = StageLoads(graph, topology, profile)
+        self.exact = StageLoads(graph, topology, profile, sums_once="pipedream" not in schedules)
+        self.forward = self.exact.forward
+        self.crossing_bytes = prefix_crossing(graph, self.forward)
+        self.loads = CondensedLoads(self.exact, self.crossing_bytes)
         self.graph, self.topology = graph, self.loads.topology
         self.schedules, self.always_rematerialise = tuple(schedules), always_rematerialise
         self.usable_bytes = topology.device.usable_memory_bytes
         if num_microbatches is not None:
-            self.loads.graph(num_microbatches)  # refuses what does not divide
-        whole = sample_divisor(graph)
-        every = [n for n in range(2, min(whole, MAX_MICROBATCHES) + 1) if whole % n == 0] or [1]
+            micro_batch(graph, num_microbatches)  # refuses what does not divide
+        self.most_microbatches = sample_divisor(graph)  # one sample each
+        every = [n for n in range(2, min(self.most_microbatches, MAX_MICROBATCHES) + 1) if self.most_microbatches % n == 0] or [1]
         self.microbatches = [num_microbatches] if num_microbatches is not None else every
-        self.stages = self._numbers_of_stages(num_stages)
         self.cuts = self._boundaries()
+        self.stages = self._numbers_of_stages(num_stages)
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
 
     def _numbers_of_stages(self, given: int | None) -> list[int]:
-        most = len(self.loads.forward)
+        most = len(self.forward)
         devices = self.topology.num_devices
         if given is not None:
             problems = []
@@ -104,25 +111,34 @@ class StageProblem:
             if problems:
                 raise SoapjaxError(problems)
             return [given]
-        return [k for k in range(2, min(devices, most, 16) + 1) if devices % k == 0] or [1]
+        return [k for k in range(2, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
+
+    @functools.cached_property
+    def most_inner(self) -> int:
+        """How many inner strategies a stage has at the most."""
+        return len(self.loads.choices(0, self.topology.num_devices, self.microbatches[-1]))
 
     def _boundaries(self) -> tuple[int, ...]:
         """Where to cut: all places between forward operators, or in long models the cheapest of each of MAX_BOUNDARIES runs."""
-        n = len(self.loads.forward)
+        n = len(self.forward)
         if n <= MAX_BOUNDARIES:
             return tuple(range(n + 1))
-        crossing = prefix_crossing(self.graph, self.loads.forward)
         edges = np.linspace(1, n, MAX_BOUNDARIES + 1).astype(int)
-        inside = [a + int(np.argmin(crossing[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-        return (0, *inside, n)
+        inside = {a + int(np.argmin(self.crossing_bytes[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a}
+        if self.loads.condensed is not None:
+            blocks = self.loads.condensed.blocks
+            inside = {k for k in inside if not blocks.first < k < blocks.end}
+            inside |= set(range(blocks.first, blocks.end + 1, blocks.period))
+        return (0, *sorted(inside - {0, n}), n)
 
     def layers(self, num: int) -> tuple[LayerGraph, tuple[int, ...]]:
         """Runs of operators between boundaries as layers on one device, at `num` micro-batches; and the boundaries."""
         marks = self.cuts
         loads = [self.loads.load((a, b), 0, 1, num, 0) for a, b in zip(marks, marks[1:], strict=False)]
-        crossing = prefix_crossing(self.loads.graph(num), self.loads.forward)
+        graph = micro_batch(self.graph, num)
+        crossing = prefix_crossing(graph, self.forward)
         graph = LayerGraph(
-            names=tuple(self.graph.operators[self.loads.forward[a]].name for a in marks[:-1]),
+            names=tuple(self.graph.operators[self.forward[a]].name for a in marks[:-1]),
             forward_s=[x.forward_s for x in loads],
             backward_s=[x.backward_s for x in loads],
             activation_bytes=[crossing[b] for b in marks[1:]],
@@ -136,45 +152,66 @@ class StageProblem:
         """Raises: SoapjaxError where the schedule does not fit."""
         if choice not in self._priced:
             num = choice.num_microbatches
-            groups = [choice.group(i) for i in range(choice.num_stages)]
             loads = [
-                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), *groups[i][:2], num, groups[i][2])
-                for i in range(choice.num_stages)
+                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
+                for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
             ]
-            key = (num, choice.bounds, choice.counts, choice.inner)
-            if key not in self._transfers:
-                first, counts = [g[0] for g in groups], [g[1] for g in groups]
-                inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
-                self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num, inside)
-            self._priced[choice] = self._simulated(choice, loads, self._transfers[key])
+            self._priced[choice] = self._simulated(choice, loads)
         return self._priced[choice]
 
-    def _simulated(self, choice: Choice, loads: list[StageLoad], transfers: list[Transfer]) -> Priced:
-        timeline = simulate_pipeline(outline(choice), loads, transfers)
+    def _simulated(self, choice: Choice, loads: list[StageLoad]) -> Priced:
+        timeline = predicted_times(outline(choice), loads, self._transfers_of(choice))
         memory = max(timeline.memory_bytes)
-        sent = self.peak_sent_bytes(choice) if self.objective.limits_bytes or self.front is not None else 0.0
+        sent = float(self._sent_bytes(choice).max()) if self.objective.limits_bytes or self.front is not None else 0.0
         scores = Scores(*(np.array([x], np.float64) for x in (timeline.step_time_s, memory, 0, sent)))
         if self.front is not None:
             self.front.offer(scores, [choice])
         found = self.objective.standing(scores, self.usable_bytes)
         return Priced(choice, timeline, memory, bool(found.is_feasible[0]), float(found.cost[0]), sent, float(found.excess[0]))
 
-    def peak_sent_bytes(self, choice: Choice) -> float:
-        """What the device that sends most sends in one step, inside its stages and to others."""
-        num, stages = choice.num_microbatches, range(choice.num_stages)
-        groups = [choice.group(i) for i in stages]
-        sent = [0.0] * len(choice.counts)
+    def _transfers_of(self, choice: Choice) -> list[Transfer]:
+        num = choice.num_microbatches
+        key = (num, choice.bounds, choice.counts, choice.inner)
+        if key not in self._transfers:
+            groups = [choice.group(i) for i in range(choice.num_stages)]
+            inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+            first, counts = [g[0] for g in groups], [g[1] for g in groups]
+            self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num, inside)
+        return self._transfers[key]
+
+    def _sent_bytes(self, choice: Choice) -> np.ndarray:
+        """What each device of every group [G] sends in one step, inside its stages and to others."""
+        num = choice.num_microbatches
+        groups = [choice.group(i) for i in range(choice.num_stages)]
+        sent = np.zeros(len(choice.counts))
         for i, (first, count, inner) in enumerate(groups):
             own = self.loads.sent_bytes((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
             passes = (num * (1 + choice.rematerialise[i]), num, 1)
             sent[i % len(sent)] += float(own @ passes)
         inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
         counts = [count for _, count, _ in groups]
-        for (a, b), (there, back) in self.loads.crossing(choice.bounds, counts, num, inside).items():
+        for (a, b), sizes in self.loads.crossing(choice.bounds, counts, num, inside).items():
             if a % len(sent) != b % len(sent):
-                sent[a % len(sent)] += num * there / counts[a]
-                sent[b % len(sent)] += num * back / counts[b]
-        return max(sent)
+                sent[a % len(sent)] += (num * sizes.forward + sizes.parameters) / counts[a]
+                sent[b % len(sent)] += (num * sizes.backward + sizes.sums) / counts[b]
+        return sent
+
+    def figures(self, priced: Priced) -> StrategyFigures:
+        """A choice as plans are compared."""
+        choice, num = priced.choice, priced.choice.num_microbatches
+        where = [
+            ((choice.bounds[i], choice.bounds[i + 1]), *choice.group(i)[:2], num, choice.group(i)[2])
+            for i in range(choice.num_stages)
+        ]
+        alone = [self.loads.load(*w, overlap=False) for w in where]
+        serial = predicted_times(outline(choice), alone, self._transfers_of(choice), overlap=False)
+        sent = self._sent_bytes(choice)
+        return StrategyFigures(
+            step_time_s=priced.timeline.step_time_s, without_overlap_s=serial.step_time_s,
+            split_flops_share=share_of(*np.array([self.loads.split_flops(*w) for w in where]).T),
+            memory_bytes_per_device=int(priced.memory_bytes), feasible=priced.memory_bytes <= self.usable_bytes,
+            sent_bytes=int(sent @ choice.counts) // self.topology.num_devices, peak_sent_bytes=int(sent.max()),
+        )  # fmt: skip
 
     def is_valid(self, choice: Choice) -> bool:
         """Whether a choice is in the space: groups of whole units, inner strategies that exist, a schedule that fits."""
@@ -198,7 +235,7 @@ class StageProblem:
 
     def pipeline(self, choice: Choice) -> Pipeline:
         """The pipeline as a plan has it."""
-        stage = stage_of_operators(self.graph, choice.bounds, self.loads.forward)
+        stage = stage_of_operators(self.graph, choice.bounds, self.forward)
         stages = []
         for i in range(choice.num_stages):
             first, count, _ = choice.group(i)

@@ -1,14 +1,13 @@
 """The joint search of pipelines: stages, devices, the plan inside, micro-batches, schedule and rematerialisation at once.
 
 A choice is priced by the pipeline simulation of its stages' loads (stage_problem.py): a bubble is idle time there,
-recomputation is time, and what does not fit is penalised as in every search. Starts are GPipe's balanced partitions
-and PipeDream's dynamic program, for every number of stages, micro-batches and schedule; the best go on by Metropolis-Hastings. The
-number of stages is fixed within a chain, so every move has its reverse, as likely:
+recomputation is time, and what does not fit is penalised as in every search. Starts are the best points of the grid that experts
+tune by hand (grid.py), and for their numbers of stages PipeDream's dynamic program, which makes uneven stages; the best go on by
+Metropolis-Hastings. The number of stages is fixed within a chain, so every move has its reverse, as likely:
 
     boundary    between two stages, some operators on or back
     devices     of two groups, any split of their sum
-    inside      of one group, or of all by the same step: data parallelism, Megatron's pairs over the fastest axes,
-                parameters as used or sharded
+    inside      of one group, or of all by the same step: one of the inner strategies (stage_figures.py)
     micro-batches, schedule, rematerialisation of one stage
 
 The asynchronous schedule of PipeDream trains other weights, so it is planned only where it is asked for.
@@ -26,61 +25,45 @@ import numpy as np
 
 from soapjax import interrupts
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.search.gpipe import balanced_partition
+from soapjax.search.grid import Grid
 from soapjax.search.pipedream import Memory, pipedream
 from soapjax.search.stage_problem import Choice, Priced, StageProblem
 
+MOST_STARTS = 96  # points of the grid that are priced
+MOST_TRIED = 480  # where none of them fits
+STARTS_SHARE = 0.5  # of the seconds, for starts
+MOST_UNEVEN = 64  # devices of PipeDream's dynamic program, which takes minutes for more
 BETA = 100.0  # of the chain: a choice 1 % slower than the start is accepted with probability 1/e
 CHAINS = 3
 DEFAULT_PROPOSALS = 600
 
 
 class StageSearch(NamedTuple):
-    """What a search of pipelines found; `baselines` are the best of every start by its name."""
+    """What a search of pipelines found; `baselines` are the best of every start by its name, `seen` of every number of stages."""
 
     best: Priced
     baselines: dict[str, Priced]
+    seen: tuple[Priced, ...]
     num_proposals: int
     search_s: float
     stopped_by: str
 
 
-def _partitions(problem: StageProblem, num: int, stages: int) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(name, bounds, device counts) from GPipe's and PipeDream's planners."""
-    layers, marks = problem.layers(num)
-    if stages > layers.num_layers:
-        return
-    devices = problem.topology.num_devices
-    parts = balanced_partition(layers, stages)
-    bounds = (0, *(marks[p[-1] + 1] for p in parts))
-    if devices % stages == 0:
-        yield "gpipe", bounds, (devices // stages,) * stages
-    else:
-        yield "gpipe", bounds, (1,) * stages
-    if stages <= devices and layers.num_layers > 1:
-        found = pipedream(layers, problem.topology, memory=Memory(is_limited=False), num_stages=stages, chain=True)
-        yield "pipedream", (0, *(marks[s.layers[-1] + 1] for s in found.stages)), tuple(len(s.devices) for s in found.stages)
-
-
 def _starts(problem: StageProblem) -> Iterator[tuple[str, Choice]]:
-    for stages in problem.stages:
-        for num in problem.microbatches:
-            for name, bounds, counts in _partitions(problem, num, stages):
-                for schedule in problem.schedules:
-                    keeps = (True,) if problem.always_rematerialise else (False, True)
-                    for again in keeps:
-                        if schedule == "interleaved":
-                            if name != "gpipe" or num % stages or 2 * stages > len(problem.loads.forward):
-                                continue
-                            layers, marks = problem.layers(num)
-                            if 2 * stages > layers.num_layers:
-                                continue
-                            parts = balanced_partition(layers, 2 * stages)
-                            cut = (0, *(marks[p[-1] + 1] for p in parts))
-                        else:
-                            cut = bounds
-                        choice = Choice(schedule, num, cut, counts, (0,) * len(counts), (again,) * (len(cut) - 1))
-                        yield f"{schedule}{', rematerialised' if again else ''}", choice
+    """The grid's points, best first."""
+    yield from Grid(problem).choices()
+
+
+def _uneven(problem: StageProblem, like: Choice) -> Choice | None:
+    """PipeDream's partition into as many stages as a choice has, with its micro-batches and schedule, data parallelism inside."""
+    layers, marks = problem.layers(like.num_microbatches)
+    devices, stages = problem.topology.num_devices, like.num_stages
+    if not 1 < stages <= min(layers.num_layers, devices) or stages != len(like.counts) or devices > MOST_UNEVEN:
+        return None
+    found = pipedream(layers, problem.topology, memory=Memory(is_limited=False), num_stages=stages, chain=True)
+    bounds = (0, *(marks[s.layers[-1] + 1] for s in found.stages))
+    counts = tuple(len(s.devices) for s in found.stages)
+    return dataclasses.replace(like, bounds=bounds, counts=counts, inner=(0,) * len(counts))
 
 
 Move = Callable[[np.random.Generator, StageProblem, Choice], Choice | None]
@@ -111,7 +94,7 @@ def _move_devices(rng: np.random.Generator, problem: StageProblem, c: Choice) ->
 
 def _move_inside(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
     inner = list(c.inner)
-    most = 3 * (1 + math.ceil(math.log2(problem.topology.num_devices + 1)))
+    most = problem.most_inner
     picked = int(rng.integers(most))
     if rng.random() < 0.5:
         inner = [(i + picked) % most for i in inner]
@@ -140,73 +123,99 @@ MOVES: tuple[Move, ...] = (
 )  # fmt: skip
 
 
+class _Best:
+    """The best choices so far: of all, by the name of a start, by the number of stages."""
+
+    def __init__(self):
+        self.of_name: dict[str, Priced] = {}
+        self.of_stages: dict[int, Priced] = {}
+        self.best: Priced | None = None
+
+    def see(self, found: Priced, name: str | None = None) -> None:
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
+        for table, key in ((self.of_name, name), (self.of_stages, found.choice.num_stages)):
+            if key is not None and (key not in table or found.rank < table[key].rank):
+                table[key] = found
+
+    @property
+    def fits(self) -> bool:
+        return self.best is not None and self.best.is_feasible
+
+
 def search_stages(
     problem: StageProblem, *, seed: int = 0, num_proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> StageSearch:  # fmt: skip
-    """The best pipeline found: from all starts, then by chains from the best of them.
+    """The best pipeline found: from the best points of the grid, then by chains from the best of them.
 
     Args:
-      num_proposals, seconds: budget of the chains; DEFAULT_PROPOSALS where neither is given. Ctrl-C ends them early.
+      num_proposals: of the chains; DEFAULT_PROPOSALS where neither it nor `seconds` is given.
+      seconds: of all of the search; a start that fits is looked for beyond them. Ctrl-C ends it early.
     Raises: SoapjaxError where no pipeline is possible; KeyboardInterrupt where none has been priced yet.
     """
     begin = time.monotonic()
     if num_proposals is None and seconds is None:
         num_proposals = DEFAULT_PROPOSALS
-    best_of: dict[str, Priced] = {}
-    by_stages: dict[int, Priced] = {}
-    done, stopped = 0, "proposals"
-
-    def better(a: Priced, b: Priced | None) -> bool:
-        return b is None or a.rank < b.rank
-
+    seen, done, stopped = _Best(), 0, "proposals"
     try:
         with interrupts.searching():
-            for name, choice in _starts(problem):
-                if problem.is_valid(choice):
-                    found = problem.price(choice)
-                    if better(found, best_of.get(name)):
-                        best_of[name] = found
-                    if better(found, by_stages.get(choice.num_stages)):
-                        by_stages[choice.num_stages] = found
-                interrupts.check()
+            _price_starts(problem, seen, math.inf if seconds is None else begin + STARTS_SHARE * seconds)
+            if seen.best is None:
+                raise SoapjaxError(_impossible(problem))
+            seeds = sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]
+            rng = np.random.default_rng(seed)
+            for k, at in enumerate(seeds):
+                share = STARTS_SHARE + (1 - STARTS_SHARE) * (k + 1) / len(seeds)
+                until = math.inf if seconds is None else begin + share * seconds
+                most = math.inf if num_proposals is None else -(-num_proposals // len(seeds))
+                for step, found in enumerate(_chain(problem, rng, at, seeds[0].cost)):
+                    done += 1
+                    seen.see(found)
+                    if progress is not None and done % 16 == 0:
+                        progress(done, seen.best.timeline.step_time_s, time.monotonic() - begin)
+                    if step + 1 >= most:
+                        break
+                    if time.monotonic() >= until:
+                        stopped = "seconds"
+                        break
     except KeyboardInterrupt:
-        if not by_stages:
+        if seen.best is None:
             raise
         stopped = "interrupted"
-    if not best_of:
-        stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
-        value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
-        remedy = "ask for another number of stages or micro-batches, or for more devices"
-        raise SoapjaxError(Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy))
-    seeds = sorted(by_stages.values(), key=lambda p: p.rank)[:CHAINS]
-    best, reference = seeds[0], seeds[0].cost
-    rng = np.random.default_rng(seed)
-    share = None if num_proposals is None else -(-num_proposals // len(seeds))
-    if stopped == "interrupted":
-        return StageSearch(best, best_of, done, time.monotonic() - begin, stopped)
-    try:
-        with interrupts.searching():
-            for k, at in enumerate(seeds):
-                chain = 0
-                while (share is None or chain < share) and (
-                    seconds is None or time.monotonic() - begin < seconds * (k + 1) / len(seeds)
-                ):
-                    chain += 1
-                    done += 1
-                    move = MOVES[int(rng.integers(len(MOVES)))](rng, problem, at.choice)
-                    uniform = rng.random()
-                    if move is None or not problem.is_valid(move):
-                        continue
-                    found = problem.price(move)
-                    if uniform < math.exp(min(0.0, BETA * (at.cost - found.cost) / reference)):
-                        at = found
-                    if better(found, best):
-                        best = found
-                    if progress is not None and done % 16 == 0:
-                        progress(done, best.timeline.step_time_s, time.monotonic() - begin)
-            if seconds is not None and (num_proposals is None or done < num_proposals):
-                stopped = "seconds"
-    except KeyboardInterrupt:
-        stopped = "interrupted"
-    return StageSearch(best, best_of, done, time.monotonic() - begin, stopped)
+    return StageSearch(seen.best, seen.of_name, tuple(seen.of_stages.values()), done, time.monotonic() - begin, stopped)
+
+
+def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
+    """Prices the grid's best, and beside them uneven stages; until one fits, or MOST_TRIED, beyond the clock and MOST_STARTS."""
+    for k, (name, choice) in enumerate(_starts(problem)):
+        if k >= MOST_TRIED or (seen.fits and (k >= MOST_STARTS or time.monotonic() >= until)):
+            break
+        seen.see(problem.price(choice), name)
+        interrupts.check()
+    for like in [p.choice for p in sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]]:
+        if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
+            seen.see(problem.price(choice), f"{choice.schedule}, uneven")
+        interrupts.check()
+
+
+def _impossible(problem: StageProblem) -> Problem:
+    stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
+    value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
+    remedy = "ask for another number of stages or micro-batches, or for more devices"
+    return Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy)
+
+
+def _chain(problem: StageProblem, rng: np.random.Generator, at: Priced, reference_s: float) -> Iterator[Priced]:
+    """Where a chain stands after each of its steps, without end."""
+    while True:
+        move = MOVES[int(rng.integers(len(MOVES)))](rng, problem, at.choice)
+        uniform = rng.random()
+        if move is not None and problem.is_valid(move):
+            found = problem.price(move)
+            if uniform < math.exp(min(0.0, BETA * (at.cost - found.cost) / reference_s)):
+                at = found
+            yield found
+        else:
+            yield at
+        interrupts.check()

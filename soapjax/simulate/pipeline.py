@@ -28,6 +28,8 @@ from soapjax.simulate.event import TaskGraph, run
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import actions, groups_of, in_flight
 
+ROUNDS = 3  # of as many micro-batches as there are groups of devices, until a synchronous pipeline is in its steady state
+
 
 class StageLoad(NamedTuple):
     """What one micro-batch costs on one replica of a stage; seconds of its devices together, bytes per device."""
@@ -48,13 +50,19 @@ class StageLoad(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Of all that one stage makes and a later one reads, per micro-batch; at most one per pair of stages."""
+    """Of all that one stage makes and a later one reads; at most one per pair of stages."""
 
     source: int
     target: int
     level: int
-    forward_s: float
-    backward_s: float  # of its gradient; 0 where it has none
+    forward_s: float  # per micro-batch
+    backward_s: float  # of its gradient, per micro-batch; 0 where it has none
+    parameters_s: float = 0.0  # per step, before the first pass: parameters that `source` holds and `target` reads too
+    sums_s: float = 0.0  # per step, behind the last pass of `target`: what it adds to the gradients of these
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        return self[3:]
 
 
 class PipelineTask(NamedTuple):
@@ -143,11 +151,37 @@ def simulate_pipeline(
         ),
         key=lambda t: (t.start_s, t.stage),
     )  # fmt: skip
+    return PipelineTimeline(step, makespan, tuple(timeline), tuple(idle), *memory_of(pipeline, loads))
+
+
+def predicted_times(
+    pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer], *, overlap: bool = True
+) -> PipelineTimeline:
+    """As `simulate_pipeline`, without the end of a long step: in the steady state every round of micro-batches takes as long.
+
+    Its tasks are those of the short step that was simulated; step time, memory and micro-batches in flight are the long one's.
+    """
+    groups, num = len(groups_of(pipeline)), pipeline.num_microbatches
+    rounds = [ROUNDS * groups + num % groups, (ROUNDS + 1) * groups + num % groups]
+    if pipeline.schedule == "pipedream" or rounds[-1] >= num:
+        return simulate_pipeline(pipeline, loads, transfers, overlap=overlap)
+    short, longer = (
+        simulate_pipeline(pipeline.model_copy(update={"num_microbatches": n}), loads, transfers, overlap=overlap) for n in rounds
+    )
+    more_s = (longer.step_time_s - short.step_time_s) * (num - rounds[-1]) / groups
+    memory, held = memory_of(pipeline, loads)
+    return longer._replace(
+        step_time_s=longer.step_time_s + more_s, makespan_s=longer.makespan_s + more_s, memory_bytes=memory, in_flight=held
+    )
+
+
+def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Peak bytes on each of a stage's devices [stages], and most micro-batches held [stages]."""
     held = in_flight(pipeline)
     own = [_memory(pipeline, i, load, n) for i, (load, n) in enumerate(zip(loads, held, strict=True))]
+    groups = {i: group for group in groups_of(pipeline) for i in group}
     # Stages on the same devices: all that stays is there at once, of the working sets only one is.
-    memory = [sum(own[j][0] for j in groups[i]) + max(own[j][1] for j in groups[i]) for i in range(len(own))]
-    return PipelineTimeline(step, makespan, tuple(timeline), tuple(idle), tuple(memory), held)
+    return tuple(sum(own[j][0] for j in groups[i]) + max(own[j][1] for j in groups[i]) for i in range(len(own))), held
 
 
 def _long_enough(pipeline: Pipeline) -> Pipeline:
@@ -226,6 +260,18 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
         )  # fmt: skip
         tasks.add(("send", t.source, t.target, m, backward), row, [(kind, a, m)])
 
+    def send_once(t: Transfer, kind: str, seconds: float, after: Sequence[object]) -> object:
+        """What is sent once per step, between the first replicas."""
+        a, b = (t.source, t.target) if kind == "parameters" else (t.target, t.source)
+        streams = (leaving(a, 0, t.level), arriving(b, 0, t.level), *(() if overlap else (compute(a, 0), compute(b, 0))))
+        seconds = seconds if group_of[a] != group_of[b] else 0.0
+        row = _Row(f"{kind}: stage {a} to {b}", a, devices(a, 0) + devices(b, 0), t.level, seconds, streams)
+        tasks.add((kind, t.source, t.target), row, after)
+        return kind, t.source, t.target
+
+    for t in transfers:
+        if t.parameters_s:
+            send_once(t, "parameters", t.parameters_s, ())
     updates: list[int] = []
     for order in actions(pipeline):
         before: dict[int, object] = {}  # replica -> what ran there last
@@ -233,6 +279,7 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
         for action in order:
             i, m, load = action.stage, action.microbatch, loads[action.stage]
             if action.kind == "update":
+                waiting += [("sums", t.source, t.target) for t in out[i] if t.sums_s]
                 key = (action, "sync")
                 every = range(stages[i].replicas)
                 streams = tuple(way(i, r, load.sync_level) for r in every for way in (leaving, arriving))
@@ -255,6 +302,7 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
                 needed = [("send", t.source, i, m, False) for t in into[i]]
                 if not into[i] and i:
                     needed = [("forward", i - 1, m)]
+                needed += [("parameters", t.source, i) for t in into[i] if t.parameters_s]
             else:
                 after = [("backward", i + 1, m)] if i + 1 < len(stages) else []
                 needed = [*([("send", i, t.target, m, True) for t in out[i]] or after), ("forward", i, m)]
@@ -263,6 +311,11 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
             before[replica] = key
             for t in out[i] if action.kind == "forward" else into[i]:
                 send(t, m, action.kind == "backward")
+        for i in {a.stage for a in order}:
+            last = [("backward", i, a.microbatch) for a in order if (a.kind, a.stage) == ("backward", i)][-1:]
+            for t in into[i]:
+                if t.sums_s:
+                    send_once(t, "sums", t.sums_s, last)
     return tasks, updates
 
 

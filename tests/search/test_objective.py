@@ -202,7 +202,7 @@ def test_the_device_that_sends_most_by_adding_up_messages():
 
 def test_what_a_pipeline_sends_is_what_its_plan_lists():
     problem = StageProblem(graph_of("lm"), topology_of("cpu8"), objective=Objective("mdpe", max_bytes=1e4))
-    n = len(problem.loads.forward)
+    n = len(problem.forward)
     for schedule, bounds, inner, again in (("gpipe", (0, n // 2, n), 0, False), ("1f1b", (0, n // 3, n), 1, True)):
         choice = Choice(schedule, 4, bounds, (4, 4), (inner,) * 2, (again,) * 2)
         priced = problem.price(choice)

@@ -19,6 +19,7 @@ from soapjax.graph.trace import trace
 from soapjax.plan_files import recost
 from soapjax.planning import plan_pipeline
 from soapjax.profiling import in_stages
+from soapjax.search.condensed_loads import CondensedLoads
 from soapjax.search.stage_figures import part_of
 from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
@@ -55,10 +56,10 @@ def test_one_stage_takes_the_time_of_one_program(model, name):
     loads = StageLoads(graph, machine)
     choices = loads.choices(0, 8, 1)
     assert choices[0].name == "data" and len(choices) > 3
-    simulator = Simulator(loads._fabric(0, 8, 1).tables)
+    simulator = Simulator(loads._fabric(0, 8, 1)[0].tables)
     times = simulator.step_times([c.strategy for c in choices]).step_time_s
     figures = simulator.figures([c.strategy for c in choices])
-    named = whole_baselines(loads)
+    named = whole_baselines(CondensedLoads(loads, prefix_crossing(graph, loads.forward)))
     assert named.keys() == {"data_parallel", "fsdp", "tensor_parallel"}
     for k, (inside, expected) in enumerate(zip(choices, times, strict=True)):
         load = loads.load((0, len(loads.forward)), 0, 8, 1, k)
@@ -205,8 +206,8 @@ def test_gpipe_is_planned_as_published():
     pipeline = problem.pipeline(found.best.choice)
     names = [name for s in pipeline.stages for name in s.operators]
     assert len(names) == len(set(names))
-    assert {problem.graph.operators[n].name for n in problem.loads.forward} <= set(names)
-    n = len(problem.loads.forward)
+    assert {problem.graph.operators[n].name for n in problem.forward} <= set(names)
+    n = len(problem.forward)
     even = Choice("gpipe", 8, tuple(np.linspace(0, n, 5).astype(int).tolist()), (2,) * 4, (0,) * 4, (True,) * 4)
     assert found.best.cost <= problem.price(even).cost
 
