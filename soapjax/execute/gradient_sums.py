@@ -13,13 +13,14 @@ import jax
 
 from soapjax.execute.evaluate import task_mark
 from soapjax.execute.partial import Partial, constrained, elementwise, resolved, split_off
-from soapjax.graph.accumulation import Accumulation
+from soapjax.graph.accumulation import Accumulation, summand_alone
 from soapjax.graph.build import Binding
 from soapjax.graph.operators import Accumulation as Accumulated
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 if TYPE_CHECKING:
+    from soapjax.execute.deferred_sums import DeferredSum
     from soapjax.execute.spmd import PlannedEvaluator
 
 
@@ -71,6 +72,16 @@ class GradientSums:
             self._of_product.update((binding.values.producer[r].key, one) for r in chain.summands)
             self._of_total[chain.total] = one
             self._relayouts |= chain.relayouts.keys()
+
+    def defer(self, deferred: DeferredSum) -> None:
+        """Leaves a gradient apart that is no sum of products: its total is made by another program."""
+        binding, value = self.binding, deferred.value
+        chain = summand_alone(value, self.evaluator.bound.step.program, self.values, binding.phases)
+        one = _Sum(chain, deferred.axes, deferred.spec, deferred.home, is_carried=True, task=-1)
+        self._of_summand[value] = one
+        self._made_as[value] = deferred.spec, True
+        self._of_product.update(dict.fromkeys((self.values.producer[value].key, *chain.relayouts.values()), one))
+        self._relayouts |= chain.relayouts.keys()
 
     def is_summand(self, out: int) -> bool:
         return out in self._of_summand

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from soapjax.execute.cut import Part
+from soapjax.execute.deferred_sums import DeferredSum
 from soapjax.execute.spmd import PlannedEvaluator, Program
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
@@ -34,6 +35,7 @@ class Place:
         self.values = bound.binding.values
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
         self._arrivals: dict[int, Spec] = {}
+        self.deferred: dict[int, DeferredSum] = {}  # by value
         self._home: dict[int, Spec] = {}
         self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
         for task, part in bound.task_parts():
@@ -44,7 +46,10 @@ class Place:
         # Also on one device where the plan pins: the marks of its operators are how they are found again.
         if self.bound.plan.pinned:
             return PlannedEvaluator(self.bound, is_float64=self.is_float64, keeps_sums=False)
-        return self.bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
+        evaluator = self.bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
+        for deferred in self.deferred.values():
+            evaluator.sums.defer(deferred)
+        return evaluator
 
     def spec(self, value: int) -> Spec:
         """The layout in which a value lies here, () where the plan says nothing about it."""
@@ -98,10 +103,32 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A value that is summed over micro-batches."""
+    """A value that is summed over micro-batches at a place; a deferred one over the place's devices later."""
 
     value: int
     dtype: Any  # of the running sum
+    place: Place
+
+    @property
+    def deferred(self) -> DeferredSum | None:
+        return self.place.deferred.get(self.value)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self.place.sharding(self.value) if self.deferred is None else self.deferred.sharding(self.place)
+
+    def zeros(self) -> Any:
+        shape = self.place.bound.step.program.avals[self.value].shape
+        return jax.numpy.zeros(shape if self.deferred is None else self.deferred.shape(self.place, shape), self.dtype)
+
+    def added(self, total: Any, x: Any) -> Any:
+        """The running sum with what one micro-batch gives."""
+        return total + (x if self.deferred is None else x.blocks).astype(total.dtype)
+
+    def finished(self, total: Any, scale: float, dtype: Any) -> Any:
+        """A running sum as the value that the step would have made of the whole batch."""
+        found = finished(total, scale, dtype)
+        return found if self.deferred is None else self.deferred.total(found, self.place)
 
 
 def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:
@@ -131,12 +158,12 @@ def jit_part(
     def fn(*arguments: Any) -> tuple[Any, ...]:
         values = dict(zip(part.inputs, arguments, strict=False))
         env = evaluate_part(place, part, values)
-        sums = [s + env[a.value].astype(s.dtype) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
+        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
         return (*(env[v] for v in part.outputs), *sums)
 
     fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
     chosen = out_shardings or {}
-    shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [place.sharding(a.value) for a in added]
+    shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [a.sharding for a in added]
     first = len(part.inputs)
     taken = tuple(k for k, v in enumerate(part.inputs) if v in set(donated)) + tuple(range(first, first + len(added)))
     return jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=taken)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.arrivals import place_all
 from soapjax.execute.batches import put_batch, structs
+from soapjax.execute.deferred_sums import deferred_sums
 from soapjax.execute.microbatches import Joining, MicroStep, joining, require_reduction
 from soapjax.execute.part_program import Place
 from soapjax.execute.pipeline_stream import PipelineStream, Staged
@@ -50,9 +51,21 @@ class PipelineStep:
         values = [v for _, v in self.cut.gradients]
         require_reduction(micro, list(zip(paths, values, strict=True)), reduction)
         self._joinings = self._find_joinings(set(values))
+        self._defer(values)
         self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
         self._streams: dict[bool, PipelineStream] = {}
+
+    def _defer(self, gradients: Sequence[int]) -> None:
+        """Gradients are summed over a stage's devices once per step where they may be (deferred_sums.py)."""
+        if self.micro.num_microbatches == 1:
+            return
+        parameter_of = {v: p for p, v in enumerate(gradients)}
+        for s, place in enumerate(self.places):
+            mine = {
+                v: parameter_of[c.value] for c in self.cut.crossings if c.value in parameter_of for t, v in c.summands if t == s
+            }
+            place.deferred = deferred_sums(place, self.cut.backward[s], mine)
 
     def _receive(self) -> None:
         """What each stage gets from another comes in the layout that it has there."""

@@ -69,7 +69,7 @@ class PipelineStream:
                 if v not in {a.value for a in self.sums[stage]}:
                     dtype = self.program.avals[v].dtype
                     is_float64 = self.places[stage].is_float64 and jnp.issubdtype(dtype, jnp.floating)
-                    self.sums[stage].append(Accumulated(v, sum_dtype(dtype, is_float64=is_float64)))
+                    self.sums[stage].append(Accumulated(v, sum_dtype(dtype, is_float64=is_float64), self.places[stage]))
 
     def _emit(self, with_gradients: bool) -> Stream:
         leaves = self.staged.micro.batch_leaves
@@ -99,6 +99,9 @@ class PipelineStream:
 
     def sum_name(self, v: int, stage: int) -> tuple:
         return ("sum", v, stage, self.version[v, stage])
+
+    def sum_of(self, v: int, stage: int) -> Accumulated:
+        return next(a for a in self.sums[stage] if a.value == v)
 
     def shardings(self, values: Iterable[int], stage: int) -> list[Any]:
         return [self.places[stage].sharding(v) for v in values]
@@ -162,12 +165,7 @@ class PipelineStream:
         for s, added in self.sums.items():
             if not added:
                 continue
-            place = self.places[s]
-            shapes = [(self.program.avals[a.value].shape, a.dtype) for a in added]
-            fn = jax.jit(
-                lambda shapes=shapes: tuple(jnp.zeros(*x) for x in shapes),
-                out_shardings=tuple(place.sharding(a.value) for a in added),
-            )
+            fn = jax.jit(lambda added=added: tuple(a.zeros() for a in added), out_shardings=tuple(a.sharding for a in added))
             self.out.call(f"zeros {s}", self.track(s), fn, [], [self.sum_name(a.value, s) for a in added])
 
     def _pass(self, action: Action) -> None:

@@ -4,6 +4,7 @@ Sums that several stages made of one gradient (tied parameters) first come toget
 the step was cut (stage_cut.py): what each stage can compute alone, and what needs gradients of several (a global norm). Names
 beside those of pipeline_stream.py:
 
+    ("total", value, stage)       a deferred running sum, summed over the stage's devices for another stage
     ("sent", value, from, to)     a running sum that came from another stage
     ("out", stage, value)         a result of an update
     ("final", stage, value)       a gradient, where gradients are wanted
@@ -11,6 +12,8 @@ beside those of pipeline_stream.py:
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +63,26 @@ class _Updates:
                     moves.setdefault((s, c.site), []).append(v)
         for (s, t), values in sorted(moves.items()):
             values = list(dict.fromkeys(values))
+            self._sum_over_devices(s, [v for v in values if self.stream.sum_of(v, s).deferred is not None])
             self.out.move(
-                f"sums {s} to {t}", f"link {s} to {t}", [self.stream.sum_name(v, s) for v in values],
+                f"sums {s} to {t}", f"link {s} to {t}", [self._sum_to_send(v, s) for v in values],
                 self.stream.shardings(values, s), self.stream.shardings(values, t), [("sent", v, s, t) for v in values],
             )  # fmt: skip
+
+    def _sum_over_devices(self, s: int, values: Sequence[int]) -> None:
+        """Deferred sums that another stage needs: what is sent is their total."""
+        if not values:
+            return
+        sums = [self.stream.sum_of(v, s) for v in values]
+        fn = jax.jit(
+            lambda *xs: tuple(a.finished(x, 1.0, a.dtype) for a, x in zip(sums, xs, strict=True)),
+            out_shardings=tuple(self.stream.shardings(values, s)),
+        )
+        names = [self.stream.sum_name(v, s) for v in values]
+        self.out.call(f"totals {s}", self.stream.track(s), fn, names, [("total", v, s) for v in values])
+
+    def _sum_to_send(self, v: int, s: int) -> tuple:
+        return self.stream.sum_name(v, s) if self.stream.sum_of(v, s).deferred is None else ("total", v, s)
 
     def _summands(self, c: Crossing) -> list[tuple]:
         return [self.stream.sum_name(v, s) if s == c.site else ("sent", v, s, c.site) for s, v in c.summands]
@@ -87,18 +106,20 @@ class _Updates:
         finals = [v for t, v in self.cut.gradients if t == s] if self.with_gradients else []
         if not outputs and not finals:
             return
-        counts = [len(c.summands) for c in crossings]
         scales = [1 / self.stream.num if self.staged.joinings[c.value].how == "mean" else 1.0 for c in crossings]
         dtypes = [self._dtype(c.value, place.is_float64) for c in crossings]
 
         def fn(*arguments: Any) -> tuple[Any, ...]:
             env = dict(zip(values, arguments, strict=False))
             rest = iter(arguments[len(values) :])
-            for c, count, scale, dtype in zip(crossings, counts, scales, dtypes, strict=True):
-                total = next(rest)
-                for _ in range(count - 1):
-                    total = total + next(rest)
-                env[c.value] = finished(total, scale, dtype)
+            for c, scale, dtype in zip(crossings, scales, dtypes, strict=True):
+                terms = [next(rest) for _ in c.summands]
+                own = [self.stream.sum_of(v, s) if t == s else None for t, v in c.summands]
+                if len(terms) > 1:  # of several stages: in the running sums' own type until the last
+                    terms = [x if a is None else a.finished(x, 1.0, x.dtype) for a, x in zip(own, terms, strict=True)]
+                    own = [None]
+                total = functools.reduce(operator.add, terms)
+                env[c.value] = finished(total, scale, dtype) if own[0] is None else own[0].finished(total, scale, dtype)
             env = evaluate_part(place, part, env)
             return (*(env[v] for v in outputs), *(env[v] for v in finals))
 

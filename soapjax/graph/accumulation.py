@@ -47,6 +47,13 @@ def find_accumulations(
     return found
 
 
+def summand_alone(root: int, program: Program, values: Values, phases: Phases) -> Accumulation:
+    """A gradient, or a part of one, that is no sum of products, as the only summand: the product and how it is laid out anew."""
+    walk = _Walk(_Context(program, values, phases, set()))
+    walk._summand(root)
+    return Accumulation((root,), (), (), root, frozenset(), walk.relayouts)
+
+
 class _Context:
     """What every walk looks up."""
 

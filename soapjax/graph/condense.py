@@ -57,7 +57,7 @@ def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
 
 
 def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Blocks | None:
-    """The run of repeated blocks with most operators; None where nothing repeats more than MOST_KEPT times.
+    """The run of repeated blocks, two at least, with most operators; None where nothing repeats.
 
     Args:
       crossing_bytes: [n + 1] what crosses forwards at each place between forward operators; blocks begin where least does.
@@ -66,12 +66,12 @@ def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Blocks 
     groups = np.array([graph.operators[n].group for n in forward])
     paths = [graph.operators[n].name.split("/") for n in forward]
     best: Blocks | None = None
-    for period in range(1, len(groups) // (MOST_KEPT + 1) + 1):
+    for period in range(1, len(groups) // 2 + 1):
         # Runs of positions that repeat the one a period later: in 0 1 1 1 0 they begin and end where the difference is 1 and -1.
         same = np.diff(np.r_[0, (groups[period:] == groups[:-period]).astype(int), 0])
         for a, b in zip(np.flatnonzero(same == 1), np.flatnonzero(same == -1), strict=True):
             count = (b - a + period) // period
-            if count > MOST_KEPT and (best is None or count * period > best.count * best.period):
+            if count > 1 and (best is None or count * period > best.count * best.period):
                 spare = b - a + period - count * period
                 starts = np.arange(a, a + spare + 1)
                 best = Blocks(int(starts[crossing_bytes[starts].argmin()]), period, int(count))
@@ -90,7 +90,7 @@ def _cheapest(found: Blocks, groups: np.ndarray, cost: Sequence[tuple[float, int
             groups[start : start + found.period], groups[start + counts[k] * found.period : start + (counts[k] + 1) * found.period]
         ):
             counts[k] += 1
-    usable = np.flatnonzero(counts > MOST_KEPT).tolist()
+    usable = np.flatnonzero(counts >= min(found.count, MOST_KEPT + 1)).tolist()
     k = min(usable, key=lambda k: cost[starts[k]], default=0)
     return Blocks(int(starts[k]), found.period, int(counts[k]))
 
@@ -98,7 +98,7 @@ def _cheapest(found: Blocks, groups: np.ndarray, cost: Sequence[tuple[float, int
 def condense(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Condensed | None:
     """The graph with MOST_KEPT blocks; None where it has no more, or where its blocks are not wired alike."""
     blocks = repeated_blocks(graph, crossing_bytes)
-    return None if blocks is None else _Condensing(graph, blocks).run()
+    return None if blocks is None or blocks.count <= MOST_KEPT else _Condensing(graph, blocks).run()
 
 
 class _Unlike(Exception):
@@ -227,7 +227,8 @@ class _Condensing:
             accumulations=tuple(
                 s._replace(
                     parameter=new_parameter[s.parameter], summands=tuple(map(new_tensor.__getitem__, s.summands)),
-                    running=tuple(map(new_tensor.__getitem__, s.running)), total=new_tensor[s.total], layout_of=new_tensor[s.layout_of],
+                    running=tuple(map(new_tensor.__getitem__, s.running)),
+                    total=new_tensor[s.total], layout_of=new_tensor[s.layout_of],
                 )
                 for s in graph.accumulations if s.parameter in new_parameter
             ),

@@ -9,8 +9,8 @@ a second pass through:
     step = (M + (S - 1) / V) * slowest stage + sums of gradients once, or parameters gathered every time + update
     memory = state + gradients + micro-batches in flight * what one keeps + one micro-batch's own
 
-for S groups of devices with V stages each and M micro-batches (Narayanan et al. 2021, sections 2.2 and 3). They order the points; what a
-point costs is said by `StageProblem.price`.
+for S groups of devices with V stages each and M micro-batches (Narayanan et al. 2021, sections 2.2 and 3). They order the points;
+what a point costs is said by `StageProblem.price`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Grid:
     def __init__(self, problem: StageProblem):
         self.problem, self.topology = problem, problem.topology
         self.batch = problem.most_microbatches
-        self.layers = problem.layers(self.batch)
+        self.layers = [problem.layers(self.batch, marks) for marks in dict.fromkeys((problem.joints, problem.cuts))]
         self.bounds: dict[int, tuple[int, ...] | None] = {}
 
     def choices(self) -> Iterator[tuple[str, Choice]]:
@@ -149,7 +149,8 @@ class Grid:
         pass_s = (one.forward_s * (1 + again) + one.backward_s) * share
         pass_s += sharded * (2.0 + regathered) * gather_s / chunks
         once_s = np.where(sharded, 0.0, 2 * gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1))
-        in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, groups * (1 + (chunks > 1) * (chunks - 1) / chunks)))
+        most = groups * np.where(chunks > 1, 2 - 1 / chunks, 1)
+        in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, most))
         step_s = num * chunks * pass_s + (groups - 1) * pass_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
         held = np.where(again, one.input_bytes + one.batch_bytes, one.kept_bytes / groups)
         whole = (one.state_bytes + one.gradient_bytes) / groups / np.where(sharded, data, 1)
@@ -166,7 +167,7 @@ class Grid:
 
     def _slowest_share(self, stages: np.ndarray) -> np.ndarray:
         """Of the whole model's time, what the slowest of so many stages takes; all of it where it cannot be cut so often."""
-        layers, marks = self.layers
+        layers, marks = self.layers[-1]
         before = dict(zip(marks, np.r_[0.0, np.cumsum(layers.compute_s)] / layers.compute_s.sum(), strict=True))
         shares = {g: max(np.diff([before[b] for b in self._bounds(g) or marks[:: len(marks) - 1]])) for g in set(stages.tolist())}
         return np.array([shares[g] for g in stages.tolist()])
@@ -188,7 +189,7 @@ class Grid:
     def _bounds(self, stages: int) -> tuple[int, ...] | None:
         """GPipe's balanced partition into so many stages; None where the model has too few places to cut."""
         if stages not in self.bounds:
-            layers, marks = self.layers
-            parts = balanced_partition(layers, stages) if stages <= layers.num_layers else ()
+            layers, marks = next((x for x in self.layers if stages <= x[0].num_layers), (None, ()))
+            parts = balanced_partition(layers, stages) if layers is not None else ()
             self.bounds[stages] = (0, *(marks[p[-1] + 1] for p in parts)) if parts else None
         return self.bounds[stages]

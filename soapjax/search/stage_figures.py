@@ -14,8 +14,9 @@ import numpy as np
 
 from soapjax.costs.evaluate import Evaluator, Layouts
 from soapjax.costs.profile import Profile
-from soapjax.costs.tables import cost_tables
+from soapjax.costs.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import Schedule, schedule_of
@@ -88,10 +89,14 @@ class Inside:
 
 
 class Fabric:
-    """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies."""
+    """Devices of one stage, at one number of micro-batches: the problem, and its inner strategies.
 
-    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None):
-        self.topology, self.mesh = topology, factor_mesh(topology)
+    Args:
+      has_passes: whether the forward and the backward pass are programs of their own.
+    """
+
+    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None, *, has_passes: bool = True):
+        self.topology, self.mesh, self.has_passes = topology, factor_mesh(topology), has_passes
         self.space = search_space(graph, self.mesh)
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
@@ -104,7 +109,7 @@ class Fabric:
 
     def figures(self, strategy: Strategy) -> Figures:
         late = np.array([not any(s.axes) for s in self.space.storages])[strategy.storage[self.tables.parameter_op]]
-        return _figures(self.evaluator, self.schedule, strategy, late)
+        return _figures(self.evaluator, self.schedule, strategy, late, has_passes=self.has_passes)
 
 
 def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> list[tuple[str, Strategy]]:
@@ -137,17 +142,38 @@ def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -
     return found or [("data", data_parallel_strategy(problem)[0])]
 
 
-def _figures(evaluator: Evaluator, schedule: Schedule, strategy: Strategy, may_sum_late: np.ndarray) -> Figures:
+def _converted_again(tables: CostTables, found: Layouts) -> np.ndarray:
+    """bool [E]: conversions that the backward pass, a program of its own, makes again of what the forward pass converted."""
+    again = np.zeros(len(tables.edge_task), bool)
+    phase = np.array([*(t.phase for t in tables.graph.tasks), UPDATE])[tables.edge_task]
+    first: dict[tuple[int, bytes], int] = {}  # tensor and layout -> the phase of what reads it there first
+    for e in np.argsort(tables.edge_task, kind="stable").tolist():
+        if found.is_shared[e] or phase[e] == FORWARD:
+            key = int(tables.edge_tensor[e]), found.slots[tables.edge_slot[e]].tobytes()
+            again[e] = found.is_shared[e] and phase[e] == BACKWARD and first.get(key) == FORWARD
+            first[key] = phase[e]
+    return again
+
+
+def _figures(
+    evaluator: Evaluator, schedule: Schedule, strategy: Strategy, may_sum_late: np.ndarray, *, has_passes: bool
+) -> Figures:  # fmt: skip
     tables = evaluator.tables
     costs = evaluator.costs(evaluator(strategy.axes[None], strategy.storage[None]), 0)
     durations, parts, found = costs.durations, costs.parts, costs.layouts
+    copy_since = np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1))
+    if has_passes:
+        again = _converted_again(tables, found)
+        durations = durations._replace(convert_s=np.where(again[:, None], parts.convert_s, durations.convert_s))
+        found = found._replace(is_shared=found.is_shared & ~again)
+        copy_since = np.where(again, tables.edge_task, copy_since)
     waiting = np.asarray(parts.waiting_bytes)
     split = np.where(found.home >= 0, np.array(tables.links.axis_sizes, np.float32), 1.0).prod(axis=1)
     return Figures(
         schedule.durations(durations),
         tables.tensor_bytes * np.array([t.copies for t in tables.graph.tensors], np.float32) / split,
         parts.copy_bytes,
-        np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1)),
+        copy_since,
         parts.passing_bytes,
         np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
         parts.stored_bytes,

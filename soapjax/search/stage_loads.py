@@ -110,7 +110,7 @@ class StageLoads:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
-            fabric = Fabric(self.graph(num), part, self.profile)
+            fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1)
             self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
         return self._fabrics[links, num]
 

@@ -17,6 +17,7 @@ from soapjax.costs.layers import LayerGraph
 from soapjax.costs.profile import Profile
 from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.condense import repeated_blocks
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.condensed_loads import CondensedLoads
@@ -125,15 +126,22 @@ class StageProblem:
             return tuple(range(n + 1))
         edges = np.linspace(1, n, MAX_BOUNDARIES + 1).astype(int)
         inside = {a + int(np.argmin(self.crossing_bytes[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a}
-        if self.loads.condensed is not None:
-            blocks = self.loads.condensed.blocks
-            inside = {k for k in inside if not blocks.first < k < blocks.end}
-            inside |= set(range(blocks.first, blocks.end + 1, blocks.period))
-        return (0, *sorted(inside - {0, n}), n)
+        return self._joints(inside) if self.loads.condensed is not None else (0, *sorted(inside - {0, n}), n)
 
-    def layers(self, num: int) -> tuple[LayerGraph, tuple[int, ...]]:
-        """Runs of operators between boundaries as layers on one device, at `num` micro-batches; and the boundaries."""
-        marks = self.cuts
+    @functools.cached_property
+    def joints(self) -> tuple[int, ...]:
+        """Places to cut at as people do: between blocks that repeat, and anywhere outside them."""
+        return self._joints(set(self.cuts))
+
+    def _joints(self, places: set[int]) -> tuple[int, ...]:
+        if (blocks := repeated_blocks(self.graph, self.crossing_bytes)) is not None:
+            places = {k for k in places if not blocks.first < k < blocks.end}
+            places |= set(range(blocks.first, blocks.end + 1, blocks.period))
+        return tuple(sorted(places | {0, len(self.forward)}))
+
+    def layers(self, num: int, marks: Sequence[int] | None = None) -> tuple[LayerGraph, tuple[int, ...]]:
+        """Runs of operators between `marks` (all boundaries) as layers on one device, at `num` micro-batches; and the marks."""
+        marks = self.cuts if marks is None else tuple(marks)
         loads = [self.loads.load((a, b), 0, 1, num, 0) for a, b in zip(marks, marks[1:], strict=False)]
         graph = micro_batch(self.graph, num)
         crossing = prefix_crossing(graph, self.forward)

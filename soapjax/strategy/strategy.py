@@ -17,6 +17,7 @@ from soapjax.graph.operators import Operator, OperatorGraph
 from soapjax.topology.factor_mesh import FactorMesh
 
 REPLICATE = -1
+AS_USED = "as used"  # a storage: over no axes beyond those of the use
 FIRST_PIN = -2
 
 
@@ -37,7 +38,7 @@ class Storage(NamedTuple):
 
     def describe(self, axis_names: Sequence[str]) -> str:
         names = ",".join(n for n, on in zip(axis_names, self.axes, strict=True) if on)
-        return "as used" if not names else f"sharded({names})" + (", regathered" if self.regather else ", kept")
+        return AS_USED if not names else f"sharded({names})" + (", regathered" if self.regather else ", kept")
 
 
 def storage_options(mesh: FactorMesh) -> tuple[Storage, ...]:

@@ -1,0 +1,70 @@
+"""Gradients of a stage that are summed over its devices once per step: until then every device keeps a running sum of its own.
+
+A gradient is deferred where its parameter is stored as it is used: a running sum then takes no more memory unreduced. A
+parameter whose storage is sharded gets its gradient reduce-scattered once per micro-batch, into a running sum that is sharded too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import NamedSharding
+
+from soapjax.execute.cut import Part
+from soapjax.execute.partial import Partial, resolved
+from soapjax.strategy.layout import Spec
+from soapjax.strategy.strategy import AS_USED
+
+if TYPE_CHECKING:
+    from soapjax.execute.part_program import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredSum:
+    """A gradient, or what a stage adds to one, that is a sum over `axes` of a stage's mesh."""
+
+    value: int
+    operator: int  # that makes it
+    axes: tuple[str, ...]
+    spec: Spec  # of what each device adds up
+    home: Spec  # of the sum over devices
+
+    def shape(self, place: Place, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the running sum: a leading dim per axis, over which it is split."""
+        return (*(place.mesh.shape[n] for n in self.axes), *shape)
+
+    def sharding(self, place: Place) -> NamedSharding:
+        return place.bound.sharding((*((n,) for n in self.axes), *self.spec))
+
+    def total(self, blocks: Any, place: Place) -> Any:
+        """The sum over the devices."""
+        return resolved(Partial(blocks, self.axes), self.spec, self.home, place.mesh)
+
+
+def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:
+    """Which of the `gradients` (value -> parameter) that a stage's backward part makes wait for the update, by value."""
+    bound, binding, graph = place.bound, place.bound.binding, place.bound.graph
+    if place.mesh.size == 1:
+        return {}
+    read = {a for e in part.eqns for a in e.inputs if isinstance(a, int)}
+    made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+    writes = {a.tensor: (task, a) for task in graph.tasks for a in task.writes}
+    found = {}
+    for value, parameter in gradients.items():
+        owner = bound.plan.operators[graph.operators[graph.parameters[parameter].owner].name]
+        tensor = binding.tensor_of.get(value, -1)
+        is_alone = value in made and value not in read and binding.values.of(value).root == value
+        if owner.storage != AS_USED or not is_alone or tensor not in writes or writes[tensor][0].scope:
+            continue
+        task, access = writes[tensor]
+        operator = graph.operators[task.operator]
+        chosen = bound.plan.operators[operator.name].axes
+        names = [[a for a in place.mesh.axis_names if chosen.get(a) == d.name] for d in operator.dims]
+        axes = {a for d in access.reduced for a in names[d]}
+        if axes:
+            spec = tuple(() if d < 0 else tuple(names[d]) for d in access.dims)
+            ordered = tuple(a for a in place.mesh.axis_names if a in axes)
+            found[value] = DeferredSum(value, task.operator, ordered, spec, place.spec(value))
+    return found
