@@ -12,8 +12,9 @@ and keep heads as a dimension of their own, ``[width, heads, head_width]``, so t
 
 With ``scan=True`` the layers are one ``lax.scan`` over parameters stacked as ``blocks/...[layers, ...]``; without
 it they are ``blk0/...``, ``blk1/...``. ``remat=True`` recomputes each block in the backward pass (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016). ``loss_chunks=n`` takes the loss in n pieces of the sequence and
-recomputes their logits in the backward pass, so that never more than one piece's logits exist.
+"Training Deep Nets with Sublinear Memory Cost", 2016), ``remat="attention"`` the core of its attention.
+``loss_chunks=n`` takes the loss in n pieces of the sequence and recomputes their logits in the backward pass, so that never more
+than one piece's logits exist.
 """
 
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class Attention(nn.Module):
     heads: int
     dtype: jnp.dtype
     dropout: float = 0.0
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x):  # [batch, seq, width] -> the same
@@ -45,12 +47,17 @@ class Attention(nn.Module):
             return nn.DenseGeneral((self.heads, head_width), dtype=self.dtype, name=name)(x)
 
         query, key, value = project("query"), project("key"), project("value")  # [batch, seq, heads, head_width]
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * head_width**-0.5
+        mixed = (nn.remat(Attention.mix) if self.remat else Attention.mix)(self, query, key, value)
+        return nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="out")(mixed)
+
+
+    def mix(self, query, key, value):
+        """The core, without parameters: what Korthikanti et al. (2022, section 5) recompute and nothing else."""
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
         causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         weights = nn.softmax(jnp.where(causal, scores, MASKED)).astype(self.dtype)
         weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-        return nn.DenseGeneral(self.width, axis=(-2, -1), dtype=self.dtype, name="out")(mixed)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
 class FeedForward(nn.Module):
@@ -75,12 +82,14 @@ class Block(nn.Module):
     dropout: float
     dtype: jnp.dtype
     attention_dropout: float = 0.0
+    remat_attention: bool = False
 
     @nn.compact
     def __call__(self, x):
         drop = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)
         normed = nn.LayerNorm(dtype=self.dtype, name="norm1")(x)
-        x = x + drop(Attention(self.width, self.heads, self.dtype, self.attention_dropout, name="attn")(normed))
+        sizes = (self.width, self.heads, self.dtype, self.attention_dropout, self.remat_attention)
+        x = x + drop(Attention(*sizes, name="attn")(normed))
         normed = nn.LayerNorm(dtype=self.dtype, name="norm2")(x)
         return x + drop(FeedForward(self.width, self.ratio, self.dtype, name="mlp")(normed))
 
@@ -98,7 +107,7 @@ class TransformerLM(nn.Module):
     vocab: int
     ratio: int
     scan: bool
-    remat: bool
+    remat: bool | str
     dropout: float
     tie: bool
     dtype: jnp.dtype
@@ -111,8 +120,8 @@ class TransformerLM(nn.Module):
         position = self.param("position", init, (self.seq, self.width), jnp.float32)
         x = embed(tokens) + position.astype(self.dtype)
         # Inside a scan nothing can be merged across the recomputation, so its barriers would only cost time.
-        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        sizes = (self.width, self.heads, self.ratio, self.dropout, self.dtype, self.attention_dropout)
+        block = nn.remat(Block, prevent_cse=not self.scan) if self.remat is True else Block
+        sizes = (self.width, self.heads, self.ratio, self.dropout, self.dtype, self.attention_dropout, self.remat == "attention")
         if self.scan:
             body = nn.scan(
                 lambda blocks, x, _: (blocks(x), None),
@@ -163,7 +172,7 @@ def make(
     vocab: int = 256,
     mlp_ratio: int = 4,
     scan: bool = False,
-    remat: bool = False,
+    remat: bool | str = False,
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
     loss_chunks: int = 1,
@@ -176,6 +185,8 @@ def make(
     """The step, its first state, and a batch ``{"tokens": int32[batch, seq + 1]}``."""
     if width % heads:
         raise ValueError(f"width {width} is not a multiple of heads {heads}; choose a width that is")
+    if remat not in (False, True, "attention"):
+        raise ValueError(f"remat {remat!r} is none of False, True (whole blocks) and 'attention' (its core); choose one")
     if loss_chunks < 1 or seq % loss_chunks:
         raise ValueError(f"loss_chunks {loss_chunks} do not divide the sequence of {seq}; choose a divisor")
     model = TransformerLM(

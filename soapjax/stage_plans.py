@@ -134,6 +134,7 @@ def find_pipeline(
         priced, times = _as_it_runs(problem, [result.best, seen, *sorted(result.seen, key=lambda p: p.rank)])
         figures |= {name: problem.figures(p) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
+        notes = (problem.sentence(priced.choice), *notes)
         found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits

@@ -45,7 +45,7 @@ class CondensedLoads:
         """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
         figures = self.choices(first, count, num)[inner].figures
         found = self._extended(bounds, lambda b: self.small.load_of(b, first, count, num, figures, overlap=overlap))
-        return StageLoad(*found.tolist())
+        return StageLoad(*found.tolist())._replace(sync_level=0)  # a whole number, and of replicas only
 
     def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
         """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""

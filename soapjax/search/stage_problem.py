@@ -221,6 +221,26 @@ class StageProblem:
             sent_bytes=int(sent @ choice.counts) // self.topology.num_devices, peak_sent_bytes=int(sent.max()),
         )  # fmt: skip
 
+    def sentence(self, choice: Choice) -> str:
+        """A choice in the words of those who tune such grids by hand."""
+        groups, chunks = len(choice.counts), choice.num_stages // len(choice.counts)
+        stages = "one stage" if choice.num_stages == 1 else f"{choice.num_stages} stages"
+        if chunks > 1:
+            stages += f", {chunks} on each of {groups} groups"
+        kinds = dict.fromkeys(map(self._inside, range(groups), [choice] * groups))
+        again = sum(choice.rematerialise)
+        passes = {0: "", choice.num_stages: ", every stage computed again"}.get(again, f", {again} stages computed again")
+        own = f"{choice.num_microbatches} micro-batches, {choice.schedule}{passes}"
+        return f"{stages} of {' or '.join(kinds)}; {own}"
+
+    def _inside(self, group: int, choice: Choice) -> str:
+        first, count, inner = choice.group(group)
+        name = self.loads.choices(first, count, choice.num_microbatches)[inner].name
+        degree, *others = name.removeprefix("tensor/").split(", ")
+        tensor = int(degree) if degree.isdecimal() else 1
+        words = {"sequence": "sequence parallelism", "sharded": "sharded parameters", "regathered": "gathered for each pass"}
+        return ", ".join([f"tensor {tensor} x data {count // tensor}", *(words[o] for o in others)])
+
     def is_valid(self, choice: Choice) -> bool:
         """Whether a choice is in the space: groups of whole units, inner strategies that exist, a schedule that fits."""
         groups = len(choice.counts)
