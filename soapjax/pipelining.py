@@ -28,6 +28,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.own_config import own_configuration
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
+from soapjax.search.stage_figures import part_of
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import Plan, Prediction
 from soapjax.strategy.plan_strategy import make_plan, strategy_of
@@ -36,38 +37,36 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology
 
 
-def stage_mesh(stage: Stage, topology: DeviceTopology) -> FactorMesh:
-    """The mesh inside a stage (one replica of it): its own, or the prime factors of its number of devices.
+def stage_mesh(stage: Stage, topology: DeviceTopology) -> tuple[FactorMesh, DeviceTopology]:
+    """The mesh inside a stage (one replica of it), and its devices: their factor mesh, or axes of its own over one level of links.
 
     Raises: SoapjaxError where its mesh is not of as many devices as it has.
     """
     num = len(stage.devices) // stage.replicas
-    if not stage.mesh:
-        return factor_mesh(_part(topology, num))
+    part = part_of(topology, min(stage.devices), num)
+    planned = factor_mesh(part)
+    if not stage.mesh or stage.mesh == dict(zip(planned.axis_names, planned.axis_sizes, strict=True)):
+        return planned, part
     if math.prod(stage.mesh.values()) != num:
         expected = f"a mesh of {num} devices"
         raise SoapjaxError(Problem("stage mesh", str(stage.mesh), expected, "change the mesh or the stage's devices"))
-    return FactorMesh(tuple(stage.mesh), tuple(stage.mesh.values()), (0,) * len(stage.mesh))
-
-
-def _part(topology: DeviceTopology, num: int) -> DeviceTopology:
-    """`num` devices of a topology, as one level of its fastest links."""
-    return dataclasses.replace(topology, levels=(topology.levels[-1].part(0, num),))
+    alike = dataclasses.replace(topology, levels=(topology.levels[-1].part(0, num),))
+    return FactorMesh(tuple(stage.mesh), tuple(stage.mesh.values()), (0,) * len(stage.mesh)), alike
 
 
 @own_configuration()
 def inside_plan(
-    graph: OperatorGraph, mesh: FactorMesh, topology: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
+    graph: OperatorGraph, mesh: FactorMesh, part: DeviceTopology, axes: Mapping[str, Mapping[str, str]] | None = None,
     storage: Mapping[str, str] | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of a (micro-batched) graph on a stage's mesh.
 
     Args:
+      part: the mesh's devices.
       axes: operator -> mesh axis -> dim, "replicate"; data parallelism for operators that are not in it.
       storage: operator -> storage, "as used" where it is not given.
     Raises: SoapjaxError naming what does not fit.
     """
-    part = _part(topology, mesh.num_devices)
     space = search_space(graph, mesh)
     tables = cost_tables(graph, space, part)
     strategy = _data_parallel(graph, space)
@@ -109,14 +108,14 @@ def places_of(
         remedy = f"use fewer or smaller stages, or start JAX with {needed} devices"
         raise SoapjaxError(Problem("devices", f"{len(devices)} devices", expected, remedy))
     meshes = [stage_mesh(stage, topology) for stage in pipeline.stages]
-    for stage, mesh in zip(pipeline.stages, meshes, strict=True):
-        key = (mesh.axis_names, mesh.axis_sizes)
+    for stage, (mesh, part) in zip(pipeline.stages, meshes, strict=True):
+        key = mesh
         if key not in plans:
             # Stages on equal meshes follow one plan; the operators of others are laid out by data parallelism there.
-            same = [s for s, m in zip(pipeline.stages, meshes, strict=True) if (m.axis_names, m.axis_sizes) == key]
+            same = [s for s, (m, _) in zip(pipeline.stages, meshes, strict=True) if m == key]
             alike = {n for s in same for n in s.operators}
             own = ({n: x for n, x in (of or {}).items() if n in alike} for of in (axes, storage))
-            plans[key] = inside_plan(graph, mesh, topology, *own)
+            plans[key] = inside_plan(graph, mesh, part, *own)
         width = mesh.num_devices
         replicas = []
         for r in range(stage.replicas):

@@ -97,6 +97,8 @@ class Grid:
 
     def _schedules(self, groups: int, num: int) -> Iterator[tuple[ScheduleName, int]]:
         for schedule in self.problem.schedules:
+            if groups == 1 and schedule == "gpipe" and "1f1b" in self.problem.schedules:
+                continue  # the same order, and more micro-batches in flight
             if schedule != "interleaved":
                 yield schedule, 1
             elif groups > 1 and num % groups == 0:

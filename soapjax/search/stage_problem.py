@@ -112,7 +112,9 @@ class StageProblem:
             if problems:
                 raise SoapjaxError(problems)
             return [given]
-        return [k for k in range(2, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
+        # One stage, and several micro-batches: one program's way to need less memory.
+        least = 1 if self.schedules == SYNCHRONOUS else 2
+        return [k for k in range(least, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
 
     @functools.cached_property
     def most_inner(self) -> int:
