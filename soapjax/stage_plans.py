@@ -43,10 +43,11 @@ from soapjax.strategy.plan import (
     graph_parts,
 )
 from soapjax.strategy.plan_strategy import strategy_of
+from soapjax.strategy.schedules import SCHEDULES, schedule_of
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
-PIPELINES = ("auto", "gpipe", "1f1b", "interleaved", "pipedream")
+PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
 MOST_EXACT = 4  # pipelines that are priced on the whole graph, until one fits
 MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, where no number was given
 
@@ -106,7 +107,7 @@ def find_pipeline(
     """
     if schedule not in PIPELINES:
         raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
-    if schedule == "pipedream":
+    if schedule != "auto" and not SCHEDULES[schedule].is_synchronous:
         begin = time.monotonic()
         front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
         times = _pipedream(graph, topology, num_stages, num_microbatches, profile, objective, front)
@@ -116,9 +117,10 @@ def find_pipeline(
         done = 0, time.monotonic() - begin, "complete"
         found = FoundPipeline(times, baselines, (), *done, figures, points, times.pipeline)
     else:
+        again = schedule != "auto" and SCHEDULES[schedule].is_rematerialised
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
-            num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=schedule == "gpipe", profile=profile,
+            num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=again, profile=profile,
             objective=objective, keeps_front=pareto or not objective.is_time,
         )  # fmt: skip
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
@@ -348,7 +350,7 @@ def recost_pipeline(
     """
     pipeline = loaded.pipeline
     profile = profile_of(loaded.profile, place=f"{place}: profile") if loaded.profile is not None else None
-    loads = StageLoads(graph, topology, profile, sums_once=pipeline.schedule != "pipedream")
+    loads = StageLoads(graph, topology, profile, sums_once=schedule_of(pipeline).is_synchronous)
     loads.graph(pipeline.num_microbatches)
     bounds = _bounds(pipeline, graph, loads, place)
     if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from soapjax.costs.links import COLLECTIVES, TRANSFER
-from soapjax.graph.phases import FORWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stage_loads import Crossing, StageLoads
 from soapjax.simulate.pipeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
-from soapjax.strategy.schedules import groups_of
+from soapjax.strategy.schedules import groups_of, schedule_of, splits_backward
 
 
-def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[int, SentPart]]) -> list[SentPart]:
-    """What each device of a stage sends in one step, program by program, from what (by phase) one pass and one update send."""
-    stage = pipeline.stages[i]
+def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPart]]) -> list[SentPart]:
+    """What each device of a stage sends in one step, program by program, from what one pass and one update send."""
+    stage, is_split = pipeline.stages[i], splits_backward(pipeline)
     passes = pipeline.num_microbatches // stage.replicas
     found = []
-    for phase, part in once:
-        name = PHASE_NAMES[phase]
-        rows = [(f"{name} {i}", 1 if phase == UPDATE and pipeline.schedule != "pipedream" else passes)]
-        if stage.rematerialise and phase == FORWARD:
+    for kind, part in once:
+        name = "backward" if kind == "weights" and not is_split else kind
+        rows = [(f"{name} {i}", 1 if kind == "update" and schedule_of(pipeline).is_synchronous else passes)]
+        if stage.rematerialise and kind == "forward":
             rows.append((f"backward {i}", passes))
         for program, times in rows:
             found.append(part.model_copy(update={"program": program, "bytes": {k: times * b for k, b in part.bytes.items()}}))

@@ -65,11 +65,12 @@ class PipelineStep:
             mine = {
                 v: parameter_of[c.value] for c in self.cut.crossings if c.value in parameter_of for t, v in c.summands if t == s
             }
-            place.deferred = deferred_sums(place, self.cut.backward[s], mine)
+            parts = [p for p in (self.cut.backward[s], self.cut.weights[s]) if p is not None]
+            place.deferred = {v: d for part in parts for v, d in deferred_sums(place, part, mine).items()}
 
     def _receive(self) -> None:
         """What each stage gets from another comes in the layout that it has there."""
-        parts = (*self.cut.forward, *self.cut.backward)
+        parts = self.cut.passes
         made = {v: p.place for p in parts for v in p.outputs} | {
             v: s for v, s in self.cut.home.items() if v not in {self.step.program.inputs[k] for k in self.micro.batch_leaves}
         }

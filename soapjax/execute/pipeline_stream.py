@@ -51,7 +51,7 @@ class PipelineStream:
         self.batch = {self.program.inputs[k] for k in staged.micro.batch_leaves}
         self.feeds: list[tuple[int, int]] = []  # (leaf, stage): the parts of the batch that the stream takes
         self.moved_to: dict[int, list[int]] = {}  # value -> stages that read it
-        for part in (*self.cut.forward, *self.cut.backward):
+        for part in self.cut.passes:
             for v in part.inputs:
                 self.moved_to.setdefault(v, []).append(part.place)
         self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
@@ -152,8 +152,9 @@ class PipelineStream:
         """One program per stage and pass, with its running sums, and with what is joined as outputs."""
         self.compiled: dict[tuple[str, int], tuple[Part, Any, list[Accumulated]]] = {}
         joined = {v for c in self.joined for _, v in c.summands}
-        for kind, parts in (("forward", self.cut.forward), ("backward", self.cut.backward)):
-            for part in parts:
+        rows = (("forward", self.cut.forward), ("backward", self.cut.backward), ("weights", self.cut.weights))
+        for kind, parts in rows:
+            for part in (p for p in parts if p is not None):
                 made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
                 added = [a for a in self.sums[part.place] if a.value in made]
                 extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
@@ -169,6 +170,8 @@ class PipelineStream:
             self.out.call(f"zeros {s}", self.track(s), fn, [], [self.sum_name(a.value, s) for a in added])
 
     def _pass(self, action: Action) -> None:
+        if (action.kind, action.stage) not in self.compiled:
+            return  # a first stage puts nothing off: nobody waits for its backward pass
         part, fn, added = self.compiled[action.kind, action.stage]
         s, m = action.stage, action.microbatch
         sums = [self.sum_name(a.value, s) for a in added]

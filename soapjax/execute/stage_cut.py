@@ -25,6 +25,7 @@ from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules import LIGHT
 from soapjax.graph.trace import TracedStep
 from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.schedules import splits_backward
 
 
 class Crossing(NamedTuple):
@@ -37,14 +38,22 @@ class Crossing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageCut:
+    """The parts of all stages."""
+
     forward: tuple[Part, ...]
     backward: tuple[Part, ...]
+    weights: tuple[Part | None, ...]  # by stage, what of the backward pass may wait, where the schedule puts it off
     update: tuple[Part, ...]  # first round, by stage
     mixed: tuple[Part | None, ...]  # second round, by stage
     crossings: tuple[Crossing, ...]
     home: dict[int, int]  # input value -> the stage that holds it, for all but the batch
     results: tuple[tuple[int, int] | None, ...]  # of every output leaf: (stage, value); None for a literal
     gradients: tuple[tuple[int, int], ...]  # (stage, value) of every parameter's
+
+    @property
+    def passes(self) -> tuple[Part, ...]:
+        """What runs for every micro-batch."""
+        return (*self.forward, *self.backward, *(p for p in self.weights if p is not None))
 
 
 def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:
@@ -115,6 +124,18 @@ class Cutter:
             if len({self.value_stage.get(t) for t in terms}) > 1 and all(t in self.value_stage for t in terms):
                 return terms
         return [value]
+
+
+    def between_stages(self) -> set[str]:
+        """The additions of gradients' terms from several stages: the update adds them up, once per step."""
+        found: set[str] = set()
+        waiting = [v for v in self.gradient_values() if self.summands(v) != [v]]
+        while waiting:
+            v = waiting.pop()
+            if self.summands(v) != [v]:
+                found.add(self.made_by[v].key)
+                waiting += [a for a in self.made_by[v].inputs if isinstance(a, int)]
+        return found
 
 
 def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
@@ -286,12 +307,40 @@ def cut_stages(
     _assign(c, stage_of_operators(graph, pipeline))
     free = c.keys(None)
     light, kept = _computed_again(c)
-    forward, backward = [], []
+    apart = c.between_stages()
+    put_off = _put_off(c) if splits_backward(pipeline) else set()
+    forward, backward, weights = [], [], []
     for s, stage in enumerate(pipeline.stages):
         own = c.keys(FORWARD, s)
         forward.append(make_part(f"forward {s}", s, step.program, own, free))
         again, stop = (own, ()) if stage.rematerialise else (own & light, kept)
-        backward.append(make_part(f"backward {s}", s, step.program, c.keys(BACKWARD, s), free | again, stop=stop))
-    updates = cut_updates(c, [*forward, *backward])
-    both = with_outputs([*forward, *backward])
-    return StageCut(tuple(both[: c.num]), tuple(both[c.num :]), *updates)
+        mine = c.keys(BACKWARD, s) - apart
+        backward.append(make_part(f"backward {s}", s, step.program, mine - put_off, free | again, stop=stop))
+        if mine & put_off:
+            weights.append(make_part(f"weights {s}", s, step.program, mine & put_off, free | again, stop=stop))
+    passes = [*forward, *backward, *weights]
+    updates = cut_updates(c, passes)
+    passes = with_outputs(passes)
+    later = {p.place: p for p in passes[2 * c.num :]}
+    rows = passes[: c.num], passes[c.num : 2 * c.num], [later.get(s) for s in range(c.num)]
+    return StageCut(*map(tuple, rows), *updates)
+
+
+def _put_off(c: Cutter) -> set[str]:
+    """The backward equations that no earlier stage waits for: gradients of weights, on every stage but the first."""
+    own_sums = {t for v in c.gradient_values() for t in c.summands(v)} | set(c.gradient_values())
+    found: set[str] = set()
+    for s in range(1, c.num):
+        mine = c.keys(BACKWARD, s)
+        read = {
+            a for e in c.program.eqns if c.phase[e.key] == BACKWARD and c.stage[e.key] != s for a in e.inputs if isinstance(a, int)
+        }
+        needed = {o for e in c.program.eqns if e.key in mine for o in e.outputs if o in read and o not in own_sums}
+        if not needed:
+            continue
+        for eqn in reversed([e for e in c.program.eqns if e.key in mine]):
+            if needed & set(eqn.outputs):
+                needed |= {a for a in eqn.inputs if isinstance(a, int)}
+            else:
+                found.add(eqn.key)
+    return found

@@ -97,8 +97,8 @@ class Grid:
 
     def _schedules(self, groups: int, num: int) -> Iterator[tuple[ScheduleName, int]]:
         for schedule in self.problem.schedules:
-            if groups == 1 and schedule == "gpipe" and "1f1b" in self.problem.schedules:
-                continue  # the same order, and more micro-batches in flight
+            if groups == 1 and schedule != "1f1b" and "1f1b" in self.problem.schedules:
+                continue  # the same order, or more micro-batches in flight
             if schedule != "interleaved":
                 yield schedule, 1
             elif groups > 1 and num % groups == 0:
@@ -152,8 +152,11 @@ class Grid:
         pass_s += sharded * (2.0 + regathered) * gather_s / chunks
         once_s = np.where(sharded, 0.0, 2 * gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1))
         most = groups * np.where(chunks > 1, 2 - 1 / chunks, 1)
+        is_put_off = np.array([p.schedule == "zb-h1" for p in points])
         in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, most))
-        step_s = num * chunks * pass_s + (groups - 1) * pass_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
+        # Gradients of weights, a third of a pass or so, fill the bubble at the end (Qi et al. 2023, section 2.3).
+        bubble_s = (groups - 1) * pass_s * np.where(is_put_off, 2 / 3, 1)
+        step_s = num * chunks * pass_s + bubble_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
         held = np.where(again, one.input_bytes + one.batch_bytes, one.kept_bytes / groups)
         whole = (one.state_bytes + one.gradient_bytes) / groups / np.where(sharded, data, 1)
         whole += np.where(sharded & ~regathered, one.parameter_bytes / groups, 0)

@@ -21,7 +21,7 @@ from soapjax.graph.condense import forward_operators
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import BACKWARD, UPDATE
+from soapjax.graph.phases import BACKWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stage_figures import Fabric, Figures, Inside, level_between, part_of
 from soapjax.search.stage_part import Ownership, StagePart
 from soapjax.simulate.pipeline import StageLoad, Transfer
@@ -161,8 +161,11 @@ class StageLoads:
             return load
         once_s = load.gradient_bytes / ComputeRates(self.topology, self.profile).memory_bytes_per_s
         in_place = self.topology.device.platform != "cpu"
+        summing_s = (1 if in_place else 3) * once_s
+        is_split = load.weights_s > 0
         return load._replace(
-            backward_s=load.backward_s + (1 if in_place else 3) * once_s, update_s=load.update_s + once_s,
+            backward_s=load.backward_s + summing_s, update_s=load.update_s + once_s,
+            weights_s=load.weights_s + is_split * summing_s, inputs_s=load.inputs_s + (not is_split) * summing_s,
             unsummed_bytes=0.0 if in_place else load.gradient_bytes,
         )  # fmt: skip
 
@@ -177,11 +180,12 @@ class StageLoads:
 
     def sends(
         self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
-    ) -> list[tuple[int, SentPart]]:  # fmt: skip
-        """What each device of such a stage sends in one pass over one micro-batch, and in an update, with the phase of each."""
+    ) -> list[tuple[str, SentPart]]:  # fmt: skip
+        """What each device of such a stage sends in one pass over one micro-batch, and in an update, with the program of each."""
         fabric, own = self._fabric(first, count, num)
         mine, is_last = self._mine(bounds), bounds[1] == len(self.forward)
         late = self._summed_late(fabric, figures, num)
+        weights = StagePart(own, figures, mine).weights
         end = len(fabric.tables.graph.tasks)
         found = []
         if id(figures) not in self._described:
@@ -189,7 +193,8 @@ class StageLoads:
         for item, sent in self._described[id(figures)][1]:
             if mine[own.operator[item.task]] if item.task < end else is_last:
                 is_late = item.task == end or (item.reason == "resolve" and item.tensor in late)
-                found.append((UPDATE if is_late else fabric.tables.graph.tasks[item.task].phase, sent))
+                phase = UPDATE if is_late else fabric.tables.graph.tasks[item.task].phase
+                found.append(("weights" if phase == BACKWARD and item.task in weights else PHASE_NAMES[phase], sent))
         return found
 
     def _summed_late(self, fabric: Fabric, figures: Figures, num: int) -> set[int]:

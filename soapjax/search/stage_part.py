@@ -111,6 +111,19 @@ class Ownership:
         return [np.flatnonzero(row).tolist() for row in self.schedule.without_overlap().occupies]
 
     @cached_property
+    def backward_readers(self) -> list[set[int]]:
+        """The operators [tensors] whose backward tasks read each tensor; none of what is added to a gradient on several stages."""
+        graph = self.tables.graph
+        found: list[set[int]] = [set() for _ in graph.tensors]
+        for k, task in enumerate(graph.tasks):
+            for access in task.reads if task.phase == BACKWARD else ():
+                found[access.tensor].add(int(self.operator[k]))
+        for s in graph.accumulations:
+            for i in (*s.summands, *s.running, s.total):
+                found[i] = set()
+        return found
+
+    @cached_property
     def edges_of(self) -> list[list[int]]:
         """The conversions before the tasks of every operator, but those of the update."""
         found: list[list[int]] = [[] for _ in self.tables.graph.operators]
@@ -139,13 +152,15 @@ class StagePart:
         self.owned = (own.graph_task >= 0) & mine[own.operator[np.maximum(own.graph_task, 0)]]
         self.tasks = sorted(k for n in np.flatnonzero(mine) for k in own.tasks_of[n])
 
-    def seconds(self, phase: int) -> float:
-        """Makespan of one phase's tasks, each stream in program order."""
+    def seconds(self, phase: int, tasks: set[int] | None = None) -> float:
+        """Makespan of one phase's tasks, or of those of the graph's `tasks`, each stream in program order."""
         needs, streams, durations = self.own.needs, self.own.streams(overlap=self.overlap), self.figures.seconds
         free = [0.0] * self.own.schedule.occupies.shape[1]
         end: dict[int, float] = {}
         last = 0.0
         for t in np.flatnonzero(self.owned & (self.phase == phase)).tolist():
+            if tasks is not None and int(self.own.graph_task[t]) not in tasks:
+                continue
             ready = max((end.get(p, 0.0) for p in needs[t]), default=0.0)
             took = float(durations[t])
             if took > 0:
@@ -155,6 +170,34 @@ class StagePart:
             end[t] = ready + took
             last = max(last, end[t])
         return last
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """The backward tasks that no earlier stage waits for: gradients of weights; none where no stage is earlier."""
+        graph, own = self.graph, self.own
+        backward = [k for k in self.tasks if graph.tasks[k].phase == BACKWARD]
+        leaving = {
+            a.tensor for k in backward for a in graph.tasks[k].writes
+            if any(not self.mine[n] for n in own.backward_readers[a.tensor])
+        }  # fmt: skip
+        if not leaving:
+            return set()
+        needed = set()
+        for k in reversed(backward):
+            if any(a.tensor in leaving for a in graph.tasks[k].writes):
+                needed.add(k)
+                leaving |= {a.tensor for a in graph.tasks[k].reads}
+        return set(backward) - needed
+
+    def _between_bytes(self) -> float:
+        """What gradients of weights read of the rest of the backward pass."""
+        graph, own = self.graph, self.own
+        read = {a.tensor for k in self.weights for a in graph.tasks[k].reads}
+        made = [
+            i for i in read
+            if own.maker[i] >= 0 and graph.tasks[own.maker[i]].phase == BACKWARD and int(own.maker[i]) not in self.weights
+        ]  # fmt: skip
+        return float(self.figures.shard_bytes[made].sum())
 
     def _kept(self) -> set[int]:
         """Forward tensors that the backward pass reads, or from which it computes what is not stored (graph/lifetimes.py)."""
@@ -185,10 +228,12 @@ class StagePart:
         tables, figures, graph = self.tables, self.figures, self.graph
         owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
         gradients = [p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]
+        inputs = {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
-            gradient_bytes=float(figures.shard_bytes[gradients].sum()), **self._activations(),
+            gradient_bytes=float(figures.shard_bytes[gradients].sum()), inputs_s=self.seconds(BACKWARD, inputs),
+            weights_s=self.seconds(BACKWARD, self.weights), between_bytes=self._between_bytes(), **self._activations(),
         )  # fmt: skip
 
     def _activations(self) -> dict[str, float]:

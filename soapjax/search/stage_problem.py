@@ -29,9 +29,10 @@ from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, pre
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import StrategyFigures
+from soapjax.strategy.schedules import SCHEDULES
 from soapjax.topology import DeviceTopology
 
-SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
+SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")  # that are searched
 MAX_BOUNDARIES = 160  # places to cut at that the planners consider
 MAX_MICROBATCHES = 1024
 
@@ -82,7 +83,7 @@ class StageProblem:
     ):  # fmt: skip
         self.objective = objective
         self.front = Front(topology.device.usable_memory_bytes, dataclasses.astuple) if keeps_front else None
-        self.exact = StageLoads(graph, topology, profile, sums_once="pipedream" not in schedules)
+        self.exact = StageLoads(graph, topology, profile, sums_once=all(SCHEDULES[s].is_synchronous for s in schedules))
         self.forward = self.exact.forward
         self.crossing_bytes = prefix_crossing(graph, self.forward)
         self.loads = CondensedLoads(self.exact, self.crossing_bytes)
@@ -250,7 +251,7 @@ class StageProblem:
             return False
         if choice.schedule == "interleaved" and (choice.num_microbatches % groups or choice.num_stages % groups):
             return False
-        if choice.schedule in ("1f1b", "pipedream") and choice.num_stages != groups:
+        if not SCHEDULES[choice.schedule].may_share_devices and choice.num_stages != groups:
             return False
         if self.always_rematerialise and not all(choice.rematerialise):
             return False
@@ -290,7 +291,7 @@ def outline(choice: Choice) -> Pipeline:
             operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=choice.rematerialise[i]
         ))  # fmt: skip
     return Pipeline.model_construct(
-        schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False
+        schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False, order=()
     )
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from soapjax.simulate.event import TaskGraph, run
 from soapjax.strategy.pipeline import Action, Pipeline
-from soapjax.strategy.schedules import actions, groups_of, in_flight
+from soapjax.strategy.schedules import actions, groups_of, in_flight, most_put_off, schedule_of, splits_backward
 
 ROUNDS = 3  # of as many micro-batches as there are groups of devices, until a synchronous pipeline is in its steady state
 
@@ -47,6 +47,9 @@ class StageLoad(NamedTuple):
     input_bytes: float = 0.0  # what arrives from other stages for one micro-batch
     kept_bytes: float = 0.0  # all that its backward pass needs, inputs too, `batch_bytes` not
     working_bytes: float = 0.0  # peak during one micro-batch's own passes, `kept_bytes` in it, gradients not
+    inputs_s: float = 0.0  # of the backward pass what earlier stages wait for, as a program of its own
+    weights_s: float = 0.0  # the rest of it, likewise
+    between_bytes: float = 0.0  # what the second reads of the first
 
 
 class Transfer(NamedTuple):
@@ -135,7 +138,7 @@ def simulate_pipeline(
     times = run(graph, [r.seconds for r in tasks.rows], [r.streams if r.seconds > 0 else () for r in tasks.rows])
     makespan = max(times.end_s)
     step = makespan
-    if pipeline.schedule == "pipedream":
+    if not schedule_of(pipeline).is_synchronous:
         step = _steady_s(simulated, [times.end_s[i] for i in updates]) * pipeline.num_microbatches
     busy = [0.0] * len(pipeline.stages)
     for row, start, end in zip(tasks.rows, times.start_s, times.end_s, strict=True):
@@ -163,7 +166,7 @@ def predicted_times(
     """
     groups, num = len(groups_of(pipeline)), pipeline.num_microbatches
     rounds = [ROUNDS * groups + num % groups, (ROUNDS + 1) * groups + num % groups]
-    if pipeline.schedule == "pipedream" or rounds[-1] >= num:
+    if not schedule_of(pipeline).is_synchronous or pipeline.order or rounds[-1] >= num:
         return simulate_pipeline(pipeline, loads, transfers, overlap=overlap)
     short, longer = (
         simulate_pipeline(pipeline.model_copy(update={"num_microbatches": n}), loads, transfers, overlap=overlap) for n in rounds
@@ -186,7 +189,7 @@ def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[flo
 
 def _long_enough(pipeline: Pipeline) -> Pipeline:
     """Of `pipedream` so many minibatches that the middle of the run is in the steady state."""
-    if pipeline.schedule != "pipedream":
+    if schedule_of(pipeline).is_synchronous:
         return pipeline
     most = max(max(in_flight(pipeline)), math.lcm(*(s.replicas for s in pipeline.stages)))
     num = pipeline.num_microbatches
@@ -212,7 +215,8 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     num = -(-pipeline.num_microbatches // replicas)
     # The whole batch is laid out as one array, and taken apart before the first pass.
     stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
-    if pipeline.schedule == "pipedream":
+    stays += most_put_off(pipeline)[stage] * load.between_bytes
+    if not schedule_of(pipeline).is_synchronous:
         stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
     if num > 1:
@@ -272,6 +276,7 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
     for t in transfers:
         if t.parameters_s:
             send_once(t, "parameters", t.parameters_s, ())
+    is_split = splits_backward(pipeline)
     updates: list[int] = []
     for order in actions(pipeline):
         before: dict[int, object] = {}  # replica -> what ran there last
@@ -296,30 +301,36 @@ def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks
                 continue
             replica = replica_of(i, m)
             key = (action.kind, i, m)
-            seconds = _pass_s(action, pipeline, load)
+            seconds = _pass_s(action, pipeline, load, is_split)
             row = _Row(f"{action.kind} {m}: stage {i}", i, devices(i, replica), -1, seconds, (compute(i, replica),))
             if action.kind == "forward":
                 needed = [("send", t.source, i, m, False) for t in into[i]]
                 if not into[i] and i:
                     needed = [("forward", i - 1, m)]
                 needed += [("parameters", t.source, i) for t in into[i] if t.parameters_s]
-            else:
+            elif action.kind == "backward":
                 after = [("backward", i + 1, m)] if i + 1 < len(stages) else []
                 needed = [*([("send", i, t.target, m, True) for t in out[i]] or after), ("forward", i, m)]
+            else:
+                needed = [("backward", i, m)]
+            if action.kind == ("weights" if is_split else "backward"):
                 waiting.append(key)
             tasks.add(key, row, [*needed, *([before[replica]] if replica in before else [])])
             before[replica] = key
-            for t in out[i] if action.kind == "forward" else into[i]:
+            for t in {"forward": out, "backward": into}.get(action.kind, [()] * len(stages))[i]:
                 send(t, m, action.kind == "backward")
         for i in {a.stage for a in order}:
-            last = [("backward", i, a.microbatch) for a in order if (a.kind, a.stage) == ("backward", i)][-1:]
+            last = [(a.kind, i, a.microbatch) for a in order if a.stage == i and a.kind != "update"][-1:]
             for t in into[i]:
                 if t.sums_s:
                     send_once(t, "sums", t.sums_s, last)
     return tasks, updates
 
 
-def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad) -> float:
+def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad, is_split: bool) -> float:
     if action.kind == "forward":
         return load.forward_s
-    return load.backward_s + (load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0)
+    if action.kind == "weights":
+        return load.weights_s
+    again_s = load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0
+    return again_s + (load.inputs_s if is_split else load.backward_s)

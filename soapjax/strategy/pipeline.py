@@ -1,7 +1,8 @@
 """Pipelines as data: which operators form a stage, on which devices, and in what order stages work on micro-batches.
 
 The schedules are those of GPipe (Huang et al. 2019, section 2.3), 1F1B and PipeDream (Narayanan et al. 2019, section 3.2),
-and interleaved 1F1B (Narayanan et al. 2021, section 2.2).
+interleaved 1F1B (Narayanan et al. 2021, section 2.2), and ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2),
+where gradients of weights are computed apart from those of inputs. An `own` schedule is a list of actions per group of devices.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from typing import Literal, NamedTuple
 
 import pydantic
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "pipedream"]
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "pipedream")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "pipedream", "own"]
 
 
 class Stage(pydantic.BaseModel):
@@ -35,11 +35,14 @@ class Pipeline(pydantic.BaseModel):
     num_microbatches: int
     stages: tuple[Stage, ...]
     vertical_sync: bool = False  # pipedream: a minibatch sees one version of the weights on all stages
+    # own: of every group of devices what it does, in order: F3 and B3 are the passes of micro-batch 3, W3 its gradients of weights
+    # where B3 leaves them out; F3.5 is the pass of stage 5, where a group has several.
+    order: tuple[tuple[str, ...], ...] = ()
 
 
 class Action(NamedTuple):
     """One program of one stage for one micro-batch."""
 
-    kind: Literal["forward", "backward", "update"]
+    kind: Literal["forward", "backward", "weights", "update"]
     stage: int
     microbatch: int  # 0 of an update; in pipedream the minibatch that it follows

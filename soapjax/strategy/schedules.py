@@ -7,17 +7,45 @@ F and B for forward and backward, U for the update:
     gpipe   F0 F1 F2 B2 B1 B0 U       1f1b   F0 F1 B0 F2 B1 B2 U
             F0 F1 F2 B2 B1 B0 U              F0 B0 F1 B1 F2 B2 U
 
+ZB-H1 takes the backward pass apart: B computes what earlier stages wait for, W the gradients of weights, later. Stage i puts W
+off by i micro-batches, so that bubbles at the end are filled, and no stage holds more than the first does in 1F1B:
+
+    zb-h1   F0 F1 B0 W0 F2 B1 W1 B2 W2 U
+            F0 B0 F1 B1 W0 F2 B2 W1 W2 U
+
 GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2019 (PipeDream), section 3.2, here with one update at the end
-of a step. Interleaved 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2. `pipedream` updates after every backward pass.
+of a step. Interleaved 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2. ZB-H1: Qi et al. 2023, section 2.3. `pipedream`
+updates after every backward pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.strategy.pipeline import Action, Pipeline
+from soapjax.strategy.pipeline import Action, Pipeline, ScheduleName
+
+
+class Schedule(NamedTuple):
+    """What distinguishes one schedule from another, for costs, executor and reports; how it orders actions is a function of the
+    pipeline, its groups of devices and one of them."""
+
+    order: Callable[[Pipeline, tuple[tuple[int, ...], ...], int], list[Action]]
+    is_synchronous: bool = True  # one update per step
+    may_share_devices: bool = False  # several stages on one group of devices
+    is_rematerialised: bool = False  # as published: stages keep their inputs and compute again
+
+
+def schedule_of(pipeline: Pipeline) -> Schedule:
+    return SCHEDULES[pipeline.schedule]
+
+
+def splits_backward(pipeline: Pipeline) -> bool:
+    """Whether gradients of weights are programs of their own."""
+    return any(a.kind == "weights" for order in actions(pipeline) for a in order)
 
 
 def groups_of(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
@@ -51,30 +79,28 @@ def actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
     """
     groups = groups_of(pipeline)
     _check(pipeline, groups)
-    num, last = pipeline.num_microbatches, len(pipeline.stages)
-    orders = []
-    for group in groups:
-        if pipeline.schedule == "gpipe":
-            forward = [Action("forward", i, m) for i in group for m in range(num)]
-            orders.append([*forward, *(a._replace(kind="backward") for a in reversed(forward))])
-        elif pipeline.schedule == "interleaved":
-            orders.append(_interleaved(group, len(groups), num))
-        elif pipeline.schedule == "1f1b":
-            orders.append(_one_forward_one_backward(group[0], last - group[0], num))
-        else:
-            warm_up = _pipedream_in_flight([s.replicas for s in pipeline.stages])[group[0]]
-            orders.append(_with_updates(_one_forward_one_backward(group[0], warm_up, num), pipeline.stages[group[0]].replicas))
-    if pipeline.schedule != "pipedream":
+    schedule = schedule_of(pipeline)
+    orders = [schedule.order(pipeline, groups, g) for g in range(len(groups))]
+    if schedule.is_synchronous:
         orders = [[*order, *(Action("update", i, 0) for i in group)] for order, group in zip(orders, groups, strict=True)]
     return tuple(map(tuple, orders))
 
 
 def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
-    """The most micro-batches that each stage holds: their forward pass has run there, their backward pass has not."""
+    """The most micro-batches that each stage holds: their forward pass has run there, their (whole) backward pass has not."""
+    return _most_between(pipeline, "forward", "weights" if splits_backward(pipeline) else "backward")
+
+
+def most_put_off(pipeline: Pipeline) -> tuple[int, ...]:
+    """The most micro-batches of each stage whose gradients of weights are still to come, those of inputs not."""
+    return _most_between(pipeline, "backward", "weights") if splits_backward(pipeline) else (0,) * len(pipeline.stages)
+
+
+def _most_between(pipeline: Pipeline, begin: str, end: str) -> tuple[int, ...]:
     held, most = [0] * len(pipeline.stages), [0] * len(pipeline.stages)
     for order in actions(pipeline):
         for action in order:
-            held[action.stage] += {"forward": 1, "backward": -1, "update": 0}[action.kind]
+            held[action.stage] += (action.kind == begin) - (action.kind == end)
             most[action.stage] = max(most[action.stage], held[action.stage])
     return tuple(most)
 
@@ -98,8 +124,10 @@ def dispatch_order(pipeline: Pipeline) -> tuple[Action, ...]:
         done.update(ready)
         merged += ready
         if len(merged) == before:
-            waiting = [str(o[p]) for p, o in zip(position, orders, strict=True) if p < len(o)]
-            raise AssertionError(f"the schedule {pipeline.schedule} deadlocks at {waiting}")
+            waiting = [_written(o[p]) for p, o in zip(position, orders, strict=True) if p < len(o)]
+            value = f"deadlock: the groups wait at {', '.join(waiting)}"
+            remedy = "put every action behind what it needs: a forward pass of the stage before, a backward pass of the stage after"
+            raise SoapjaxError(Problem("pipeline.order", value, "an order in which some group can always go on", remedy))
     return tuple(merged)
 
 
@@ -113,6 +141,51 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     return ()
 
 
+def _gpipe(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) -> list[Action]:
+    forward = [Action("forward", i, m) for i in groups[g] for m in range(pipeline.num_microbatches)]
+    return [*forward, *(a._replace(kind="backward") for a in reversed(forward))]
+
+
+def _1f1b(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) -> list[Action]:
+    (stage,) = groups[g]
+    return _one_forward_one_backward(stage, len(pipeline.stages) - stage, pipeline.num_microbatches)
+
+
+def _zero_bubble(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) -> list[Action]:
+    (stage,) = groups[g]
+    found: list[Action] = []
+    for action in _1f1b(pipeline, groups, g):
+        found.append(action)
+        if action.kind == "backward" and action.microbatch >= stage:
+            found.append(Action("weights", stage, action.microbatch - stage))
+    num = pipeline.num_microbatches
+    return [*found, *(Action("weights", stage, m) for m in range(max(num - stage, 0), num))]
+
+
+def _pipedream(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) -> list[Action]:
+    (stage,) = groups[g]
+    warm_up = _pipedream_in_flight([s.replicas for s in pipeline.stages])[stage]
+    order = _one_forward_one_backward(stage, warm_up, pipeline.num_microbatches)
+    return _with_updates(order, pipeline.stages[stage].replicas)
+
+
+_KINDS = {"F": "forward", "B": "backward", "W": "weights"}
+
+
+def _written(action: Action) -> str:
+    letter = next((k for k, kind in _KINDS.items() if kind == action.kind), "U")
+    return f"{letter}{action.microbatch} of stage {action.stage}"
+
+
+def _own(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) -> list[Action]:
+    """The user's list; `_check_own` has seen that it can be read."""
+    found = []
+    for word in pipeline.order[g]:
+        microbatch, _, stage = word[1:].partition(".")
+        found.append(Action(_KINDS[word[0]], int(stage) if stage else groups[g][0], int(microbatch)))
+    return found
+
+
 def _one_forward_one_backward(stage: int, warm_up: int, num: int) -> list[Action]:
     """`warm_up` forward passes, then a backward and a forward pass in turn, then the remaining backward passes."""
     warm_up = min(warm_up, num)
@@ -124,9 +197,10 @@ def _one_forward_one_backward(stage: int, warm_up: int, num: int) -> list[Action
     return order
 
 
-def _interleaved(group: Sequence[int], num_groups: int, num: int) -> list[Action]:
+def _interleaved(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) -> list[Action]:
     """Megatron-LM's order: as many micro-batches as there are groups on one stage, then on the group's next stage."""
-    rank, width = group[0], num_groups
+    group, width, num = groups[g], len(groups), pipeline.num_microbatches
+    rank = group[0]
 
     def visits(kind: str, stages: Iterable[int]) -> list[Action]:
         stages = list(stages)
@@ -173,7 +247,7 @@ def _check(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> None:
     if num < 1:
         problems.append(Problem("num_microbatches", str(num), "at least 1", "choose 1 or more micro-batches"))
     shared = [g for g in groups if len(g) > 1]
-    if shared and name in ("1f1b", "pipedream"):
+    if shared and not schedule_of(pipeline).may_share_devices:
         value = f"stages {' and '.join(map(str, shared[0]))} on the same devices"
         remedy = 'use the schedule "interleaved" or "gpipe", or give each stage its own devices'
         problems.append(Problem(f"schedule {name!r}", value, "one stage per group of devices", remedy))
@@ -188,11 +262,53 @@ def _check(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> None:
             problems.append(Problem("num_microbatches", str(num), expected, remedy))
     for i, stage in enumerate(pipeline.stages):
         place, r = f"stages[{i}].replicas", stage.replicas
-        if r != 1 and name != "pipedream":
+        if r != 1 and schedule_of(pipeline).is_synchronous:
             expected = "1: only pipedream deals whole minibatches out to replicas"
             problems.append(Problem(place, str(r), expected, "split the stage's batch by an axis of its mesh"))
         elif r < 1 or len(stage.devices) % r or num % r:
             expected = f"a divisor of its {len(stage.devices)} devices and of {num} minibatches"
             problems.append(Problem(place, str(r), expected, "choose another number of replicas or of minibatches"))
+    if name == "own" or pipeline.order:
+        problems += _check_own(pipeline, groups)
     if problems:
         raise SoapjaxError(problems)
+
+
+def _check_own(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> list[Problem]:
+    """Whether a user's order has every pass of every micro-batch once, none before what it needs on its own stage."""
+    if pipeline.schedule != "own":
+        remedy = 'say schedule "own", or drop the order'
+        return [Problem("pipeline.order", f"given beside the schedule {pipeline.schedule!r}", "none", remedy)]
+    if len(pipeline.order) != len(groups):
+        expected = f"{len(groups)}, one for each group of devices"
+        return [Problem("pipeline.order", f"{len(pipeline.order)} lists", expected, "list the actions of every group")]
+    problems = []
+    for g, (words, group) in enumerate(zip(pipeline.order, groups, strict=True)):
+        place, seen = f"pipeline.order[{g}]", {}
+        for k, word in enumerate(words):
+            found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", word)
+            stage = int(found[3]) if found and found[3] else group[0]
+            if not found or int(found[2]) >= pipeline.num_microbatches or stage not in group:
+                expected = f"F, B or W and one of {pipeline.num_microbatches} micro-batches (F0, or F0.{group[-1]} of a stage)"
+                problems.append(Problem(f"{place}[{k}]", repr(word)[:40], expected, "correct it"))
+                continue
+            seen.setdefault((found[1], stage, int(found[2])), []).append(k)
+        kinds = "FBW" if any(kind == "W" for kind, _, _ in seen) else "FB"
+        for stage in group:
+            for m in range(pipeline.num_microbatches):
+                at = [seen.get((kind, stage, m), []) for kind in kinds]
+                if [len(x) for x in at] != [1] * len(kinds) or sum(at, []) != sorted(sum(at, [])):
+                    expected = " before ".join(f"{kind}{m}" for kind in kinds) + ", each once"
+                    value = " ".join(words[k] for k in sorted(sum(at, []))) or "nothing"
+                    problems.append(Problem(f"{place}: stage {stage}, micro-batch {m}", value, expected, "add or move actions"))
+    return problems[:10]
+
+
+SCHEDULES: dict[ScheduleName, Schedule] = {
+    "gpipe": Schedule(_gpipe, may_share_devices=True, is_rematerialised=True),
+    "1f1b": Schedule(_1f1b),
+    "interleaved": Schedule(_interleaved, may_share_devices=True),
+    "zb-h1": Schedule(_zero_bubble),
+    "pipedream": Schedule(_pipedream, is_synchronous=False),
+    "own": Schedule(_own, may_share_devices=True),
+}

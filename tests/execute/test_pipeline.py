@@ -31,6 +31,8 @@ CASES = [  # model, schedule, stages, micro-batches, stages per group of devices
     ("mlp", "1f1b", 4, 4, 1),
     ("mlp", "gpipe", 2, 8, 1),
     ("mlp", "interleaved", 2, 4, 2),
+    ("mlp", "zb-h1", 4, 8, 1),
+    pytest.param("tied_lm", "zb-h1", 2, 4, 1, marks=pytest.mark.slow),
     pytest.param("tied_lm", "1f1b", 4, 4, 1, marks=pytest.mark.slow),
     pytest.param("tied_lm", "gpipe", 2, 2, 1, marks=pytest.mark.slow),  # by default in test_pipeline_processes.py
     pytest.param("resnet", "1f1b", 2, 2, 1, marks=pytest.mark.slow),
