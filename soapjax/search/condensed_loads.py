@@ -45,7 +45,10 @@ class CondensedLoads:
         """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
         figures = self.choices(first, count, num)[inner].figures
         found = self._extended(bounds, lambda b: self.small.load_of(b, first, count, num, figures, overlap=overlap))
-        return StageLoad(*found.tolist())._replace(sync_level=0)  # a whole number, and of replicas only
+        load = StageLoad(*found.tolist())._replace(sync_level=0)  # a whole number, and of replicas only
+        if bounds[0] == 0:  # nobody waits for the backward pass of the first stage: nothing of it is put off
+            load = load._replace(inputs_s=load.backward_s, weights_s=0.0, between_bytes=0.0)
+        return load
 
     def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
         """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.simulate.pipeline import StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.pipeline import StageLoad, Transfer, predicted_times, simulate_pipeline
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import actions, groups_of, needs
 
@@ -147,3 +147,31 @@ def test_memory_counts_what_is_in_flight(num_stages, num):
 def test_the_batch_is_there_as_a_whole_and_in_parts():
     load = StageLoad(1.0, 2.0, 0.1, batch_bytes=3)
     assert simulate_pipeline(pipeline("1f1b", 1, 5), [load], ()).memory_bytes == (2 * 5 * 3,)
+
+
+@given(st.integers(1, 6), st.integers(6, 20), st.floats(0.1, 5))
+@settings(max_examples=30, deadline=None)
+def test_zero_bubble_has_a_third_of_the_bubble(num_stages, num, pass_s):
+    """Qi et al. 2023, table 1: (S - 1)(F + B - W), against (S - 1)(F + B + W); F = B = W here."""
+    load = StageLoad(pass_s, 2 * pass_s, 0.0, inputs_s=pass_s, weights_s=pass_s)
+    found = simulate_pipeline(pipeline("zb-h1", num_stages, num), [load] * num_stages, ())
+    assert found.step_time_s == pytest.approx((3 * num + num_stages - 1) * pass_s)
+
+
+@pytest.mark.parametrize("schedule, groups", [("1f1b", None), ("gpipe", None), ("zb-h1", None), ("interleaved", 3)])
+def test_a_long_step_is_predicted_from_a_short_one(schedule, groups):
+    p = pipeline(schedule, 6, 72, groups=groups)
+    loads = [StageLoad(1 + 0.1 * i, 2.0, 0.3, kept_bytes=7.0, inputs_s=1.2, weights_s=0.9) for i in range(6)]
+    transfers = [Transfer(i, i + 1, 0, 0.2, 0.1, sums_s=0.5 * (i == 2), parameters_s=0.3 * (i == 2)) for i in range(5)]
+    whole, found = simulate_pipeline(p, loads, transfers), predicted_times(p, loads, transfers)
+    assert found.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
+    assert (found.memory_bytes, found.in_flight) == (whole.memory_bytes, whole.in_flight)
+    assert len(found.tasks) < len(whole.tasks)
+
+
+def test_what_is_sent_once_is_waited_for():
+    """Parameters of the first stage that the last one reads too, before its first pass; its part of their gradient at the end."""
+    p, loads = pipeline("1f1b", 2, 3), [StageLoad(1.0, 1.0, 1.0)] * 2
+    plain = simulate_pipeline(p, loads, [Transfer(0, 1, 0, 0.0, 0.0)])
+    late = simulate_pipeline(p, loads, [Transfer(0, 1, 0, 0.0, 0.0, parameters_s=5.0, sums_s=7.0)])
+    assert late.step_time_s == pytest.approx(plain.step_time_s + (5.0 - 1.0) + (7.0 - 1.0))

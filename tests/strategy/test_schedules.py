@@ -6,7 +6,7 @@ import pytest
 
 from soapjax.errors import SoapjaxError
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, needs
+from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, most_put_off, needs
 
 
 def pipeline(schedule, num_stages, num_microbatches, *, num_groups=None, replicas=None):
@@ -21,7 +21,7 @@ def pipeline(schedule, num_stages, num_microbatches, *, num_groups=None, replica
 
 @st.composite
 def pipelines(draw):
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "pipedream"]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "pipedream"]))
     if schedule in ("interleaved", "gpipe"):
         groups, chunks, rounds = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
         return pipeline(schedule, groups * chunks, groups * rounds, num_groups=groups)
@@ -104,3 +104,40 @@ def test_interleaved_idles_less():
 def test_what_does_not_go_together_is_refused(wrong, word):
     with pytest.raises(SoapjaxError, match=word):
         actions(wrong())
+
+
+@hypothesis.given(st.integers(1, 8), st.integers(1, 20))
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(num_stages, num):
+    """Qi et al. 2023, section 2.3: ZB-H1 needs the memory of 1F1B; stage i puts i micro-batches off, and one that is computed."""
+    p = pipeline("zb-h1", num_stages, num)
+    assert max(in_flight(p)) <= min(num, num_stages)
+    assert most_put_off(p) == tuple(min(i + 1, num) for i in range(num_stages))
+
+
+def own(order, *, num=2, stages=2, groups=None):
+    return pipeline("1f1b", stages, num, num_groups=groups).model_copy(update={"schedule": "own", "order": order})
+
+
+def test_an_own_order_is_what_it_says():
+    for schedule in ("1f1b", "zb-h1", "gpipe"):
+        named = pipeline(schedule, 3, 4)
+        letters = {"forward": "F", "backward": "B", "weights": "W"}
+        words = tuple(tuple(f"{letters[a.kind]}{a.microbatch}" for a in o if a.kind != "update") for o in actions(named))
+        assert actions(own(words, num=4, stages=3)) == actions(named)
+    shared = own((("F0.0", "F0.2", "B0.2", "B0"), ("F0.1", "B0.1")), num=1, stages=3, groups=2)
+    passes = [str(a.stage) + a.kind[0] for a in dispatch_order(shared) if a.kind != "update"]
+    assert passes == ["0f", "1f", "2f", "2b", "1b", "0b"]
+
+
+@pytest.mark.parametrize("order, complaint", [
+    ((("F0", "F1", "B0", "B1"),), "2, one for each group"),
+    ((("F0", "B0", "F1", "B1"), ("F0", "B0", "F1")), "F1 before B1, each once"),
+    ((("F0", "B0", "F1", "B1"), ("B0", "F0", "F1", "B1")), "F0 before B0, each once"),
+    ((("F0", "B0", "F1", "B1"), ("F0", "X7", "F1", "B1")), "F, B or W and one of 2 micro-batches"),
+    ((("F0", "B0", "F1", "B1"), ("F0", "B0", "W0", "F1", "B1")), "F1 before B1 before W1"),
+    ((("F0", "B0", "F1", "B1"), ("F1", "F0", "B0", "B1")), "deadlock: the groups wait at B0 of stage 0, F1 of stage 1"),
+])  # fmt: skip
+def test_an_own_order_that_cannot_run_is_refused(order, complaint):
+    with pytest.raises(SoapjaxError, match=complaint):
+        dispatch_order(own(order))

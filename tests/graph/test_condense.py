@@ -1,0 +1,61 @@
+"""A deep model's graph with few of its blocks, against the graph of the model written with so few."""
+
+import itertools
+
+import numpy as np
+import pytest
+from problems import graph_with, topology_of
+
+from soapjax.graph.condense import MOST_KEPT, condense, forward_operators, repeated_blocks
+from soapjax.search.condensed_loads import CondensedLoads
+from soapjax.search.stage_loads import StageLoads
+from soapjax.search.stage_problem import prefix_crossing
+
+DEEP, FEW = 7, MOST_KEPT + 1  # one more is no block of the run: its first norm reads the embedding
+
+
+def lm(layers, **options):
+    return graph_with("lm", layers=layers, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(remat=True, tie=True)], ids=["plain", "remat, tied"])
+def test_it_is_the_graph_of_the_shallow_model(options):
+    whole, few = lm(DEEP, **options), lm(FEW, **options)
+    found = condense(whole, prefix_crossing(whole, forward_operators(whole)))
+    assert found.blocks.count == DEEP - 1 and found.num_removed == DEEP - FEW
+    for field in ("operators", "tasks", "tensors", "parameters", "accumulations"):
+        assert len(getattr(found.graph, field)) == len(getattr(few, field))
+    assert [o.group for o in few.operators] == pytest.approx([o.group for o in found.graph.operators])
+    assert sorted(t.shape for t in found.graph.tensors) == sorted(t.shape for t in few.tensors)
+    # Priced as stages they are the same, under every strategy that stages are offered.
+    loads = [StageLoads(g, topology_of("2x4")) for g in (found.graph, few)]
+    n = len(loads[0].forward)
+    for bounds, inner in itertools.product([(0, n), (0, n // 2), (n // 2, n)], (0, 4, 8)):
+        one, other = (np.array(x.load(bounds, 0, 8, 2, inner)) for x in loads)
+        np.testing.assert_allclose(one, other, rtol=0.03, atol=1e-9)  # with remat some tasks stand in another order
+
+
+def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
+    whole = lm(DEEP)
+    exact = StageLoads(whole, topology_of("2x4"))
+    loads = CondensedLoads(exact, prefix_crossing(whole, exact.forward))
+    blocks, n = loads.condensed.blocks, len(exact.forward)
+    marks = [0, *range(blocks.first, blocks.end + 1, blocks.period), n]
+    for k, (a, b) in enumerate(itertools.combinations(sorted(set(marks)), 2)):
+        inside = loads.choices(0, 8, 4)[k % len(loads.choices(0, 8, 4))]
+        figures = exact.figures(0, 8, 4, loads.strategy(inside.strategy))
+        found = loads.load((a, b), 0, 8, 4, k % len(loads.choices(0, 8, 4)))
+        np.testing.assert_allclose(np.array(found), np.array(exact.load_of((a, b), 0, 8, 4, figures)), rtol=0.02, atol=1e-9)
+
+
+@pytest.mark.parametrize("layers", [1, 2, MOST_KEPT])
+def test_a_shallow_model_stays_as_it_is(layers):
+    graph = lm(layers)
+    assert condense(graph, prefix_crossing(graph, forward_operators(graph))) is None
+
+
+def test_blocks_begin_where_a_module_begins():
+    graph = lm(4)
+    blocks = repeated_blocks(graph, prefix_crossing(graph, forward_operators(graph)))
+    names = [graph.operators[n].name for n in forward_operators(graph)]
+    assert [names[blocks.first + k * blocks.period] for k in range(blocks.count)] == [f"blk{k}/norm1" for k in (1, 2, 3)]
