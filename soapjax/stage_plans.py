@@ -48,6 +48,7 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
+EXACT_SHARE = 0.3  # of the seconds, for pricing what was found on the whole graph
 MOST_EXACT = 4  # pipelines that are priced on the whole graph, until one fits
 MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, where no number was given
 
@@ -123,7 +124,8 @@ def find_pipeline(
             num_stages=num_stages, num_microbatches=num_microbatches, always_rematerialise=again, profile=profile,
             objective=objective, keeps_front=pareto or not objective.is_time,
         )  # fmt: skip
-        result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=seconds, progress=progress)
+        searched_s = None if seconds is None else (1 - EXACT_SHARE) * seconds
+        result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=searched_s, progress=progress)
         figures = whole_baselines(problem.loads)
         baselines = {name: f.step_time_s for name, f in figures.items()}
         baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}

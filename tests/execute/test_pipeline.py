@@ -14,6 +14,7 @@ import soapjax
 from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
 from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.execute.microbatches import micro_step
 from soapjax.graph.build import build_graph
 from soapjax.pipelining import pipeline_step
@@ -296,3 +297,19 @@ def test_what_ran_when():
         mine = sorted(e for e in events if e.track == track)
         by_start = sorted(mine, key=lambda e: e.start_s)
         assert all(a.start_s + a.duration_s <= b.start_s + 1e-9 for a, b in zip(by_start, by_start[1:], strict=False))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_devices_sum_gradients_once_per_step(schedule):
+    """Data parallelism inside two stages: passes reduce no gradient, updates reduce all of them, whatever the micro-batches."""
+    step, state, batch = made("mlp")
+    micro = micro_step(step, state, batch, num_microbatches=4)
+    graph = build_graph(micro.step)[0]
+    pipeline = balanced_pipeline(graph, 8, schedule=schedule, num_microbatches=4, num_stages=2)
+    run = pipeline_step(step, state, batch, pipeline=pipeline, topology=load_topology("cpu8"), donate=False)
+    found = inspect_stream(run.dispatches(), run.argument_structs())
+    sent = {part.name: sum(part.bytes_by_collective.values()) for part in found.parts}
+    gradient_bytes = sum(graph.tensors[p.gradient].size_bytes for p in graph.parameters)
+    # An all-reduce over four devices sends 2 * 3/4 of its operand.
+    assert sent["update 0"] + sent["update 1"] == pytest.approx(1.5 * gradient_bytes)
+    assert sent["backward 0"] == 0 and sent["backward 1"] + sent.get("weights 1", 0) < 0.01 * gradient_bytes
