@@ -14,6 +14,7 @@ from rich.text import Text
 
 from soapjax import cli, files, interrupts, plan_files, planning, step_source, terminal
 from soapjax.auto_pipeline import Chosen, plan_one_or_pipeline
+from soapjax.devices import devices_of_backend, devices_of_target
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.fronts import rows_of_pipelines, rows_of_planned
 from soapjax.graph.trace import TracedStep, trace
@@ -35,7 +36,7 @@ def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command, once its options are checked: nothing is imported or searched for one that is wrong."""
     problems = command_problems(command)
     if isinstance(command, cli.PlanCommand):
-        problems += _pipeline_problems(command) + _objective(command)[1]
+        problems += _pipeline_problems(command) + _check_problems(command) + _objective(command)[1]
     if isinstance(command, cli.PlanCommand | cli.ProfileCommand) and command.output is not None:
         problems += output_problems(command.output)
     if problems:
@@ -72,7 +73,8 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     options = dict(
         topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
         unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
-        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto,
+        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto, check=command.check,
+        devices=_devices_to_compile_for(command, topology),
     )  # fmt: skip
     with closing(progress):
         if command.pipeline is not None:
@@ -81,6 +83,26 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
             found = planning.plan(model.step, *model.arguments, **options)
             chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
     return _planned(command, *chosen)
+
+
+def _devices_to_compile_for(command: cli.PlanCommand, topology: DeviceTopology) -> list[Any] | None:
+    """Of `--check compile`; None for those at hand."""
+    if command.check == "none":
+        return None
+    return devices_of_backend(topology) if command.target is None else devices_of_target(topology, command.target)
+
+
+def _check_problems(command: cli.PlanCommand) -> list[Problem]:
+    """What does not go together with `--check` and `--target`."""
+    problems = []
+    if command.target is not None and command.check != "compile":
+        problems.append(Problem("--target", command.target, "--check compile", "add it, or drop --target"))
+    if command.check == "compile" and command.pipeline is not None:
+        expected, remedy = "one program: stages are not compiled", "drop one of them; soapjax verify compiles a pipeline's stages"
+        problems.append(Problem("--check", f"compile with --pipeline {command.pipeline}", expected, remedy))
+    if command.target is not None and command.verify_top:
+        problems.append(Problem("--target", command.target, "the devices at hand with --verify-top", "drop one of them"))
+    return problems
 
 
 def wanted_topology(command: cli.PlanCommand | cli.ProfileCommand) -> DeviceTopology:
@@ -200,6 +222,7 @@ def plan_result(plan: Plan) -> dict[str, Any]:
         "notes": list(source.notes),
         "compute_figures": p.compute_figures,
         "verified": [t.model_dump() for t in source.verified],
+        "compiled": [f.model_dump() | {"fits": f.fits} for f in source.compiled],
         "plan_sha256": plan.plan_sha256,
     }
 

@@ -22,6 +22,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
+from soapjax.compile_check import CHECKS
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.microbatches import REDUCTIONS
@@ -145,6 +146,7 @@ OPTIONS: dict[str, Option] = {
     "pipeline": Option(InstanceOf[Pipeline] | None, ", or a Pipeline", "choose one of these, or pass a Pipeline", PIPELINES),
     "microbatches": _auto, "stages": _auto,
     "microbatch_reduction": Option(_never, "", "choose one of these", REDUCTIONS),
+    "check": Option(_never, "", "choose one of these", CHECKS),
     "steps": Option(Whole, f"at least 1: {_whole}", "train one step or more"),
 }  # fmt: skip
 

@@ -156,6 +156,22 @@ class TimedStep(_Part):
     measured_s: Seconds
 
 
+class CompiledFigures(_Part):
+    """What the compiler made of a strategy, beside its prediction."""
+
+    target: str  # the devices that it was compiled for
+    step_time_s: Seconds  # predicted
+    predicted_memory_bytes: Bytes  # per device, at the peak
+    compiled_memory_bytes: Bytes
+    available_memory_bytes: Bytes  # what it may take
+    predicted_sent_bytes: dict[str, Bytes] = {}  # by each device in one step, by collective
+    compiled_sent_bytes: dict[str, Bytes] = {}
+
+    @property
+    def fits(self) -> bool:
+        return self.compiled_memory_bytes <= self.available_memory_bytes
+
+
 class Provenance(_Part):
     versions: dict[str, str] = {}
     planner: str = ""
@@ -168,6 +184,13 @@ class Provenance(_Part):
     baseline_figures: dict[str, StrategyFigures] = {}  # of those that are known in full
     notes: tuple[str, ...] = ()
     verified: tuple[TimedStep, ...] = ()  # --verify-top
+    compiled: tuple[CompiledFigures, ...] = ()  # --check compile: what did not fit, and last this plan
+
+    def compiled_as(self, prediction: Prediction) -> CompiledFigures | None:
+        """What the compiler made of this plan; None where nobody asked, or the plan was edited since."""
+        last = self.compiled[-1] if self.compiled else None
+        same = last is not None and last.predicted_memory_bytes == prediction.memory_bytes_per_device
+        return last if same and last.predicted_sent_bytes in ({}, prediction.bytes_by_collective) else None
 
 
 class Plan(_Part):
