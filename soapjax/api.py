@@ -295,7 +295,8 @@ def soap_shard(
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None, devices: Sequence[Any] | None = None,
     profile: str | Profile | None = None, verify_top: int = 0,
     pipeline: str | Pipeline | None = None, microbatches: int | str = "auto", stages: int | str = "auto",
-    microbatch_reduction: str = "mean", objective: str | Objective = "time", check: str = "compile",
+    microbatch_reduction: str = "mean", objective: str | Objective = "time", simplicity: float = 0.5,
+    check: str = "compile",
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
 
@@ -303,7 +304,7 @@ def soap_shard(
 
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
-      topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top: as for `soapjax.plan`.
+      topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top, simplicity: as for `soapjax.plan`.
       plan: a plan file (or `Plan`) to execute instead of searching.
       static_argnums, static_argnames: compile-time constants, by position or name, as for `jax.jit`.
       donate: give the memory of state arguments (what the step returns anew) to the results.
@@ -339,7 +340,7 @@ def soap_shard(
         donate_argnums=None if donate_argnums is None else listed(donate_argnums),
         donate_argnames=None if donate_argnames is None else listed(donate_argnames),
         devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
-        logical_axis_rules=logical_axis_rules, objective=objective, check=check,
+        logical_axis_rules=logical_axis_rules, objective=objective, simplicity=simplicity, check=check,
         pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

@@ -85,6 +85,9 @@ class PlanCommand:
     """Plan every step of a scan on its own."""
     profile: str | None = None
     """Cost with measurements: a file of `soapjax profile`, or "auto": all in the cache that fit."""
+    simplicity: float = 0.5
+    """Of plans within so many percent of the best step time the simplest is taken: equal blocks alike, fewer bytes sent, fewer
+    reshards. 0 takes the best."""
     check: str = "none"
     """compile: the best plan is compiled, and where it does not fit, the search goes on with less memory, until one does (exit
     status 3 where none does). none: plans keep a margin of memory for the error of their prediction."""

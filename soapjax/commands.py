@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -73,16 +74,17 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
     options = dict(
         topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
         unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
-        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto, check=command.check,
-        devices=_devices_to_compile_for(command, topology),
+        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto,
+        simplicity=command.simplicity, check=command.check, devices=_devices_to_compile_for(command, topology),
     )  # fmt: skip
+    begin = time.monotonic()
     with closing(progress):
         if command.pipeline is not None:
             chosen = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
         else:
             found = planning.plan(model.step, *model.arguments, **options)
             chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
-    return _planned(command, *chosen)
+    return _planned(command, *chosen, search_s=time.monotonic() - begin)
 
 
 def _devices_to_compile_for(command: cli.PlanCommand, topology: DeviceTopology) -> list[Any] | None:
@@ -115,13 +117,14 @@ def _objective(command: cli.PlanCommand) -> tuple[Objective, list[Problem]]:
     return objective_of(command.objective, command.max_bytes, command.max_memory, command.weights)
 
 
-def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow]) -> Result:
-    """Saves a plan and reports it."""
+def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow], *, search_s: float) -> Result:
+    """Saves a plan and reports it, with the seconds that planning took, which no file keeps."""
     stopped_by = "interrupted" if interrupts.came() else stopped_by
     if command.output is not None:
         with_output(command.output, plan.save)
-    result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output}
-    lines = [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
+    result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output, "search_s": round(search_s, 3)}
+    lines = [f"planned in {search_s:.3g} s; {plan.provenance.num_proposals:,} proposals"]
+    lines += [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
     status = 0
     p, named = plan.prediction, {"max_bytes": "--max-bytes", "max_memory": "--max-memory"}
     for problem in _objective(command)[0].unmet(p.peak_sent_bytes, p.memory_bytes_per_device):
@@ -154,13 +157,14 @@ def _pipeline_problems(command: cli.PlanCommand) -> list[Problem]:
 def _pipeline_command(
     command: cli.PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], progress: Progress
 ) -> Result:
+    begin = time.monotonic()
     with closing(progress):
         plan, found = planning.plan_pipeline(
             model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
             proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
             profile=command.profile, objective=_objective(command)[0], pareto=command.pareto, **numbers,
         )  # fmt: skip
-    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found))
+    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found), search_s=time.monotonic() - begin)
 
 
 def with_output(path: str, write: Callable[[str], None]) -> None:
@@ -218,7 +222,6 @@ def plan_result(plan: Plan) -> dict[str, Any]:
         "num_operators": plan.graph.num_operators,
         "num_devices": plan.num_devices,
         "num_proposals": source.num_proposals,
-        "search_s": source.search_s,
         "notes": list(source.notes),
         "compute_figures": p.compute_figures,
         "verified": [t.model_dump() for t in source.verified],

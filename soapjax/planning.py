@@ -79,7 +79,7 @@ def plan(
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
     devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None, objective: str | Objective = "time", pareto: bool = False,
-    check: str = "none", donate: bool | Sequence[int] = True,
+    simplicity: float = 0.5, check: str = "none", donate: bool | Sequence[int] = True,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -98,6 +98,7 @@ def plan(
       objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
         the one that violates them least is returned, with a note; `objective.unmet` names them.
       pareto: keep the front of time, communication and memory of all that the search judged.
+      simplicity: of plans within so many percent of the best step time, the simplest is taken; 0 takes the best.
       check: "compile": compile the best plan, and search on with less memory where it does not fit; `donate` as for `soap_shard`.
         With "none" plans keep a margin of memory for the error of their prediction.
     Raises: SoapjaxError for every input that does not fit; InfeasibleError where no plan fits as compiled.
@@ -105,7 +106,8 @@ def plan(
     given = dict(
         topology=topology, planner=planner, seed=seed, proposals=proposals, seconds=seconds, fixed=fixed, unroll=unroll,
         static_argnums=static_argnums, space=space, profile=profile, verify_top=verify_top, devices=devices, axis_name=axis_name,
-        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules, objective=objective, pareto=pareto, check=check,
+        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules, objective=objective, pareto=pareto,
+        simplicity=simplicity, check=check,
     )  # fmt: skip
     options.check(given, also=options.check_step(fn))
     objective = options.objective(objective)
@@ -133,7 +135,7 @@ def plan(
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
     looks = check == "compile"
-    run = Search(planner, search, seed, proposals, deadline, progress, may_go_on=looks)
+    run = Search(planner, search, seed, proposals, deadline, progress, simplicity / 100, may_go_on=looks)
 
     def plan_of(found: Searched, **more: Any) -> Plan:
         return plan_of_strategy(found.problem, found.result.best.strategy, model=model, unroll=unroll, **more)
@@ -339,7 +341,6 @@ def _provenance(
         objective=problem.objective.describe(),
         seed=seed,
         num_proposals=result.num_proposals,
-        search_s=round(result.search_s, 3),
         baselines={name: baseline.best.step_time_s for name, baseline in baselines.items()},
         baseline_figures=dict(zip(baselines, figures, strict=True)),
         notes=tuple(notes),

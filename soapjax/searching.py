@@ -11,12 +11,13 @@ from typing import NamedTuple
 import jax
 
 from soapjax import interrupts
-from soapjax.search.plainest import sends_less
+from soapjax.search.plainest import simplified
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.strategy.strategy import Strategy
 
 AGAIN = 0.25  # of the first search's proposals that each search under less memory gets, and of the seconds that are kept for all
+SIMPLIFYING = 0.1  # of the seconds, which are kept for finding the simplest of what is as good
 
 
 class Searched(NamedTuple):
@@ -52,6 +53,7 @@ class Search:
     Args:
       proposals: of the first search; None where only `deadline` ends it.
       deadline: of all searches together, of `time.monotonic`.
+      simplicity: relative step time within which a simpler plan is taken.
       may_go_on: whether a quarter of the seconds is kept for searches under less memory.
     """
 
@@ -61,6 +63,7 @@ class Search:
     proposals: int | None
     deadline: float
     progress: Callable[[int, float, float], None] | None
+    simplicity: float
     may_go_on: bool = False
 
     def __call__(self, problem: PlanningProblem) -> Searched:
@@ -101,7 +104,9 @@ class Search:
         self, problem: PlanningProblem, baselines: dict[str, SearchResult], starts: tuple[Strategy, ...], proposals: int | None,
         left_s: float,
     ) -> Searched:  # fmt: skip
-        seconds = None if math.isinf(left_s) else max(left_s, 1e-3)
+        until = time.monotonic() + left_s
+        simplifies = self.name == "mcmc" and self.simplicity > 0  # the others' results have names or proofs
+        seconds = None if math.isinf(left_s) else max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3)
         try:
             with interrupts.searching():
                 result = self.planner(self._key, problem, Budget(proposals, seconds, self.progress, baselines=starts))
@@ -112,8 +117,8 @@ class Search:
         if seen is not None and not problem.objective.is_time and seen.rank < result.best.rank:
             result = result._replace(best=seen, candidates=(result.best, *result.candidates))
         result, simpler = self._simpler_if_as_good(result, baselines, problem)
-        if self.name == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
-            result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
+        if simplifies and not simpler and result.stopped_by != "interrupted":
+            result, simpler = simplified(problem, result, [b.best for b in baselines.values()], self.simplicity, deadline=until)
         return Searched(problem, result, baselines, simpler)
 
     def _simpler_if_as_good(
