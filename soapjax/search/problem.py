@@ -133,7 +133,7 @@ class SearchResult(NamedTuple):
     best: Evaluation
     num_proposals: int
     search_s: float
-    stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete"
+    stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete", "nodes" (of branch and bound)
     history: tuple[tuple[int, float, float], ...] = ()
     notes: tuple[str, ...] = ()
     candidates: tuple[Evaluation, ...] = ()  # distinct good ones, best first, where the planner kept them

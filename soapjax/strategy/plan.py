@@ -179,7 +179,7 @@ class Provenance(_Part):
     objective: str = "time"  # that it was searched by, in words
     seed: int = 0
     num_proposals: int = 0
-    search_s: Seconds = 0.0
+    search_s: Seconds = 0.0  # in no file since: the same search gives the same file, however long it takes
     baselines: dict[str, Seconds | None] = {}
     baseline_figures: dict[str, StrategyFigures] = {}  # of those that are known in full
     notes: tuple[str, ...] = ()
@@ -247,7 +247,8 @@ class Plan(_Part):
         return plan_words.to_maxtext(self)
 
     def dumps(self) -> str:
-        left_out = {"operator_graph"} | (set() if self.logical_axes else {"logical_axes"})
+        left_out: dict[str, Any] = {"operator_graph": True, "provenance": {"search_s"}}
+        left_out |= {} if self.logical_axes else {"logical_axes": True}
         text = json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False)
         if self.operator_graph is not None:
             text = text.removesuffix("\n}") + ',\n "operator_graph": ' + figures_text(self.operator_graph) + "\n}"
