@@ -25,8 +25,8 @@ def topology(sizes, rates, *, overlap=True, memory_bytes=2**40):
     ]
     device = dict(
         name="test", platform="cuda", memory_bytes=memory_bytes, memory_fraction=1.0, memory_margin_fraction=0.0,
-        memory_bandwidth_bytes_per_s=1e12, memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 1e12}, efficiency_fraction=dict(dot=1.0, conv=1.0, other=1.0),
-        launch_s=1e-6, overlap=overlap, source="test",
+        memory_bandwidth_bytes_per_s=1e12, memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 1e12},
+        efficiency_fraction=dict(dot=1.0, conv=1.0, other=1.0), launch_s=1e-6, overlap=overlap, source="test",
     )  # fmt: skip
     return DeviceTopology.from_dict(dict(name="test", device=device, levels=levels))
 
