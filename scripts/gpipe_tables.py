@@ -83,7 +83,7 @@ def cluster(hardware: str, count: int) -> DeviceTopology:
     figures = dict(DEVICES[hardware])
     rate = figures.pop("link_bytes_per_s")
     device = figures | dict(
-        memory_fraction=1.0, memory_efficiency_fraction=EFFICIENCY, launch_s=2e-6, overlap=True,
+        memory_fraction=1.0, memory_margin_fraction=0.0, memory_efficiency_fraction=EFFICIENCY, launch_s=2e-6, overlap=True,
         efficiency_fraction=dict.fromkeys(("dot", "conv", "other"), EFFICIENCY),
     )  # fmt: skip
     level = dict(

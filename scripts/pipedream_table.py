@@ -78,8 +78,8 @@ def cluster_topology(row: Published, efficiency: float, *, overlap: bool, levels
         ]
     source = "NVIDIA V100 data sheet; only memory is used here: times come from the profile"
     device = dict(
-        name="V100", platform="cuda", memory_bytes=16 * 2**30, memory_fraction=1.0, memory_bandwidth_bytes_per_s=900e9,
-        memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 15.7e12},
+        name="V100", platform="cuda", memory_bytes=16 * 2**30, memory_fraction=1.0, memory_margin_fraction=0.0,
+        memory_bandwidth_bytes_per_s=900e9, memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 15.7e12},
         efficiency_fraction=dict(dot=1.0, conv=1.0, other=1.0), launch_s=1e-6, overlap=overlap, source=source,
     )  # fmt: skip
     return DeviceTopology.from_dict(dict(name=row.cluster, device=device, levels=links))

@@ -33,13 +33,13 @@ from verify_matrix import MODELS
 
 import soapjax
 from soapjax.csv_files import read_table
+from soapjax.devices import devices_of_target
 from soapjax.execute.inspect import inspect
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.files import write_text_atomic
 from soapjax.model_source import abstract_model
 from soapjax.planning import plan_of_strategy, planning_problem
-from soapjax.running_commands import devices_of_target
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.plan import ModelSource
@@ -141,8 +141,9 @@ def compile_model(name: str, topology, devices, options, rows: list[dict], path:
         by_kind = compare_by_kind(plan, found.collectives).values()
         rows.append(dict(zip(FIELDS, (
             options.target, topology.name, name, label, sum(k["predicted"] for k in by_kind), sum(k["compiled"] for k in by_kind),
-            plan.prediction.memory_bytes_per_device, found.memory_bytes, plan.prediction.usable_memory_bytes, found.ops.planned_ops,
-            found.ops.ops_as_planned, len(found.rematerialised), len(found.replicated), round(time.monotonic() - start, 1), "",
+            plan.prediction.memory_bytes_per_device, found.memory_bytes, topology.device.available_memory_bytes,
+            found.ops.planned_ops, found.ops.ops_as_planned,
+            len(found.rematerialised), len(found.replicated), round(time.monotonic() - start, 1), "",
         ), strict=True)))  # fmt: skip
         write_rows(path, rows)
         r = rows[-1]

@@ -20,6 +20,7 @@ import jax
 from soapjax import nnx_steps, progress
 from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
+from soapjax.compile_check import over_memory
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
@@ -29,7 +30,8 @@ from soapjax.execute.stream import Event
 from soapjax.execute.stream_step import StreamStep
 from soapjax.graph.trace import argument_names, signature, trace
 from soapjax.making import Maker
-from soapjax.options import OPTIONS, check, check_step
+from soapjax.options import OPTIONS, check_step
+from soapjax.options import check as check_options
 from soapjax.pipelining import PipelineOptions
 from soapjax.search.objective import Objective
 from soapjax.strategy.pipeline import Pipeline
@@ -93,6 +95,8 @@ class SoapShard:
         if isinstance(compiled, CompiledStep) and not compiled.is_compiled:
             with progress.shown(f"compiling {self.__name__}"):
                 compiled.compile()
+            if (problem := over_memory(self._last_plan, compiled)) is not None:
+                log.warning("soap_shard(%s): %s", self.__name__, problem)
         return self._run(compiled, placed)
 
     def _run(self, step: CompiledStep | StreamStep, args: tuple[Any, ...]) -> Any:
@@ -165,7 +169,8 @@ class SoapShard:
             with jax.ensure_compile_time_eval() if inside else contextlib.nullcontext():
                 given_away = self._calling.given_away(form, len(args))
                 donate = self._donate if given_away is None else given_away
-                self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate)
+                runs = not inside and not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree_util.tree_leaves(args))
+                self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate, runs=runs)
         self._last_plan, self._last = self._by_shapes[key]
         self._last_form = form
         return self._last
@@ -290,7 +295,8 @@ def soap_shard(
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None, devices: Sequence[Any] | None = None,
     profile: str | Profile | None = None, verify_top: int = 0,
     pipeline: str | Pipeline | None = None, microbatches: int | str = "auto", stages: int | str = "auto",
-    microbatch_reduction: str = "mean", objective: str | Objective = "time",
+    microbatch_reduction: str = "mean", objective: str | Objective = "time", simplicity: float = 0.5,
+    check: str = "compile",
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
 
@@ -298,7 +304,7 @@ def soap_shard(
 
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
-      topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top: as for `soapjax.plan`.
+      topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top, simplicity: as for `soapjax.plan`.
       plan: a plan file (or `Plan`) to execute instead of searching.
       static_argnums, static_argnames: compile-time constants, by position or name, as for `jax.jit`.
       donate: give the memory of state arguments (what the step returns anew) to the results.
@@ -317,6 +323,9 @@ def soap_shard(
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
       objective: "time", or an `Objective` with limits of communication and memory; where no plan meets these, the one that violates
         them least runs, and a warning names them.
+      check: "compile": what is planned for arrays (not for shapes, nor over several processes) is compiled at once, as its first
+        call would; where it does not fit the device, the search goes on with less memory, and `InfeasibleError` says so where
+        nothing fits. With "none", and of what is not compiled, plans keep a margin of memory.
     """
     beside = PipelineOptions.problems(pipeline, microbatches, stages, plan=plan, fixed=fixed)
     if plan is not None and fixed is not None:
@@ -324,14 +333,14 @@ def soap_shard(
     if plan is not None and objective != "time":
         beside.append(Problem("objective", "given beside a plan", "one of them", "plan anew, or drop it"))
     given = {k: v for k, v in locals().items() if k in OPTIONS}
-    check(given, also=beside if fn is None else [*check_step(fn), *beside])
+    check_options(given, also=beside if fn is None else [*check_step(fn), *beside])
     options = dict(
         topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
         static_argnums=listed(static_argnums), static_argnames=listed(static_argnames), donate=donate,
         donate_argnums=None if donate_argnums is None else listed(donate_argnums),
         donate_argnames=None if donate_argnames is None else listed(donate_argnames),
         devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
-        logical_axis_rules=logical_axis_rules, objective=objective,
+        logical_axis_rules=logical_axis_rules, objective=objective, simplicity=simplicity, check=check,
         pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction),
     )  # fmt: skip
     return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)

@@ -85,6 +85,15 @@ class PlanCommand:
     """Plan every step of a scan on its own."""
     profile: str | None = None
     """Cost with measurements: a file of `soapjax profile`, or "auto": all in the cache that fit."""
+    simplicity: float = 0.5
+    """Of plans within so many percent of the best step time the simplest is taken: equal blocks alike, fewer bytes sent, fewer
+    reshards. 0 takes the best."""
+    check: str = "none"
+    """compile: the best plan is compiled, and where it does not fit, the search goes on with less memory, until one does (exit
+    status 3 where none does). none: plans keep a margin of memory for the error of their prediction."""
+    target: str | None = None
+    """Of --check compile, what to compile for: by default the topology's own devices (GPUs need not be there); cpu: fake CPU
+    devices, whatever the topology; others as for `soapjax verify`."""
     verify_top: int = 0
     """Run so many of the best strategies, and data parallelism, on the devices at hand, and take the measured best."""
     json: bool = False
@@ -344,8 +353,8 @@ def _run(argv: list[str] | None) -> int:
         return 0
     if isinstance(command, VerifyCommand):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # the partitioner's warnings are read, and not shown
-        if command.target not in ("local", "cpu"):
-            os.environ.update(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    if isinstance(command, VerifyCommand | PlanCommand) and command.target not in ("local", "cpu", None):
+        os.environ.update(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     # XLA's C++ warnings belong to no user of a command line; they are back with TF_CPP_MIN_LOG_LEVEL=0.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     log = logging.StreamHandler(sys.stderr)

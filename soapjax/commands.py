@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from soapjax import cli, files, interrupts, plan_files, planning, step_source, terminal
 from soapjax.auto_pipeline import Chosen, plan_one_or_pipeline
+from soapjax.devices import devices_of_backend, devices_of_target
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.fronts import rows_of_pipelines, rows_of_planned
 from soapjax.graph.trace import TracedStep, trace
@@ -35,7 +37,7 @@ def run(command: Any, progress: Progress) -> Result:
     """Runs a parsed command, once its options are checked: nothing is imported or searched for one that is wrong."""
     problems = command_problems(command)
     if isinstance(command, cli.PlanCommand):
-        problems += _pipeline_problems(command) + _objective(command)[1]
+        problems += _pipeline_problems(command) + _check_problems(command) + _objective(command)[1]
     if isinstance(command, cli.PlanCommand | cli.ProfileCommand) and command.output is not None:
         problems += output_problems(command.output)
     if problems:
@@ -73,14 +75,36 @@ def plan_command(command: cli.PlanCommand, progress: Progress = None) -> Result:
         topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
         unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
         verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto,
+        simplicity=command.simplicity, check=command.check, devices=_devices_to_compile_for(command, topology),
     )  # fmt: skip
+    begin = time.monotonic()
     with closing(progress):
         if command.pipeline is not None:
             chosen = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
         else:
             found = planning.plan(model.step, *model.arguments, **options)
             chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
-    return _planned(command, *chosen)
+    return _planned(command, *chosen, search_s=time.monotonic() - begin)
+
+
+def _devices_to_compile_for(command: cli.PlanCommand, topology: DeviceTopology) -> list[Any] | None:
+    """Of `--check compile`; None for those at hand."""
+    if command.check == "none":
+        return None
+    return devices_of_backend(topology) if command.target is None else devices_of_target(topology, command.target)
+
+
+def _check_problems(command: cli.PlanCommand) -> list[Problem]:
+    """What does not go together with `--check` and `--target`."""
+    problems = []
+    if command.target is not None and command.check != "compile":
+        problems.append(Problem("--target", command.target, "--check compile", "add it, or drop --target"))
+    if command.check == "compile" and command.pipeline is not None:
+        expected, remedy = "one program: stages are not compiled", "drop one of them; soapjax verify compiles a pipeline's stages"
+        problems.append(Problem("--check", f"compile with --pipeline {command.pipeline}", expected, remedy))
+    if command.target is not None and command.verify_top:
+        problems.append(Problem("--target", command.target, "the devices at hand with --verify-top", "drop one of them"))
+    return problems
 
 
 def wanted_topology(command: cli.PlanCommand | cli.ProfileCommand) -> DeviceTopology:
@@ -93,13 +117,14 @@ def _objective(command: cli.PlanCommand) -> tuple[Objective, list[Problem]]:
     return objective_of(command.objective, command.max_bytes, command.max_memory, command.weights)
 
 
-def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow]) -> Result:
-    """Saves a plan and reports it."""
+def _planned(command: cli.PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow], *, search_s: float) -> Result:
+    """Saves a plan and reports it, with the seconds that planning took, which no file keeps."""
     stopped_by = "interrupted" if interrupts.came() else stopped_by
     if command.output is not None:
         with_output(command.output, plan.save)
-    result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output}
-    lines = [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
+    result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output, "search_s": round(search_s, 3)}
+    lines = [f"planned in {search_s:.3g} s; {plan.provenance.num_proposals:,} proposals"]
+    lines += [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
     status = 0
     p, named = plan.prediction, {"max_bytes": "--max-bytes", "max_memory": "--max-memory"}
     for problem in _objective(command)[0].unmet(p.peak_sent_bytes, p.memory_bytes_per_device):
@@ -132,13 +157,14 @@ def _pipeline_problems(command: cli.PlanCommand) -> list[Problem]:
 def _pipeline_command(
     command: cli.PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], progress: Progress
 ) -> Result:
+    begin = time.monotonic()
     with closing(progress):
         plan, found = planning.plan_pipeline(
             model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
             proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
             profile=command.profile, objective=_objective(command)[0], pareto=command.pareto, **numbers,
         )  # fmt: skip
-    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found))
+    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found), search_s=time.monotonic() - begin)
 
 
 def with_output(path: str, write: Callable[[str], None]) -> None:
@@ -196,10 +222,10 @@ def plan_result(plan: Plan) -> dict[str, Any]:
         "num_operators": plan.graph.num_operators,
         "num_devices": plan.num_devices,
         "num_proposals": source.num_proposals,
-        "search_s": source.search_s,
         "notes": list(source.notes),
         "compute_figures": p.compute_figures,
         "verified": [t.model_dump() for t in source.verified],
+        "compiled": [f.model_dump() | {"fits": f.fits} for f in source.compiled],
         "plan_sha256": plan.plan_sha256,
     }
 

@@ -39,25 +39,31 @@ class Maker:
         self, name: str, *, plan: str | Plan | None, devices: Sequence[Any] | None, pipeline: PipelineOptions | None, **options: Any
     ):  # fmt: skip
         self.name, self.source, self.devices, self.pipeline, self.options = name, plan, devices, pipeline, options
+        self.check = options.pop("check")
         self.tracing = {k: options[k] for k in ("axis_name", "strip_constraints")}
 
     def made(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], donate: bool | Sequence[int]
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], donate: bool | Sequence[int], *, runs: bool
     ) -> tuple[Plan | None, CompiledStep | StreamStep]:
-        """The plan (None of a given pipeline) and the program for these arguments, of which those at `static` are constants."""
+        """The plan (None of a given pipeline) and the program for these arguments, of which those at `static` are constants.
+
+        Args:
+          runs: whether the step is run as it is made, so that a check of the plan may compile it.
+        """
         asked = self.pipeline
         if asked is not None and isinstance(asked.pipeline, Pipeline):
             return None, pipelined(
                 fn, *args, pipeline=asked.pipeline, reduction=asked.reduction, topology=self.options["topology"],
                 devices=self.devices, static_argnums=static, unroll=self.options["unroll"], donate=bool(donate), **self.tracing,
             )  # fmt: skip
-        start = time.monotonic()
+        start, program = time.monotonic(), None
         with progress.shown(f"planning {self.name}") as report:
             if jointly.spans_processes(self.devices):
                 with jointly.call(self.name):  # it may be `prepare` or `lower` that plans
                     made, step = self._plan_jointly(fn, args, static, report)
             else:
-                made, step = self._make_plan(fn, args, static, report)
+                check = dict(check=self.check if runs else "none", donate=donate)
+                made, step, program = self._make_plan(fn, args, static, report, check)
         devices = self.devices if self.devices is not None else jax.devices()[: made.num_devices]
         if made.pipeline is not None:
             compiled = planned_pipeline(
@@ -65,7 +71,7 @@ class Maker:
                 reduction="mean" if asked is None else asked.reduction, **self.tracing,
             )  # fmt: skip
         else:
-            compiled = compile_step(bind_plan(step, made, devices=devices), donate=donate)
+            compiled = program or compile_step(bind_plan(step, made, devices=devices), donate=donate)
         log.info(
             "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
             self.name, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
@@ -77,18 +83,20 @@ class Maker:
         return made, compiled
 
     def _make_plan(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
-    ) -> tuple[Plan, TracedStep]:
+        self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None,
+        check: dict[str, Any],
+    ) -> tuple[Plan, TracedStep, CompiledStep | None]:  # fmt: skip
+        """The plan, the traced step, and the program where a check compiled it."""
         options = self.options
         tracing = dict(static_argnums=static, **self.tracing)
         if self.source is None and self.pipeline is not None:
-            return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing)
+            return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing), None
         if self.source is None:
-            found = planning.plan(fn, *args, static_argnums=static, devices=self.devices, progress=report, **options)
-            return found.plan, found.step
+            found = planning.plan(fn, *args, static_argnums=static, devices=self.devices, progress=report, **check, **options)
+            return found.plan, found.step, found.program
         source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
         step = trace(fn, *args, unroll=source.unroll or options["unroll"], **tracing)
-        return recost(source, step, place="plan" if source is self.source else str(self.source)), step
+        return recost(source, step, place="plan" if source is self.source else str(self.source)), step, None
 
     def _planned_pipeline(
         self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None
@@ -112,12 +120,12 @@ class Maker:
 
             def search() -> Plan:
                 nonlocal step
-                made, step = self._make_plan(fn, args, static, report)
+                made, step, _ = self._make_plan(fn, args, static, report, {})
                 return made
 
             made = jointly.planned_by_first(self.name, search, seconds=self.options["seconds"])
             step = step or trace(fn, *args, static_argnums=static, unroll=self.options["unroll"], **self.tracing)
         else:
-            made, step = self._make_plan(fn, args, static, report)
+            made, step, _ = self._make_plan(fn, args, static, report, {})
         jointly.agree_on_plan(self.name, made, step)
         return made, step

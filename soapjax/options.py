@@ -22,6 +22,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
+from soapjax.compile_check import CHECKS
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.microbatches import REDUCTIONS
@@ -72,6 +73,7 @@ def _path(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_plain), Field(ge=1, le=MOST, strict=True)]
 Natural = Annotated[int, BeforeValidator(_plain), Field(ge=0, le=MOST, strict=True)]
 Seconds = Annotated[float, BeforeValidator(_plain), Field(gt=0, le=MOST_SECONDS, strict=True, allow_inf_nan=False)]
+Percent = Annotated[float, BeforeValidator(_plain), Field(ge=0, le=100, strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, BeforeValidator(_plain), Field(strict=True)]
 PathLike = Annotated[Any, AfterValidator(_path)]
 Number = Annotated[int, BeforeValidator(_plain), Field(strict=True)]
@@ -145,6 +147,8 @@ OPTIONS: dict[str, Option] = {
     "pipeline": Option(InstanceOf[Pipeline] | None, ", or a Pipeline", "choose one of these, or pass a Pipeline", PIPELINES),
     "microbatches": _auto, "stages": _auto,
     "microbatch_reduction": Option(_never, "", "choose one of these", REDUCTIONS),
+    "simplicity": Option(Percent, "a percentage from 0 to 100", "leave it out for 0.5, or write 0 for the fastest plan as found"),
+    "check": Option(_never, "", "choose one of these", CHECKS),
     "steps": Option(Whole, f"at least 1: {_whole}", "train one step or more"),
 }  # fmt: skip
 

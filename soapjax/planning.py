@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +16,11 @@ import jax
 
 from soapjax import interrupts, options
 from soapjax.calling import listed
+from soapjax.compile_check import checked, compiled_plan, devices_to_compile_for
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
@@ -29,21 +32,21 @@ from soapjax.profiling import compute_figures, device_at_hand
 from soapjax.report.html import framed, page
 from soapjax.search.front import FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
-from soapjax.search.plainest import sends_less
-from soapjax.search.planners import BASELINES, get_planner
-from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.search.planners import get_planner
+from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
+from soapjax.searching import Search, Searched
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.sizes import size
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import ModelSource, Plan, Provenance, StrategyFigures, TimedStep
+from soapjax.strategy.plan import CompiledFigures, ModelSource, Plan, Provenance, TimedStep
 from soapjax.strategy.plan_strategy import make_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.topology.local import local_topology
 from soapjax.user_shardings import check_constraints, logical_axes, user_layouts
-from soapjax.verify_top import Verified, measured_best, require_real_devices, shortlist
+from soapjax.verify_top import measured_best, require_real_devices, shortlist
 
 DEFAULT_PROPOSALS = 100_000
 
@@ -57,6 +60,7 @@ class Planned(NamedTuple):
     problem: PlanningProblem
     step: TracedStep
     front: tuple[FrontPoint, ...] = ()  # of time, communication and memory, of all that was judged, where `pareto` asked for it
+    program: CompiledStep | None = None  # the plan's, where a check compiled it
 
     @property
     def graph(self) -> OperatorGraph:
@@ -75,6 +79,7 @@ def plan(
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
     devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None, objective: str | Objective = "time", pareto: bool = False,
+    simplicity: float = 0.5, check: str = "none", donate: bool | Sequence[int] = True,
 ) -> Planned:  # fmt: skip
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
@@ -88,29 +93,37 @@ def plan(
       progress: called between rounds with (proposals, best step time, elapsed seconds).
       profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
       verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
-      devices: those to run on for that, and those that "local" means; `jax.devices()` by default.
+      devices: those to run on for that, to compile for, and those that "local" means; `jax.devices()` by default.
       axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
       objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
         the one that violates them least is returned, with a note; `objective.unmet` names them.
       pareto: keep the front of time, communication and memory of all that the search judged.
-    Raises: SoapjaxError for every input that does not fit.
+      simplicity: of plans within so many percent of the best step time, the simplest is taken; 0 takes the best.
+      check: "compile": compile the best plan, and search on with less memory where it does not fit; `donate` as for `soap_shard`.
+        With "none" plans keep a margin of memory for the error of their prediction.
+    Raises: SoapjaxError for every input that does not fit; InfeasibleError where no plan fits as compiled.
     """
     given = dict(
         topology=topology, planner=planner, seed=seed, proposals=proposals, seconds=seconds, fixed=fixed, unroll=unroll,
         static_argnums=static_argnums, space=space, profile=profile, verify_top=verify_top, devices=devices, axis_name=axis_name,
         strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules, objective=objective, pareto=pareto,
+        simplicity=simplicity, check=check,
     )  # fmt: skip
     options.check(given, also=options.check_step(fn))
     objective = options.objective(objective)
     static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
+    if check == "compile":
+        to_compile_for = devices_to_compile_for(topology, devices)
+        topology = topology.usable_up_to(topology.device.available_memory_bytes)
     if verify_top:
         require_real_devices(topology, jax.devices() if devices is None else list(devices))
     search = get_planner(planner, space=space)
     step = trace(
         fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
     )  # fmt: skip
+    begin = time.monotonic()
     static = {i % len(args) for i in static_argnums} if args else set()
     given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
     layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
@@ -118,45 +131,31 @@ def plan(
     if pareto or not objective.is_time:
         problem = problem.keeping_front()
     remarks = (*remarks, *_graph_remarks(problem.graph))
+    deadline = math.inf if seconds is None else begin + seconds
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
-    begin = time.monotonic()
+    looks = check == "compile"
+    run = Search(planner, search, seed, proposals, deadline, progress, simplicity / 100, may_go_on=looks)
+
+    def plan_of(found: Searched, **more: Any) -> Plan:
+        return plan_of_strategy(found.problem, found.result.best.strategy, model=model, unroll=unroll, **more)
+
+    program, compiled, table = None, (), ()
     with on_cpu():
-        key = jax.random.key(seed)
-        baselines = {name: run(key, problem, Budget()) for name, run in BASELINES.items()}
-        if seconds is not None:  # what compiling the simulator took belongs to the search
-            seconds = max(seconds - (time.monotonic() - begin), 1e-3)
-        try:
-            found = tuple(b.best.strategy for b in baselines.values())
-            with interrupts.searching():
-                result = search(key, problem, Budget(proposals, seconds, progress, baselines=found))
-        except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
-            best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
-            result = SearchResult(best, 0, 0.0, "interrupted")
-        seen = problem.best_seen()
-        if seen is not None and not objective.is_time and seen.rank < result.best.rank:
-            result = result._replace(best=seen, candidates=(result.best, *result.candidates))
-        result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
-        if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
-            result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
-        table: tuple[TimedStep, ...] = ()
-        if verify_top and result.stopped_by != "interrupted":
+        found = run(problem)
+        if looks and found.result.stopped_by != "interrupted":
+            found, compiled, program = checked(run, found, plan_of, lambda p: compiled_plan(step, p, to_compile_for, donate))
+        if verify_top and found.result.stopped_by != "interrupted":
             leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
-            try:
-                with interrupts.searching():
-                    verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
-                result, table = result._replace(best=verified.best), verified.table
-                remarks = (*remarks, *verified.notes)
-            except KeyboardInterrupt:
-                result = result._replace(stopped_by="interrupted")
-                remarks = (*remarks, "interrupted while the best strategies were run: this is the best predicted one")
-        figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
-        provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures, objective)
-        made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
+            found, table, notes = _verified(verify_top, found, step, planner, leaves, devices)
+            remarks = (*remarks, *notes)
+            program = None  # it may be another strategy's
+        provenance = _provenance(planner, space, seed, found, remarks, table, compiled)
+        made = plan_of(found, provenance=provenance)
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
-    front = problem.front.points() if pareto else ()
-    return Planned(made, result, baselines, problem, step, front)
+    front = found.problem.front.points() if pareto else ()
+    return Planned(made, found.result, found.baselines, found.problem, step, front, program)
 
 
 def _graph_remarks(graph: OperatorGraph) -> tuple[str, ...]:
@@ -264,39 +263,26 @@ def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tup
     return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
 
 
-def _simpler_if_as_good(
-    result: SearchResult, baselines: Mapping[str, SearchResult], problem: PlanningProblem, planner: str
-) -> tuple[SearchResult, tuple[str, ...]]:
-    """The simplest baseline whose distance from the best is within the calibrated error; the simplest first."""
-    profile = problem.simulator.tables.profile
-    error = profile.error if profile is not None else 0.0
-    best = result.best
-    for name, found in baselines.items() if error > 0 and planner not in baselines else ():
-        gain = 1 - best.step_time_s / found.best.step_time_s
-        if found.best.is_feasible and 0 <= gain < error:
-            note = (
-                f"{planner} found {best.step_time_s:.4g} s per step, {gain:.1%} less than {name}: below the calibrated error of "
-                f"{error:.1%}, so {name} is taken"
-            )
-            return result._replace(best=found.best, candidates=(best, *result.candidates)), (note,)
-    return result, ()
-
-
 def _verified(
-    count: int, problem: PlanningProblem, step: TracedStep, planner: str, result: SearchResult,
-    baselines: Mapping[str, SearchResult], leaves: Sequence[Any], devices: Sequence[Any] | None,
-) -> Verified:  # fmt: skip
-    """The measured best of the best predicted ones."""
+    count: int, found: Searched, step: TracedStep, planner: str, leaves: Sequence[Any], devices: Sequence[Any] | None
+) -> tuple[Searched, tuple[TimedStep, ...], tuple[str, ...]]:
+    """The measured best of the best predicted ones, how long each took, and notes."""
+    problem, result = found.problem, found.result
     own = [result.best, *(e for e in result.candidates if e is not result.best)]
     pool = [(f"{planner} {i + 1}" if i else planner, e) for i, e in enumerate(own)]
-    pool += [(name, found.best) for name, found in baselines.items()]
+    pool += [(name, baseline.best) for name, baseline in found.baselines.items()]
     used = list(jax.devices() if devices is None else devices)[: problem.simulator.tables.topology.num_devices]
 
     def time_one(e: Evaluation) -> float:
         return time_steps(bind_plan(step, plan_of_strategy(problem, e.strategy), devices=used), leaves)
 
-    with jax.default_device(None):
-        return measured_best(shortlist(pool, count), time_one)
+    try:
+        with interrupts.searching(), jax.default_device(None):
+            best, table, notes = measured_best(shortlist(pool, count), time_one)
+        return found._replace(result=result._replace(best=best)), table, notes
+    except KeyboardInterrupt:
+        note = "interrupted while the best strategies were run: this is the best predicted one"
+        return found._replace(result=result._replace(stopped_by="interrupted")), (), (note,)
 
 
 @contextlib.contextmanager
@@ -320,6 +306,8 @@ def plan_of_strategy(
     topology, profile = simulator.tables.topology, simulator.tables.profile
     figures, shares = compute_figures(simulator, strategy)
     prediction = simulator.prediction(strategy, compute_figures=shares)
+    if (compiled := provenance.compiled_as(prediction)) is not None:  # the compiler's word goes before ours
+        prediction = prediction.model_copy(update={"feasible": compiled.fits})
     return make_plan(
         problem.space, topology, strategy, *layouts_for_plan(simulator.tables, costs), prediction, model=model,
         provenance=provenance, unroll=unroll, figures=figures, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
@@ -328,14 +316,15 @@ def plan_of_strategy(
 
 
 def _provenance(
-    planner: str, space: str, seed: int, result: SearchResult, baselines: Mapping[str, SearchResult],
-    remarks: Sequence[str] = (), verified: Sequence[TimedStep] = (), figures: Mapping[str, StrategyFigures] | None = None,
-    objective: Objective = TIME,
+    planner: str, space: str, seed: int, found: Searched, remarks: Sequence[str], verified: Sequence[TimedStep],
+    compiled: Sequence[CompiledFigures],
 ) -> Provenance:  # fmt: skip
-    notes = [*remarks, *result.notes]
-    for name, found in baselines.items():
-        notes += [f"{name}: {note}" for note in found.notes]
-        best = found.best
+    problem, result, baselines = found.problem, found.result, found.baselines
+    figures = problem.simulator.figures([b.best.strategy for b in baselines.values()])
+    notes = [*remarks, *found.notes, *result.notes]
+    for name, baseline in baselines.items():
+        notes += [f"{name}: {note}" for note in baseline.notes]
+        best = baseline.best
         if best.exceeds_limits:
             loads = f"a device sends {size(best.sent_bytes)} and stores {size(best.memory_bytes)}"
             notes.append(f"{name}: exceeds a limit ({loads})")
@@ -349,14 +338,14 @@ def _provenance(
         versions=_versions(),
         planner=planner,
         space=space,
-        objective=objective.describe(),
+        objective=problem.objective.describe(),
         seed=seed,
         num_proposals=result.num_proposals,
-        search_s=round(result.search_s, 3),
-        baselines={name: found.best.step_time_s for name, found in baselines.items()},
-        baseline_figures=dict(figures or {}),
+        baselines={name: baseline.best.step_time_s for name, baseline in baselines.items()},
+        baseline_figures=dict(zip(baselines, figures, strict=True)),
         notes=tuple(notes),
         verified=tuple(verified),
+        compiled=tuple(compiled),
     )
 
 

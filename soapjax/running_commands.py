@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +16,8 @@ from rich.text import Text
 
 from soapjax import cli, planning
 from soapjax.commands import Result, loaded, plan_result
+from soapjax.devices import devices_of_target, start_devices
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.aot import cuda_devices, target_for
 from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.inspect import inspect as inspect_program
 from soapjax.execute.spmd import bind_plan, not_executable
@@ -38,8 +36,6 @@ from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology
 from soapjax.verify_programs import ProgramsVerified, verify_programs
 
-MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine
-
 
 def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[Plan, ModelSource, DeviceTopology]:
     """The plan of a file, the step that the user chose for it, and its topology: before a device is started or a module imported.
@@ -51,29 +47,6 @@ def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[Plan, ModelSo
     if problems := not_executable(plan, place=command.plan):
         raise SoapjaxError(problems)
     return plan, required_source(command, plan, place=command.plan), topology
-
-
-def devices_of_target(topology: DeviceTopology, target: str) -> list[Any]:
-    """Devices to compile for: "local", "cpu" (fake ones), "cuda" (the topology's GPU, which need not be there) or a GPU's name.
-
-    Raises: SoapjaxError where there are none, or the topology is of another GPU.
-    """
-    if target in ("local", "cpu"):
-        devices = start_devices(topology.num_devices)
-        return jax.devices("cpu")[: topology.num_devices] if target == "cpu" else devices
-    name = target_for(topology.device.name, target)
-    return cuda_devices(name, topology.num_devices, topology.levels[-1].size, topology.device.memory_bytes)
-
-
-def start_devices(count: int) -> list[Any]:
-    """At least `count` devices: the accelerators at hand, or as many fake CPU devices, started if need be."""
-    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and count <= MAX_FAKE_DEVICES:
-        with contextlib.suppress(RuntimeError):  # the backend runs already: what it has must do
-            jax.config.update("jax_num_cpu_devices", max(count, 1))
-    devices = jax.devices()
-    if len(devices) < count and len(jax.devices("cpu")) >= count:
-        devices = jax.devices("cpu")
-    return devices[:count] if len(devices) >= count else devices
 
 
 def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
@@ -206,8 +179,8 @@ def verify_command(command: cli.VerifyCommand) -> Result:
     is_proven &= ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
     by_kind = compare_by_kind(plan, inspected.collectives)
     apart = differences(plan, inspected.collectives)
-    usable = plan.prediction.usable_memory_bytes
-    fits = inspected.memory_bytes <= usable or not plan.prediction.feasible
+    available = topology.device.available_memory_bytes
+    fits = inspected.memory_bytes <= available or not plan.prediction.feasible
     result |= {
         "target": command.target,
         "collective_bytes": by_kind,
@@ -230,7 +203,8 @@ def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVe
     shown = ops.ops_as_planned > 0 if numbers is None else numbers.is_proven
     is_proven = shown and ops.ops_as_planned == ops.planned_ops - ops.ops_unchecked
     compiled_bytes = max(compiled for _, compiled in found.memory.values())
-    fits = compiled_bytes <= plan.prediction.usable_memory_bytes or not plan.prediction.feasible
+    available = topology_of(plan)[0].device.available_memory_bytes
+    fits = compiled_bytes <= available or not plan.prediction.feasible
     result = {} if numbers is None else numbers._asdict() | {"reference": found.reference}
     result |= {
         "planned_ops": ops.planned_ops, "ops_as_planned": ops.ops_as_planned, "ops_unchecked": ops.ops_unchecked,

@@ -27,6 +27,7 @@ BATCH = 16
 TINY_LM = dict(batch=8, seq=16, width=32, heads=4, vocab=64)
 MODELS = {
     "mlp": ("mlp", dict(batch=64, width=64, layers=2, classes=64, features=64)),
+    "mlp_deep": ("mlp", dict(batch=64, width=64, layers=5, classes=64, features=64)),
     "mlp_of_sixes": ("mlp", dict(batch=24, width=36, layers=2, classes=42, features=6)),
     "lm": ("transformer_lm", dict(layers=1, **TINY_LM)),
     "lm_scan": ("transformer_lm", dict(layers=2, scan=True, **TINY_LM)),

@@ -158,6 +158,15 @@ class Evaluator:
             np.asarray(of.sent_bytes)[lane], np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,
         )  # fmt: skip
 
+    def by_operator(self, of: Evaluated, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What depends on one operator, of `count` strategies: slots' layouts int8 [B, U, A], and seconds [B, K] and [B, S, L]."""
+        t, b = self.tables, self.bucket
+        num_slots, end = len(t.access_op) + 2 * len(t.parameter_op) + 1, len(t.tensor_bytes) + len(t.edge_task)
+        sets = np.moveaxis(np.asarray(of.layout)[:num_slots, ..., :count], -1, 0)
+        paid_s = np.asarray(of.rows.paid_s)[end : end + len(t.sum_task), b.levels - t.links.num_levels :, :count]
+        compute_s = np.asarray(of.compute_s)[: t.num_tasks, :count]
+        return decoded(sets, len(t.links.axis_sizes), b.dims), compute_s.T, np.moveaxis(paid_s, -1, 0)
+
 
 def costs_of(tables: CostTables, axes: Array, storage: Array) -> Costs:
     """All figures of one strategy int8 [N, A] and [N]."""

@@ -16,6 +16,7 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.arrivals import place_all, require_arrays
+from soapjax.execute.inspect import compiled_for, peak_memory_bytes
 from soapjax.execute.spmd import Program
 from soapjax.graph.trace import check_leaves, signature
 from soapjax.own_config import compiled_as_planned
@@ -104,7 +105,21 @@ class CompiledStep:
         """Compiles the step for its shapes; the first call does it where nobody did before."""
         if self._compiled is None:
             with compiled_as_planned():
-                self._compiled = self.lower().compile()
+                self._compiled = compiled_for(self.lower(), self._platform)
+
+    @property
+    def _platform(self) -> str:
+        return self.program.mesh.devices.flat[0].platform
+
+    def peak_memory_bytes(self) -> int:
+        """Per device, as compiled."""
+        self.compile()
+        return peak_memory_bytes(self._compiled, self._platform)
+
+    def as_text(self) -> str:
+        """The compiled program, as optimised HLO."""
+        self.compile()
+        return self._compiled.as_text()
 
     def _structs(self) -> tuple[Any, ...]:
         structs = [

@@ -12,6 +12,7 @@ from rich.text import Text
 from soapjax.report.text_table import TextTable
 from soapjax.sizes import size
 from soapjax.strategy.plan import OperatorPart, Plan
+from soapjax.strategy.plan_strategy import topology_of
 
 
 def seconds(s: float) -> str:
@@ -242,6 +243,19 @@ def verified_table(plan: Plan) -> TextTable:
     return table
 
 
+def memory_words(plan: Plan) -> str:
+    """What is usable, what the plan keeps free of it, and what the compiler said."""
+    p, device = plan.prediction, topology_of(plan)[0].device
+    words = f"{size(p.usable_memory_bytes)} are usable"
+    if device.memory_margin:
+        words += f" ({device.memory_margin:.3g} of {size(device.available_memory_bytes)} are kept free)"
+    compiled = plan.provenance.compiled_as(p)
+    if compiled is None:
+        return words + "; not compiled" if plan.pipeline is None else words
+    verdict = "fits" if compiled.fits else "does NOT fit"
+    return f"{words}; compiled for {compiled.target}: {size(compiled.compiled_memory_bytes)}, {verdict}"
+
+
 def plan_report(plan: Plan) -> RenderableType:
     """Everything a person wants to know about a plan."""
     p = plan.prediction
@@ -255,7 +269,7 @@ def plan_report(plan: Plan) -> RenderableType:
         + " ".join(f"{n}={s}" for n, s in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
         *([] if plan.pipeline is not None or plan.pinned else [f"each device sends per step: {moved}"]),
         *([f"the device that sends most sends {_sends(p.peak_sent_bytes)} per step"] if devices_differ else []),
-        f"memory per device: {parts}; {size(p.usable_memory_bytes)} are usable",
+        f"memory per device: {parts}; {memory_words(plan)}",
         *([f"compute seconds: {figures}"] if figures else []),
         *(["for simulation only: a loop's operators are on different devices"] if not plan.executable else []),
         *(f"note: {note}" for note in plan.provenance.notes),

@@ -10,6 +10,7 @@ from rich.text import Text
 from soapjax.report.text_table import TextTable
 from soapjax.sizes import size
 from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan_strategy import topology_of
 
 MAX_DIFFERENCES = 12
 
@@ -56,12 +57,14 @@ def compiled_report(
         lines.append(f"operators whose communication differs by more than 1 % of all ({len(apart)}):")
         lines += [str(d) for d in apart[:MAX_DIFFERENCES]]
     if not fits:
-        lines.append(
-            f"does NOT fit: compiled {size(inspected.memory_bytes)}, usable {size(plan.prediction.usable_memory_bytes)} per device"
-        )
+        lines.append(f"does NOT fit: compiled {size(inspected.memory_bytes)}, available {size(_available_bytes(plan))} per device")
     verdict = "proven" if runs else "compiled as planned; the numbers were not compared, nothing was run"
     lines.append(verdict if is_proven and fits else "NOT proven")
     return [table, Text("\n".join(lines))]
+
+
+def _available_bytes(plan: Plan) -> int:
+    return topology_of(plan)[0].device.available_memory_bytes
 
 
 def _relative(predicted: int, compiled: int) -> str:
@@ -92,7 +95,7 @@ def programs_report(plan: Plan, found: Any, *, runs: bool, is_proven: bool, fits
         *(f"{p.name}: replicated: {r}" for p in parts for r in p.replicated),
     ]
     if not fits:
-        lines.append(f"does NOT fit: usable {size(plan.prediction.usable_memory_bytes)} per device")
+        lines.append(f"does NOT fit: available {size(_available_bytes(plan))} per device")
     if runs and found.numbers is None:
         lines.append("numbers not compared: an asynchronous schedule trains with older weights than the single-device step")
     verdict = "proven" if runs and found.numbers is not None else "compiled as planned; the numbers were not compared"

@@ -82,12 +82,15 @@ def streams_of(tables: CostTables) -> Streams:
 
 
 def lower_bound(problem: PlanningProblem, seconds: float = 30.0) -> Bound:
-    """The largest bound found within about `seconds`; of the whole space where operators have few configs."""
+    """The largest bound found within about `seconds`; of the whole space where operators have few configs.
+
+    Raises: TimeoutError where there is none by then.
+    """
     deadline = time.monotonic() + seconds
     if problem.space.num_assignments.max(initial=1.0) <= COMPLETE_CONFIGS:
-        relaxation = relax(problem, max_candidates=None)
+        relaxation = relax(problem, max_candidates=None, deadline=deadline)
     else:
-        relaxation = pruned(seeded_relaxation(problem), PRUNED_TO, seeds(problem))
+        relaxation = pruned(seeded_relaxation(problem, deadline), PRUNED_TO, seeds(problem), deadline=deadline)
     value, _ = bound_of(relaxation, deadline=deadline)
     return Bound(value, relaxation.num_candidates, relaxation.is_pruned, problem.space.offers_pins)
 

@@ -1,8 +1,9 @@
 """The configs that a relaxation considers per operator: all of them, or where they are many one per class of like ones.
 
-Axes of one link level and size are nearly interchangeable. Where an operator has more than `MANY` configs, only those
-are listed in which such axes take their dims in one order (sample first, then attributes, then parameters, and
-replication last); of 4^6 configs of a product on 64 devices 400 remain. What is left out this way is reported.
+Axes of one link level and size are nearly interchangeable. Where an operator has more than `MANY` configs, only those are listed in
+which such axes take their dims in one order (sample first, then attributes, then parameters, and replication last); of 4^6 configs
+of a product on 64 devices 400 remain. Where more than `MOST` remain, the order holds across levels too: the batch is split over
+slow links before parameters are. What is left out this way is reported.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.strategy.space import SearchSpace
+from soapjax.topology import FactorMesh
 
 MANY = 300
+MOST = 500
 _KINDS = {"S": 0, "A": 1, "P": 2}
 
 
@@ -41,9 +44,23 @@ def enumerate_candidates(space: SearchSpace, *, is_complete: bool = False) -> tu
 
 
 def _axes(space: SearchSpace, n: int, is_complete: bool) -> tuple[np.ndarray, bool]:
-    """Valid axis assignments [K, A] of operator `n`, built axis by axis, and whether some were left out."""
+    """Valid axis assignments [K, A] of operator `n`, and whether some were left out."""
     mesh = space.mesh
-    in_order = not is_complete and space.num_assignments[n] > MANY
+    if is_complete or space.num_assignments[n] <= MANY:
+        return _in_order(space, n, set())
+    like = {a for a in range(1, len(mesh.axis_sizes)) if _is_like(mesh, a)}
+    rows, fewer = _in_order(space, n, like)
+    return (rows, fewer) if len(rows) <= MOST else _in_order(space, n, set(range(1, len(mesh.axis_sizes))))
+
+
+def _is_like(mesh: FactorMesh, a: int) -> bool:
+    """Whether axis `a` is of the level and size of the one before."""
+    return (mesh.axis_levels[a], mesh.axis_sizes[a]) == (mesh.axis_levels[a - 1], mesh.axis_sizes[a - 1])
+
+
+def _in_order(space: SearchSpace, n: int, ordered_axes: set[int]) -> tuple[np.ndarray, bool]:
+    """Valid axis assignments, built axis by axis, in which `ordered_axes` take no earlier dim than the axis before each."""
+    mesh = space.mesh
     rank = np.zeros(space.allowed.shape[2], np.int64)
     rank[0] = 99
     for k, d in enumerate(space.graph.operators[n].dims):
@@ -59,7 +76,7 @@ def _axes(space: SearchSpace, n: int, is_complete: bool) -> tuple[np.ndarray, bo
         degree = np.repeat(split, len(values), axis=0)
         degree[np.arange(len(new)), np.maximum(new[:, a], 0)] *= np.where(new[:, a] >= 0, size, 1)
         valid = (space.divisors[n] % degree == 0).all(axis=1)
-        if in_order and a and (mesh.axis_levels[a], size) == (mesh.axis_levels[a - 1], mesh.axis_sizes[a - 1]):
+        if a in ordered_axes:
             ordered = rank[new[:, a] + 1] >= rank[new[:, a - 1] + 1]
             fewer |= bool((valid & ~ordered).any())
             valid &= ordered

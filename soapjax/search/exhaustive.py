@@ -48,8 +48,8 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
     bound = 0.0
     try:
         search.simulate([run(rng_key, problem, Budget()).best.strategy for run in BASELINES.values()])
-        search.simulate([additive_start(problem)])
-        root = relax(problem, max_candidates=None)
+        search.simulate([additive_start(problem, deadline=search.deadline)])
+        root = relax(problem, max_candidates=None, deadline=search.deadline)
         keep = _undominated(root)
         if search.stopped_by() is None:
             descend(search, root, keep, search.best)
@@ -72,6 +72,8 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
                     heapq.heappush(heap, child._replace(number=count))
                     count += 1
             history.append((search.evaluated, time.monotonic() - search.begin, search.best.step_time_s))
+    except TimeoutError:  # while costs of candidates were tabulated
+        stopped_by = "seconds"
     except KeyboardInterrupt:
         stopped_by = "interrupted"
         if search.best is None:
@@ -136,7 +138,7 @@ def expand(search: Incumbent, root: Relaxation, node: Node) -> list[Node]:
         if size <= _LEAVES:
             _enumerate(search, root, keep)
             return []
-        relaxation = root.restricted(keep)
+        relaxation = root.restricted(keep, deadline=search.deadline)
         found = bounded(search, relaxation, node)
         if found.value >= search.limit:
             return []

@@ -21,6 +21,7 @@ class Incumbent:
 
     def __init__(self, problem: PlanningProblem, budget: Budget):
         self.problem, self.budget, self.begin = problem, budget, time.monotonic()
+        self.deadline = np.inf if budget.seconds is None else self.begin + budget.seconds
         self.best: Evaluation | None = None
         self.evaluated = 0
         self.known: set[bytes] = set()
@@ -48,7 +49,7 @@ class Incumbent:
     def stopped_by(self) -> str | None:
         if self.budget.num_proposals is not None and self.evaluated >= self.budget.num_proposals:
             return "proposals"
-        if self.budget.seconds is not None and time.monotonic() - self.begin > self.budget.seconds:
+        if time.monotonic() > self.deadline:
             return "seconds"
         return None
 
@@ -59,6 +60,8 @@ def descend(search: Incumbent, root: Relaxation, keep: list[np.ndarray], start: 
     while improved and search.stopped_by() is None:
         before = best.rank
         for n, c in enumerate(root.candidates):
+            if search.stopped_by() is not None:
+                return best
             trial = [_changed(best.strategy, {n: (c.axes[k], c.storage[k])}) for k in keep[n]]
             best = min([best, *search.simulate(trial)], key=lambda e: e.rank)
         improved = best.rank < before
@@ -86,6 +89,8 @@ def kick(search: Incumbent, root: Relaxation, keep: list[np.ndarray], weights: n
         found = search.simulate([root.strategy(pairwise, choice)])
         if found:
             descend(search, root, keep, found[0])
+        if search.stopped_by() is not None:
+            return
     near: list[list[int]] = [[n] for n in range(len(keep))]
     for a, b in root.pairwise().tables:
         near[a].append(b)

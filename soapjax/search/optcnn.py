@@ -147,18 +147,24 @@ def _divides(problem: PlanningProblem, strategy: Strategy) -> bool:
     return bool((space.divisors % split == 0).all())
 
 
-def tied_solution(relaxation: Relaxation, pairwise: Pairwise, starts: list[Strategy]) -> Solution:
+def tied_solution(
+    relaxation: Relaxation, pairwise: Pairwise, starts: list[Strategy], deadline: float = math.inf
+) -> Solution:  # fmt: skip
     """The best choice in which repeated operators choose alike."""
     small, variable = tied(pairwise, [o.group for o in relaxation.problem.graph.operators])
     members = [variable.index(v) for v in range(len(small.costs))]
     begun = [c[members] for s in starts if (c := relaxation.choice(pairwise, s)) is not None]
-    found = solve(small, begun, rounds=_TIED_ROUNDS)
+    found = solve(small, begun, rounds=_TIED_ROUNDS, deadline=deadline)
     choice = found.choice[variable]
     return Solution(choice, pairwise.value(choice), found.is_exact)
 
 
-def fitting(relaxation: Relaxation, minimise: Callable[[Pairwise], Solution]) -> list[Strategy]:
+def fitting(
+    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf
+) -> list[Strategy]:  # fmt: skip
     """Minimisers at prices of memory and of communication that rise until one is feasible; the first is that without any.
+
+    No further ones after `deadline`, of `time.monotonic`.
 
     Communication, which the relaxation knows in seconds, counts several times where the objective limits its bytes.
     """
@@ -169,7 +175,7 @@ def fitting(relaxation: Relaxation, minimise: Callable[[Pairwise], Solution]) ->
         pairwise = relaxation.pairwise(tolled(relaxation, toll), memory_price=price)
         found.append(relaxation.strategy(pairwise, minimise(pairwise).choice))
         evaluation = problem.evaluate(found[-1:])[0]
-        if evaluation.is_feasible:
+        if evaluation.is_feasible or time.monotonic() > deadline:
             break
         if evaluation.sent_bytes > objective.max_bytes:
             toll *= TOLL
@@ -203,7 +209,7 @@ def additive_start(problem: PlanningProblem, *, deadline: float = math.inf) -> S
     """
     begun = seeds(problem)
     relaxation = seeded_relaxation(problem, deadline)
-    evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun)))
+    evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun, deadline), deadline))
     if not any(e.is_feasible for e in evaluations):
         evaluations += problem.evaluate(begun)
     return min(evaluations, key=lambda e: e.rank).strategy
@@ -214,19 +220,30 @@ def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchRe
     begin = time.monotonic()
     deadline = begin + (budget.seconds if budget.seconds is not None else float("inf"))
     begun = seeds(problem)
-    relaxation = seeded_relaxation(problem)
+    try:
+        relaxation = seeded_relaxation(problem, deadline)
+    except TimeoutError:
+        return not_relaxed(problem, begin)
     exact: list[bool] = []
 
     def minimise(p: Pairwise) -> Solution:
-        start = tied_solution(relaxation, p, begun).choice
+        start = tied_solution(relaxation, p, begun, deadline).choice
         found = solve(p, [start], rounds=_ROUNDS, deadline=deadline)
         exact.append(found.is_exact)
         return found
 
-    strategies = fitting(relaxation, minimise)
+    strategies = fitting(relaxation, minimise, deadline)
     best = min(problem.evaluate(strategies), key=lambda e: e.rank)
     how = "solved exactly by elimination" if exact[0] else f"a kernel of over {MAX_ENTRIES:,} entries was left: coordinate descent"
-    return SearchResult(best, len(strategies), time.monotonic() - begin, "complete", (), notes_on(relaxation, strategies[0], how))
+    took_s, stopped_by = time.monotonic() - begin, "seconds" if time.monotonic() > deadline else "complete"
+    return SearchResult(best, len(strategies), took_s, stopped_by, (), notes_on(relaxation, strategies[0], how))
+
+
+def not_relaxed(problem: PlanningProblem, begin: float) -> SearchResult:
+    """What is left to a planner of the additive relaxation when time ends before there is one: the best of the baselines."""
+    found = problem.evaluate(seeds(problem))
+    note = "the additive relaxation was not made in time: this is the best of its seeds, the baselines and full replication"
+    return SearchResult(min(found, key=lambda e: e.rank), len(found), time.monotonic() - begin, "seconds", (), (note,))
 
 
 def notes_on(relaxation: Relaxation, strategy: Strategy, how: str) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from soapjax.costs.conversion import conversion_costs
-from soapjax.costs.evaluate import LANES, Costs, Evaluator
+from soapjax.costs.evaluate import LANES, Evaluator
 from soapjax.costs.links import Links
 from soapjax.costs.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.candidates import Candidates
@@ -26,18 +28,19 @@ def layout_names(layouts: np.ndarray) -> np.ndarray:
 class OwnRows:
     """Layouts and durations that depend on one operator, by its candidates."""
 
-    def __init__(self, evaluator: Evaluator, candidates: list[Candidates]):
-        """Evaluates "every operator takes its k-th candidate" for all k: what depends on one operator is read off."""
+    def __init__(self, evaluator: Evaluator, candidates: list[Candidates], deadline: float = math.inf):
+        """Evaluates "every operator takes its k-th candidate" for all k: what depends on one operator is read off.
+
+        Raises: TimeoutError where that was not done by `deadline`, of `time.monotonic`.
+        """
         tables = evaluator.tables
         self.tables, self.candidates = tables, candidates
         self.counts = [len(c.storage) for c in candidates]
         most = max(self.counts, default=1)
         axes = np.stack([c.axes[np.arange(most) % len(c.storage)] for c in candidates], axis=1)  # [K, N, A]
         storage = np.stack([c.storage[np.arange(most) % len(c.storage)] for c in candidates], axis=1)
-        every = [costs for costs in _costs(evaluator, axes, storage)]
-        self.slots = np.stack([x.layouts.slots for x in every])
-        self.compute_s = np.stack([x.durations.compute_s for x in every])
-        self.sum_s = np.stack([x.durations.sum_s for x in every])
+        every = zip(*_by_operator(evaluator, axes, storage, deadline), strict=True)
+        self.slots, self.compute_s, self.sum_s = (np.concatenate(x) for x in every)
         owner = tables.parameter_op
         self.slot_op = np.concatenate([tables.access_op, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
@@ -71,11 +74,15 @@ class OwnRows:
         return n, rows
 
 
-def _costs(evaluator: Evaluator, axes: np.ndarray, storage: np.ndarray) -> Iterator[Costs]:
-    """Of strategies int8 [K, N, A] and [K, N]."""
+def _by_operator(
+    evaluator: Evaluator, axes: np.ndarray, storage: np.ndarray, deadline: float
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of strategies int8 [K, N, A] and [K, N], some at a time."""
     for k in range(0, len(axes), LANES):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the candidates' own costs were not done in time")
         found = evaluator(axes[k : k + LANES], storage[k : k + LANES])
-        yield from (evaluator.costs(found, lane) for lane in range(min(LANES, len(axes) - k)))
+        yield evaluator.by_operator(found, min(LANES, len(axes) - k))
 
 
 def _converter(links: Links) -> Callable[..., np.ndarray]:

@@ -59,6 +59,14 @@ class PlanningProblem:
         """The same, which keeps the front of all that is judged."""
         return dataclasses.replace(self, front=Front(self.usable_memory_bytes, Strategy.key))
 
+    def usable_up_to(self, limit_bytes: float) -> PlanningProblem:
+        """The same where a plan may be predicted to take so many bytes of a device, and no more."""
+        topology = self.simulator.tables.topology.usable_up_to(limit_bytes)
+        usable = topology.device.usable_memory_bytes
+        tables = dataclasses.replace(self.simulator.tables, topology=topology, usable_memory_bytes=usable)
+        found = dataclasses.replace(self, simulator=Simulator(tables))
+        return found if self.front is None else found.keeping_front()
+
     def without_pins(self) -> PlanningProblem:
         """The same where no operator may be pinned: a smaller space, whose strategies cost the same and are judged faster."""
         tables = self.simulator.tables
@@ -125,7 +133,7 @@ class SearchResult(NamedTuple):
     best: Evaluation
     num_proposals: int
     search_s: float
-    stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete"
+    stopped_by: str  # "proposals", "seconds", "converged", "interrupted", "complete", "nodes" (of branch and bound)
     history: tuple[tuple[int, float, float], ...] = ()
     notes: tuple[str, ...] = ()
     candidates: tuple[Evaluation, ...] = ()  # distinct good ones, best first, where the planner kept them

@@ -166,13 +166,16 @@ class Relaxation:
             getattr(out, t.kind)[t.index] += seconds if t.kind != "compute_s" else seconds[0]
         return out
 
-    def restricted(self, keep: list[np.ndarray]) -> Relaxation:
-        """Only the candidates of these indices, per operator. Terms are made anew: fewer candidates say more about sharing."""
+    def restricted(self, keep: list[np.ndarray], *, deadline: float = math.inf) -> Relaxation:
+        """Only the candidates of these indices, per operator. Terms are made anew: fewer candidates say more about sharing.
+
+        Raises: TimeoutError where they were not done by `deadline`, of `time.monotonic`.
+        """
         candidates = [Candidates(c.axes[k], c.storage[k]) for c, k in zip(self.candidates, keep, strict=True)]
         fewer = any(len(k) < len(c.storage) for k, c in zip(keep, self.candidates, strict=True))
         rows = self.rows.restricted(candidates, keep)
         usage = [u[k] for u, k in zip(self.usage_bytes, keep, strict=True)]
-        terms = terms_of(rows.tables, rows)
+        terms = terms_of(rows.tables, rows, deadline)
         return dataclasses.replace(
             self, candidates=candidates, rows=rows, terms=terms, usage_bytes=usage, is_pruned=self.is_pruned or fewer
         )  # fmt: skip
@@ -196,16 +199,18 @@ def relax(
     """
     candidates, is_pruned = enumerate_candidates(problem.space, is_complete=max_candidates is None)
     tables = problem.simulator.tables
-    rows = OwnRows(problem.simulator.evaluator, candidates)
+    rows = OwnRows(problem.simulator.evaluator, candidates, deadline)
     relaxation = Relaxation(problem, candidates, is_pruned, rows, terms_of(tables, rows, deadline), _usage(problem, rows))
-    return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [])
+    return relaxation if max_candidates is None else pruned(relaxation, max_candidates, seeds or [], deadline=deadline)
 
 
-def pruned(relaxation: Relaxation, max_candidates: int, seeds: list[Strategy]) -> Relaxation:
+def pruned(
+    relaxation: Relaxation, max_candidates: int, seeds: list[Strategy], *, deadline: float = math.inf
+) -> Relaxation:  # fmt: skip
     """Only the best candidates, as `relax` says."""
     if all(len(c.storage) <= max_candidates for c in relaxation.candidates):
         return relaxation
-    return relaxation.restricted(_best_candidates(relaxation, max_candidates, seeds))
+    return relaxation.restricted(_best_candidates(relaxation, max_candidates, seeds), deadline=deadline)
 
 
 def _best_candidates(relaxation: Relaxation, count: int, seeds: list[Strategy]) -> list[np.ndarray]:

@@ -156,6 +156,22 @@ class TimedStep(_Part):
     measured_s: Seconds
 
 
+class CompiledFigures(_Part):
+    """What the compiler made of a strategy, beside its prediction."""
+
+    target: str  # the devices that it was compiled for
+    step_time_s: Seconds  # predicted
+    predicted_memory_bytes: Bytes  # per device, at the peak
+    compiled_memory_bytes: Bytes
+    available_memory_bytes: Bytes  # what it may take
+    predicted_sent_bytes: dict[str, Bytes] = {}  # by each device in one step, by collective
+    compiled_sent_bytes: dict[str, Bytes] = {}
+
+    @property
+    def fits(self) -> bool:
+        return self.compiled_memory_bytes <= self.available_memory_bytes
+
+
 class Provenance(_Part):
     versions: dict[str, str] = {}
     planner: str = ""
@@ -163,11 +179,18 @@ class Provenance(_Part):
     objective: str = "time"  # that it was searched by, in words
     seed: int = 0
     num_proposals: int = 0
-    search_s: Seconds = 0.0
+    search_s: Seconds = 0.0  # in no file since: the same search gives the same file, however long it takes
     baselines: dict[str, Seconds | None] = {}
     baseline_figures: dict[str, StrategyFigures] = {}  # of those that are known in full
     notes: tuple[str, ...] = ()
     verified: tuple[TimedStep, ...] = ()  # --verify-top
+    compiled: tuple[CompiledFigures, ...] = ()  # --check compile: what did not fit, and last this plan
+
+    def compiled_as(self, prediction: Prediction) -> CompiledFigures | None:
+        """What the compiler made of this plan; None where nobody asked, or the plan was edited since."""
+        last = self.compiled[-1] if self.compiled else None
+        same = last is not None and last.predicted_memory_bytes == prediction.memory_bytes_per_device
+        return last if same and last.predicted_sent_bytes in ({}, prediction.bytes_by_collective) else None
 
 
 class Plan(_Part):
@@ -224,7 +247,8 @@ class Plan(_Part):
         return plan_words.to_maxtext(self)
 
     def dumps(self) -> str:
-        left_out = {"operator_graph"} | (set() if self.logical_axes else {"logical_axes"})
+        left_out: dict[str, Any] = {"operator_graph": True, "provenance": {"search_s"}}
+        left_out |= {} if self.logical_axes else {"logical_axes": True}
         text = json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False)
         if self.operator_graph is not None:
             text = text.removesuffix("\n}") + ',\n "operator_graph": ' + figures_text(self.operator_graph) + "\n}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.topology.device_topology import SOURCED_FIGURES, DeviceKind, DeviceTopology, LinkLevel
+from soapjax.topology.device_topology import SOURCED_FIGURES, DeviceKind, DeviceTopology, LinkLevel, margin_of
 from soapjax.topology.toml_file import load_topology, shipped_catalogue
 
 FALLBACK_TOPOLOGY = "dgx1_v100x8"
@@ -150,6 +150,7 @@ def _cpu_figures(num_local: int) -> tuple[DeviceKind, LinkLevel, LinkLevel]:
             "float32": CORE_FLOAT32_FLOPS_PER_S * cores_per_device,
         },
         efficiency={"dot": 0.5, "conv": 0.3, "other": 0.1},
+        memory_margin=margin_of("cpu"),
         launch_s=5e-6,
         overlap=False,
         source=dict.fromkeys(SOURCED_FIGURES, assumption)

@@ -10,7 +10,7 @@ for hands and one in base units (which `DeviceTopology.to_dict` writes):
     arithmetic         [device.peak_tflops_per_s]        [device.peak_flops_per_s]
     link bandwidth     bandwidth_gbytes_per_s            bandwidth_bytes_per_s
     times              latency_us, launch_us             latency_s, launch_s
-    shares (0, 1]      memory_fraction, memory_efficiency_fraction, efficiency_fraction
+    shares (0, 1]      memory_fraction, memory_efficiency_fraction, efficiency_fraction; memory_margin_fraction may be 0
 
 GB is 10**9 bytes (8 Gb), GiB is 2**30. A bandwidth is that of one device in one direction: a
 host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full:
@@ -25,6 +25,7 @@ host's 100 Gb/s card shared by four GPUs is 100 / 8 / 4 = 3.125. A file, in full
     platform = "cuda"
     memory_gib = 79.15
     memory_fraction = 0.75                  # optional: XLA takes this share
+    memory_margin_fraction = 0.1            # optional: of that, what plans leave free that nobody compiled
     memory_bandwidth_gbytes_per_s = 2039
     memory_efficiency_fraction = 0.8        # achieved share of the line above
     launch_us = 4                           # fixed cost of a task

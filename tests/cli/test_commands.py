@@ -20,7 +20,7 @@ from soapjax.topology import shipped_topologies
 
 PLAN_FIELDS = {
     "step_time_s", "baselines", "feasible", "memory_bytes_per_device", "bytes_by_collective", "num_operators",
-    "num_proposals", "search_s", "plan_sha256",
+    "num_proposals", "plan_sha256",
 }  # fmt: skip
 
 

@@ -145,7 +145,8 @@ def test_additive_start_fits_into_memory(tiny):
     needed = problem.evaluate([additive_start(problem)])[0].memory_bytes
     least = min(e.memory_bytes for e in evaluations)
     assert least < 0.95 * needed or is_all
-    small = dataclasses.replace(device, memory_bytes=int(max(0.9 * needed, 1.01 * least) / device.memory_fraction))
+    available = int(max(0.9 * needed, 1.01 * least) / device.memory_fraction)
+    small = dataclasses.replace(device, memory_bytes=available, memory_margin=0.0)
     topology = dataclasses.replace(problem.simulator.tables.topology, device=small)
     tight = PlanningProblem.make(problem.graph, problem.space, topology)
     evaluation = tight.evaluate([additive_start(tight)])[0]

@@ -103,7 +103,7 @@ def test_memory_limit_is_respected():
     plain = data_parallel_strategy(problem)[0]
     needed = problem.evaluate([plain])[0].memory_bytes
     device = problem.simulator.tables.topology.device
-    small = dataclasses.replace(device, memory_bytes=int(0.6 * needed / device.memory_fraction))
+    small = dataclasses.replace(device, memory_bytes=int(0.6 * needed / device.memory_fraction), memory_margin=0.0)
     topology = dataclasses.replace(problem.simulator.tables.topology, device=small)
     params = {"a": jax.ShapeDtypeStruct((32, 4096), "float32"), "b": jax.ShapeDtypeStruct((4096, 16), "float32")}
     tight = planning_problem(soapjax.trace(trained, params, jax.ShapeDtypeStruct((32, 32), "float32")), topology)

@@ -24,9 +24,9 @@ def topology(sizes, rates, *, overlap=True, memory_bytes=2**40):
         for name, size, rate, n in zip("abc", sizes, rates, below, strict=False)
     ]
     device = dict(
-        name="test", platform="cuda", memory_bytes=memory_bytes, memory_fraction=1.0, memory_bandwidth_bytes_per_s=1e12,
-        memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 1e12}, efficiency_fraction=dict(dot=1.0, conv=1.0, other=1.0),
-        launch_s=1e-6, overlap=overlap, source="test",
+        name="test", platform="cuda", memory_bytes=memory_bytes, memory_fraction=1.0, memory_margin_fraction=0.0,
+        memory_bandwidth_bytes_per_s=1e12, memory_efficiency_fraction=1.0, peak_flops_per_s={"float32": 1e12},
+        efficiency_fraction=dict(dot=1.0, conv=1.0, other=1.0), launch_s=1e-6, overlap=overlap, source="test",
     )  # fmt: skip
     return DeviceTopology.from_dict(dict(name="test", device=device, levels=levels))
 

@@ -65,7 +65,8 @@ def test_gpus_take_shipped_figures(pretend, kind, like, how):
 def test_memory_is_what_the_allocator_may_use(pretend):
     limit_bytes = 60 * 2**30 + 12345
     topology = pretend([gpu("NVIDIA H200", memory_stats={"bytes_limit": limit_bytes})])
-    assert topology.device.usable_memory_bytes == 60 * 2**30
+    assert topology.device.available_memory_bytes == 60 * 2**30
+    assert topology.device.usable_memory_bytes == int(60 * 2**30 * (1 - topology.device.memory_margin)) < 60 * 2**30
     assert "memory_stats" in topology.device.source["memory"]
 
 

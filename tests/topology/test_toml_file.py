@@ -350,3 +350,19 @@ def test_reading_needs_no_jax():
     for path in folder.glob("*.py"):
         imports = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
         assert "jax" not in imports, path
+
+
+def test_the_margin_of_memory_is_the_files_or_the_platforms():
+    topology = load_topology("a100x8")
+    data = topology.to_dict()
+    assert topology.device.memory_margin == data["device"]["memory_margin_fraction"] == 0.1
+    assert load_topology("cpu8").device.memory_margin > 0.1
+    data["device"]["memory_margin_fraction"] = 0.0
+    none = DeviceTopology.from_dict(data)
+    assert none.device.usable_memory_bytes == none.device.available_memory_bytes
+    assert none.fingerprint() == topology.fingerprint()  # the machine is the same
+    limited = topology.usable_up_to(2**30).device.usable_memory_bytes
+    assert abs(limited - 2**30) <= 1 and topology.usable_up_to(2**60).device.usable_memory_bytes == none.device.usable_memory_bytes
+    data["device"]["memory_margin_fraction"] = 1.5
+    with pytest.raises(SoapjaxError, match="memory_margin_fraction: got 1.5; expected a share from 0 to 1"):
+        DeviceTopology.from_dict(data)

@@ -116,7 +116,6 @@ def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Bu
     history = [(done, time.monotonic() - begin, best.step_time_s)]
     most = None if limit is None else -(-(limit - done) // size)
     batches = batches_of(rng_key, problem, method, starts, most)
-    since, before = begin, len(starts)  # of the rate: after the first batch, for which programs are compiled
     while limit is None or done < limit:
         if budget.seconds is not None and time.monotonic() - begin >= budget.seconds:
             stopped_by = "seconds"
@@ -127,8 +126,6 @@ def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Bu
         if lowest.rank < best.rank:
             best = lowest
             history.append((done, time.monotonic() - begin, best.step_time_s))
-        if updates == 1:
-            since, before = time.monotonic(), done
         if budget.progress is not None:
             try:
                 budget.progress(done, best.step_time_s, time.monotonic() - begin)
@@ -136,8 +133,7 @@ def learned(method: Method, rng_key: Array, problem: PlanningProblem, budget: Bu
                 stopped_by = "interrupted"
                 break
     found_by = "a start" if len(history) == 1 else "learned"
-    rate = f", {(done - before) / (time.monotonic() - since):.0f} a second while learning" if updates > 1 else ""
-    notes = (f"{done} placements simulated in {updates} batches{rate}; the best is {found_by}",)
+    notes = (f"{done} placements simulated in {updates} batches; the best is {found_by}",)
     return SearchResult(best, done, time.monotonic() - begin, stopped_by, tuple(history), notes)
 
 

@@ -1,0 +1,157 @@
+"""The compiler's word on a plan: what its program takes of a device at the peak, and what it sends.
+
+The winner of a search is compiled. Where it takes more than a device has for it, the limit of what may be *predicted* falls below
+that plan by what was missed, and the search goes on from what it found; until a plan fits as compiled, or ROUNDS are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from soapjax.errors import InfeasibleError, Problem, SoapjaxError
+from soapjax.execute.collectives import KINDS, collectives_of
+from soapjax.execute.compiled import CompiledStep
+from soapjax.execute.inspect_stream import inspect_stream
+from soapjax.execute.placement import PlacedStep
+from soapjax.execute.spmd import bind_plan
+from soapjax.graph.trace import TracedStep
+from soapjax.search.problem import PlanningProblem
+from soapjax.searching import Search, Searched, least_memory
+from soapjax.sizes import size
+from soapjax.strategy.plan import CompiledFigures, Plan
+from soapjax.strategy.plan_strategy import topology_of
+from soapjax.topology import DeviceTopology
+
+CHECKS = ("none", "compile")
+ROUNDS = 6  # programs that are compiled, at most; one more where none of them fits: what is predicted to take least
+_LEAST = 1e-3  # of the device's memory, by which the limit falls at least: so every round is another plan
+
+
+class Compiled(NamedTuple):
+    target: str  # what it was compiled for
+    memory_bytes: int  # per device, at the peak
+    sent_bytes: dict[str, int]  # by each device in one step, by collective; of several programs nothing
+    program: CompiledStep | None  # to be run, where the plan is one program
+
+
+class Checked(NamedTuple):
+    searched: Searched
+    figures: tuple[CompiledFigures, ...]
+    program: CompiledStep | None
+
+
+def compiled_plan(step: TracedStep, plan: Plan, devices: Sequence[Any], donate: bool | Sequence[int] = True) -> Compiled:
+    """A plan's program, or programs, compiled for devices that need not be there."""
+    program = bind_plan(step, plan, devices=list(devices))
+    first = program.mesh.devices.flat[0]
+    target = first.platform if first.device_kind == first.platform else f"{first.platform}, {first.device_kind}"
+    with jax.default_device(None):
+        if plan.pinned:
+            placed = PlacedStep(program)
+            inspected = inspect_stream(placed.dispatches(), placed.argument_structs())
+            return Compiled(target, max(inspected.memory_bytes.values()), {}, None)
+        made = CompiledStep(program, donate=donate)
+        return Compiled(target, made.peak_memory_bytes(), sent_bytes(made), made)
+
+
+def sent_bytes(made: CompiledStep) -> dict[str, int]:
+    """What each device sends in one step, by collective; nothing where the program has collectives of an unknown kind."""
+    try:
+        found = collectives_of(made.as_text(), made.program.mesh.size)
+    except SoapjaxError:
+        return {}
+    return {k: round(sum(c.step_bytes for c in found if c.kind == k)) for k in KINDS}
+
+
+def over_memory(plan: Plan, made: CompiledStep) -> Problem | None:
+    """What a compiled step lacks of memory, if anything."""
+    topology, _ = topology_of(plan)
+    needed, available = made.peak_memory_bytes(), topology.device.available_memory_bytes
+    if needed <= available:
+        return None
+    expected, remedy = f"at most {size(available)} on {topology.name}", 'plan anew with check="compile"'
+    return Problem("memory", f"{size(needed)} per device as compiled", expected, remedy)
+
+
+def devices_to_compile_for(topology: DeviceTopology, devices: Sequence[Any] | None) -> list[Any]:
+    """Those that are given, whatever they are, or those at hand where they are of the topology's platform.
+
+    Raises: SoapjaxError where there are too few, or others than planned for.
+    """
+    found = list(jax.devices()) if devices is None else list(devices)
+    platforms = {"gpu": ("cuda", "rocm")}.get(found[0].platform, (found[0].platform,))
+    wanted = f"{topology.num_devices} devices of {topology.device.platform}, those of {topology.name}"
+    if len(found) < topology.num_devices or (devices is None and topology.device.platform not in platforms):
+        remedy = "name the devices (--target cpu for fake ones), or leave the check out: the plan keeps a margin of memory then"
+        raise SoapjaxError(Problem("check", f"{len(found)} of {found[0].platform}", wanted, remedy))
+    return found[: topology.num_devices]
+
+
+def checked(
+    search: Search, searched: Searched, plan_of: Callable[[Searched], Plan], compile_one: Callable[[Plan], Compiled]
+) -> Checked:
+    """What a search found, or what it finds with less memory, that fits as compiled.
+
+    Raises: InfeasibleError where no plan that was compiled fits.
+    """
+    figures: list[CompiledFigures] = []
+    tried: set[bytes] = set()
+
+    def compile_best(searched: Searched) -> Compiled:
+        plan = plan_of(searched)
+        compiled = compile_one(plan)
+        tried.add(searched.result.best.strategy.key())
+        figures.append(_figures(searched.problem, plan, compiled))
+        return compiled
+
+    while True:
+        compiled = compile_best(searched)
+        last = figures[-1]
+        if last.fits:
+            return Checked(_accepted(searched), tuple(figures), compiled.program)
+        missed = max(last.compiled_memory_bytes - last.available_memory_bytes, _LEAST * last.available_memory_bytes)
+        limit = min(last.predicted_memory_bytes, searched.problem.usable_memory_bytes) - missed
+        if len(figures) == ROUNDS or limit <= 0:
+            break
+        searched = search.again(searched, limit)
+        if searched.result.stopped_by == "interrupted" or searched.result.best.strategy.key() in tried:
+            break
+    least = least_memory(searched)
+    if least.strategy.key() not in tried:
+        searched = searched.with_best(least)
+        compiled = compile_best(searched)
+        if figures[-1].fits:
+            return Checked(_accepted(searched), tuple(figures), compiled.program)
+    raise InfeasibleError(_refusal(figures, searched.problem.simulator.tables.topology))
+
+
+def _accepted(searched: Searched) -> Searched:
+    """A plan that fits as compiled fits, whatever the search was told: its limit is at least what is predicted of the plan."""
+    needed, problem = searched.result.best.memory_bytes, searched.problem
+    return searched if needed <= problem.usable_memory_bytes else searched.under(needed + 1)
+
+
+def _figures(problem: PlanningProblem, plan: Plan, compiled: Compiled) -> CompiledFigures:
+    p, device = plan.prediction, problem.simulator.tables.topology.device
+    return CompiledFigures(
+        target=compiled.target, step_time_s=p.step_time_s, predicted_memory_bytes=p.memory_bytes_per_device,
+        compiled_memory_bytes=compiled.memory_bytes,
+        available_memory_bytes=int(problem.objective.memory_limit(device.available_memory_bytes)),
+        predicted_sent_bytes=p.bytes_by_collective if compiled.sent_bytes else {}, compiled_sent_bytes=compiled.sent_bytes,
+    )  # fmt: skip
+
+
+def _refusal(figures: Sequence[CompiledFigures], topology: DeviceTopology) -> Problem:
+    least = min(figures, key=lambda f: f.compiled_memory_bytes)
+    value = (
+        f"{size(least.compiled_memory_bytes)} per device as compiled (predicted {size(least.predicted_memory_bytes)}), the least "
+        f"of {len(figures)} plan{'s' * (len(figures) > 1)} that the compiler was asked about"
+    )
+    remedy = (
+        "use more devices, a smaller batch, micro-batches (a pipeline) or jax.checkpoint around layers; "
+        'check="none" (--check none) takes the prediction for it'
+    )
+    return Problem("memory", value, f"at most {size(least.available_memory_bytes)} on {topology.name}", remedy)

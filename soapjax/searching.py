@@ -1,0 +1,144 @@
+"""One search: every baseline, the planner, and of what is as good the simplest; and again, with less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+
+from soapjax import interrupts
+from soapjax.search.plainest import simplified
+from soapjax.search.planners import BASELINES
+from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
+from soapjax.strategy.strategy import Strategy
+
+AGAIN = 0.25  # of the first search's proposals that each search under less memory gets, and of the seconds that are kept for all
+SIMPLIFYING = 0.1  # of the seconds, which are kept for finding the simplest of what is as good
+
+
+class Searched(NamedTuple):
+    problem: PlanningProblem
+    result: SearchResult
+    baselines: dict[str, SearchResult]
+    notes: tuple[str, ...] = ()
+
+    def known(self) -> dict[bytes, Strategy]:
+        """All strategies that are left of it."""
+        found = [self.result.best, *self.result.candidates, *(b.best for b in self.baselines.values())]
+        return {e.strategy.key(): e.strategy for e in found}
+
+    def under(self, limit_bytes: float) -> Searched:
+        """The same strategies, judged where a plan may be predicted to take so much of a device."""
+        problem = self.problem.usable_up_to(limit_bytes)
+
+        def judged(result: SearchResult) -> SearchResult:
+            best, *others = problem.evaluate([e.strategy for e in (result.best, *result.candidates)])
+            return result._replace(best=best, candidates=tuple(others))
+
+        baselines = {name: judged(found) for name, found in self.baselines.items()}
+        return self._replace(problem=problem, result=judged(self.result), baselines=baselines)
+
+    def with_best(self, best: Evaluation) -> Searched:
+        return self._replace(result=self.result._replace(best=best))
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What is searched by.
+
+    Args:
+      proposals: of the first search; None where only `deadline` ends it.
+      deadline: of all searches together, of `time.monotonic`.
+      simplicity: relative step time within which a simpler plan is taken.
+      may_go_on: whether a quarter of the seconds is kept for searches under less memory.
+    """
+
+    name: str
+    planner: Planner
+    seed: int
+    proposals: int | None
+    deadline: float
+    progress: Callable[[int, float, float], None] | None
+    simplicity: float
+    may_go_on: bool = False
+
+    def __call__(self, problem: PlanningProblem) -> Searched:
+        """The first search.
+
+        Raises: SoapjaxError where the planner refuses the problem.
+        """
+        baselines = self._baselines(problem)
+        found = tuple(b.best.strategy for b in baselines.values())
+        left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
+        return self._searched(problem, baselines, found, self.proposals, left_s)
+
+    def again(self, before: Searched, limit_bytes: float) -> Searched:
+        """From what was found, where a plan may be predicted to take no more than `limit_bytes` per device.
+
+        When no time is left, the best of what was found.
+        """
+        if self._left_s() <= 0:
+            found = before.under(limit_bytes)
+            return found.with_best(min(found.problem.evaluate(list(found.known().values())), key=lambda e: e.rank))
+        problem, known = before.problem.usable_up_to(limit_bytes), tuple(before.known().values())
+        proposals = None if self.proposals is None else max(1, int(AGAIN * self.proposals))
+        found = self._searched(problem, self._baselines(problem), known, proposals, self._left_s() / 2)
+        done, took_s = (getattr(before.result, k) + getattr(found.result, k) for k in ("num_proposals", "search_s"))
+        return found._replace(result=found.result._replace(num_proposals=done, search_s=took_s))
+
+    def _baselines(self, problem: PlanningProblem) -> dict[str, SearchResult]:
+        return {name: run(self._key, problem, Budget()) for name, run in BASELINES.items()}
+
+    @property
+    def _key(self) -> jax.Array:
+        return jax.random.key(self.seed)
+
+    def _left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _searched(
+        self, problem: PlanningProblem, baselines: dict[str, SearchResult], starts: tuple[Strategy, ...], proposals: int | None,
+        left_s: float,
+    ) -> Searched:  # fmt: skip
+        until = time.monotonic() + left_s
+        simplifies = self.name == "mcmc" and self.simplicity > 0  # the others' results have names or proofs
+        seconds = None if math.isinf(left_s) else max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3)
+        try:
+            with interrupts.searching():
+                result = self.planner(self._key, problem, Budget(proposals, seconds, self.progress, baselines=starts))
+        except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
+            best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
+            result = SearchResult(best, 0, 0.0, "interrupted")
+        seen = problem.best_seen()
+        if seen is not None and not problem.objective.is_time and seen.rank < result.best.rank:
+            result = result._replace(best=seen, candidates=(result.best, *result.candidates))
+        result, simpler = self._simpler_if_as_good(result, baselines, problem)
+        if simplifies and not simpler and result.stopped_by != "interrupted":
+            result, simpler = simplified(problem, result, [b.best for b in baselines.values()], self.simplicity, deadline=until)
+        return Searched(problem, result, baselines, simpler)
+
+    def _simpler_if_as_good(
+        self, result: SearchResult, baselines: Mapping[str, SearchResult], problem: PlanningProblem
+    ) -> tuple[SearchResult, tuple[str, ...]]:
+        """The simplest baseline whose distance from the best is within the calibrated error; the simplest first."""
+        profile = problem.simulator.tables.profile
+        error = profile.error if profile is not None else 0.0
+        best = result.best
+        for name, found in baselines.items() if error > 0 and self.name not in baselines else ():
+            gain = 1 - best.step_time_s / found.best.step_time_s
+            if found.best.is_feasible and 0 <= gain < error:
+                note = (
+                    f"{self.name} found {best.step_time_s:.4g} s per step, {gain:.1%} less than {name}: below the calibrated error "
+                    f"of {error:.1%}, so {name} is taken"
+                )
+                return result._replace(best=found.best, candidates=(best, *result.candidates)), (note,)
+        return result, ()
+
+
+def least_memory(searched: Searched) -> Evaluation:
+    """Of what a search left, what is predicted to take least of a device."""
+    return min(searched.problem.evaluate(list(searched.known().values())), key=lambda e: e.memory_bytes)

@@ -1,0 +1,71 @@
+"""Budgets: the same seed and proposals give the same file, whoever plans; seconds end every planner."""
+
+import dataclasses
+import time
+
+import jax
+import pytest
+from problems import case
+
+from soapjax import planning
+from soapjax.search.baselines import BASELINES
+from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS
+from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.strategy.plan import Plan
+
+
+def step(weights, x):
+    loss, gradients = jax.value_and_grad(lambda w: ((x @ w[0]) @ w[1]).mean())(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+
+def planned(name):
+    shapes = [jax.ShapeDtypeStruct((32, 32), "float32")] * 2, jax.ShapeDtypeStruct((64, 32), "float32")
+    return planning.plan(step, *shapes, topology="a100x8", planner=name, proposals=200, seed=3).plan
+
+
+@pytest.mark.parametrize("name", sorted(set(PLANNERS) - set(PLACEMENT_PLANNERS)))
+def test_the_same_seed_and_proposals_give_the_same_file(name, monkeypatch):
+    first = planned(name).dumps()
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: 7 * clock() + 1e5)  # a machine of another speed
+    again = planned(name)
+    assert again.dumps() == first and "search_s" not in first
+    assert Plan.loads(first) == again
+
+
+def test_a_file_of_an_older_version_says_how_long_it_took():
+    text = planned("data_parallel").dumps().replace('"provenance": {', '"provenance": {\n  "search_s": 1.5,')
+    assert Plan.loads(text).provenance.search_s == 1.5
+
+
+@pytest.fixture(scope="module")
+def problem():
+    found = case("lm", "a100x8")
+    return PlanningProblem(found.graph, found.space, found.simulator)
+
+
+class Ticking:
+    """A clock that stands still until it is read for the `after`th time, and is far ahead from then on."""
+
+    def __init__(self, after):
+        self.after, self.read, self.begin = after, 0, time.monotonic()
+
+    def __call__(self):
+        self.read += 1
+        return self.begin if self.read <= self.after else self.begin + 1e6
+
+
+@pytest.mark.parametrize("name", ["optcnn", "ilp", "exhaustive", "mcmc_paper"])
+@pytest.mark.parametrize("after", [1, 3, 12, 60])
+def test_when_time_ends_a_planner_returns_what_it_has(problem, name, after, monkeypatch):
+    """Whenever that is: while costs are tabulated, between two solutions, or in the middle of a proof."""
+    fresh = dataclasses.replace(problem)  # whose relaxation nobody has made yet
+    known = [run(jax.random.key(0), problem, Budget()).best for run in BASELINES.values()]
+    clock = Ticking(after)
+    monkeypatch.setattr(time, "monotonic", clock)
+    found = PLANNERS[name](jax.random.key(0), fresh, Budget(seconds=5.0, baselines=tuple(e.strategy for e in known)))
+    assert clock.read < after + 40  # it looks again soon, and then does little more
+    assert found.best.is_feasible and problem.space.is_valid(found.best.strategy)
+    if found.stopped_by == "seconds" and name != "mcmc_paper":
+        assert found.best.cost <= min(e.cost for e in known) * (1 + 1e-6) or found.num_proposals < 3
