@@ -165,6 +165,7 @@ class _Builder:
             self.phases.is_single_phase or not self.phases.parameters,
             tuple(accumulations),
             tuple(joint_sums),
+            self.step.fingerprint,
         )
 
     def _classes(self, members: list[int]) -> DimClasses:

@@ -34,6 +34,7 @@ class TracedStep:
     out_paths: tuple[str, ...]
     state_pairs: dict[int, int]  # input leaf -> the output leaf that becomes it in the next step
     in_names: tuple[str, ...] = ()  # of the arguments
+    fingerprint: str = ""  # of the graph of the step as it was traced, where something is recomputed (recompute.py)
 
     @property
     def in_avals(self) -> list[Any]:
