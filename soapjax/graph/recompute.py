@@ -64,26 +64,29 @@ class Recomputation:
         return self.graph.tasks[self.binding.task_of[eqn.key]].operator
 
     def step(self, recomputed: Collection[str]) -> TracedStep:
-        """The step in which these operators are recomputed; the others are as they were.
-
-        Raises: SoapjaxError naming those that cannot be.
-        """
-        if unknown := sorted(set(recomputed) - self.offered):
-            expected = "an operator of which the backward pass reads what it could compute again"
-            raise SoapjaxError(
-                Problem(f"operators.{name}.recompute", "true", expected, "set it to false, or plan anew") for name in unknown
-            )
-        if not recomputed:
+        """The step in which these of the `offered` operators are recomputed; the others are as they were."""
+        chosen = {n for n, op in enumerate(self.graph.operators) if op.name in recomputed}
+        if not chosen:
             return self.traced
-        repeats = {o for o, e in self._forward.saved.items() if self.graph.operators[self._operator(e)].name in recomputed}
-        chosen = {self.graph.tasks[k].operator for k in (self.binding.task_of[self._forward.saved[o].key] for o in repeats)}
         program = _Repeater(self._forward, lambda e: self._operator(e) in chosen).program()
-        return dataclasses.replace(self.traced, program=program, fingerprint=self.graph.fingerprint())
+        return dataclasses.replace(
+            self.traced, program=program, traced_program=self.traced.program, fingerprint=self.graph.fingerprint()
+        )
 
 
-def recomputing(step: TracedStep, recomputed: Collection[str]) -> TracedStep:
-    """`step` where these operators are recomputed. Raises: SoapjaxError naming those that cannot be."""
-    return Recomputation(step).step(recomputed) if recomputed else step
+def recomputing(step: TracedStep, recomputed: Collection[str], *, place: str = "plan") -> TracedStep:
+    """`step` where these operators are recomputed; `place` is where they are named.
+
+    Raises: SoapjaxError naming those that cannot be.
+    """
+    if not recomputed:
+        return step
+    options = Recomputation(step)
+    if unknown := sorted(set(recomputed) - options.offered):
+        expected = "false: the backward pass reads nothing of this operator that it could compute again"
+        remedy = "set it to false, or plan anew"
+        raise SoapjaxError(Problem(f"{place}: operators.{name}.recompute", "true", expected, remedy) for name in unknown)
+    return options.step(recomputed)
 
 
 class _Forward:
