@@ -151,6 +151,7 @@ class _Repeater:
         self.forward, self.is_chosen = forward, is_chosen
         self.avals = dict(forward.program.avals)
         self.again: dict[int, int] = {}  # value of the forward pass -> its repetition
+        self.held: dict[int, int] = {}  # cotangent -> itself behind a barrier that has waited for it
         self.eqns: list[FlatEqn] = []
         self.wanted = self._wanted()
 
@@ -184,14 +185,17 @@ class _Repeater:
         """A backward equation that reads repetitions, which are made before it."""
         read = [o for o in self.forward.read(eqn) if self._is_repeated(o)]
         if not read:
-            return eqn
+            return self._with_inputs(eqn, self.held)
         # Of a segment behind the others: an equation that reads of several, before its turn, gets only what it reads.
         deepest = max(self._segment(o) for o in self.forward.read(eqn) if o in self.forward.makers)
         for segment in sorted({self._segment(o) for o in read}, reverse=True):
             own = {o for o in read if self._segment(o) == segment}
             self._repeat(own | (self.wanted[segment] if segment == deepest else set()), eqn)
-        inputs = tuple(self.again.get(self.forward.root(a), a) if isinstance(a, int) else a for a in eqn.inputs)
-        return dataclasses.replace(eqn, inputs=inputs)
+        return self._with_inputs(eqn, self.held | {o: self.again[o] for o in read})
+
+    def _with_inputs(self, eqn: FlatEqn, other: dict[int, int]) -> FlatEqn:
+        inputs = tuple(other.get(self.forward.root(a), a) if isinstance(a, int) else a for a in eqn.inputs)
+        return eqn if inputs == eqn.inputs else dataclasses.replace(eqn, inputs=inputs)
 
     def _repeat(self, outputs: set[int], reader: FlatEqn) -> None:
         """Makes these values again, and what they are made of, behind a barrier over all that this starts from."""
@@ -209,7 +213,7 @@ class _Repeater:
         made = {o for e in equations for o in e.outputs}
         starts = {self.again.get(o, o) for e in equations for o in self.forward.read(e) if o not in made}
         starts = [o for o in sorted(starts) if not self._is_generated(o)]
-        held = self._barrier(starts, self._cotangents(reader), reader)
+        held = self._barrier(starts, self._cotangents(reader))
         for e in equations:
             inputs = tuple(self._input(a, held) for a in e.inputs)
             outputs = tuple(self._fresh(o) for o in e.outputs)
@@ -239,10 +243,11 @@ class _Repeater:
         makers = {o: producer.get(o) for o in self.forward.read(reader)}
         return [o for o, e in makers.items() if e is not None and phase[e.key] == BACKWARD]
 
-    def _barrier(self, starts: list[int], cotangents: list[int], reader: FlatEqn) -> dict[int, int]:
-        """Start -> the value behind the barrier."""
-        inputs = [*starts, *cotangents]
+    def _barrier(self, starts: list[int], cotangents: list[int]) -> dict[int, int]:
+        """Start -> the value behind the barrier. What reads the cotangents reads them behind it: XLA drops what nobody reads."""
+        inputs = [*starts, *(self.held.get(o, o) for o in cotangents)]
         outputs = [self._fresh(o) for o in inputs]
+        self.held.update(zip(cotangents, outputs[len(starts) :], strict=True))
         jaxpr = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier(x))(0.0).jaxpr
         (barrier,) = jaxpr.eqns
         self.eqns.append(
