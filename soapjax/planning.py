@@ -22,6 +22,7 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
@@ -32,6 +33,7 @@ from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.plainest import sends_less
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.search.recomputation import Recomputing, may_recompute, searched
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.sizes import size
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
@@ -118,6 +120,12 @@ def plan(
     if pareto or not objective.is_time:
         problem = problem.keeping_front()
     remarks = (*remarks, *_graph_remarks(problem.graph))
+    as_is, recomputation = problem, Recomputation(step)
+
+    def recomputing(recomputed: frozenset[str]) -> PlanningProblem:
+        other = recomputation.step(recomputed)
+        return planning_problem(other, topology, layouts, space=space, profile=profile, objective=objective)
+
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
     begin = time.monotonic()
@@ -127,30 +135,35 @@ def plan(
         if seconds is not None:  # what compiling the simulator took belongs to the search
             seconds = max(seconds - (time.monotonic() - begin), 1e-3)
         try:
-            found = tuple(b.best.strategy for b in baselines.values())
             with interrupts.searching():
-                result = search(key, problem, Budget(proposals, seconds, progress, baselines=found))
+                may = may_recompute(problem, planner, baselines)
+                choice = Recomputing(problem, recomputation, recomputing) if may else None
+                budget = Budget(proposals, seconds, progress)
+                result, problem = searched(search, key, problem, budget, baselines, choice)
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
             result = SearchResult(best, 0, 0.0, "interrupted")
         seen = problem.best_seen()
         if seen is not None and not objective.is_time and seen.rank < result.best.rank:
             result = result._replace(best=seen, candidates=(result.best, *result.candidates))
-        result, simpler = _simpler_if_as_good(result, baselines, problem, planner)
+        here = baselines
+        if problem is not as_is:
+            here = {name: b._replace(best=problem.evaluate([b.best.strategy])[0]) for name, b in baselines.items()}
+        result, simpler = _simpler_if_as_good(result, here, problem, planner)
         if planner == "mcmc" and not simpler and result.stopped_by != "interrupted":  # the others' results have names or proofs
-            result, simpler = sends_less(problem, result, [b.best for b in baselines.values()])
+            result, simpler = sends_less(problem, result, [b.best for b in here.values()])
         table: tuple[TimedStep, ...] = ()
         if verify_top and result.stopped_by != "interrupted":
             leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
             try:
                 with interrupts.searching():
-                    verified = _verified(verify_top, problem, step, planner, result, baselines, leaves, devices)
+                    verified = _verified(verify_top, problem, step, planner, result, here, leaves, devices)
                 result, table = result._replace(best=verified.best), verified.table
                 remarks = (*remarks, *verified.notes)
             except KeyboardInterrupt:
                 result = result._replace(stopped_by="interrupted")
                 remarks = (*remarks, "interrupted while the best strategies were run: this is the best predicted one")
-        figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
+        figures = dict(zip(baselines, as_is.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
         provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures, objective)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
     if names := logical_axes(given, step.in_paths, axis_names):

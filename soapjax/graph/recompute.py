@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -35,26 +35,50 @@ from soapjax.graph.trace import TracedStep
 _ONCE = {"while", "cond", "shard_map", "sharding_constraint", "optimization_barrier"}
 
 
+class Part(NamedTuple):
+    """What it means to recompute one operator."""
+
+    segment: int
+    tensors: set[int]  # of the graph of the step as it is: what is not kept then
+    needs: set[str]  # operators whose results only this one keeps: recomputed with it, or their results would be kept instead
+
+
 class Recomputation:
     """What of a step may be recomputed; `graph` is that of the step as it is."""
 
     def __init__(self, step: TracedStep):
         self.traced = step
-        self.graph, self.binding = build_graph(step)
 
     @functools.cached_property
+    def _built(self) -> tuple[OperatorGraph, Binding]:
+        return build_graph(self.traced)
+
+    @property
+    def graph(self) -> OperatorGraph:
+        return self._built[0]
+
+    @property
+    def binding(self) -> Binding:
+        return self._built[1]
+
+    @property
     def offered(self) -> frozenset[str]:
         """The operators of which the backward pass reads something that it could compute again."""
-        return frozenset(self.graph.operators[self._operator(e)].name for e in self._forward.saved.values())
+        return frozenset(self.parts)
 
     @functools.cached_property
-    def segment_of(self) -> dict[str, int]:
-        """Operator -> the segment that its first equation is in, of those that are offered."""
-        found: dict[str, int] = {}
-        for e in self._forward.saved.values():
-            name, segment = self.graph.operators[self._operator(e)].name, self._forward.segment[e.key]
-            found[name] = min(found.get(name, segment), segment)
-        return found
+    def parts(self) -> dict[str, Part]:
+        """What recomputing each operator means, in program order."""
+        forward, names = self._forward, [op.name for op in self.graph.operators]
+        found: dict[int, Part] = {}
+        for o, e in sorted(forward.saved.items()):
+            n = self._operator(e)
+            part = found.setdefault(n, Part(forward.segment[e.key], set(), set()))
+            if o in forward.by_backward and o in self.binding.tensor_of:
+                part.tensors.add(self.binding.tensor_of[o])
+            sources = [s for s in forward.read(e) if s in forward.saved and s not in forward.by_backward]
+            part.needs.update(names[k] for k in {self._operator(forward.makers[s]) for s in sources} - {n})
+        return {names[n]: found[n] for n in sorted(found)}
 
     @functools.cached_property
     def _forward(self) -> _Forward:
@@ -95,16 +119,15 @@ class _Forward:
     def __init__(self, program: Program, graph: OperatorGraph, binding: Binding):
         self.program, self.values, self.binding = program, binding.values, binding
         self.phase = binding.phases.phase
-        self.is_apart = graph.is_single_phase  # no backward pass that could wait for a forward pass
-        self.makers: dict[int, FlatEqn] = {}
-        forward = [] if self.is_apart else [e for e in program.eqns if self.phase_of(e) == FORWARD]
+        # In one phase there is no backward pass that begins when the forward pass is over.
+        forward = [] if graph.is_single_phase else [e for e in program.eqns if self.phase_of(e) == FORWARD]
         self.makers = {o: e for e in forward if self._may_repeat(e) for o in e.outputs}
         place = {e.key: i for i, e in enumerate(forward)}
         self.last_read = dict.fromkeys(self.makers, -1)
         for e in forward:
             self.last_read.update((o, place[e.key]) for o in self.read(e) if o in self.makers)
-        by_backward = {o for e in program.eqns if self.phase_of(e) == BACKWARD for o in self.read(e) if o in self.makers}
-        facts = [Value(place[e.key], max(self.last_read[o], place[e.key]), _bytes(program, o), o in by_backward)
+        self.by_backward = {o for e in program.eqns if self.phase_of(e) == BACKWARD for o in self.read(e) if o in self.makers}
+        facts = [Value(place[e.key], max(self.last_read[o], place[e.key]), _bytes(program, o), o in self.by_backward)
                  for o, e in self.makers.items()]  # fmt: skip
         ends = cuts(facts, len(forward))
         self.segment, segment = {}, 0
@@ -115,7 +138,7 @@ class _Forward:
                         if o in self.makers and self.segment[e.key] > self.segment[self.makers[o].key]}  # fmt: skip
         # What the backward pass reads and could compute again, and what only others of these are made of: by value.
         self.saved: dict[int, FlatEqn] = {}
-        queue = list(by_backward)
+        queue = list(self.by_backward)
         while queue:
             o = queue.pop()
             if o in self.makers and o not in self.crosses and o not in self.saved:
