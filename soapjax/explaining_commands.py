@@ -91,7 +91,7 @@ def diff_command(command: cli.DiffCommand) -> Result:
 def _one_problem(a: Plan, b: Plan) -> bool:
     """Whether two plans are points of one space, with the same figures for their costs."""
     same = all(getattr(a, f) == getattr(b, f) for f in ("topology", "mesh", "profile", "fixed", "unroll"))
-    is_one_program = a.pipeline is None and b.pipeline is None
+    is_one_program = a.pipeline is None and b.pipeline is None and a.recomputed == b.recomputed
     return same and is_one_program and a.graph.fingerprint == b.graph.fingerprint and bool(a.pinned) == bool(b.pinned)
 
 

@@ -15,6 +15,7 @@ from soapjax.execute.stream import Event
 from soapjax.graph.build import build_graph
 from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace import TracedStep
 from soapjax.planning import on_cpu, plan_of_strategy
 from soapjax.search.problem import PlanningProblem
@@ -102,6 +103,13 @@ def _graph_in(loaded: Plan, place: str) -> OperatorGraph:
         value = f"{named.fingerprint[:12]}, {named.num_operators} operators"
         expected = f"{graph.fingerprint()[:12]}, {graph.num_operators} operators, those of operator_graph"
         raise SoapjaxError(Problem(f"{place}: graph.fingerprint", value, expected, REMEDY))
+    figured = {op.name for op in graph.operators if op.is_recomputed}
+    if edited := sorted(figured ^ loaded.recomputed):
+        remedy = "restore it, or give the step with --model: the figures in the file are of what was recomputed"
+        raise SoapjaxError(
+            Problem(f"{place}: operators.{name}.recompute", str(name not in figured).lower(), str(name in figured).lower(), remedy)
+            for name in edited
+        )
     return graph
 
 
@@ -128,7 +136,7 @@ def problem_of_plan(
     profile: Profile | None = None,
 ) -> PlanningProblem:  # fmt: skip
     """The problem that a plan solves, costed with the plan's own measurements, or with `profile`."""
-    graph, _ = build_graph(step)
+    graph, _ = build_graph(recomputing(step, loaded.recomputed, place=place))
     own, mesh = _checked(loaded, graph, place, topology)
     check_constraints(step, mesh)
     return _problem(loaded, graph, own, mesh, place, profile)

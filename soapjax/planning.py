@@ -25,6 +25,7 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.execute.timing import time_steps
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
@@ -34,6 +35,7 @@ from soapjax.search.front import FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
+from soapjax.search.recomputation import Recomputing
 from soapjax.searching import Search, Searched
 from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.sizes import size
@@ -134,8 +136,17 @@ def plan(
     deadline = math.inf if seconds is None else begin + seconds
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
-    looks = check == "compile"
-    run = Search(planner, search, seed, proposals, deadline, progress, simplicity / 100, may_go_on=looks)
+    looks, recomputation = check == "compile", Recomputation(step)
+
+    def recomputing(as_it_is: PlanningProblem, limit_bytes: float) -> Recomputing:
+        def problem_of(recomputed: frozenset[str]) -> PlanningProblem:
+            other = recomputation.step(recomputed)
+            made = planning_problem(other, topology, layouts, space=space, profile=profile, objective=objective)
+            return made.usable_up_to(limit_bytes)
+
+        return Recomputing(as_it_is, recomputation, problem_of)
+
+    run = Search(planner, search, seed, proposals, deadline, progress, simplicity / 100, recomputing, may_go_on=looks)
 
     def plan_of(found: Searched, **more: Any) -> Plan:
         return plan_of_strategy(found.problem, found.result.best.strategy, model=model, unroll=unroll, **more)
@@ -320,7 +331,7 @@ def _provenance(
     compiled: Sequence[CompiledFigures],
 ) -> Provenance:  # fmt: skip
     problem, result, baselines = found.problem, found.result, found.baselines
-    figures = problem.simulator.figures([b.best.strategy for b in baselines.values()])
+    figures = found.as_it_is.simulator.figures([b.best.strategy for b in baselines.values()])
     notes = [*remarks, *found.notes, *result.notes]
     for name, baseline in baselines.items():
         notes += [f"{name}: {note}" for note in baseline.notes]

@@ -14,6 +14,7 @@ from soapjax import interrupts
 from soapjax.search.plainest import simplified
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
+from soapjax.search.recomputation import Recomputing, may_recompute, searched
 from soapjax.strategy.strategy import Strategy
 
 AGAIN = 0.25  # of the first search's proposals that each search under less memory gets, and of the seconds that are kept for all
@@ -21,9 +22,10 @@ SIMPLIFYING = 0.1  # of the seconds, which are kept for finding the simplest of 
 
 
 class Searched(NamedTuple):
-    problem: PlanningProblem
+    problem: PlanningProblem  # with what the plan recomputes
     result: SearchResult
-    baselines: dict[str, SearchResult]
+    baselines: dict[str, SearchResult]  # as the step is
+    as_it_is: PlanningProblem  # the step without recomputation of the plan's
     notes: tuple[str, ...] = ()
 
     def known(self) -> dict[bytes, Strategy]:
@@ -33,17 +35,20 @@ class Searched(NamedTuple):
 
     def under(self, limit_bytes: float) -> Searched:
         """The same strategies, judged where a plan may be predicted to take so much of a device."""
-        problem = self.problem.usable_up_to(limit_bytes)
-
-        def judged(result: SearchResult) -> SearchResult:
-            best, *others = problem.evaluate([e.strategy for e in (result.best, *result.candidates)])
-            return result._replace(best=best, candidates=tuple(others))
-
-        baselines = {name: judged(found) for name, found in self.baselines.items()}
-        return self._replace(problem=problem, result=judged(self.result), baselines=baselines)
+        problem, as_it_is = (p.usable_up_to(limit_bytes) for p in (self.problem, self.as_it_is))
+        baselines = {name: judged(found, as_it_is) for name, found in self.baselines.items()}
+        return self._replace(
+            problem=problem, result=judged(self.result, problem), baselines=baselines, as_it_is=as_it_is
+        )  # fmt: skip
 
     def with_best(self, best: Evaluation) -> Searched:
         return self._replace(result=self.result._replace(best=best))
+
+
+def judged(result: SearchResult, problem: PlanningProblem) -> SearchResult:
+    """The strategies of a result in another problem."""
+    best, *others = problem.evaluate([e.strategy for e in (result.best, *result.candidates)])
+    return result._replace(best=best, candidates=tuple(others))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Search:
       proposals: of the first search; None where only `deadline` ends it.
       deadline: of all searches together, of `time.monotonic`.
       simplicity: relative step time within which a simpler plan is taken.
+      recomputing: of a problem the choice of what the backward pass computes again; its problems have at most so many bytes.
       may_go_on: whether a quarter of the seconds is kept for searches under less memory.
     """
 
@@ -64,6 +70,7 @@ class Search:
     deadline: float
     progress: Callable[[int, float, float], None] | None
     simplicity: float
+    recomputing: Callable[[PlanningProblem, float], Recomputing]
     may_go_on: bool = False
 
     def __call__(self, problem: PlanningProblem) -> Searched:
@@ -84,7 +91,7 @@ class Search:
         if self._left_s() <= 0:
             found = before.under(limit_bytes)
             return found.with_best(min(found.problem.evaluate(list(found.known().values())), key=lambda e: e.rank))
-        problem, known = before.problem.usable_up_to(limit_bytes), tuple(before.known().values())
+        problem, known = before.as_it_is.usable_up_to(limit_bytes), tuple(before.known().values())
         proposals = None if self.proposals is None else max(1, int(AGAIN * self.proposals))
         found = self._searched(problem, self._baselines(problem), known, proposals, self._left_s() / 2)
         done, took_s = (getattr(before.result, k) + getattr(found.result, k) for k in ("num_proposals", "search_s"))
@@ -104,22 +111,25 @@ class Search:
         self, problem: PlanningProblem, baselines: dict[str, SearchResult], starts: tuple[Strategy, ...], proposals: int | None,
         left_s: float,
     ) -> Searched:  # fmt: skip
-        until = time.monotonic() + left_s
+        until, as_it_is = time.monotonic() + left_s, problem
+        choice = self.recomputing(problem, problem.usable_memory_bytes) if may_recompute(problem, self.name, baselines) else None
         simplifies = self.name == "mcmc" and self.simplicity > 0  # the others' results have names or proofs
         seconds = None if math.isinf(left_s) else max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3)
         try:
             with interrupts.searching():
-                result = self.planner(self._key, problem, Budget(proposals, seconds, self.progress, baselines=starts))
+                budget = Budget(proposals, seconds, self.progress, baselines=starts)
+                result, problem = searched(self.planner, self._key, problem, budget, baselines, choice)
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
             result = SearchResult(best, 0, 0.0, "interrupted")
         seen = problem.best_seen()
         if seen is not None and not problem.objective.is_time and seen.rank < result.best.rank:
             result = result._replace(best=seen, candidates=(result.best, *result.candidates))
-        result, simpler = self._simpler_if_as_good(result, baselines, problem)
+        here = baselines if problem is as_it_is else {name: judged(found, problem) for name, found in baselines.items()}
+        result, simpler = self._simpler_if_as_good(result, here, problem)
         if simplifies and not simpler and result.stopped_by != "interrupted":
-            result, simpler = simplified(problem, result, [b.best for b in baselines.values()], self.simplicity, deadline=until)
-        return Searched(problem, result, baselines, simpler)
+            result, simpler = simplified(problem, result, [b.best for b in here.values()], self.simplicity, deadline=until)
+        return Searched(problem, result, baselines, as_it_is, simpler)
 
     def _simpler_if_as_good(
         self, result: SearchResult, baselines: Mapping[str, SearchResult], problem: PlanningProblem

@@ -17,6 +17,7 @@ from soapjax.costs.evaluate import Costs
 from soapjax.costs.tables import CostTables, cost_tables
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import trace
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import SearchSpace, search_space
@@ -30,6 +31,7 @@ MODELS = {
     "mlp_deep": ("mlp", dict(batch=64, width=64, layers=5, classes=64, features=64)),
     "mlp_of_sixes": ("mlp", dict(batch=24, width=36, layers=2, classes=42, features=6)),
     "lm": ("transformer_lm", dict(layers=1, **TINY_LM)),
+    "lm_recomputed": ("transformer_lm", dict(layers=2, **TINY_LM)),
     "lm_scan": ("transformer_lm", dict(layers=2, scan=True, **TINY_LM)),
     "lm_tied_scan_remat": ("transformer_lm", dict(layers=3, scan=True, remat=True, tie=True, **TINY_LM)),
     "resnet": ("resnet", dict(batch=8, image=32, width=8, classes=8, depth="tiny")),
@@ -43,6 +45,7 @@ PROBLEMS = (
     ("mlp", "a100x64"),
     ("mlp_of_sixes", "2x6"),
     ("lm", "a100x8"),
+    ("lm_recomputed", "a100x8"),
     ("lm_scan", "2x4"),
     ("lm_tied_scan_remat", "cpu8"),
     ("lenet", "dgx1_v100x8"),
@@ -133,7 +136,11 @@ def graph_with(model: str, **changes: int) -> OperatorGraph:
         return state, batch
 
     state, batch = jax.eval_shape(arguments)
-    return build_graph(trace(steps[0], state, batch))[0]
+    step = trace(steps[0], state, batch)
+    if model == "lm_recomputed":  # some operators, the others are kept
+        options = Recomputation(step)
+        step = options.step([name for i, name in enumerate(options.parts) if i % 4])
+    return build_graph(step)[0]
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.program import Atom, FlatEqn
+from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace import TracedStep
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import Plan, TaskPart, parse_spec
@@ -122,6 +123,7 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
 
     Raises: SoapjaxError where the plan is for another step, or cannot be executed here.
     """
+    step = recomputing(step, plan.recomputed)
     graph, binding = build_graph(step)
     problems = []
     if graph.fingerprint() != plan.graph.fingerprint:

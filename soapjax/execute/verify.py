@@ -169,7 +169,7 @@ class OneDevice:
     def __call__(self, arguments: list[Any], *, is_float64: bool = False) -> Numbers:
         with jax.enable_x64(is_float64):
             if is_float64 not in self._compiled:
-                evaluator = Evaluator(self._step.program, is_float64=is_float64)
+                evaluator = Evaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
                 jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), self._gradients))
                 self._compiled[is_float64] = _compiled(jitted, arguments)
             outputs, extra = self._compiled[is_float64](*arguments)

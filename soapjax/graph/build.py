@@ -151,6 +151,7 @@ class _Builder:
                     tuple(owned[n]),
                     0,
                     *_fixed(first, operators[k][1], dims[n][1]),
+                    any(self.units[i].eqns[0].outputs[0] in self.program.repeats for i in operators[k][0]),
                 )
             )
         return OperatorGraph(
@@ -165,6 +166,7 @@ class _Builder:
             self.phases.is_single_phase or not self.phases.parameters,
             tuple(accumulations),
             tuple(joint_sums),
+            self.step.fingerprint,
         )
 
     def _classes(self, members: list[int]) -> DimClasses:

@@ -118,7 +118,7 @@ def _tied_nodes(
         for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
             if not isinstance(atom, int):
                 continue
-            root, shift = values.alias[atom]
+            root, shift = values.original[atom]
             for d, lab in enumerate(labs):
                 if lab != BLOCKED and d >= shift:
                     node = (root, d - shift)
@@ -202,7 +202,7 @@ class DimClasses:
 
     def _equation(self, eqn: FlatEqn, *, is_heavy: bool) -> None:
         found = self.labels[eqn]
-        avals, alias, sizes = self.program.avals, self.values.alias, self.sizes
+        avals, alias, sizes = self.program.avals, self.values.original, self.sizes
         read: set[int] = set()
         first: dict[int, tuple[int, int]] = {}  # label -> the first node that has it
         whole: set[int] = set()
@@ -257,6 +257,8 @@ class DimClasses:
                     self._unite(parameter.value, root)
         first = units[0]
         for unit in units[1:]:
+            if unit.eqns[0].outputs and unit.eqns[0].outputs[0] in self.program.repeats:
+                continue  # its dims are those of what it repeats
             if is_recompute(unit.heavy or unit.eqns[0]) and first.phase == FORWARD:
                 self._tie_recomputed(first, unit)
             elif unit.heavy is not None and first.heavy is not None and len(first.heavy.inputs) >= 2:
@@ -287,17 +289,18 @@ class DimClasses:
         value, which for a product needs no tie: its operands' labels and the result's cotangent have all of its dims.
         """
         a, b = first.heavy.inputs[:2]
-        read = {self.values.of(x).root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
+        original = self.values.original
+        read = {original[x].root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
         result = unit.eqns[-1].outputs[0]
         is_square = first.heavy.name == "dot_general" and len(set(self._shape(result))) < len(self._shape(result))
         for mine, other in () if is_square else ((a, b), (b, a)):
-            if isinstance(mine, int) and isinstance(other, int) and self.values.of(mine).root in read:
-                if self._shape(other) == self._shape(result) and self.values.of(other).root not in trained:
+            if isinstance(mine, int) and isinstance(other, int) and original[mine].root in read:
+                if self._shape(other) == self._shape(result) and original[other].root not in trained:
                     self._unite(other, result)
         # The cotangent of the result has the result's dims.
-        out, operands = first.heavy.outputs[0], (self.values.of(a), self.values.of(b))
+        out, operands = first.heavy.outputs[0], [original[x] for x in (a, b) if isinstance(x, int)]
         for x in unit.heavy.inputs:
-            if isinstance(x, int) and self._shape(x) == self._shape(out) and self.values.of(x) not in operands:
+            if isinstance(x, int) and self._shape(x) == self._shape(out) and original[x] not in operands:
                 self._unite(out, x)
 
     def _finish(self) -> None:
@@ -347,7 +350,7 @@ class DimClasses:
                 for a in (*e.inputs, *e.outputs):
                     if isinstance(a, int) and a not in seen:
                         seen.add(a)
-                        root, shift = self.values.alias[a]
+                        root, shift = self.values.original[a]
                         for d in range(max(0, shift), len(self._shape(a))):
                             found = self._class_of.get((root, d - shift))
                             if found is not None and found not in met:

@@ -172,6 +172,7 @@ class Operator(NamedTuple):
     # A user's own constraint: axis names per dim of the tensor, of a user's shard_map per dim of the operator; and their mesh.
     fixed: tuple[tuple[str, ...], ...] | None = None
     fixed_mesh: tuple[tuple[str, int], ...] = ()
+    is_recomputed: bool = False  # what the backward pass reads of it is computed again there (recompute.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,13 +188,19 @@ class OperatorGraph:
     is_single_phase: bool
     accumulations: tuple[Accumulation, ...] = ()
     joint_sums: tuple[JointSum, ...] = ()  # not part of the fingerprint
+    step_fingerprint: str = ""  # of the step's graph where nothing is recomputed, where this one recomputes something
 
     @property
     def num_operators(self) -> int:
         return len(self.operators)
 
     def fingerprint(self) -> str:
-        """sha256 over operators, shapes and edges: no jaxpr text, value ids or equation addresses in it."""
+        """sha256 over operators, shapes and edges: no jaxpr text, value ids or equation addresses in it.
+
+        It is that of the step: the same whatever is recomputed.
+        """
+        if self.step_fingerprint:
+            return self.step_fingerprint
         data = {
             "operators": [(o.name, o.kind, o.dims, o.tasks, o.parameters) for o in self.operators],
             "tasks": [(t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks],

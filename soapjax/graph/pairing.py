@@ -80,17 +80,17 @@ class Pairing:
 
     def peel(self, atom: int) -> int:
         """The root behind transposes, reshapes and casts."""
-        root = self.values.of(atom).root
+        root = self.values.original[atom].root
         for _ in range(64):
             producer = self.values.producer.get(root)
             if producer is None or producer.name not in LAYOUT_ONLY or not isinstance(producer.inputs[0], int):
                 break
-            root = self.values.of(producer.inputs[0]).root
+            root = self.values.original[producer.inputs[0]].root
         return root
 
     def _reads_of(self, unit: Unit) -> set[int]:
         inside = {o for e in unit.eqns for o in e.outputs}
-        return {root for e in unit.eqns for root in self.values.reads[e.key]} - inside
+        return {self.values.original[root].root for root in {r for e in unit.eqns for r in self.values.reads[e.key]} - inside}
 
     def _own_parameters(self) -> None:
         first: dict[int | None, int] = {}  # root -> the first operator that starts from it
@@ -108,7 +108,10 @@ class Pairing:
             waiting.setdefault(self._signature(members[0]), collections.deque()).append(op)
         for i in again:
             queue = waiting.get(self._signature(i))
-            if self.units[i].heavy is not None:
+            repeated = [self.program.repeats.get(o) for e in self.units[i].eqns for o in e.outputs]
+            if repeated[0] is not None:
+                op = self.made_by[repeated[0]]
+            elif self.units[i].heavy is not None:
                 op = queue.popleft() if queue else None
             else:
                 op = self._most_alike(i)

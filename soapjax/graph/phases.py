@@ -24,6 +24,7 @@ from soapjax.graph.values import Values
 FORWARD, BACKWARD, UPDATE = 0, 1, 2
 PHASE_NAMES = ("forward", "backward", "update")
 MARK = "soapjax_gradient"
+RECOMPUTED = "transpose(jvp())/rematted_computation"  # the name stack of what is recomputed by a plan's choice
 
 _WRAPPED = re.compile(r"^((?:\w+\()+)(.*?)\)+$")
 _NOISE = {"rematted_computation", "checkpoint", "while", "body", "scan", "closed_call", "jit", "pjit", "cond"}

@@ -75,13 +75,17 @@ class FlatEqn:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Equations in order; `avals` (shared by all nesting levels) gives the type of each value id."""
+    """Equations in order; `avals` (shared by all nesting levels) gives the type of each value id.
+
+    `repeats`: value -> the value of the forward pass that it repeats, where that is not kept for the backward pass (recompute.py).
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[Atom, ...]
     eqns: tuple[FlatEqn, ...]
     consts: dict[int, Any]
     avals: dict[int, Any]
+    repeats: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def walk(self, trip_count: int = 1) -> Iterator[tuple[FlatEqn, int]]:
         """Every equation with the number of times it runs in a step; a loop comes before its body."""

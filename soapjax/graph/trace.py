@@ -34,6 +34,9 @@ class TracedStep:
     out_paths: tuple[str, ...]
     state_pairs: dict[int, int]  # input leaf -> the output leaf that becomes it in the next step
     in_names: tuple[str, ...] = ()  # of the arguments
+    # As it was traced, and the fingerprint of that graph, where `program` recomputes something (recompute.py).
+    traced_program: Program | None = None
+    fingerprint: str = ""
 
     @property
     def in_avals(self) -> list[Any]:

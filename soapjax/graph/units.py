@@ -76,6 +76,7 @@ def find_units(
     light: list[tuple[FlatEqn, int]] = []
     units: list[Unit] = []
     heavy_unit: dict[int, Unit] = {}  # root -> the unit of the heavy equation that makes it
+    again: dict[int, FlatEqn] = {}  # value -> the equation that repeats it
     read = _read_by_units(program, values, phases)
 
     def visit(p: Program, trips: int, base: int) -> int:
@@ -89,6 +90,10 @@ def find_units(
                 deepest = max(deepest, inner)
                 continue
             if eqn.name in IDENTITIES or generated.issuperset(eqn.outputs):
+                continue
+            if not program.repeats.keys().isdisjoint(eqn.outputs):
+                depth.update((o, depth[program.repeats[o]]) for o in eqn.outputs)
+                again.update((program.repeats[o], eqn) for o in eqn.outputs)
                 continue
             phase, scope = phases.phase[eqn.key], values.scope[eqn.key]
             kind = kind_of(eqn)
@@ -111,9 +116,22 @@ def find_units(
     visit(program, 1, 0)
     _sink_additions(light, keys, values, values.uses)
     units += _regions(light, keys, depth, values, generated, heavy_unit, program)
+    units += _repeated(units, again, phases) if again else []
     for unit in units:
         unit.eqns.sort(key=lambda e: values.order[e.key])
     return ordered(without_circles(units, values), values), updates
+
+
+def _repeated(units: list[Unit], again: dict[int, FlatEqn], phases: Phases) -> list[Unit]:
+    """Of each unit the one that repeats of it what is repeated."""
+    found = []
+    for unit in units:
+        eqns = [again[e.outputs[0]] for e in unit.eqns if e.outputs and e.outputs[0] in again]
+        if eqns:
+            heavy = again.get(unit.heavy.outputs[0]) if unit.heavy is not None else None
+            kind = "fused" if heavy is None else unit.kind
+            found.append(Unit(eqns, phases.phase[eqns[0].key], unit.scope, kind, heavy, unit.trip_count))
+    return found
 
 
 def _read_by_units(program: Program, values: Values, phases: Phases) -> set[int]:

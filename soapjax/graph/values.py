@@ -31,6 +31,18 @@ class _Aliases(dict[int, Alias]):
         return found
 
 
+class _Originals(dict[int, Alias]):
+    """Of every value: its root; of what a plan recomputes (`Program.repeats`) that of the forward pass, whose dims it has."""
+
+    def __init__(self, alias: _Aliases, repeats: dict[int, int]):
+        self._alias, self._repeats = alias, repeats
+
+    def __missing__(self, value: int) -> Alias:
+        root, shift = self._alias[value]
+        self[value] = found = Alias(self._repeats.get(root, root), shift)
+        return found
+
+
 class Carry(NamedTuple):
     """A loop-carried value: the body's argument, its first value, and the body's result that becomes it."""
 
@@ -53,6 +65,7 @@ class Values:
         self._sources: dict[str, set[int]] = {}  # of equations that were asked for
         self.reads: dict[str, tuple[int, ...]] = {}  # equation key -> roots of the values that it reads, in order
         self._visit(program, ())
+        self.original = _Originals(self.alias, program.repeats) if program.repeats else self.alias
         self.stacked = {self.tensor(atom).root for atom in self.stacked}
         by_result = {self.of(c.result).root: c for c in self.carries.values() if isinstance(c.result, int)}
         self._carried = by_result | self.carries
@@ -151,7 +164,7 @@ class Values:
         """
         if not isinstance(atom, int):
             return None
-        root, shift = self.alias[atom]
+        root, shift = self.original[atom]
         return (root, dim - shift) if dim >= shift else None
 
 

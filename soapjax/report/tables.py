@@ -64,14 +64,15 @@ def seconds_of(part: OperatorPart) -> float:
 
 
 def split_of(part: OperatorPart, sizes: dict[str, int]) -> str:
-    """How an operator is split, in words: "sample/4 (d0+d2)"."""
+    """How an operator is split, in words: "sample/4 (d0+d2)"; and whether the backward pass computes it again."""
     degrees: dict[str, int] = {}
     for axis, dim in part.axes.items():
         if dim != "replicate" and not dim.startswith("pin("):
             degrees[dim] = degrees.get(dim, 1) * sizes.get(axis, 1)
     axes_of = {d: [a for a, v in part.axes.items() if v == d] for d in degrees}
     split = "  ".join(f"{d}/{n} ({_axes(axes_of[d], sizes)})" for d, n in degrees.items())
-    return "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
+    split = "  ".join(filter(None, (split, _pins(part.axes, sizes)))) or "replicated"
+    return f"{split}, recomputed" if part.recompute else split
 
 
 def operator_table(plan: Plan) -> TextTable:

@@ -101,9 +101,15 @@ class OperatorPart(_Part):
     dims: dict[str, int] = {}  # name and size of what an axis may be assigned to, for those who edit
     axes: dict[str, str]  # mesh axis -> dim, "replicate" or "pin(i)"
     storage: str = "as used"
+    recompute: bool = False  # what the backward pass reads of it is computed again there; in the file only where it is
     figures: str = "analytic"  # where its compute seconds come from: "measured", "calibrated" or "analytic", the weakest
     tasks: tuple[TaskPart, ...] = ()
     cost: OperatorCost | None = None  # None: written by an older version, or a pipeline's
+
+    @pydantic.model_serializer(mode="wrap")
+    def _as_data(self, to_data: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data = to_data(self)
+        return {k: v for k, v in data.items() if k != "recompute" or v}
 
 
 class SentPart(_Part):
@@ -231,6 +237,11 @@ class Plan(_Part):
     def pinned(self) -> tuple[str, ...]:
         """The operators that run on a part of the devices."""
         return tuple(name for name, part in self.operators.items() if any(v.startswith("pin(") for v in part.axes.values()))
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The operators that the backward pass computes again."""
+        return frozenset(name for name, part in self.operators.items() if part.recompute)
 
     def logical_axis_rules(self) -> list[tuple[str, tuple[str, ...] | None]]:
         """As Flax's `logical_axis_rules`, where one rule per name says the plan (soapjax/strategy/plan_words.py).

@@ -62,6 +62,7 @@ def make_plan(
         config = strategy.config(n, op, mesh, space.storages)
         operators[op.name] = OperatorPart(
             kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=config.axes, storage=config.storage,
+            recompute=op.is_recomputed,
             figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
             cost=None if costs is None else costs[n],
         )  # fmt: skip
