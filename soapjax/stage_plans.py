@@ -143,17 +143,17 @@ def find_pipeline(
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
             raise KeyboardInterrupt
-        raise SoapjaxError(_does_not_fit(found.times))
+        raise SoapjaxError(_does_not_fit(found.times, found.notes))
     if found.times.rank(objective)[0]:
         found = found._replace(notes=(*found.notes, LEAST_VIOLATING))
     return found
 
 
-def _does_not_fit(times: StageTimes) -> list[Problem]:
-    usable = times.usable_bytes
+def _does_not_fit(times: StageTimes, notes: Sequence[str]) -> list[Problem]:
+    usable, nearest = times.usable_bytes, f"the nearest pipeline, {notes[0]}: " if notes else ""
     return [
         Problem(
-            f"stage {i} ({stage.operators[0]} ... {stage.operators[-1]} on {len(stage.devices)} devices)",
+            f"{nearest}stage {i} ({stage.operators[0]} ... {stage.operators[-1]} on {len(stage.devices)} devices)",
             f"{size / 1e9:.3g} GB per device", f"at most {usable / 1e9:.3g} GB",
             "use more stages, more micro-batches or larger devices, or a schedule that holds fewer (1f1b, rematerialised)",
         )
