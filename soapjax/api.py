@@ -85,7 +85,7 @@ class SoapShard:
                 log.info("soap_shard(%s): arguments of another shape", self.__name__)
         if not (inside := _has_tracers(dynamic)):
             check_run(dynamic, self._names(args, form))
-        compiled = self._prepared(args, form)
+        compiled = self._prepared(args, form, runs=not inside)
         if inside:
             return compiled(*dynamic)
         placed = compiled.place_state(*dynamic)
@@ -157,8 +157,8 @@ class SoapShard:
             return step._bound(arrays, {})
         return self, args, form
 
-    def _prepared(self, args: tuple[Any, ...], form: CallForm) -> CompiledStep | StreamStep:
-        """Plans (or loads) for these shapes and constants, once."""
+    def _prepared(self, args: tuple[Any, ...], form: CallForm, *, runs: bool = False) -> CompiledStep | StreamStep:
+        """Plans (or loads) for these shapes and constants, once; where the step `runs` then, its program may check the plan."""
         fn = self._calling.function(form, len(args))
         check_planned(form.dynamic(args), self._names(args, form))
         key = (form, signature(form.dynamic(args)))
@@ -169,7 +169,6 @@ class SoapShard:
             with jax.ensure_compile_time_eval() if inside else contextlib.nullcontext():
                 given_away = self._calling.given_away(form, len(args))
                 donate = self._donate if given_away is None else given_away
-                runs = not inside and not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree_util.tree_leaves(args))
                 self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate, runs=runs)
         self._last_plan, self._last = self._by_shapes[key]
         self._last_form = form
@@ -323,9 +322,9 @@ def soap_shard(
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
       objective: "time", or an `Objective` with limits of communication and memory; where no plan meets these, the one that violates
         them least runs, and a warning names them.
-      check: "compile": what is planned for arrays (not for shapes, nor over several processes) is compiled at once, as its first
-        call would; where it does not fit the device, the search goes on with less memory, and `InfeasibleError` says so where
-        nothing fits. With "none", and of what is not compiled, plans keep a margin of memory.
+      check: "compile": what a call plans (not `prepare`, nor several processes) is compiled at once, as the call would do anyway;
+        where it does not fit the device, the search goes on with less memory, and `InfeasibleError` says so where nothing fits.
+        With "none", and of what is not compiled, plans keep a margin of memory.
     """
     beside = PipelineOptions.problems(pipeline, microbatches, stages, plan=plan, fixed=fixed)
     if plan is not None and fixed is not None:

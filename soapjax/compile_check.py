@@ -79,15 +79,17 @@ def over_memory(plan: Plan, made: CompiledStep) -> Problem | None:
 def devices_to_compile_for(topology: DeviceTopology, devices: Sequence[Any] | None) -> list[Any]:
     """Those that are given, whatever they are, or those at hand where they are of the topology's platform.
 
-    Raises: SoapjaxError where there are too few, or others than planned for.
+    Raises: SoapjaxError where those at hand are too few, or others than planned for.
     """
-    found = list(jax.devices()) if devices is None else list(devices)
+    if devices is not None:
+        return list(devices)
+    found = list(jax.devices())
     platforms = {"gpu": ("cuda", "rocm")}.get(found[0].platform, (found[0].platform,))
     wanted = f"{topology.num_devices} devices of {topology.device.platform}, those of {topology.name}"
-    if len(found) < topology.num_devices or (devices is None and topology.device.platform not in platforms):
+    if len(found) < topology.num_devices or topology.device.platform not in platforms:
         remedy = "name the devices (--target cpu for fake ones), or leave the check out: the plan keeps a margin of memory then"
         raise SoapjaxError(Problem("check", f"{len(found)} of {found[0].platform}", wanted, remedy))
-    return found[: topology.num_devices]
+    return found
 
 
 def checked(

@@ -92,7 +92,8 @@ class Maker:
         if self.source is None and self.pipeline is not None:
             return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing), None
         if self.source is None:
-            found = planning.plan(fn, *args, static_argnums=static, devices=self.devices, progress=report, **check, **options)
+            devices = jax.devices() if self.devices is None else self.devices  # of whatever platform: it runs there
+            found = planning.plan(fn, *args, static_argnums=static, devices=devices, progress=report, **check, **options)
             return found.plan, found.step, found.program
         source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
         step = trace(fn, *args, unroll=source.unroll or options["unroll"], **tracing)

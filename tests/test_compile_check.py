@@ -126,9 +126,9 @@ def test_a_step_that_runs_fits_or_says_why_not(caplog):
     assert "as compiled" in caplog.text and not unchecked.plan.provenance.compiled
 
 
-def test_for_shapes_alone_nothing_is_compiled():
-    shapes = jax.eval_shape(arguments)
-    prepared = soap_shard(step, topology=cpu8(2**30), planner="data_parallel", devices=jax.devices("cpu")[:8]).prepare(*shapes)
+def test_what_is_only_prepared_is_not_compiled():
+    prepared = soap_shard(step, topology=cpu8(2**30), planner="data_parallel", devices=jax.devices("cpu")[:8])
+    prepared.prepare(*arguments())
     assert not prepared.plan.provenance.compiled
     topology = prepared.plan.topology["device"]
     assert prepared.plan.prediction.usable_memory_bytes == pytest.approx(2**30 * (1 - topology["memory_margin_fraction"]), rel=1e-6)
@@ -167,3 +167,9 @@ def test_a_backend_that_cannot_compile_here_is_named():
         devices=devices_of_target(load_topology("a100x8"), "cpu"),
     )  # fmt: skip
     assert found.plan.provenance.compiled[-1].target == "cpu"
+
+
+def test_a_step_is_compiled_for_the_devices_that_it_runs_on_whatever_it_was_planned_for():
+    sharded = soap_shard(step, topology="a100x8", planner="data_parallel")
+    sharded(*arguments())
+    assert sharded.plan.provenance.compiled[-1].target == "cpu"

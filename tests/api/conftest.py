@@ -22,11 +22,11 @@ def no_search(monkeypatch):
         step = trace(fn, *args, **{k: v for k, v in options.items() if k in TRACING})
         (graph, _), mesh = build_graph(step), factor_mesh(topology)
         if planner == "data_parallel":
-            return types.SimpleNamespace(plan=inside_plan(graph, mesh, topology), step=step)
+            return types.SimpleNamespace(plan=inside_plan(graph, mesh, topology), step=step, program=None)
         whole = inside_plan(graph, mesh, topology)
         axes = {name: part.axes for name, part in whole.operators.items()}
         stored = f"sharded({','.join(mesh.axis_names)}), kept"
         storage = {op.name: stored for op in graph.operators if op.parameters}
-        return types.SimpleNamespace(plan=inside_plan(graph, mesh, topology, axes, storage), step=step)
+        return types.SimpleNamespace(plan=inside_plan(graph, mesh, topology, axes, storage), step=step, program=None)
 
     monkeypatch.setattr(planning, "plan", plan)
