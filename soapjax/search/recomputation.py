@@ -32,7 +32,7 @@ from soapjax.strategy.strategy import Strategy
 MOST_FITS = 3  # problems that are made for one strategy
 SLACK = 1.02  # so much more than is needed is saved by the estimate
 MOST_STRATEGIES = 2  # that are fitted before the search
-FITTED_AGAIN = 0.15  # of the budget's seconds, for what its own strategy needs
+FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
 UNLIMITED_BYTES = 2**62
 
 
