@@ -40,7 +40,9 @@ class Part(NamedTuple):
 
     segment: int
     tensors: set[int]  # of the graph of the step as it is: what is not kept then
-    needs: set[str]  # operators whose results only this one keeps: recomputed with it, or their results would be kept instead
+    # Recomputed with it, or as much would be kept instead: operators whose results only this one reads for the backward pass, and
+    # light ones, whose results the compiler does not keep but computes from this one's.
+    needs: set[str]
 
 
 class Recomputation:
@@ -76,8 +78,12 @@ class Recomputation:
             part = found.setdefault(n, Part(forward.segment[e.key], set(), set()))
             if o in forward.by_backward and o in self.binding.tensor_of:
                 part.tensors.add(self.binding.tensor_of[o])
-            sources = [s for s in forward.read(e) if s in forward.saved and s not in forward.by_backward]
-            part.needs.update(names[k] for k in {self._operator(forward.makers[s]) for s in sources} - {n})
+            for s in (s for s in forward.read(e) if s in forward.saved):
+                maker = self._operator(forward.makers[s])
+                if maker != n and s not in forward.by_backward:
+                    part.needs.add(names[maker])
+                if maker != n and self.graph.operators[n].kind == "fused":
+                    found.setdefault(maker, Part(forward.segment[forward.makers[s].key], set(), set())).needs.add(names[n])
         return {names[n]: found[n] for n in sorted(found)}
 
     @functools.cached_property

@@ -32,7 +32,7 @@ from soapjax.strategy.strategy import Strategy
 MOST_FITS = 3  # problems that are made for one strategy
 SLACK = 1.02  # so much more than is needed is saved by the estimate
 MOST_STRATEGIES = 2  # that are fitted before the search
-FITTED_AGAIN = 0.15  # of the budget's seconds, for what its own strategy needs
+FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
 UNLIMITED_BYTES = 2**62
 
 
@@ -49,7 +49,8 @@ class Ranking(NamedTuple):
 
     names: list[str]
     seconds: np.ndarray  # of recomputing the first 1, 2, ...
-    saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...
+    saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...: less than turns out, of which copies and sums are a part
+    stored_bytes: float  # parameters and optimizer state, which are there whatever is recomputed
 
 
 class Recomputing:
@@ -73,8 +74,8 @@ class Recomputing:
         estimates = []
         for i, point in enumerate(faster):
             ranking = self.ranking(point.plan)
-            k = np.searchsorted(ranking.saved_bytes, point.memory_bytes - usable)
-            if k < len(ranking.names) and point.step_time_s + ranking.seconds[k] < limit_s:
+            k = min(np.searchsorted(ranking.saved_bytes, point.memory_bytes - usable), len(ranking.names) - 1)
+            if k >= 0 and ranking.stored_bytes < usable and point.step_time_s + ranking.seconds[k] < limit_s:
                 estimates.append((point.step_time_s + ranking.seconds[k], i))
         best = None
         for seconds, i in sorted(estimates)[:MOST_STRATEGIES]:
@@ -134,9 +135,8 @@ class Recomputing:
         groups = {name: self.problem.graph.operators[index[name]].group for name in closed}
         order = sorted((rate[groups[name]], parts[name].segment, index[name], name) for name in closed if groups[name] in rate)
         names = list(dict.fromkeys(m for *_, name in order for m in sorted(closed[name], key=index.get)))
-        return Ranking(
-            names, np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
-        )  # fmt: skip
+        by_name = ([of[m] for m in names] for of in ({m: seconds[index[m]] for m in names}, saved))
+        return Ranking(names, *map(np.cumsum, by_name), float(costs.memory_bytes[0]))
 
     def _closed(self, name: str) -> list[str]:
         """An operator and all that must be recomputed with it."""

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from models import llama
+from models import mlp
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.verify import verify
 from soapjax.graph.phases import BACKWARD
@@ -14,7 +14,7 @@ from soapjax.topology import load_topology
 
 
 def test_a_random_plan_with_a_random_choice_is_proven():
-    step, *arguments = llama.make(batch=8, seq=16, width=16, layers=2, heads=2, vocab=32)
+    step, *arguments = mlp.make(batch=16, width=16, layers=6, classes=8, features=8)
     traced, rng = trace(step, *arguments), np.random.default_rng(0)
     options = Recomputation(traced)
     names = [name for name in options.parts if rng.random() < 0.7]

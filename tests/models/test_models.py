@@ -19,6 +19,7 @@ from models import (
     gpt3,
     inception_v3,
     lenet,
+    llama,
     mlp,
     moe,
     nasnet,
@@ -74,6 +75,7 @@ CASES = {
     "bert": (bert, dict(batch=2, seq=16, width=8, heads=2, vocab=32)),
     "bert_full": (bert, dict(batch=2, seq=16, width=8, heads=2, tie=False, remat=True, dtype="bfloat16")),
     "gpt3": (gpt3, dict(batch=2, layers=1, seq=8, remat=True, dtype="bfloat16")),
+    "llama": (llama, dict(batch=2, seq=8, width=8, layers=2, heads=2, learning_rate=1e-2)),
     "moe": (moe, TINY_MOE),
     "moe_full": (moe, TINY_MOE | dict(top=2, every=1, tie=True, remat=True)),
 }
