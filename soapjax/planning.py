@@ -26,6 +26,7 @@ from soapjax.graph.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
+from soapjax.remarks import repeated_remarks, structure_remarks
 from soapjax.report.html import framed, page
 from soapjax.search.front import FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
@@ -117,7 +118,7 @@ def plan(
     problem = planning_problem(step, topology, layouts, space=space, profile=profile, objective=objective)
     if pareto or not objective.is_time:
         problem = problem.keeping_front()
-    remarks = (*remarks, *_graph_remarks(problem.graph))
+    remarks = (*remarks, *structure_remarks(problem.graph))
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
     begin = time.monotonic()
@@ -150,6 +151,7 @@ def plan(
             except KeyboardInterrupt:
                 result = result._replace(stopped_by="interrupted")
                 remarks = (*remarks, "interrupted while the best strategies were run: this is the best predicted one")
+        remarks = (*remarks, *repeated_remarks(problem, result.best.strategy))
         figures = dict(zip(baselines, problem.simulator.figures([b.best.strategy for b in baselines.values()]), strict=True))
         provenance = _provenance(planner, space, seed, result, baselines, (*remarks, *simpler), table, figures, objective)
         made = plan_of_strategy(problem, result.best.strategy, model=model, provenance=provenance, unroll=unroll)
@@ -157,18 +159,6 @@ def plan(
         made = made.model_copy(update={"logical_axes": names})
     front = problem.front.points() if pareto else ()
     return Planned(made, result, baselines, problem, step, front)
-
-
-def _graph_remarks(graph: OperatorGraph) -> tuple[str, ...]:
-    """What of the step's structure a reader of the plan should know."""
-    remarks = []
-    if graph.is_single_phase and graph.parameters:
-        remarks.append("a gradient of what an update made: forward, backward and update run as one phase, in program order")
-    if whole := [op.name for op in graph.operators if op.kind == "unknown" or (op.kind in ("loop", "linalg") and not op.dims)]:
-        shown = ", ".join(whole[:4]) + (f", ... ({len(whole)} in all)" if len(whole) > 4 else "")
-        what = "no dim of a while, a cond, a decomposition of one matrix or an unknown primitive is kept apart"
-        remarks.append(f"{what}: every device does all of {shown}")
-    return tuple(remarks)
 
 
 def plan_pipeline(
