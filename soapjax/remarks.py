@@ -36,7 +36,7 @@ def repeated_remarks(problem: PlanningProblem, strategy: Strategy) -> tuple[str,
     share, repeated = share_of(flops, split), flops - split
     if share >= WELL_SPLIT:
         return ()
-    most = [int(n) for n in np.argsort(-repeated, kind="stable") if repeated[n] > (1 - WELL_SPLIT) * repeated.sum()]
+    most = [int(n) for n in np.argsort(-repeated, kind="stable") if repeated[n] > 0]
     named = [f"{problem.graph.operators[n].name} ({_reason(problem, strategy, n)})" for n in most]
     return (f"{100 * (1 - share):.3g} % of the FLOPs are done alike on several devices: {_some(named)}",)
 
