@@ -170,7 +170,7 @@ def tried(
             wait(others, begun + timeout_s + slack + 20.0)
             late = [p.rank for p in others if p.poll() is None]
             in_time = all(p.ended_at is not None and p.ended_at - begun <= timeout_s + slack for p in others)
-            if fault != "stop":
+            if fault != "stop" and "joining" in sick.phases():  # one that never joins is no part of the job, and sleeps on
                 wait([sick], begun + timeout_s + slack + 20.0)
                 in_time = in_time and sick.ended_at is not None
             seconds = max(0.0, max((p.ended_at or time.monotonic()) - begun for p in others))
