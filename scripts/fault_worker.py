@@ -68,6 +68,7 @@ def main(fault: str, at: int) -> None:
     from models import mlp
 
     timeout_s = float(os.environ["FAULTS_TIMEOUT_S"])
+    say("joining")
     soapjax.distributed.initialize(timeout_s=timeout_s, silence_s=timeout_s)
     if fault == "x64":
         jax.config.update("jax_enable_x64", True)

@@ -37,7 +37,8 @@ OTHERS = ("a step fewer", "another order", "another function", "x64", "flags")
 FLAGS = "--xla_cpu_enable_fast_math=true"
 SLACK_S = 10.0
 MAX_TRIES = 3
-START_S = 60.0  # a phase comes within
+START_S = 60.0  # a phase comes within, on an idle machine
+BUSY = 3.0  # times as long as before a phase may take
 ARGUMENTS = ("fault", "processes", "phase", "moment", "timeout_s", "seed")
 MESSAGES = ("error: ", "soapjax.errors.SoapjaxError: ")  # the second: where the program does not catch it
 STACKS = ("Check failure stack trace", "terminate called", "Fatal Python error")
@@ -103,6 +104,13 @@ def wait(processes: Sequence[Process], deadline: float) -> None:
         time.sleep(0.02)
 
 
+def join(processes: Sequence[Process], deadline: float) -> float:
+    """Waits until each has come to join the job, or ended; the time. Before, a process imports, and can notice no fault."""
+    while any([p.poll() is None and "joining" not in p.phases() for p in processes]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return time.monotonic()
+
+
 def durations(count: int, timeout_s: float) -> dict[str, float]:
     """Seconds that each phase of an undisturbed job takes, on its rank 0."""
     with tempfile.TemporaryDirectory() as folder:
@@ -141,21 +149,20 @@ def case(fault: str, count: int, phase: str, timeout_s: float, typical: Mapping[
 def tried(
     fault: str, count: int, phase: str, timeout_s: float, typical: Mapping[str, float], victim: int, share: float, at: int
 ) -> dict:  # fmt: skip
+    at_most_s = max(START_S, BUSY * sum(typical.values()))
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.monotonic()
+        deadline = time.monotonic() + at_most_s
         processes = start(Path(folder), count, timeout_s, victim, fault, at)
         sick, others = processes[victim], [p for p in processes if p.rank != victim]
         try:
             if fault in SIGNALS:
-                while phase not in sick.phases() and sick.poll() is None and time.monotonic() < begun + START_S:
+                while phase not in sick.phases() and sick.poll() is None and time.monotonic() < deadline:
                     time.sleep(0.005)
                 time.sleep(share * typical[phase])
                 if sick.poll() is None:
                     sick.popen.send_signal(SIGNALS[fault])
-                begun = time.monotonic()
+                begun = join(others, deadline)
             else:  # from when on it differs is known within the job only: the whole run is allowed for
-                at_most_s = sum(typical.values()) * 3
-                deadline = time.monotonic() + at_most_s
                 while "running" not in sick.phases() and any([p.poll() is None for p in processes]) and time.monotonic() < deadline:
                     time.sleep(0.02)
                 begun = time.monotonic()
@@ -163,7 +170,7 @@ def tried(
             wait(others, begun + timeout_s + slack + 20.0)
             late = [p.rank for p in others if p.poll() is None]
             in_time = all(p.ended_at is not None and p.ended_at - begun <= timeout_s + slack for p in others)
-            if fault != "stop":
+            if fault != "stop" and "joining" in sick.phases():  # one that never joins is no part of the job, and sleeps on
                 wait([sick], begun + timeout_s + slack + 20.0)
                 in_time = in_time and sick.ended_at is not None
             seconds = max(0.0, max((p.ended_at or time.monotonic()) - begun for p in others))
@@ -213,8 +220,9 @@ def page(rows: Sequence[Mapping[str, str]]) -> str:
         "# Jobs of which one process dies, stops, or does something else\n",
         f"`python scripts/faults.py`: {len(rows)} jobs of small processes on one machine, one rank of each disturbed at a random "
         f"moment. {len(good)} ended as they should: all other processes within the time-out + {SLACK_S:g} s, each with a line that "
-        "names the rank, and no stack of JAX before it. Seconds count from the fault (for other programs and settings: from the "
-        "first step, or where they end before it) to the end of the last of the others.\n",
+        "names the rank, and no stack of JAX before it. Seconds count from the fault, or from when the last of the others comes to "
+        "join the job (for other programs and settings: from the first step, or where they end before it), to the end of the last "
+        "of the others.\n",
         markdown(SHOWN, summary(rows)),
         "\n## What the others say, one of each\n",
     ]

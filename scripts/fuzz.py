@@ -36,6 +36,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from soapjax.errors import SoapjaxError
+from soapjax.files import write_text_atomic
 
 HANG_S, MEMORY_BYTES = 10.0, 2**30
 COMMAND_EVERY = 100
@@ -530,6 +531,18 @@ def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(out.splitlines()[-1])
 
 
+def page(lines: list[str], findings: list[str], options: argparse.Namespace) -> str:
+    """The table as Markdown, with what was found under it."""
+    return "\n".join([
+        "# Damaged files\n",
+        f"`python scripts/fuzz.py --mutants {options.mutants} --seed {options.seed}`: what becomes of mutants of good files, each "
+        "kind read in a process of its own. Refused: with place, value, what was expected and the remedy, and by the command line "
+        f"with status 2. Taken: every time that follows is finite and positive. Hang: more than {HANG_S:g} s for one; memory: more "
+        f"than {MEMORY_BYTES / 2**30:g} GiB for one; step time: taken wrongly. Seconds: of all mutants of the kind.\n",
+        *lines, "\n## Found\n", *(findings or ["Nothing."]), "",
+    ])  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="for each kind, at most")
@@ -537,6 +550,7 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=10_000, help="of each kind, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for mutants that found something")
+    parser.add_argument("--page", type=Path, help="a Markdown file for the table")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     limits = dict(mutants=options.mutants, seconds=60 * options.minutes, seed=options.seed)
@@ -544,16 +558,21 @@ def main() -> int:
         print(json.dumps(fuzz(KINDS[options.kinds[0]](), keep=options.keep, **limits)))
         return 0
     columns = ("refused", "taken", *BAD)
-    print(f"| kind | mutants | {' | '.join(columns)} | seconds |\n|---|" + "--:|" * (len(columns) + 2), flush=True)
-    is_good = True
+    lines = [f"| kind | mutants | {' | '.join(columns)} | seconds |", "|---|" + "--:|" * (len(columns) + 2)]
+    print(*lines, sep="\n", flush=True)
+    is_good, findings = True, []
     for name in options.kinds:
         found = in_a_process(name, options)
         counts = found["counts"]
         numbers = [counts.get(c, 0) for c in columns]
-        print(f"| {name} | {sum(counts.values())} | {' | '.join(map(str, numbers))} | {found['seconds']:.0f} |", flush=True)
+        lines.append(f"| {name} | {sum(counts.values())} | {' | '.join(map(str, numbers))} | {found['seconds']:.0f} |")
+        print(lines[-1], flush=True)
         for what, where, count in found["findings"]:
-            print(f"  {what} ({count}): {where}", file=sys.stderr, flush=True)
+            findings.append(f"- {name}: {what} ({count}): {where}")
+            print(findings[-1], file=sys.stderr, flush=True)
         is_good &= not any(counts.get(c) for c in BAD)
+        if options.page:
+            write_text_atomic(options.page, page(lines, findings, options))
     return 0 if is_good else 1
 
 

@@ -2,6 +2,7 @@
 
     python scripts/interruptions.py --kills 50 --interrupts 50              # of each command, some minutes
     python scripts/interruptions.py --commands search profile --kills 0
+    python scripts/interruptions.py --page results/interruptions.md
 
 Every command runs once to the end; then again and again, with an older result in its place, until SIGKILL or SIGINT comes at a
 moment that is drawn evenly over that time. Of a kill the result must be the old one or a whole new one, nothing else may lie beside
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 from soapjax.costs.profile import load_profile
 from soapjax.errors import SoapjaxError
+from soapjax.files import write_text_atomic
 from soapjax.strategy.plan import Plan
 
 MODEL = "soapjax.models.mlp"
@@ -43,6 +45,7 @@ COMMANDS = {
     "verify": ["verify", "plan.json", "--trust"],
 }
 OLD = "an older result\n"
+LATE = "over before"
 WAIT_S = 60.0  # for a command to end after Ctrl-C
 
 
@@ -133,7 +136,7 @@ def after_interrupt(place: Place, name: str, ended: Ended) -> str:
     if torn := place.torn(name):
         return f"bad: {torn}"
     if ended.status == 0 and "interrupted" not in ended.said:
-        return "over before"
+        return LATE
     if ended.status != 130:
         return f"bad: status {ended.status}"
     if "interrupted" not in ended.said:
@@ -159,10 +162,14 @@ def measure(name: str, place: Place, options: argparse.Namespace, rng: random.Ra
     if options.kills:
         again = whole(place, command, log)
         found["SIGKILL: bad: the cache is torn" if again.status else "SIGKILL: runs afterwards"].append(again.seconds)
-    for _ in range(options.interrupts):
+    missing = options.interrupts
+    for _ in range(2 * options.interrupts):  # one that comes too late is none
+        if not missing:
+            break
         ended = stopped(place, command, log, signal.SIGINT, rng.uniform(0, first.seconds))
         word = after_interrupt(place, name, ended)
         found[f"SIGINT: {word}"].append(ended.seconds)
+        missing -= word != LATE
         if word.startswith("bad"):
             print(f"{name}: {word}\n{ended.said[-1500:]}", file=sys.stderr, flush=True)
     orphans = [p for p in place.cache.rglob("*") if p.is_file() and (p.name.startswith(".") or p.name.endswith(".tmp"))]
@@ -171,15 +178,31 @@ def measure(name: str, place: Place, options: argparse.Namespace, rng: random.Ra
     return [(name, what, len(seconds), max(seconds)) for what, seconds in sorted(found.items())]
 
 
+def page(lines: list[str], options: argparse.Namespace) -> str:
+    """The table as Markdown, and what was asked for."""
+    number = len(options.commands)
+    return "\n".join([
+        "# Commands killed or interrupted at random moments\n",
+        f"`python scripts/interruptions.py --kills {options.kills} --interrupts {options.interrupts} --seed {options.seed}`: "
+        f"{options.kills * number} SIGKILL and {options.interrupts * number} SIGINT in all, of {number} commands, at moments "
+        "drawn evenly over the seconds that a command takes undisturbed. Whole: the older result or a new one, complete, and "
+        "nothing beside it. Runs afterwards: the command, with the cache as the kills left it. 130: with a word, without a "
+        "traceback. Over before: the command had ended. Seconds: from the signal to the end (runs afterwards: of the whole run).\n",
+        *lines, "",
+    ])  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--kills", type=int, default=30, help="SIGKILL, of each command")
     parser.add_argument("--interrupts", type=int, default=15, help="SIGINT, of each command")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--page", type=Path, help="a Markdown file for the table")
     options = parser.parse_args()
     rng, is_good = random.Random(options.seed), True
-    print("| command | outcome | times | longest, s |\n|---|---|--:|--:|", flush=True)
+    lines = ["| command | outcome | times | longest, s |", "|---|---|--:|--:|"]
+    print(*lines, sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as root:
         maker = Place(Path(root) / "maker", None)
         made = whole(maker, COMMANDS["plan"], Path(root) / "log")
@@ -190,7 +213,10 @@ def main() -> int:
             needs_plan = "plan.json" in COMMANDS[name]
             for row in measure(name, Place(Path(root) / name, plan if needs_plan else None), options, rng):
                 is_good &= "bad" not in row[1]
-                print("| {} | {} | {} | {:.1f} |".format(*row), flush=True)
+                lines.append("| {} | {} | {} | {:.1f} |".format(*row))
+                print(lines[-1], flush=True)
+    if options.page:
+        write_text_atomic(options.page, page(lines, options))
     return 0 if is_good else 1
 
 

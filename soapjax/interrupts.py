@@ -43,8 +43,11 @@ class _Handler:
         self._is_leaving = threading.Lock()
         self._before: list[Any] = []
         self._pipe: tuple[int, int] | None = None
+        self._stderr = 2
 
     def install(self) -> None:
+        with contextlib.suppress(OSError):  # a copy of its own: file descriptor 2 may be a file that a compiler's messages go to
+            self._stderr = os.dup(2)
         read, write = self._pipe = os.pipe()
         os.set_blocking(write, False)
         self._before = [
@@ -59,6 +62,8 @@ class _Handler:
         signal.signal(signal.SIGINT, handler)
         sys.unraisablehook = hook
         os.close(self._pipe[1])  # ends the thread
+        if self._stderr != 2:
+            os.close(self._stderr)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -88,7 +93,8 @@ class _Handler:
             time.sleep(1.0)  # the other thread says so
         else:
             with contextlib.suppress(Exception):
-                os.write(2, (_SHOW_CURSOR if os.isatty(2) else b"") + (self.words + "\n" if self.words else "").encode())
+                cursor = _SHOW_CURSOR if os.isatty(self._stderr) else b""
+                os.write(self._stderr, cursor + (self.words + "\n" if self.words else "").encode())
         os._exit(STATUS)
 
     def _unraisable(self, found: Any) -> None:

@@ -30,6 +30,7 @@ from soapjax.graph.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.profiling import compute_figures, device_at_hand
+from soapjax.remarks import repeated_remarks, structure_remarks
 from soapjax.report.html import framed, page
 from soapjax.search.front import FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
@@ -132,7 +133,7 @@ def plan(
     problem = planning_problem(step, topology, layouts, space=space, profile=profile, objective=objective)
     if pareto or not objective.is_time:
         problem = problem.keeping_front()
-    remarks = (*remarks, *_graph_remarks(problem.graph))
+    remarks = (*remarks, *structure_remarks(problem.graph))
     deadline = math.inf if seconds is None else begin + seconds
     if proposals is None and seconds is None:
         proposals = DEFAULT_PROPOSALS
@@ -161,24 +162,13 @@ def plan(
             found, table, notes = _verified(verify_top, found, step, planner, leaves, devices)
             remarks = (*remarks, *notes)
             program = None  # it may be another strategy's
+        remarks = (*remarks, *repeated_remarks(found.problem, found.result.best.strategy))
         provenance = _provenance(planner, space, seed, found, remarks, table, compiled)
         made = plan_of(found, provenance=provenance)
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
     front = found.problem.front.points() if pareto else ()
     return Planned(made, found.result, found.baselines, found.problem, step, front, program)
-
-
-def _graph_remarks(graph: OperatorGraph) -> tuple[str, ...]:
-    """What of the step's structure a reader of the plan should know."""
-    remarks = []
-    if graph.is_single_phase and graph.parameters:
-        remarks.append("a gradient of what an update made: forward, backward and update run as one phase, in program order")
-    if whole := [op.name for op in graph.operators if op.kind == "unknown" or (op.kind in ("loop", "linalg") and not op.dims)]:
-        shown = ", ".join(whole[:4]) + (f", ... ({len(whole)} in all)" if len(whole) > 4 else "")
-        what = "no dim of a while, a cond, a decomposition of one matrix or an unknown primitive is kept apart"
-        remarks.append(f"{what}: every device does all of {shown}")
-    return tuple(remarks)
 
 
 def plan_pipeline(

@@ -35,6 +35,12 @@ def test_with_nothing_to_keep_it_leaves_at_once():
     assert (status, out, err) == (130, "", "interrupted: nothing was written\n")
 
 
+def test_its_word_is_heard_while_the_compilers_messages_are_collected():
+    """Standard error is a file then."""
+    body = "from soapjax.execute.inspect import compiler_messages\nwith compiler_messages():\n    press()\n    time.sleep(60)"
+    assert ended(body) == (130, "", "interrupted: nothing was written\n")
+
+
 def test_it_leaves_out_of_what_runs_no_python():
     """One bytecode of half a minute, in which Python's own handler has no turn."""
     begin = time.monotonic()

@@ -173,13 +173,15 @@ def test_types_that_come_back_are_those_of_jit():
     jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
-def test_arguments_are_laid_out_in_one_transfer_that_compiles_nothing():
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_arguments_are_laid_out_in_one_transfer_that_compiles_nothing(of):
     step, _ = train_state()
-    state = TrainState.create(apply_fn=apply, params=params(), tx=TX)
-    sharded = soap_shard(step, planner="fsdp").prepare(state, BATCH)
+    state, batch = TrainState.create(apply_fn=apply, params=params(), tx=TX), jax.tree.map(of, BATCH)
+    sharded = soap_shard(step, planner="fsdp").prepare(state, batch)
     with compilations() as compiled:
         placed = sharded.shard(state)
-        sharded(state, BATCH)
+        sharded(state, batch)
+        sharded(state, batch)
     assert compiled == ["jit(_run)"]
     for x, s in zip(jax.tree.leaves(placed), jax.tree.leaves(sharded.shardings()[0]), strict=True):
         assert x.committed and x.sharding.is_equivalent_to(s, x.ndim)

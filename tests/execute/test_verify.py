@@ -3,6 +3,7 @@
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
@@ -12,6 +13,7 @@ import soapjax
 from soapjax.execute import spmd
 from soapjax.execute.collectives import collectives_of
 from soapjax.execute.hlo import check_ops, heavy_instructions
+from soapjax.execute.inspect import inspect
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.verify import reference, verify
 from soapjax.planning import plan_of_strategy, planning_problem
@@ -125,6 +127,24 @@ def test_data_parallel_is_the_hand_written_program(name):
     assert planned.cost_analysis()["flops"] == pytest.approx(by_hand.cost_analysis()["flops"], rel=2e-3)
 
 
+def attention_step(weights, x):
+    def one(weights, x):
+        q, k, v = jnp.split(x @ weights["qkv"], 3, -1)
+        mask = jnp.tril(jnp.ones((x.shape[0], x.shape[0]), bool))
+        return jax.nn.softmax(jnp.where(mask, q @ k.T, -1e9)) @ v @ weights["out"]
+
+    gradients = jax.grad(lambda w: (jax.vmap(one, (None, 0))(w, x) ** 2).mean())(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+
+def test_an_instruction_with_its_readers_name_is_told_by_its_flops():
+    """With one row per device the product with the values loses its name, and takes that of the projection behind it."""
+    args = {"qkv": jnp.ones((32, 24)), "out": jnp.ones((8, 64))}, jnp.ones((8, 16, 32))
+    found = soapjax.plan(attention_step, *args, topology="cpu8", planner="fsdp")
+    check = inspect(bind_plan(found.step, found.plan)).ops
+    assert check.ops_as_planned == check.planned_ops > 8 and not check.differences
+
+
 def test_check_ops_reads_every_instruction():
     _, arguments, traced, problem = made("mlp")
     strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
@@ -137,3 +157,6 @@ def test_check_ops_reads_every_instruction():
     assert (found.kind, found.task, found.flops.met) == ("dot", 0, 2 * 2 * 32 * 16)
     check = check_ops(program, text)
     assert check.ops_as_planned == 1 and check.ops_unchecked == check.planned_ops - 1
+    more = text + text.replace("%d =", "%e =").replace("[2,32]", "[2,8]").replace("[16,32]", "[16,8]")
+    (said,) = check_ops(program, more).differences
+    assert "planned 2048 FLOPs per device, compiled 2560" in said  # no other planned product is so small
