@@ -151,7 +151,9 @@ def planned(row: Row, options: argparse.Namespace) -> dict[str, Any]:
             return {"step_s": "", "memory_gb": "", "fits": 0, **took, "plan": done.stderr.strip()[-300:].replace("\n", " ")}
         plan = json.loads(out.read_text())
     prediction, notes = plan["prediction"], plan["provenance"]["notes"]
-    sentence = next(n for n in notes if "micro-batches" in n) if plan["pipeline"] else f"one program: {plan['provenance']['planner']}"
+    sentence = f"one program: {plan['provenance']['planner']}"
+    if plan["pipeline"]:
+        sentence = next(n for n in notes if "micro-batches" in n)
     return {
         "step_s": prediction["step_time_s"], "memory_gb": prediction["memory_bytes_per_device"] / 1e9,
         "fits": int(prediction["feasible"]), **took, "plan": sentence,
