@@ -32,7 +32,7 @@ from soapjax.search.stage_figures import part_of
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import Plan, Prediction
 from soapjax.strategy.plan_strategy import make_plan, strategy_of
-from soapjax.strategy.schedules import schedule_of
+from soapjax.strategy.schedules import kind_of
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh, load_topology
@@ -181,7 +181,7 @@ def pipelined(
     micro = micro_step(fn, *args, num_microbatches=num_microbatches, static_argnums=static_argnums, **tracing)
     graph, binding = build_graph(micro.step)
     places = places_of(micro, graph, binding, pipeline, topology, devices, axes=axes, storage=storage, is_float64=is_float64)
-    if not schedule_of(pipeline).is_synchronous:
+    if not kind_of(pipeline).is_synchronous:
         return StreamStep(PipeDreamStep(micro, pipeline, places), micro.full)
     step = PipelineStep(micro, pipeline, [p[0] for p in places], reduction=reduction, donate=donate)
     return StreamStep(step, micro.full)

@@ -43,7 +43,7 @@ from soapjax.strategy.plan import (
     graph_parts,
 )
 from soapjax.strategy.plan_strategy import strategy_of
-from soapjax.strategy.schedules import SCHEDULES, schedule_of
+from soapjax.strategy.schedules import SCHEDULES, kind_of
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
@@ -352,7 +352,7 @@ def recost_pipeline(
     """
     pipeline = loaded.pipeline
     profile = profile_of(loaded.profile, place=f"{place}: profile") if loaded.profile is not None else None
-    loads = StageLoads(graph, topology, profile, sums_once=schedule_of(pipeline).is_synchronous)
+    loads = StageLoads(graph, topology, profile, sums_once=kind_of(pipeline).is_synchronous)
     loads.graph(pipeline.num_microbatches)
     bounds = _bounds(pipeline, graph, loads, place)
     if pipeline.stages and max(d for s in pipeline.stages for d in s.devices) >= topology.num_devices:

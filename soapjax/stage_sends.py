@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from soapjax.costs.links import COLLECTIVES, TRANSFER
-from soapjax.search.stage_loads import Crossing, StageLoads
+from soapjax.search.stage_loads import CrossingBytes, StageLoads
 from soapjax.simulate.pipeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
-from soapjax.strategy.schedules import groups_of, schedule_of, splits_backward
+from soapjax.strategy.schedules import groups_of, kind_of, splits_backward
 
 
 def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPart]]) -> list[SentPart]:
@@ -19,7 +19,7 @@ def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPar
     found = []
     for kind, part in once:
         name = "backward" if kind == "weights" and not is_split else kind
-        rows = [(f"{name} {i}", 1 if kind == "update" and schedule_of(pipeline).is_synchronous else passes)]
+        rows = [(f"{name} {i}", 1 if kind == "update" and kind_of(pipeline).is_synchronous else passes)]
         if stage.rematerialise and kind == "forward":
             rows.append((f"backward {i}", passes))
         for program, times in rows:
@@ -41,7 +41,7 @@ def sends_among_replicas(loads: StageLoads, pipeline: Pipeline, i: int, load: St
     ]  # fmt: skip
 
 
-def sends_between(num_tasks: int, crossing: Mapping[tuple[int, int], Crossing], num: int) -> list[SentPart]:
+def sends_between(num_tasks: int, crossing: Mapping[tuple[int, int], CrossingBytes], num: int) -> list[SentPart]:
     """What stages send one another in a step of `num` micro-batches."""
     found = []
     for (a, b), sizes in sorted(crossing.items()):

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.graph.operators import Access, OperatorGraph, Task
+from soapjax.graph.operators import Access, Accumulation, Operator, OperatorGraph, Task
 from soapjax.graph.phases import FORWARD
 
 MOST_KEPT = 4  # the first and the last block have other neighbours than those between; and two of these tell what one more costs
 
 
-class Blocks(NamedTuple):
+class BlockRun(NamedTuple):
     """A run of forward operators that consists of `count` blocks of `period` operators each."""
 
     first: int  # position of the first block's first operator among the forward operators
@@ -41,7 +41,7 @@ class Condensed:
     """
 
     graph: OperatorGraph
-    blocks: Blocks  # of the whole graph
+    blocks: BlockRun  # of the whole graph
     num_removed: int  # blocks
     operator_of: np.ndarray  # int [N]
     tensor_of: np.ndarray  # int [T]
@@ -56,7 +56,7 @@ def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
     return tuple(sorted(first, key=first.get))
 
 
-def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Blocks | None:
+def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> BlockRun | None:
     """The run of repeated blocks, two at least, with most operators; None where nothing repeats.
 
     Args:
@@ -65,7 +65,7 @@ def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Blocks 
     forward = forward_operators(graph)
     groups = np.array([graph.operators[n].group for n in forward])
     paths = [graph.operators[n].name.split("/") for n in forward]
-    best: Blocks | None = None
+    best: BlockRun | None = None
     for period in range(1, len(groups) // 2 + 1):
         # Runs of positions that repeat the one a period later: in 0 1 1 1 0 they begin and end where the difference is 1 and -1.
         same = np.diff(np.r_[0, (groups[period:] == groups[:-period]).astype(int), 0])
@@ -74,14 +74,14 @@ def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Blocks 
             if count > 1 and (best is None or count * period > best.count * best.period):
                 spare = b - a + period - count * period
                 starts = np.arange(a, a + spare + 1)
-                best = Blocks(int(starts[crossing_bytes[starts].argmin()]), period, int(count))
+                best = BlockRun(int(starts[crossing_bytes[starts].argmin()]), period, int(count))
     if best is None:
         return None
     shared = [0, *(len(os.path.commonprefix([a, b])) for a, b in itertools.pairwise(paths))]
     return _cheapest(best, groups, list(zip(crossing_bytes.tolist(), shared, strict=False)))
 
 
-def _cheapest(found: Blocks, groups: np.ndarray, cost: Sequence[tuple[float, int]]) -> Blocks:
+def _cheapest(found: BlockRun, groups: np.ndarray, cost: Sequence[tuple[float, int]]) -> BlockRun:
     """The same run from where least crosses, and of equals where a module ends; one block less if it has to be."""
     starts = np.arange(found.first, found.first + found.period)
     counts = np.where(starts == found.first, found.count, found.count - 1)
@@ -92,7 +92,7 @@ def _cheapest(found: Blocks, groups: np.ndarray, cost: Sequence[tuple[float, int
             counts[k] += 1
     usable = np.flatnonzero(counts >= min(found.count, MOST_KEPT + 1)).tolist()
     k = min(usable, key=lambda k: cost[starts[k]], default=0)
-    return Blocks(int(starts[k]), found.period, int(counts[k]))
+    return BlockRun(int(starts[k]), found.period, int(counts[k]))
 
 
 def condense(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Condensed | None:
@@ -106,7 +106,7 @@ class _Unlike(Exception):
 
 
 class _Condensing:
-    def __init__(self, graph: OperatorGraph, blocks: Blocks):
+    def __init__(self, graph: OperatorGraph, blocks: BlockRun):
         self.graph, self.blocks = graph, blocks
         self.removed = blocks.count - MOST_KEPT
         forward = forward_operators(graph)
@@ -153,94 +153,103 @@ class _Condensing:
 
     def _condensed(self, later: dict[int, int]) -> Condensed:
         graph = self.graph
-        earlier = {b: a for a, b in later.items()}
-        maker = {a.tensor: t.operator for t in graph.tasks for a in t.writes}
-        gone_parameters = {p for n in np.flatnonzero(self.is_removed) for p in graph.operators[n].parameters}
-        gone = {i for i, n in maker.items() if self.is_removed[n]}
-        for p in gone_parameters:
-            parameter = graph.parameters[p]
-            leaves = {parameter.leaf, *parameter.state_leaves}
-            gone |= {parameter.tensor, parameter.gradient}
-            gone |= {i for i, t in enumerate(graph.tensors) if t.input_leaf in leaves}
-        operators = [n for n in range(graph.num_operators) if not self.is_removed[n]]
-        kept_task = [not self.is_removed[t.operator] and t.parameter not in gone_parameters for t in graph.tasks]
-        tasks = [k for k, keep in enumerate(kept_task) if keep]
-        tensors = [i for i in range(len(graph.tensors)) if i not in gone]
-        new_operator, new_task, new_tensor = (
-            {old: new for new, old in enumerate(x)} for x in (operators, tasks, tensors)
-        )  # fmt: skip
-        parameters = [p for p in range(len(graph.parameters)) if p not in gone_parameters]
-        new_parameter = {old: new for new, old in enumerate(parameters)}
-        if any(gone & {*s.summands, *s.running, s.total} for s in graph.accumulations if s.parameter in new_parameter):
-            raise _Unlike  # every block adds to the gradient of one parameter
-
-        def read(tensor: int, reader: int) -> int | None:
-            """What stands for a tensor, where a task of block `reader` (-1: of none) reads it; None: nothing does."""
-            if tensor not in gone:
-                return new_tensor[tensor]
-            if reader < 0:
-                # The end of the run, read behind it, is still there; what reads every block reads those that are left.
-                return None
-            moved = earlier.get(tensor) if reader >= self.first_removed + self.removed else later.get(tensor)
-            if moved is None or moved in gone:
-                raise _Unlike
-            return new_tensor[moved]
-
-        def accesses(found: Sequence[Access], reader: int) -> tuple[Access, ...]:
-            named = ((a, read(a.tensor, reader)) for a in found)
-            return tuple(a._replace(tensor=t) for a, t in named if t is not None)
-
-        def moved_task(k: int) -> Task:
-            task = graph.tasks[k]
-            reader = int(self.block_of[task.operator])
-            choices_of = -1 if task.choices_of < 0 else read(task.choices_of, reader)
-            sources = tuple(
-                None if s is None else tuple(x for i in s if (x := i if i < 0 else read(i, reader)) is not None)
-                for s in task.recomputed_from
+        self.earlier = {b: a for a, b in later.items()}
+        removed = np.flatnonzero(self.is_removed).tolist()
+        self.gone_parameters = {p for n in removed for p in graph.operators[n].parameters}
+        self.gone = self._gone_tensors()
+        self.kept_task = [not self.is_removed[t.operator] and t.parameter not in self.gone_parameters for t in graph.tasks]
+        self.operator, self.task, self.tensor, self.parameter = (
+            {old: new for new, old in enumerate(kept)}
+            for kept in (
+                [n for n in range(graph.num_operators) if not self.is_removed[n]],
+                [k for k, is_kept in enumerate(self.kept_task) if is_kept],
+                [i for i in range(len(graph.tensors)) if i not in self.gone],
+                [p for p in range(len(graph.parameters)) if p not in self.gone_parameters],
             )
-            return task._replace(
-                operator=new_operator[task.operator], reads=accesses(task.reads, reader), writes=accesses(task.writes, reader),
-                parameter=new_parameter.get(task.parameter, -1), recomputed_from=sources,
-                casts=tuple((t, c) for i, c in task.casts if (t := read(i, reader)) is not None),
-                choices_of=-1 if choices_of is None else choices_of,
-            )  # fmt: skip
-
+        )  # new index by old
+        if any(self.gone & {*s.summands, *s.running, s.total} for s in graph.accumulations if s.parameter in self.parameter):
+            raise _Unlike  # every block adds to the gradient of one parameter
         found = dataclasses.replace(
             graph,
-            operators=tuple(
-                graph.operators[n]._replace(
-                    tasks=tuple(new_task[t] for t in graph.operators[n].tasks if kept_task[t]),
-                    parameters=tuple(new_parameter[p] for p in graph.operators[n].parameters if p in new_parameter),
-                )
-                for n in operators
-            ),
-            tasks=tuple(moved_task(k) for k in tasks),
-            tensors=tuple(graph.tensors[i] for i in tensors),
+            operators=tuple(map(self._operator, self.operator)),
+            tasks=tuple(map(self._task, self.task)),
+            tensors=tuple(graph.tensors[i] for i in self.tensor),
             parameters=tuple(
-                p._replace(tensor=new_tensor[p.tensor], gradient=new_tensor[p.gradient], owner=new_operator[p.owner])
-                for p in (graph.parameters[k] for k in parameters)
+                p._replace(tensor=self.tensor[p.tensor], gradient=self.tensor[p.gradient], owner=self.operator[p.owner])
+                for p in (graph.parameters[k] for k in self.parameter)
             ),
             entries=tuple(
-                e._replace(source=new_tensor[e.source], target=new_tensor[e.target])
-                for e in graph.entries if e.source not in gone and e.target not in gone
+                e._replace(source=self.tensor[e.source], target=self.tensor[e.target])
+                for e in graph.entries if e.source not in self.gone and e.target not in self.gone
             ),
-            accumulations=tuple(
-                s._replace(
-                    parameter=new_parameter[s.parameter], summands=tuple(map(new_tensor.__getitem__, s.summands)),
-                    running=tuple(map(new_tensor.__getitem__, s.running)),
-                    total=new_tensor[s.total], layout_of=new_tensor[s.layout_of],
-                )
-                for s in graph.accumulations if s.parameter in new_parameter
-            ),
+            accumulations=tuple(self._accumulation(s) for s in graph.accumulations if s.parameter in self.parameter),
             joint_sums=tuple(
-                s._replace(summands=tuple(map(new_tensor.__getitem__, s.summands)))
-                for s in graph.joint_sums if not set(s.summands) & gone
+                s._replace(summands=tuple(map(self.tensor.get, s.summands)))
+                for s in graph.joint_sums if not set(s.summands) & self.gone
             ),
         )  # fmt: skip
-        operator_of = np.array([new_operator.get(n, -1) for n in range(graph.num_operators)])
-        tensor_of = np.array([new_tensor.get(i, -1) for i in range(len(graph.tensors))])
+        operator_of = np.array([self.operator.get(n, -1) for n in range(graph.num_operators)])
+        tensor_of = np.array([self.tensor.get(i, -1) for i in range(len(graph.tensors))])
         self._stand_for(operator_of, tensor_of)
         return Condensed(found, self.blocks, self.removed, operator_of, tensor_of)
+
+    def _gone_tensors(self) -> set[int]:
+        """What removed blocks make, and their parameters with gradients and state."""
+        graph = self.graph
+        gone = {a.tensor for t in graph.tasks if self.is_removed[t.operator] for a in t.writes}
+        leaves = set()
+        for p in self.gone_parameters:
+            parameter = graph.parameters[p]
+            gone |= {parameter.tensor, parameter.gradient}
+            leaves |= {parameter.leaf, *parameter.state_leaves}
+        return gone | {i for i, t in enumerate(graph.tensors) if t.input_leaf in leaves}
+
+    def _read(self, tensor: int, reader: int) -> int | None:
+        """What stands for a tensor, where a task of block `reader` (-1: of none) reads it.
+
+        None where nothing does: what reads every block, as the norm of all gradients does, reads those that are left.
+        """
+        if tensor not in self.gone:
+            return self.tensor[tensor]
+        if reader < 0:
+            return None
+        moved = (self.earlier if reader >= self.first_removed + self.removed else self.later).get(tensor)
+        if moved is None or moved in self.gone:
+            raise _Unlike
+        return self.tensor[moved]
+
+    def _accesses(self, found: Sequence[Access], reader: int) -> tuple[Access, ...]:
+        named = ((a, self._read(a.tensor, reader)) for a in found)
+        return tuple(a._replace(tensor=t) for a, t in named if t is not None)
+
+    def _task(self, k: int) -> Task:
+        task = self.graph.tasks[k]
+        reader = int(self.block_of[task.operator])
+        choices_of = None if task.choices_of < 0 else self._read(task.choices_of, reader)
+        sources = tuple(
+            None if s is None else tuple(x for i in s if (x := i if i < 0 else self._read(i, reader)) is not None)
+            for s in task.recomputed_from
+        )
+        return task._replace(
+            operator=self.operator[task.operator], parameter=self.parameter.get(task.parameter, -1),
+            reads=self._accesses(task.reads, reader), writes=self._accesses(task.writes, reader), recomputed_from=sources,
+            casts=tuple((t, c) for i, c in task.casts if (t := self._read(i, reader)) is not None),
+            choices_of=-1 if choices_of is None else choices_of,
+        )  # fmt: skip
+
+    def _operator(self, n: int) -> Operator:
+        op = self.graph.operators[n]
+        return op._replace(
+            tasks=tuple(self.task[t] for t in op.tasks if self.kept_task[t]),
+            parameters=tuple(self.parameter[p] for p in op.parameters if p in self.parameter),
+        )
+
+    def _accumulation(self, s: Accumulation) -> Accumulation:
+        summands, running = (tuple(map(self.tensor.__getitem__, x)) for x in (s.summands, s.running))
+        return s._replace(
+            parameter=self.parameter[s.parameter], summands=summands, running=running, total=self.tensor[s.total],
+            layout_of=self.tensor[s.layout_of],
+        )  # fmt: skip
 
     def _stand_for(self, operator_of: np.ndarray, tensor_of: np.ndarray) -> None:
         """A removed block is like the last one before it."""

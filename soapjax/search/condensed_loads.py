@@ -12,7 +12,7 @@ import numpy as np
 
 from soapjax.graph.condense import MOST_KEPT, Condensed, condense
 from soapjax.search.stage_figures import Figures, Inside
-from soapjax.search.stage_loads import Crossing, StageLoads, sums_of, transfers_of
+from soapjax.search.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
 from soapjax.simulate.pipeline import StageLoad, Transfer
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import FactorMesh
@@ -44,8 +44,15 @@ class CondensedLoads:
     ) -> StageLoad:  # fmt: skip
         """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
         figures = self.choices(first, count, num)[inner].figures
-        found = self._extended(bounds, lambda b: self.small.load_of(b, first, count, num, figures, overlap=overlap))
-        load = StageLoad(*found.tolist())._replace(sync_level=0)  # a whole number, and of replicas only
+
+        def load_of(b: tuple[int, int]) -> StageLoad:
+            return self.small.load_of(b, first, count, num, figures, overlap=overlap)
+
+        load = StageLoad(*self._extended(bounds, load_of).tolist())._replace(sync_level=0)  # a whole number, and of replicas only
+        # Of more blocks another moment may be the fullest: the one at which all that is kept is there.
+        short = load_of(self._shortened(bounds)[0])
+        working_bytes = max(load.working_bytes, short.working_bytes + load.kept_bytes - short.kept_bytes)
+        load = load._replace(working_bytes=working_bytes)
         if bounds[0] == 0:  # nobody waits for the backward pass of the first stage: nothing of it is put off
             load = load._replace(inputs_s=load.backward_s, weights_s=0.0, between_bytes=0.0)
         return load
@@ -76,7 +83,7 @@ class CondensedLoads:
 
     def crossing(
         self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
-    ) -> dict[tuple[int, int], Crossing]:  # fmt: skip
+    ) -> dict[tuple[int, int], CrossingBytes]:  # fmt: skip
         """(earlier stage, later stage) -> what crosses."""
         of = range(len(self.whole.whole.tensors)) if self.condensed is None else self.condensed.tensor_of
         return sums_of(self.whole.flows(bounds), lambda f: inside[f.reader].shard_bytes[of[f.tensor]] * count[f.reader])

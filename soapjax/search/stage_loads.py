@@ -64,10 +64,10 @@ class Flow(NamedTuple):
     source: int
     reader: int
     tensor: int
-    kind: str  # a field of `Crossing`
+    kind: str  # a field of `CrossingBytes`
 
 
-class Crossing(NamedTuple):
+class CrossingBytes(NamedTuple):
     """Bytes between two stages, all devices together."""
 
     forward: float = 0.0  # per micro-batch
@@ -228,7 +228,7 @@ class StageLoads:
 
     def crossing(
         self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
-    ) -> dict[tuple[int, int], Crossing]:  # fmt: skip
+    ) -> dict[tuple[int, int], CrossingBytes]:  # fmt: skip
         """(earlier stage, later stage) -> what crosses."""
         return sums_of(self.flows(bounds), lambda f: inside[f.reader].shard_bytes[f.tensor] * count[f.reader])
 
@@ -272,23 +272,23 @@ def flows_between(graph: OperatorGraph, stage: np.ndarray) -> list[Flow]:
     return found
 
 
-def sums_of(flows: Sequence[Flow], size: Callable[[Flow], float]) -> dict[tuple[int, int], Crossing]:
+def sums_of(flows: Sequence[Flow], size: Callable[[Flow], float]) -> dict[tuple[int, int], CrossingBytes]:
     """(earlier stage, later stage) -> what crosses, by the size of each flow in bytes."""
-    found: dict[tuple[int, int], Crossing] = {}
+    found: dict[tuple[int, int], CrossingBytes] = {}
     for f in flows:
         pair = min(f.source, f.reader), max(f.source, f.reader)
-        before = found.get(pair, Crossing())
+        before = found.get(pair, CrossingBytes())
         found[pair] = before._replace(**{f.kind: getattr(before, f.kind) + float(size(f))})
     return found
 
 
-def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], Crossing]:
+def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], CrossingBytes]:
     """`sums_of` of whole tensors."""
     return sums_of(flows_between(graph, stage), lambda f: graph.tensors[f.tensor].size_bytes * graph.tensors[f.tensor].copies)
 
 
 def transfers_of(
-    crossing: dict[tuple[int, int], Crossing], topology: DeviceTopology, first: Sequence[int], count: Sequence[int]
+    crossing: dict[tuple[int, int], CrossingBytes], topology: DeviceTopology, first: Sequence[int], count: Sequence[int]
 ) -> list[Transfer]:  # fmt: skip
     """What crosses, over the slowest link between the devices of two stages; all devices of the smaller one send or receive."""
     found = []

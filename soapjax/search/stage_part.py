@@ -144,10 +144,11 @@ class StagePart:
     def __init__(self, own: Ownership, figures: Figures, mine: np.ndarray, *, overlap: bool = True, sums_once: bool = False):
         self.own, self.figures, self.mine, self.overlap = own, figures, mine, overlap
         self.tables, self.graph, self.lives = own.tables, own.tables.graph, own.lives
+        self.sums_late = figures.may_sum_late & sums_once  # [P]
         parameter = own.summed_parameter
-        is_late = (parameter >= 0) & sums_once
-        if len(figures.may_sum_late):
-            is_late &= figures.may_sum_late[np.maximum(parameter, 0)]
+        is_late = parameter >= 0
+        if len(self.sums_late):
+            is_late &= self.sums_late[np.maximum(parameter, 0)]
         self.phase = np.where(is_late, UPDATE, own.phase)
         self.owned = (own.graph_task >= 0) & mine[own.operator[np.maximum(own.graph_task, 0)]]
         self.tasks = sorted(k for n in np.flatnonzero(mine) for k in own.tasks_of[n])
@@ -284,10 +285,10 @@ class StagePart:
         return {"batch_bytes": batch, "input_bytes": arrives, "kept_bytes": kept, "working_bytes": working}
 
     def _waiting(self, made: list[int]) -> np.ndarray:
-        """Bytes [tasks + 2] of gradients that wait to be summed in one collective."""
+        """Bytes [tasks + 2] of gradients that wait to be summed in one collective of their pass."""
         own, tables, figures = self.own, self.tables, self.figures
         merging = np.zeros((tables.num_tasks + 2, 2))
-        gradients = [i for i in made if own.parameter_of_gradient[i] >= 0]
+        gradients = [i for i in made if (p := own.parameter_of_gradient[i]) >= 0 and not self.sums_late[p]]
         merged_at = int(max((own.maker[i] for i in gradients), default=-1)) + 1
         for i in gradients:
             k = int(own.maker[i])

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from soapjax.simulate.event import TaskGraph, run
 from soapjax.strategy.pipeline import Action, Pipeline
-from soapjax.strategy.schedules import actions, groups_of, in_flight, most_put_off, schedule_of, splits_backward
+from soapjax.strategy.schedules import actions, groups_of, in_flight, kind_of, most_put_off, splits_backward
 
 ROUNDS = 3  # of as many micro-batches as there are groups of devices, until a synchronous pipeline is in its steady state
 
@@ -138,7 +138,7 @@ def simulate_pipeline(
     times = run(graph, [r.seconds for r in tasks.rows], [r.streams if r.seconds > 0 else () for r in tasks.rows])
     makespan = max(times.end_s)
     step = makespan
-    if not schedule_of(pipeline).is_synchronous:
+    if not kind_of(pipeline).is_synchronous:
         step = _steady_s(simulated, [times.end_s[i] for i in updates]) * pipeline.num_microbatches
     busy = [0.0] * len(pipeline.stages)
     for row, start, end in zip(tasks.rows, times.start_s, times.end_s, strict=True):
@@ -166,7 +166,7 @@ def predicted_times(
     """
     groups, num = len(groups_of(pipeline)), pipeline.num_microbatches
     rounds = [ROUNDS * groups + num % groups, (ROUNDS + 1) * groups + num % groups]
-    if not schedule_of(pipeline).is_synchronous or pipeline.order or rounds[-1] >= num:
+    if not kind_of(pipeline).is_synchronous or pipeline.order or rounds[-1] >= num:
         return simulate_pipeline(pipeline, loads, transfers, overlap=overlap)
     short, longer = (
         simulate_pipeline(pipeline.model_copy(update={"num_microbatches": n}), loads, transfers, overlap=overlap) for n in rounds
@@ -189,7 +189,7 @@ def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[flo
 
 def _long_enough(pipeline: Pipeline) -> Pipeline:
     """Of `pipedream` so many minibatches that the middle of the run is in the steady state."""
-    if schedule_of(pipeline).is_synchronous:
+    if kind_of(pipeline).is_synchronous:
         return pipeline
     most = max(max(in_flight(pipeline)), math.lcm(*(s.replicas for s in pipeline.stages)))
     num = pipeline.num_microbatches
@@ -216,7 +216,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     # The whole batch is laid out as one array, and taken apart before the first pass.
     stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
     stays += most_put_off(pipeline)[stage] * load.between_bytes
-    if not schedule_of(pipeline).is_synchronous:
+    if not kind_of(pipeline).is_synchronous:
         stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
     if num > 1:

@@ -29,7 +29,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.strategy.pipeline import Action, Pipeline, ScheduleName
 
 
-class Schedule(NamedTuple):
+class ScheduleKind(NamedTuple):
     """What distinguishes one schedule from another, for costs, executor and reports; how it orders actions is a function of the
     pipeline, its groups of devices and one of them."""
 
@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
     is_rematerialised: bool = False  # as published: stages keep their inputs and compute again
 
 
-def schedule_of(pipeline: Pipeline) -> Schedule:
+def kind_of(pipeline: Pipeline) -> ScheduleKind:
     return SCHEDULES[pipeline.schedule]
 
 
@@ -79,7 +79,7 @@ def actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
     """
     groups = groups_of(pipeline)
     _check(pipeline, groups)
-    schedule = schedule_of(pipeline)
+    schedule = kind_of(pipeline)
     orders = [schedule.order(pipeline, groups, g) for g in range(len(groups))]
     if schedule.is_synchronous:
         orders = [[*order, *(Action("update", i, 0) for i in group)] for order, group in zip(orders, groups, strict=True)]
@@ -247,7 +247,7 @@ def _check(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> None:
     if num < 1:
         problems.append(Problem("num_microbatches", str(num), "at least 1", "choose 1 or more micro-batches"))
     shared = [g for g in groups if len(g) > 1]
-    if shared and not schedule_of(pipeline).may_share_devices:
+    if shared and not kind_of(pipeline).may_share_devices:
         value = f"stages {' and '.join(map(str, shared[0]))} on the same devices"
         remedy = 'use the schedule "interleaved" or "gpipe", or give each stage its own devices'
         problems.append(Problem(f"schedule {name!r}", value, "one stage per group of devices", remedy))
@@ -262,7 +262,7 @@ def _check(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> None:
             problems.append(Problem("num_microbatches", str(num), expected, remedy))
     for i, stage in enumerate(pipeline.stages):
         place, r = f"stages[{i}].replicas", stage.replicas
-        if r != 1 and schedule_of(pipeline).is_synchronous:
+        if r != 1 and kind_of(pipeline).is_synchronous:
             expected = "1: only pipedream deals whole minibatches out to replicas"
             problems.append(Problem(place, str(r), expected, "split the stage's batch by an axis of its mesh"))
         elif r < 1 or len(stage.devices) % r or num % r:
@@ -304,11 +304,11 @@ def _check_own(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> list[
     return problems[:10]
 
 
-SCHEDULES: dict[ScheduleName, Schedule] = {
-    "gpipe": Schedule(_gpipe, may_share_devices=True, is_rematerialised=True),
-    "1f1b": Schedule(_1f1b),
-    "interleaved": Schedule(_interleaved, may_share_devices=True),
-    "zb-h1": Schedule(_zero_bubble),
-    "pipedream": Schedule(_pipedream, is_synchronous=False),
-    "own": Schedule(_own, may_share_devices=True),
+SCHEDULES: dict[ScheduleName, ScheduleKind] = {
+    "gpipe": ScheduleKind(_gpipe, may_share_devices=True, is_rematerialised=True),
+    "1f1b": ScheduleKind(_1f1b),
+    "interleaved": ScheduleKind(_interleaved, may_share_devices=True),
+    "zb-h1": ScheduleKind(_zero_bubble),
+    "pipedream": ScheduleKind(_pipedream, is_synchronous=False),
+    "own": ScheduleKind(_own, may_share_devices=True),
 }

@@ -46,8 +46,8 @@ def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
         figures = exact.figures(0, 8, 4, loads.strategy(inside.strategy))
         found = loads.load((a, b), 0, 8, 4, k % len(loads.choices(0, 8, 4)))
         wanted = exact.load_of((a, b), 0, 8, 4, figures)
-        # Where a peak is, and so how it grows, may change with the number of blocks.
-        assert found.working_bytes == pytest.approx(wanted.working_bytes, rel=0.05)
+        # Gradients that wait to be summed in one collective are more in more blocks, up to what a collective takes.
+        assert found.working_bytes == pytest.approx(wanted.working_bytes, rel=0.1 if "sharded" in inside.name else 0.01)
         found = found._replace(working_bytes=wanted.working_bytes)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4, atol=1e-9)
 
