@@ -71,11 +71,6 @@ def place_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding | None]) 
     return placed
 
 
-def lies_on_one(x: Any) -> bool:
-    """Whether an array lies on one device. A random key does not count: only programs take it apart."""
-    return isinstance(x, jax.Array) and not _is_traced(x) and x.sharding.num_devices == 1 and not _is_key(x)
-
-
 def _lies_so(x: Any, sharding: NamedSharding) -> bool:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return False
@@ -84,7 +79,7 @@ def _lies_so(x: Any, sharding: NamedSharding) -> bool:
 
 def _copied(leaves: list[Any]) -> list[Any]:
     """Copies that no one else holds: on the host where the leaf is on one device, on its devices where it is on several."""
-    on_host = [k for k, x in enumerate(leaves) if lies_on_one(x)]
+    on_host = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and len(x.devices()) == 1 and not _is_key(x)]
     fetched = dict(zip(on_host, jax.device_get([leaves[k] for k in on_host]), strict=True))
     copies = []
     for k, x in enumerate(leaves):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.arrivals import lies_on_one, place_all, require_arrays
+from soapjax.execute.arrivals import place_all, require_arrays
 from soapjax.execute.inspect import compiled_for, peak_memory_bytes
 from soapjax.execute.spmd import Program
 from soapjax.graph.trace import check_leaves, signature
@@ -75,9 +75,6 @@ class CompiledStep:
         shardings = dict(in_shardings=tuple(step.in_tree.unflatten(self._wanted)[0]), out_shardings=self.out_shardings)
         if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
             shardings = {}  # exactly plain jax.jit
-        # JAX compiles a program per shape that slices an array of one device: cheaper than the way by the host, but on CPUs.
-        is_cpu = program.mesh.size > 1 and program.mesh.devices.flat[0].platform == "cpu"
-        self._sliced = [is_cpu and s is not None and not s.is_fully_replicated for s in self._wanted]
         self.spans_processes = any(d.process_index != jax.process_index() for d in program.mesh.devices.flat)
         self.jitted = jax.jit(self._run, donate_argnums=self._donated, **shardings)
         self._compiled: Any = None
@@ -171,20 +168,17 @@ class CompiledStep:
         return [leaves[k] for k in self._donated_leaves]
 
     def place_state(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments with the donated ones laid out as planned, and those that JAX would compile a program to lay out.
-
-        All others go in as they come.
-        """
-        leaves, tree = jax.tree_util.tree_flatten(args)
-        donated, shardings = set(self._donated_leaves), []
-        for k, (x, sharding, is_sliced) in enumerate(zip(leaves, self._wanted, self._sliced, strict=True)):
-            shardings.append(sharding if k in donated or (is_sliced and lies_on_one(x)) else None)
-        return tree.unflatten(place_all(leaves, shardings))
+        """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
+        donated = set(self._donated_leaves)
+        return self._placed(args, [s if k in donated else None for k, s in enumerate(self._wanted)])
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned; those that the step does not read as they come."""
+        return self._placed(args, self._wanted)
+
+    def _placed(self, args: tuple[Any, ...], shardings: Sequence[Any]) -> tuple[Any, ...]:
         leaves, tree = jax.tree_util.tree_flatten(args)
-        return tree.unflatten(place_all(leaves, self._wanted))
+        return tree.unflatten(place_all(leaves, shardings))
 
     def lower(self, *_: Any) -> Any:
         """The program lowered for arguments laid out as planned, however any at hand lie."""
