@@ -178,17 +178,17 @@ def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
     choice: Choice = priced.choice
     pipeline, loads = problem.pipeline(choice), problem.loads
     row_of = {op.name: n for n, op in enumerate(problem.graph.operators)}
-    options = [
-        loads.strategy(loads.choices(first, count, choice.num_microbatches)[inner].strategy)
-        for first, count, inner in map(choice.group, range(choice.num_stages))
-    ]
+    groups = [choice.group(i) for i in range(choice.num_stages)]
+    inside = [loads.choices(first, count, choice.num_microbatches) for first, count, _ in groups]
+    options = [loads.strategy(x[inner].strategy) for x, (*_, inner) in zip(inside, groups, strict=True)]
+    others = [loads.strategy(x[0].strategy) for x in inside]  # of operators that no stage on such a mesh has
     strategies = {}
     for i, stage in enumerate(pipeline.stages):
-        axes, storage = np.array(options[i].axes), np.array(options[i].storage)
-        for other, inside in zip(pipeline.stages, options, strict=True):
+        axes, storage = np.array(others[i].axes), np.array(others[i].storage)
+        for other, chosen in zip(pipeline.stages, options, strict=True):
             if other.mesh == stage.mesh:
                 rows = [row_of[name] for name in other.operators]
-                axes[rows], storage[rows] = inside.axes[rows], inside.storage[rows]
+                axes[rows], storage[rows] = chosen.axes[rows], chosen.storage[rows]
         strategies[i] = Strategy(axes, storage)
     return _simulated(problem.exact, pipeline, choice.bounds, strategies)
 

@@ -22,7 +22,7 @@ def test_a_vmapped_loop_runs_on_the_devices_that_hold_its_rows():
     args = jax.random.normal(jax.random.key(1), (8, 8)) / 3, jax.random.normal(jax.random.key(0), (16, 8))
     planned = soapjax.soap_shard(step, topology="cpu8", planner="data_parallel")
     for found, wanted in zip(planned(*args), jax.jit(step)(*args), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert planned.plan.prediction.split_flops_share == 1
     program = planned.lower(*args).compile().as_text()
     assert "while(" in program and "f32[2,8]" in program and "f32[16,8]" not in program

@@ -39,7 +39,7 @@ def problem():
 
 def memory(problem, schedule, again):
     """(predicted, compiled) bytes of the devices of two stages of one device each."""
-    end = len(problem.loads.forward)
+    end = len(problem.forward)
     choice = Choice(schedule, NUM, (0, end // 2, end), (1, 1), (0, 0), (again, again))
     timeline = problem.price(choice).timeline
     run = pipeline_step(step, *arguments(), pipeline=problem.pipeline(choice), topology=problem.topology)

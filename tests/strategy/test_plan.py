@@ -113,7 +113,7 @@ def test_pinned_plans_say_so():
 
 def test_hash_is_of_the_plan_and_not_of_how_it_was_found():
     plan = small_plan()
-    provenance = Provenance(versions={"jax": "9"}, planner="mcmc", seed=3, search_s=1.5, baselines={"data": None}, notes=("x",))
+    provenance = Provenance(versions={"jax": "9"}, planner="mcmc", seed=3, baselines={"data": None}, notes=("x",))
     later = plan.model_copy(update={"provenance": provenance})
     assert later.plan_sha256 == plan.plan_sha256 and later != plan
     assert Plan.loads(later.dumps()) == later
