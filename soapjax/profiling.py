@@ -270,6 +270,7 @@ def compute_figures(simulator: Simulator, strategy: Strategy) -> tuple[list[str]
     is_fitted = np.array([tables.rates.is_fitted(t.kind, t.dtype) for t in graph.tasks], bool)
     sources = figures_of(tables.measured, at[:, : tables.measured.degrees.shape[-1]], is_fitted)
     order = ("measured", "calibrated", "analytic")
+    seconds = np.asarray(seconds, np.float64)  # thousands of tasks, whose shares must not add up to more than all
     total = max(float(seconds.sum()), 1e-30)
     shares = {s: float(sum(x for x, f in zip(seconds, sources, strict=True) if f == s)) / total for s in order}
     weakest = [max((sources[k] for k in op.tasks), key=order.index, default="analytic") for op in graph.operators]
