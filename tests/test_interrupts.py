@@ -95,12 +95,20 @@ except KeyboardInterrupt: print('raised')
     assert ended(body) == (0, "held\nraised\n", "")
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler: a shell's background job starts with Ctrl-C ignored."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
 def test_a_second_one_leaves_always():
     body = "interrupts.hold('left')\npress()\ntime.sleep(0.7)\npress()\ntime.sleep(60)"
     assert ended(body) == (130, "", "left\n")
 
 
-def test_nothing_is_left_installed():
+def test_nothing_is_left_installed(ctrl_c):
     before = signal.getsignal(signal.SIGINT), sys.unraisablehook
     from soapjax import interrupts
 
