@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ import numpy as np
 from soapjax import planning
 from soapjax.errors import SoapjaxError
 from soapjax.fronts import joined_rows, rows_of_pipelines, rows_of_planned
+from soapjax.graph.operators import OperatorGraph
 from soapjax.options import objective
 from soapjax.report.front import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
+from soapjax.stage_plans import Beaten
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 
 
@@ -47,9 +50,12 @@ def plan_one_or_pipeline(
     try:
         plan, best = planning.plan_pipeline(
             fn, *args, pipeline="auto", microbatches=microbatches, stages=stages, seconds=half_s,
-            proposals=None if proposals is None else min(proposals, DEFAULT_PROPOSALS),
+            proposals=None if proposals is None else min(proposals, DEFAULT_PROPOSALS), graph=_graph(found),
+            slower_than_s=one.step_time_s if one.feasible and not options.get("pareto") else math.inf,
             **{k: options[k] for k in shared if k in options},
         )  # fmt: skip
+    except Beaten as e:
+        return _one_program(found, wanted, e.schedule, e.figures)
     except KeyboardInterrupt:
         return Chosen(_with_note(found.plan, "interrupted before a pipeline was found", {}), "interrupted", rows_of_planned(found))
     except SoapjaxError as e:
@@ -58,12 +64,23 @@ def plan_one_or_pipeline(
         return Chosen(_with_note(found.plan, f"no pipeline: {e.problems[0]}", {}), found.result.stopped_by, rows_of_planned(found))
     planner, rows, staged = found.plan.provenance.planner, rows_of_planned(found), rows_of_pipelines(best)
     if one.feasible and _rank(one, wanted) <= _rank(plan.prediction, wanted):
-        others = {f"pipeline {plan.pipeline.schedule}": figures_of_plan(plan)}
-        note = "no pipeline is faster" if wanted.is_time else "no pipeline is better by the objective"
-        return Chosen(_with_note(found.plan, note, others), found.result.stopped_by, joined_rows(rows, staged))
+        chosen = _one_program(found, wanted, plan.pipeline.schedule, figures_of_plan(plan))
+        return chosen._replace(front=joined_rows(rows, staged))
     others = {f"one program ({planner})": figures_of_plan(found.plan)} | found.plan.provenance.baseline_figures
     note = "" if one.feasible else f"one program ({planner}): does not fit"
     return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, rows))
+
+
+def _graph(found: planning.Planned) -> OperatorGraph | None:
+    """The step's graph; None where the plan recomputes, and so has another."""
+    graph = found.problem.graph
+    return None if any(op.is_recomputed for op in graph.operators) else graph
+
+
+def _one_program(found: planning.Planned, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:
+    note = "no pipeline is faster" if wanted.is_time else "no pipeline is better by the objective"
+    made = _with_note(found.plan, note, {f"pipeline {schedule}": figures})
+    return Chosen(made, found.result.stopped_by, rows_of_planned(found))
 
 
 def _rank(p: Prediction, wanted: Objective) -> tuple[bool, float, float]:

@@ -177,13 +177,16 @@ def plan_pipeline(
     static_argnums: Sequence[int] = (), model: ModelSource | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None,
     devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
-    objective: str | Objective = "time", pareto: bool = False,
+    objective: str | Objective = "time", pareto: bool = False, graph: OperatorGraph | None = None, slower_than_s: float = math.inf,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
 
     Args:
       microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
-    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
+      graph: of the step, where it has been traced before.
+      slower_than_s: a step time that the pipeline is to come near.
+    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory; `Beaten` where the best is
+      slower than `slower_than_s`, before it is priced on the whole graph.
     """
     given = dict(
         topology=topology, pipeline=pipeline, microbatches=microbatches, stages=stages, seed=seed, proposals=proposals,
@@ -195,15 +198,13 @@ def plan_pipeline(
     static_argnums = listed(static_argnums)
     topology = _topology(topology, devices)
     profile, remarks = find_profile(profile, topology)
-    step = trace(
-        fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
-    )  # fmt: skip
+    how = dict(unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints)
     with on_cpu():
-        graph, _ = build_graph(step)
+        graph = build_graph(trace(fn, *args, **how))[0] if graph is None else graph
         require_operators(graph)
         found = find_pipeline(
             graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
-            seconds=seconds, progress=progress, profile=profile, objective=objective, pareto=pareto,
+            seconds=seconds, progress=progress, profile=profile, objective=objective, pareto=pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
     found = found._replace(notes=(*remarks, *found.notes))
     base = Provenance(versions=_versions(), objective=objective.describe())

@@ -6,6 +6,7 @@ of its stage's own mesh. Specs follow from them when the plan runs (pipelining.p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -48,9 +49,18 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
+NEAR = 0.02  # relative step time that few blocks of a deep model may be off
 EXACT_SHARE = 0.3  # of the seconds, for pricing what was found on the whole graph
 MOST_EXACT = 4  # pipelines that are priced on the whole graph, until one fits
 MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, where no number was given
+
+
+class Beaten(Exception):
+    """The best pipeline found is slower than what it is compared with."""
+
+    def __init__(self, schedule: str, figures: StrategyFigures):
+        super().__init__(f"{schedule}: {figures.step_time_s:.3g} s")
+        self.schedule, self.figures = schedule, figures
 
 
 class StageTimes(NamedTuple):
@@ -99,12 +109,12 @@ def find_pipeline(
     graph: OperatorGraph, topology: DeviceTopology, *, schedule: str, num_stages: int | None = None,
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
-    pareto: bool = False,
+    pareto: bool = False, slower_than_s: float = math.inf,
 ) -> FoundPipeline:  # fmt: skip
     """The best pipeline of a schedule, or ("auto") of all synchronous ones, by an objective; `pareto` keeps the front.
 
-    Raises: SoapjaxError where none is possible, or none fits: the stage that is too large, and by how much; KeyboardInterrupt
-      where Ctrl-C came before one was found that fits.
+    Raises: Beaten where the best is slower than `slower_than_s` by more than NEAR; SoapjaxError where none is possible, or none
+      fits: the stage that is too large, and by how much; KeyboardInterrupt where Ctrl-C came before one was found that fits.
     """
     if schedule not in PIPELINES:
         raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
@@ -126,6 +136,9 @@ def find_pipeline(
         )  # fmt: skip
         searched_s = None if seconds is None else (1 - EXACT_SHARE) * seconds
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=searched_s, progress=progress)
+        is_slower = objective.is_time and result.best.cost > (1 + NEAR) * slower_than_s
+        if is_slower and result.stopped_by != "interrupted":
+            raise Beaten(result.best.choice.schedule, problem.figures(result.best))
         figures = whole_baselines(problem.loads)
         baselines = {name: f.step_time_s for name, f in figures.items()}
         baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}
