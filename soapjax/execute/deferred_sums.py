@@ -26,7 +26,6 @@ class DeferredSum:
     """A gradient, or what a stage adds to one, that is a sum over `axes` of a stage's mesh."""
 
     value: int
-    operator: int  # that makes it
     axes: tuple[str, ...]
     spec: Spec  # of what each device adds up
     home: Spec  # of the sum over devices
@@ -66,5 +65,5 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
         if axes:
             spec = tuple(() if d < 0 else tuple(names[d]) for d in access.dims)
             ordered = tuple(a for a in place.mesh.axis_names if a in axes)
-            found[value] = DeferredSum(value, task.operator, ordered, spec, place.spec(value))
+            found[value] = DeferredSum(value, ordered, spec, place.spec(value))
     return found

@@ -181,7 +181,8 @@ def predicted_times(
 def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Peak bytes on each of a stage's devices [stages], and most micro-batches held [stages]."""
     held = in_flight(pipeline)
-    own = [_memory(pipeline, i, load, n) for i, (load, n) in enumerate(zip(loads, held, strict=True))]
+    rows = zip(loads, held, most_put_off(pipeline), strict=True)
+    own = [_memory(pipeline, i, *row) for i, row in enumerate(rows)]
     groups = {i: group for group in groups_of(pipeline) for i in group}
     # Stages on the same devices: all that stays is there at once, of the working sets only one is.
     return tuple(sum(own[j][0] for j in groups[i]) + max(own[j][1] for j in groups[i]) for i in range(len(own))), held
@@ -207,7 +208,7 @@ def _steady_s(pipeline: Pipeline, ends: Sequence[float]) -> float:
     return (ends[first + count] - ends[first]) / (count * per_update)
 
 
-def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple[float, float]:
+def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int, put_off: int) -> tuple[float, float]:
     """Bytes on one device of a stage that stay for the step, and those of one micro-batch's passes beyond."""
     replicas = pipeline.stages[stage].replicas
     per_replica = -(-held // replicas)
@@ -215,7 +216,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int) -> tuple
     num = -(-pipeline.num_microbatches // replicas)
     # The whole batch is laid out as one array, and taken apart before the first pass.
     stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
-    stays += most_put_off(pipeline)[stage] * load.between_bytes
+    stays += put_off * load.between_bytes
     if not kind_of(pipeline).is_synchronous:
         stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)

@@ -37,6 +37,7 @@ class ScheduleKind(NamedTuple):
     is_synchronous: bool = True  # one update per step
     may_share_devices: bool = False  # several stages on one group of devices
     is_rematerialised: bool = False  # as published: stages keep their inputs and compute again
+    splits_backward: bool = False  # gradients of weights are programs of their own; an own schedule's words tell
 
 
 def kind_of(pipeline: Pipeline) -> ScheduleKind:
@@ -45,7 +46,7 @@ def kind_of(pipeline: Pipeline) -> ScheduleKind:
 
 def splits_backward(pipeline: Pipeline) -> bool:
     """Whether gradients of weights are programs of their own."""
-    return any(a.kind == "weights" for order in actions(pipeline) for a in order)
+    return kind_of(pipeline).splits_backward or any(word.startswith("W") for words in pipeline.order for word in words)
 
 
 def groups_of(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
@@ -308,7 +309,7 @@ SCHEDULES: dict[ScheduleName, ScheduleKind] = {
     "gpipe": ScheduleKind(_gpipe, may_share_devices=True, is_rematerialised=True),
     "1f1b": ScheduleKind(_1f1b),
     "interleaved": ScheduleKind(_interleaved, may_share_devices=True),
-    "zb-h1": ScheduleKind(_zero_bubble),
+    "zb-h1": ScheduleKind(_zero_bubble, splits_backward=True),
     "pipedream": ScheduleKind(_pipedream, is_synchronous=False),
     "own": ScheduleKind(_own, may_share_devices=True),
 }
