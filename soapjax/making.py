@@ -14,14 +14,14 @@ from soapjax.auto_pipeline import plan_one_or_pipeline
 from soapjax.execute import jointly
 from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.spmd import bind_plan
+from soapjax.execute.stages import planned_pipeline
 from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.options import objective
-from soapjax.pipelining import PipelineOptions, pipelined, planned_pipeline
+from soapjax.pipelining import PipelineOptions, pipelined
 from soapjax.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
-from soapjax.strategy.plan_strategy import topology_of
 
 log = logging.getLogger("soapjax")
 
@@ -67,7 +67,7 @@ class Maker:
         devices = self.devices if self.devices is not None else jax.devices()[: made.num_devices]
         if made.pipeline is not None:
             compiled = planned_pipeline(
-                fn, *args, plan=made, topology=topology_of(made)[0], devices=devices, donate=bool(donate), static_argnums=static,
+                fn, *args, plan=made, devices=devices, donate=bool(donate), static_argnums=static,
                 reduction="mean" if asked is None else asked.reduction, **self.tracing,
             )  # fmt: skip
         else:

@@ -38,12 +38,11 @@ from soapjax.search.planners import get_planner
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing
 from soapjax.searching import Search, Searched
-from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.sizes import size
 from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import CompiledFigures, ModelSource, Plan, Provenance, TimedStep
-from soapjax.strategy.plan_strategy import make_plan
+from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
@@ -310,10 +309,11 @@ def plan_of_strategy(
     prediction = simulator.prediction(strategy, compute_figures=shares)
     if (compiled := provenance.compiled_as(prediction)) is not None:  # the compiler's word goes before ours
         prediction = prediction.model_copy(update={"feasible": compiled.fits})
+    layouts, sends = costs.layouts, prediction.sends
+    each = figures, operator_costs(simulator.tables, costs, strategy, sends)
     return make_plan(
-        problem.space, topology, strategy, *layouts_for_plan(simulator.tables, costs), prediction, model=model,
-        provenance=provenance, unroll=unroll, figures=figures, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
-        costs=operator_costs(simulator.tables, costs, strategy, prediction.sends),
+        problem.space, topology, strategy, mesh_plan(problem.space, strategy, layouts.slots, layouts.home, *each), prediction,
+        model=model, provenance=provenance, unroll=unroll, profile=carried(profile, {t.structure for t in problem.graph.tasks}),
     )  # fmt: skip
 
 

@@ -21,13 +21,13 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.inspect import inspect as inspect_program
 from soapjax.execute.spmd import bind_plan, not_executable
+from soapjax.execute.stages import planned_pipeline
 from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.execute.verify import verify
 from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays
-from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.step_source import required_source
@@ -67,7 +67,7 @@ def run_command(command: cli.RunCommand) -> Result:
     plan, model, step = loaded(plan, command.plan, source, concrete=True)
     _require_state(model, step)
     if plan.pipeline is not None:
-        compiled = planned_pipeline(model.step, *model.arguments, plan=plan, topology=topology, devices=devices)
+        compiled = planned_pipeline(model.step, *model.arguments, plan=plan, devices=devices)
     else:
         compiled = compile_step(bind_plan(step, plan, devices=devices))
     losses, times = train(compiled, model, command.steps)

@@ -1,7 +1,7 @@
 """Pipelines as plan files: planned, and predicted anew.
 
-A pipeline plan is a plan whose `pipeline` says which operators form a stage on which devices. The `axes` of an operator are those
-of its stage's own mesh. Specs follow from them when the plan runs (pipelining.py), so a pipeline plan lists none.
+A pipeline plan is a plan whose `pipeline` says which operators form a stage on which devices. The `axes` and specs of an operator
+are those of its stage's own mesh (strategy/pipeline_plan.py).
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.evaluate import Layouts
 from soapjax.costs.profile import Profile, carried, profile_of
 from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
-from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.pipedream import Memory, Workers, pipedream
-from soapjax.search.problem import PlanningProblem
 from soapjax.search.stage_figures import level_between
 from soapjax.search.stage_loads import StageLoads, stage_of_operators
 from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
@@ -31,22 +30,23 @@ from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, sim
 from soapjax.simulate.simulator import Scores
 from soapjax.stage_baselines import whole_baselines
 from soapjax.stage_sends import mean_sent_bytes, peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
+from soapjax.stage_strategies import strategy_with
 from soapjax.strategy.pipeline import Pipeline, Stage
+from soapjax.strategy.pipeline_plan import make_pipeline_plan
 from soapjax.strategy.plan import (
-    MeshPart,
+    MeshPlan,
     ModelSource,
-    OperatorPart,
     Plan,
     Prediction,
     Provenance,
     SentPart,
     StrategyFigures,
-    graph_parts,
 )
-from soapjax.strategy.plan_strategy import strategy_of
+from soapjax.strategy.plan_strategy import mesh_plan
 from soapjax.strategy.schedules import SCHEDULES, kind_of
+from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
-from soapjax.topology import DeviceTopology, factor_mesh
+from soapjax.topology import DeviceTopology, FactorMesh
 
 PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
 NEAR = 0.02  # relative step time that few blocks of a deep model may be off
@@ -63,12 +63,23 @@ class Beaten(Exception):
         self.schedule, self.figures = schedule, figures
 
 
+class OnMesh(NamedTuple):
+    """What holds on the mesh of a stage."""
+
+    space: SearchSpace
+    strategy: Strategy
+    layouts: Layouts
+
+    def plan(self) -> MeshPlan:
+        return mesh_plan(self.space, self.strategy, self.layouts.slots, self.layouts.home)
+
+
 class StageTimes(NamedTuple):
     """A pipeline with its simulation."""
 
     pipeline: Pipeline
     timeline: PipelineTimeline
-    inside: dict[str, tuple[dict[str, str], str]]  # operator -> axes and storage on its stage's mesh
+    inside: tuple[OnMesh, ...]  # of every stage
     usable_bytes: int
     sends: tuple[SentPart, ...]  # per step: of a program what each device of its stage sends, of a transfer all together
     without_overlap_s: float
@@ -206,20 +217,6 @@ def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
     return _simulated(problem.exact, pipeline, choice.bounds, strategies)
 
 
-def _configs(
-    loads: StageLoads, first: int, count: int, num: int, strategy: Strategy, names: Sequence[str]
-) -> dict[str, tuple[dict[str, str], str]]:  # fmt: skip
-    space = loads.space(first, count, num)
-    graph = loads.graph(num)
-    wanted = set(names)
-    found = {}
-    for n, op in enumerate(graph.operators):
-        if op.name in wanted:
-            config = strategy.config(n, op, space.mesh, space.storages)
-            found[op.name] = (dict(config.axes), config.storage)
-    return found
-
-
 def _pipedream(
     graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None,
     objective: Objective, front: Front,
@@ -273,7 +270,7 @@ def _simulated(
     workers = Workers.of(topology)
     found: list[StageLoad] = []
     serial: list[StageLoad] = []  # without overlap
-    inside, figures, sends, split = {}, [], [], []
+    inside, figures, sends, split = [], [], [], []
     shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
     for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
         strategy = strategies[i] if i in strategies else loads.choices(first, count, num)[0].strategy
@@ -289,7 +286,7 @@ def _simulated(
             load, load_alone = (x._replace(sync_s=sync, sync_level=level) for x in (load, load_alone))
         found.append(load)
         serial.append(load_alone)
-        inside |= _configs(loads, first, count, num, strategy, stage.operators)
+        inside.append(OnMesh(loads.space(first, count, num), strategy, figures[i].layouts))
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
         sends += sends_of_stage(pipeline, i, once)
         sends += sends_among_replicas(loads, pipeline, i, load, count)
@@ -310,7 +307,7 @@ def _simulated(
     without_overlap_s = simulate_pipeline(pipeline, serial, transfers, overlap=False).step_time_s
     share = share_of(*np.array(split).T)
     return StageTimes(
-        pipeline, timeline, inside, topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
+        pipeline, timeline, tuple(inside), topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
     )
 
 
@@ -319,25 +316,14 @@ def pipeline_plan(
     provenance: Provenance = Provenance(), unroll: bool = False, profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The plan file of a pipeline, with what of `profile` its times come from."""
-    mesh = factor_mesh(topology)
-    operators = {}
-    for op in graph.operators:
-        axes, storage = times.inside.get(op.name, ({}, "as used"))
-        operators[op.name] = OperatorPart(kind=op.kind, dims={d.name: d.size for d in op.dims}, axes=axes, storage=storage)
-    return Plan(
-        model=model,
-        **graph_parts(graph),
-        topology=topology.to_dict(),
-        mesh=MeshPart(axis_names=mesh.axis_names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
-        unroll=unroll,
-        operators=operators,
-        arguments=dict.fromkeys(graph.in_paths, ""),
-        results=dict.fromkeys(graph.out_paths, ""),
-        prediction=_prediction(times, topology.num_devices),
-        provenance=provenance,
-        pipeline=times.pipeline,
-        profile=carried(profile, {t.structure for t in graph.tasks}),
-    )
+    plans: dict[FactorMesh, MeshPlan] = {}
+    for planned in times.inside:
+        if planned.space.mesh not in plans:
+            plans[planned.space.mesh] = planned.plan()
+    return make_pipeline_plan(
+        graph, topology, times.pipeline, [plans[p.space.mesh] for p in times.inside], _prediction(times, topology.num_devices),
+        model=model, provenance=provenance, unroll=unroll, profile=carried(profile, {t.structure for t in graph.tasks}),
+    )  # fmt: skip
 
 
 def _prediction(times: StageTimes, num_devices: int) -> Prediction:
@@ -372,7 +358,7 @@ def recost_pipeline(
         expected = f"0 to {topology.num_devices - 1}"
         raise SoapjaxError(Problem(f"{place}: pipeline.stages", "a device that is not there", expected, "plan anew"))
     strategies = {}
-    stages_of = {name: stage for stage in pipeline.stages for name in stage.operators}
+    in_stages = {name for stage in pipeline.stages for name in stage.operators}
     for i, stage in enumerate(pipeline.stages):
         first, count = min(stage.devices), len(stage.devices) // stage.replicas
         space = loads.space(first, count, pipeline.num_microbatches)
@@ -380,15 +366,11 @@ def recost_pipeline(
         if (own, tuple(space.mesh.axis_sizes)) != (wanted, tuple(stage.mesh.values())):
             expected = str(dict(zip(own, space.mesh.axis_sizes, strict=True)))
             raise SoapjaxError(Problem(f"{place}: pipeline.stages.{i}.mesh", str(stage.mesh), expected, "restore it, or plan anew"))
-        whole = data_parallel_strategy(PlanningProblem(space.graph, space, None))[0]
-        parts = dict(loaded.operators)
-        for n, op in enumerate(space.graph.operators):
-            # As the plan runs (pipelining.places_of): operators of stages on another mesh are laid out by data parallelism.
-            if op.name not in stages_of or stages_of[op.name].mesh != stage.mesh:
-                config = whole.config(n, op, space.mesh, space.storages)
-                parts[op.name] = OperatorPart(kind=op.kind, axes=dict(config.axes), storage=config.storage)
-        mesh = MeshPart(axis_names=own, axis_sizes=space.mesh.axis_sizes, device_order=tuple(range(count)))
-        strategies[i] = strategy_of(loaded.model_copy(update={"operators": parts, "mesh": mesh}), space, place=place)
+        # Operators of stages on another mesh are data-parallel on this one.
+        others = {name for other in pipeline.stages if other.mesh != stage.mesh for name in other.operators}
+        of_update = {op.name for op in space.graph.operators} - in_stages
+        given = {name: part for name, part in loaded.operators.items() if name not in others | of_update}
+        strategies[i] = strategy_with(space, given, place=place)
     times = _simulated(loads, pipeline, bounds, strategies)
     made = pipeline_plan(
         graph, topology, times, model=loaded.model, provenance=loaded.provenance, unroll=loaded.unroll, profile=profile

@@ -17,13 +17,12 @@ from soapjax.execute.inspect_stream import InspectedPart, StreamInspection, insp
 from soapjax.execute.pipedream import PipeDreamStep
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import bind_plan
+from soapjax.execute.stages import planned_pipeline
 from soapjax.execute.verify import Verification, verify
 from soapjax.execute.verify_pipeline import verify_pipeline
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model
-from soapjax.pipelining import planned_pipeline
 from soapjax.strategy.plan import Plan, SentPart
-from soapjax.strategy.plan_strategy import topology_of
 
 AT_LEAST = 0.01  # of all that is sent: programs that differ by less are not listed
 
@@ -89,7 +88,7 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
 
     def made(is_float64: bool, donate: bool = False) -> Any:
         return planned_pipeline(
-            model.step, *model.arguments, plan=plan, topology=topology_of(plan)[0], devices=devices, donate=donate,
+            model.step, *model.arguments, plan=plan, devices=devices, donate=donate,
             is_float64=is_float64,
         ).streamed  # fmt: skip
 

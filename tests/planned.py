@@ -11,8 +11,8 @@ from soapjax.execute.evaluate import Evaluator
 from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
-from soapjax.simulate.simulator import Simulator, layouts_for_plan
-from soapjax.strategy.plan_strategy import make_plan
+from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import replicated
 from soapjax.topology import factor_mesh, load_topology
@@ -115,8 +115,9 @@ class Case:
 
     def plan(self, strategy):
         prediction = self.simulator.prediction(strategy)
-        layouts = layouts_for_plan(self.tables, self.simulator.costs(strategy))
-        return make_plan(self.space, self.topology, strategy, *layouts, prediction=prediction)
+        layouts = self.simulator.costs(strategy).layouts
+        on_mesh = mesh_plan(self.space, strategy, layouts.slots, layouts.home)
+        return make_plan(self.space, self.topology, strategy, on_mesh, prediction)
 
     def run(self, strategy):
         """The step's output leaves under a plan, in float64."""

@@ -34,7 +34,7 @@ from soapjax.graph.program import Atom, FlatEqn
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace import TracedStep
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import Plan, TaskPart, parse_spec
+from soapjax.strategy.plan import MeshPlan, Plan, TaskPart, parse_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Program:
     """A step and a plan that belong together, ready to be traced by `jax.jit`."""
 
     step: TracedStep
-    plan: Plan
+    plan: MeshPlan
     graph: OperatorGraph
     binding: Binding
     mesh: Mesh

@@ -84,7 +84,7 @@ class StreamStep:
     def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
         """What all processes must have alike before any of them runs, and what compiles the programs of this one."""
         places, stream = self.streamed.all_places, self.streamed.dispatches()
-        stages = [f"{p.bound.plan.plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
+        stages = [f"{p.bound.plan.mesh_plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
         fields = {"graph": places[0].bound.graph.fingerprint(), "stages": "\n".join(stages), "program": stream.text()}
         return fields, lambda: stream.compile(self.streamed.arguments(self._leaves(args)))
 

@@ -36,10 +36,13 @@ from soapjax.jit.kept_programs import drop_program, read_program, write_program
 # tenth less, and no slower. Asked for, not needed.
 LEVEL = "xla_backend_optimization_level"
 QUICKLY = {"xla_cpu_use_fusion_emitters": False, LEVEL: 1}
+_NARROW = {f"{kind}64": f"{kind}32" for kind in ("float", "int", "uint")}
 
 
 class Program:
     """A pure function of arrays of one set of shapes, on the CPU; compiled at its first call, or before by `prepare`.
+
+    It computes in 32 bits also where the user's step has switched on 64: what is kept of it serves both.
 
     `is_urgent` where somebody waits for it: compiled sooner, at the price of some speed.
     """
@@ -63,8 +66,8 @@ class Program:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The program traced for such arguments."""
-        with fewer_collections():
-            return self._jitted.lower(*args)
+        with fewer_collections(), jax.enable_x64(False):
+            return self._jitted.lower(*_narrowed(args))
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
         self._compiled, self._is_proven = _compiled(lowered, self._options, key=self._key(lowered.in_avals))
@@ -73,7 +76,7 @@ class Program:
         """Of a program with a name."""
         if not self._name:
             return None
-        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(args)]
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(_narrowed(args))]
         asked = f"{_surroundings()}\n{self._options}\n{self._name}\n{shapes}\n{_source()}"
         return hashlib.sha256(asked.encode()).hexdigest()
 
@@ -87,18 +90,34 @@ class Program:
         return self._compiled is not None
 
     def __call__(self, *args: Any) -> Any:
+        args = _narrowed(args)
         if self._compiled is None:
             self.prepare(*args)
-        if self._is_proven:
-            return self._compiled(*args)
-        try:
-            results = jax.block_until_ready(self._compiled(*args))
-        except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # written by another build of XLA, say: once, and not again
-            lowered = self.lower(*args)
-            self._compiled, _ = _compiled(lowered, self._options, key=self._key(lowered.in_avals), anew=True)
-            results = self._compiled(*args)
+        with jax.enable_x64(False):
+            if self._is_proven:
+                return self._compiled(*args)
+            try:
+                results = jax.block_until_ready(self._compiled(*args))
+            except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # written by another build of XLA, say: once, not again
+                lowered = self.lower(*args)
+                self._compiled, _ = _compiled(lowered, self._options, key=self._key(lowered.in_avals), anew=True)
+                results = self._compiled(*args)
         self._is_proven = True
         return results
+
+
+def _narrowed(args: Any) -> Any:
+    """Arguments, those of 64 bits in 32."""
+    if not jax.config.jax_enable_x64:
+        return args  # as they are: there are none
+
+    def narrow(x: Any) -> Any:
+        dtype = _NARROW.get(str(x.dtype))
+        if dtype is None:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+    return jax.tree.map(narrow, args)
 
 
 def threads(count: int | None) -> ThreadPoolExecutor:

@@ -209,10 +209,3 @@ def _stacked(strategies: Sequence[Strategy]) -> tuple[np.ndarray, np.ndarray]:
 
 def _joined(parts: list[Scores], count: int) -> Scores:
     return jax.tree.map(lambda *x: np.concatenate(x)[:count], *parts)
-
-
-def layouts_for_plan(tables: CostTables, costs: Costs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(used [U, A], home [T, A], stored [P, A]) as `make_plan` takes them."""
-    num_u, num_p = len(tables.access_op), len(tables.parameter_op)
-    slots = costs.layouts.slots
-    return slots[:num_u], costs.layouts.home, slots[num_u : num_u + num_p]

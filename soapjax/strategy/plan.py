@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,6 +32,8 @@ from soapjax.strategy.pipeline import Pipeline
 SCHEMA_VERSION = 1
 MAX_PLAN_BYTES = 32 * 2**20  # some 20,000 operators
 _MAX_NESTING = 32
+_FIRST = ("schema_version", "model", "graph", "topology")  # in the file
+_ON_A_MESH = ("operators", "arguments", "results")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -110,6 +113,35 @@ class OperatorPart(_Part):
     def _as_data(self, to_data: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         data = to_data(self)
         return {k: v for k, v in data.items() if k != "recompute" or v}
+
+
+class MeshPlan(_Part):
+    """What holds on one mesh: what every operator does there, and how arguments and results lie. All that executing reads."""
+
+    mesh: MeshPart
+    operators: dict[str, OperatorPart]
+    arguments: dict[str, str]
+    results: dict[str, str]
+
+    @property
+    def num_devices(self) -> int:
+        return int(np.prod(self.mesh.axis_sizes))
+
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """The operators that run on a part of the devices."""
+        return tuple(name for name, part in self.operators.items() if any(v.startswith("pin(") for v in part.axes.values()))
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The operators that the backward pass computes again."""
+        return frozenset(name for name, part in self.operators.items() if part.recompute)
+
+    @property
+    def mesh_plan_sha256(self) -> str:
+        """Over the canonical JSON of what executing reads."""
+        kept = set(MeshPlan.model_fields)
+        return _sha256(self.model_dump(mode="json", include=kept, exclude={"operators": {"__all__": {"cost", "figures"}}}))
 
 
 class SentPart(_Part):
@@ -199,26 +231,27 @@ class Provenance(_Part):
         return last if same and last.predicted_sent_bytes in ({}, prediction.bytes_by_collective) else None
 
 
-class Plan(_Part):
-    """One plan. `Plan.load(path)` reads and checks the file; `plan.save(path)` writes it atomically."""
+class Plan(MeshPlan):
+    """One plan. `Plan.load(path)` reads and checks the file; `plan.save(path)` writes it atomically.
+
+    In a plan of a pipeline every operator is told what to do on the mesh of its own stage, and arguments and results lie on that
+    of the stage that holds them; `on_stage` gives the plan of one stage.
+    """
 
     schema_version: Literal[1] = 1
     model: ModelSource | None = None
     graph: GraphId
     topology: dict[str, Any]
-    mesh: MeshPart
     executable: bool = True  # the operators of every loop are on the same devices; derived from `axes`
     unroll: bool = False  # scans were planned step by step
     fixed: dict[str, str] = {}
     profile: dict[str, Any] | None = None  # the measurements that it was costed with (costs/profile.py)
-    operators: dict[str, OperatorPart]
-    arguments: dict[str, str]
-    results: dict[str, str]
     logical_axes: dict[str, str] = {}  # the names that the model's own metadata gives an argument's dims: "embed, mlp"
     prediction: Prediction
     provenance: Provenance = Provenance()
-    # Stages of micro-batches: `axes` are those of each stage's own mesh then, and specs are made when it runs.
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline | None = None  # stages of micro-batches
+    # Of a pipeline whose stages have several meshes: what of operators and arguments of other stages is read on each of them.
+    elsewhere: tuple[MeshPlan, ...] = ()
     # What costs are made from, so that a plan is predicted anew without its step. None in plans of older versions.
     operator_graph: dict[str, Any] | None = pydantic.Field(default=None, repr=False)
 
@@ -229,19 +262,14 @@ class Plan(_Part):
         """For notebooks; None, and so the plain `repr`, where soapjax.report.html was not imported."""
         return None if Plan.notebook_html is None else Plan.notebook_html(self)
 
-    @property
-    def num_devices(self) -> int:
-        return int(np.prod(self.mesh.axis_sizes))
-
-    @property
-    def pinned(self) -> tuple[str, ...]:
-        """The operators that run on a part of the devices."""
-        return tuple(name for name, part in self.operators.items() if any(v.startswith("pin(") for v in part.axes.values()))
-
-    @property
-    def recomputed(self) -> frozenset[str]:
-        """The operators that the backward pass computes again."""
-        return frozenset(name for name, part in self.operators.items() if part.recompute)
+    def on_stage(self, i: int) -> MeshPlan:
+        """What holds on the mesh of a pipeline's stage `i`."""
+        mesh = self.pipeline.stages[i].mesh
+        order = tuple(range(math.prod(mesh.values())))
+        part = MeshPart(axis_names=tuple(mesh), axis_sizes=tuple(mesh.values()), device_order=order)
+        found = [self, *(p for p in self.elsewhere if p.mesh == part)]  # the latter's entries go before
+        layers = {name: {k: v for p in found for k, v in getattr(p, name).items()} for name in _ON_A_MESH}
+        return MeshPlan(mesh=part, **layers)
 
     def logical_axis_rules(self) -> list[tuple[str, tuple[str, ...] | None]]:
         """As Flax's `logical_axis_rules`, where one rule per name says the plan (soapjax/strategy/plan_words.py).
@@ -259,8 +287,9 @@ class Plan(_Part):
 
     def dumps(self) -> str:
         left_out: dict[str, Any] = {"operator_graph": True, "provenance": {"search_s"}}
-        left_out |= {} if self.logical_axes else {"logical_axes": True}
-        text = json.dumps(self.model_dump(mode="json", exclude=left_out), indent=1, sort_keys=False)
+        left_out |= {name: True for name in ("logical_axes", "elsewhere") if not getattr(self, name)}
+        data = self.model_dump(mode="json", exclude=left_out)
+        text = json.dumps({name: data.pop(name) for name in _FIRST} | data, indent=1, sort_keys=False)
         if self.operator_graph is not None:
             text = text.removesuffix("\n}") + ',\n "operator_graph": ' + figures_text(self.operator_graph) + "\n}"
         return text + "\n"
@@ -275,8 +304,8 @@ class Plan(_Part):
         explaining = {"operators": {"__all__": {"cost"}}, "prediction": beside}
         graph = {"graph": {"figures_sha256"}, "operator_graph": True}
         left_out = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
-        data = self.model_dump(mode="json", exclude=left_out)
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        left_out |= {} if self.elsewhere else {"elsewhere": True}
+        return _sha256(self.model_dump(mode="json", exclude=left_out))
 
     def save(self, path: str) -> None:
         write_text_atomic(path, self.dumps())
@@ -307,6 +336,10 @@ class Plan(_Part):
                 )
                 for error in e.errors()[:20]
             ) from None  # fmt: skip
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def graph_parts(graph: OperatorGraph) -> Mapping[str, Any]:

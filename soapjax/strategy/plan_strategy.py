@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from soapjax.graph.phases import PHASE_NAMES
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
     MeshPart,
+    MeshPlan,
     ModelSource,
     OperatorCost,
     OperatorPart,
@@ -28,32 +30,33 @@ from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 
-def make_plan(
-    space: SearchSpace, topology: DeviceTopology, strategy: Strategy, used: np.ndarray, home: np.ndarray, stored: np.ndarray,
-    prediction: Prediction, *, model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
-    profile: dict[str, Any] | None = None, figures: Sequence[str] | None = None, costs: Sequence[OperatorCost] | None = None,
-) -> Plan:  # fmt: skip
-    """A plan from a strategy and the layouts that it implies.
+def mesh_plan(
+    space: SearchSpace, strategy: Strategy, slots: np.ndarray, home: np.ndarray,
+    figures: Sequence[str] | None = None, costs: Sequence[OperatorCost] | None = None,
+) -> MeshPlan:  # fmt: skip
+    """What a strategy, and the layouts that it implies, say of the space's mesh.
 
     Args:
-      used: int8 [U, A], layout of every access of every task but the updates, reads before writes, in task order.
+      slots: int8 [U + P ..., A], layout of every access of every task but the updates, reads before writes, in task order, and
+        then the storage layout of every parameter.
       home: int8 [T, A], layout of every tensor.
-      stored: int8 [P, A], storage layout of every parameter.
-      profile: the measurements behind the prediction; `figures`: per operator where its seconds come from.
-      costs: what every operator is predicted to take.
+      figures: per operator where its seconds come from; `costs`: what it is predicted to take.
     """
     graph, mesh = space.graph, space.mesh
-    names = mesh.axis_names
+
+    @functools.cache
+    def words(layout: bytes, rank: int) -> str:
+        return format_spec(spec_of(np.frombuffer(layout, np.int8).tolist(), rank=rank, axis_names=mesh.axis_names))
 
     def spec(layout: np.ndarray, rank: int) -> str:
-        return format_spec(spec_of([int(x) for x in layout], rank=rank, axis_names=names))
+        return words(np.asarray(layout, np.int8).tobytes(), rank)
 
     parts: dict[int, list[TaskPart]] = {n: [] for n in range(graph.num_operators)}
     u = 0
     for task in graph.tasks:
         if task.parameter >= 0:
             continue
-        operands = [spec(used[u + k], len(a.dims)) for k, a in enumerate(task.reads)]
+        operands = [spec(slots[u + k], len(a.dims)) for k, a in enumerate(task.reads)]
         results = [spec(home[a.tensor], len(a.dims)) for a in task.writes]
         u += len(task.reads) + len(task.writes)
         parts[task.operator].append(TaskPart(phase=PHASE_NAMES[task.phase], operands=tuple(operands), results=tuple(results)))
@@ -66,19 +69,30 @@ def make_plan(
             figures="analytic" if figures is None else figures[n], tasks=tuple(parts[n]),
             cost=None if costs is None else costs[n],
         )  # fmt: skip
-    arguments, results = _leaf_specs(graph, home, stored, spec, space.fixed_layouts)
+    arguments, results = _leaf_specs(graph, home, slots[u:], spec, space.fixed_layouts)
+    return MeshPlan(mesh=mesh_part(mesh), operators=operators, arguments=arguments, results=results)
+
+
+def mesh_part(mesh: FactorMesh) -> MeshPart:
+    return MeshPart(axis_names=mesh.axis_names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices)))
+
+
+def make_plan(
+    space: SearchSpace, topology: DeviceTopology, strategy: Strategy, on_mesh: MeshPlan, prediction: Prediction, *,
+    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
+    profile: dict[str, Any] | None = None,
+) -> Plan:  # fmt: skip
+    """A plan of one program, from a strategy and what it says of the mesh; `profile`: the measurements behind the prediction."""
+    graph, arguments = space.graph, on_mesh.arguments
     return Plan(
         model=model,
         **graph_parts(graph),
         topology=topology.to_dict(),
-        mesh=MeshPart(axis_names=names, axis_sizes=mesh.axis_sizes, device_order=tuple(range(mesh.num_devices))),
+        **dict(on_mesh),
         unroll=unroll,
         executable=_is_executable(graph, strategy),
         fixed={graph.in_paths[leaf]: arguments[graph.in_paths[leaf]] for leaf in sorted(space.fixed_layouts)},
         profile=profile,
-        operators=operators,
-        arguments=arguments,
-        results=results,
         prediction=prediction,
         provenance=provenance,
     )
@@ -140,7 +154,7 @@ def topology_of(plan: Plan, *, place: str = "plan") -> tuple[DeviceTopology, Fac
     return topology, mesh
 
 
-def strategy_of(plan: Plan, space: SearchSpace, *, place: str = "plan") -> Strategy:
+def strategy_of(plan: MeshPlan, space: SearchSpace, *, place: str = "plan") -> Strategy:
     """The strategy that a plan's `axes` and `storage` name.
 
     Raises: SoapjaxError naming every operator, axis, dim and storage that does not fit the graph and the mesh.

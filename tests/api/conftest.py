@@ -7,7 +7,8 @@ import pytest
 from soapjax import planning
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
-from soapjax.pipelining import inside_plan
+from soapjax.stage_strategies import plan_on
+from soapjax.strategy.plan import Plan, Prediction, graph_parts
 from soapjax.topology import factor_mesh
 
 TRACING = {"static_argnums", "axis_name", "strip_constraints", "unroll"}
@@ -21,12 +22,14 @@ def no_search(monkeypatch):
         topology = planning._topology(topology, devices)
         step = trace(fn, *args, **{k: v for k, v in options.items() if k in TRACING})
         (graph, _), mesh = build_graph(step), factor_mesh(topology)
-        if planner == "data_parallel":
-            return types.SimpleNamespace(plan=inside_plan(graph, mesh, topology), step=step, program=None)
-        whole = inside_plan(graph, mesh, topology)
-        axes = {name: part.axes for name, part in whole.operators.items()}
-        stored = f"sharded({','.join(mesh.axis_names)}), kept"
-        storage = {op.name: stored for op in graph.operators if op.parameters}
-        return types.SimpleNamespace(plan=inside_plan(graph, mesh, topology, axes, storage), step=step, program=None)
+        on_mesh = plan_on(graph, mesh, topology)
+        if planner != "data_parallel":
+            axes = {name: part.axes for name, part in on_mesh.operators.items()}
+            stored = f"sharded({','.join(mesh.axis_names)}), kept"
+            on_mesh = plan_on(graph, mesh, topology, axes, {op.name: stored for op in graph.operators if op.parameters})
+        sent = dict(bytes_by_collective={}, sends=(), peak_sent_bytes=0)
+        nothing = Prediction.model_construct(step_time_s=1.0, memory_bytes_per_device=0, **sent)
+        made = Plan(**graph_parts(graph), topology=topology.to_dict(), **dict(on_mesh), prediction=nothing)
+        return types.SimpleNamespace(plan=made, step=step, program=None)
 
     monkeypatch.setattr(planning, "plan", plan)

@@ -10,8 +10,9 @@ from balanced import forward_runs
 from soapjax.errors import SoapjaxError
 from soapjax.execute.microbatches import micro_step
 from soapjax.execute.pipedream import PipeDreamStep
+from soapjax.execute.stages import places_of
 from soapjax.graph.build import build_graph
-from soapjax.pipelining import places_of
+from soapjax.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Action, Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
 from soapjax.topology import load_topology
@@ -58,7 +59,7 @@ def pipedream_step(replicas, devices_each, *, vertical_sync=False, step=train_st
         stages.append(Stage(operators=names, devices=tuple(range(first, first + r * devices_each)), replicas=r))
         first += r * devices_each
     pipeline = Pipeline(schedule="pipedream", num_microbatches=MINIBATCHES, stages=tuple(stages), vertical_sync=vertical_sync)
-    places = places_of(micro, graph, binding, pipeline, load_topology("cpu8"), jax.devices())
+    places = places_of(micro, graph, binding, pipeline, plans_of_stages(graph, pipeline, load_topology("cpu8")))
     return PipeDreamStep(micro, pipeline, places), micro, state, batch
 
 

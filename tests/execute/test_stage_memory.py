@@ -7,7 +7,7 @@ import pytest
 from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
-from soapjax.pipelining import pipeline_step
+from soapjax.pipelining import pipelined
 from soapjax.search.stage_problem import Choice, StageProblem
 from soapjax.topology import load_topology
 
@@ -42,7 +42,7 @@ def memory(problem, schedule, again):
     end = len(problem.forward)
     choice = Choice(schedule, NUM, (0, end // 2, end), (1, 1), (0, 0), (again, again))
     timeline = problem.price(choice).timeline
-    run = pipeline_step(step, *arguments(), pipeline=problem.pipeline(choice), topology=problem.topology)
+    run = pipelined(step, *arguments(), pipeline=problem.pipeline(choice), topology=problem.topology).streamed
     compiled = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
     return timeline.memory_bytes, [compiled[p.mesh.devices.flat[0].id] for p in run.places]
 

@@ -275,3 +275,15 @@ def test_an_error_of_the_program_itself_is_told(folder, monkeypatch):
     planted(folder)
     with pytest.raises((TypeError, ValueError)):
         Program(double_of_sines)(jnp.zeros(4), jnp.zeros(4))
+
+
+def test_it_computes_in_32_bits_whatever_the_step_does(folder):
+    """The same program serves a step in double precision and the next one in single, in either order."""
+    x = np.arange(4, dtype=np.float32)
+    for order in ((False, True, False), (True, False)):
+        program = Program(lambda a: jnp.cumsum(a) / 3)
+        for is_wide in order:
+            with jax.enable_x64(is_wide):
+                found = program(jnp.asarray(x, float))
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, np.cumsum(x) / 3, rtol=1e-6)

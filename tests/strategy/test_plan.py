@@ -14,11 +14,10 @@ from problems import PROBLEMS, SLOW, case, case_with
 
 from soapjax import files
 from soapjax.errors import SoapjaxError
-from soapjax.simulate.simulator import layouts_for_plan
 from soapjax.strategy import plan as plans
 from soapjax.strategy.layout import degree, divides, layout_of, spec_of
 from soapjax.strategy.plan import ModelSource, Plan, Prediction, Provenance, format_spec, parse_spec
-from soapjax.strategy.plan_strategy import make_plan, strategy_of
+from soapjax.strategy.plan_strategy import make_plan, mesh_plan, strategy_of
 from soapjax.strategy.strategy import PIN
 
 names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=SLOW))
@@ -29,8 +28,8 @@ PREDICTION = Prediction(
 
 
 def plan_of(c, strategy, **kw) -> Plan:
-    costs = jax.tree.map(lambda x: x[0], c.figures([strategy])[0])
-    return make_plan(c.space, c.topology, strategy, *layouts_for_plan(c.tables, costs), PREDICTION, **kw)
+    layouts = jax.tree.map(lambda x: x[0], c.figures([strategy])[0]).layouts
+    return make_plan(c.space, c.topology, strategy, mesh_plan(c.space, strategy, layouts.slots, layouts.home), PREDICTION, **kw)
 
 
 @functools.cache

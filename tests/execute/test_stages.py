@@ -1,0 +1,106 @@
+"""A pipeline's plan says all that is needed to run it: no planner is asked, and every choice that is priced can be run."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+from balanced import balanced_pipeline
+
+import soapjax
+from models import mlp
+from soapjax.errors import SoapjaxError
+from soapjax.execute.inspect_stream import inspect_stream
+from soapjax.execute.stages import planned_pipeline
+from soapjax.execute.verify_pipeline import verify_pipeline
+from soapjax.graph.build import build_graph
+from soapjax.graph.microbatch import micro_batch
+from soapjax.plan_files import recost
+from soapjax.search.stage_figures import part_of
+from soapjax.strategy.plan import Plan
+from soapjax.strategy.space import search_space
+from soapjax.topology import factor_mesh, load_topology
+
+NUM = 2
+PLANNING = ("/soapjax/search/", "/soapjax/costs/", "/soapjax/simulate/")
+
+
+@pytest.fixture(scope="module")
+def step():
+    return mlp.make(batch=24, width=24, layers=3, features=8, classes=4)
+
+
+@pytest.fixture(scope="module")
+def planned(step):
+    return soapjax.plan_pipeline(*step, pipeline="1f1b", topology="cpu8", stages=2, microbatches=NUM, proposals=10)[0]
+
+
+def random_plan(planned, step, sizes, rng):
+    """Stages on `sizes` devices; every operator and storage drawn from the space of its stage's mesh."""
+    topology = load_topology("cpu8")
+    graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
+    pipeline = balanced_pipeline(graph, 8, num_microbatches=NUM, num_stages=len(sizes))
+    first, stages, operators = 0, [], dict(planned.operators)
+    for stage, size in zip(pipeline.stages, sizes, strict=True):
+        mesh = factor_mesh(part_of(topology, first, size))
+        space = search_space(graph, mesh)
+        strategy = space.random(rng)
+        for n, op in enumerate(graph.operators):
+            if op.name in stage.operators:
+                config = strategy.config(n, op, mesh, space.storages)
+                update = {"axes": dict(config.axes), "storage": config.storage}
+                operators[op.name] = operators[op.name].model_copy(update=update)
+        named = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        stages.append(stage.model_copy(update={"devices": tuple(range(first, first + size)), "mesh": named}))
+        first += size
+    pipeline = pipeline.model_copy(update={"stages": tuple(stages)})
+    return planned.model_copy(update={"pipeline": pipeline, "operators": operators})
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 2), (1, 3, 4)])
+def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
+    """Stages of equal and of different meshes: as written to a file, predicted anew, and read again."""
+    plan = random_plan(planned, step, sizes, np.random.default_rng(sum(sizes[:1])))
+    plan = Plan.loads(recost(plan, soapjax.trace(*step)).dumps())
+    assert {p.mesh.axis_sizes for p in plan.elsewhere} == (
+        {tuple(s.mesh.values()) for s in plan.pipeline.stages} if len(set(sizes)) > 1 else set()
+    )
+
+    def made(is_float64):
+        return planned_pipeline(*step, plan=plan, donate=False, is_float64=is_float64).streamed
+
+    run = made(False)
+    ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
+    found = verify_pipeline(made, jax.tree.leaves(step[1:]), ops)
+    assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers
+
+
+def test_running_a_plan_asks_no_planner(planned, step):
+    called = set()
+
+    def look(frame, event, argument):
+        name = frame.f_code.co_filename.replace("\\", "/")
+        if event == "call" and any(part in name for part in PLANNING):
+            called.add(f"{name}:{frame.f_code.co_name}")
+
+    sys.setprofile(look)
+    try:
+        planned_pipeline(*step, plan=Plan.loads(planned.dumps()))(*step[1:])
+    finally:
+        sys.setprofile(None)
+    assert not called
+
+
+def test_specs_that_are_not_there_are_named(planned, step):
+    """As in plans of older versions, which say of a pipeline how operators are split, and not how tensors lie."""
+    name = next(iter(planned.operators))
+    older = planned.operators | {name: planned.operators[name].model_copy(update={"tasks": ()})}
+    with pytest.raises(SoapjaxError, match=rf"operators.{name}.tasks: got specs of 0 tasks.*expected.*load_plan"):
+        planned_pipeline(*step, plan=planned.model_copy(update={"operators": older}))
+    again = recost(planned.model_copy(update={"operators": older}), soapjax.trace(*step))
+    assert again.plan_sha256 == planned.plan_sha256
+
+
+def test_a_device_that_is_not_there_is_named(planned, step):
+    with pytest.raises(SoapjaxError, match="devices: got 3 devices; expected the 8 that the pipeline is for"):
+        planned_pipeline(*step, plan=planned, devices=jax.devices()[:3])
