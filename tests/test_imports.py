@@ -28,9 +28,8 @@ AT_THE_TOP = {
     "devices", "distributed",
     "explaining", "explaining_commands", "factories", "fronts", "making", "measuring_commands", "model_source", "nnx_steps",
     "options", "page_data", "pipelining", "plan_files", "planning", "profiling", "progress", "remarks", "running_commands",
-    "searching", "stage_baselines", "stage_plans", "stage_sends", "stage_strategies", "step_source", "terminal", "timelines", "topology_commands",
-    "user_shardings",
-    "verify_programs", "verify_top",
+    "searching", "stage_baselines", "stage_plans", "stage_sends", "stage_strategies", "step_source", "terminal", "timelines",
+    "topology_commands", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip
 
 
