@@ -65,9 +65,12 @@ def place_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding | None]) 
         else:
             moved.append(k)
     if moved:
-        copies = jax.device_put(_copied([leaves[k] for k in moved]), [shardings[k] for k in moved])
+        # Keys go as the words that they consist of: JAX compiles programs to copy and to cut up keys.
+        impls = {k: jax.random.key_impl(leaves[k]) for k in moved if _is_key(leaves[k])}
+        arrays = [jax.random.key_data(leaves[k]) if k in impls else leaves[k] for k in moved]
+        copies = jax.device_put(_copied(arrays), [shardings[k] for k in moved])
         for k, x in zip(moved, copies, strict=True):
-            placed[k] = x
+            placed[k] = jax.random.wrap_key_data(x, impl=impls[k]) if k in impls else x
     return placed
 
 
@@ -79,7 +82,7 @@ def _lies_so(x: Any, sharding: NamedSharding) -> bool:
 
 def _copied(leaves: list[Any]) -> list[Any]:
     """Copies that no one else holds: on the host where the leaf is on one device, on its devices where it is on several."""
-    on_host = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and len(x.devices()) == 1 and not _is_key(x)]
+    on_host = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array) and len(x.devices()) == 1]
     fetched = dict(zip(on_host, jax.device_get([leaves[k] for k in on_host]), strict=True))
     copies = []
     for k, x in enumerate(leaves):
@@ -93,8 +96,8 @@ def _copied(leaves: list[Any]) -> list[Any]:
     return copies
 
 
-def _is_key(x: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:

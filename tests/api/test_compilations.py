@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax import soap_shard
+from soapjax.execute.arrivals import place_all
 
 pytestmark = pytest.mark.usefixtures("no_search")
 TX = optax.adam(1e-2)
@@ -199,3 +201,20 @@ def test_a_state_from_elsewhere_stays_the_callers(planner):
         jax.tree.map(np.testing.assert_array_equal, state, before)
     assert not any(x.is_deleted() for x in jax.tree.leaves(on_device))
     assert all(x.is_deleted() for x in jax.tree.leaves(new))
+
+
+def test_keys_are_laid_out_without_a_program():
+    """One key, and one per example, as nnx and equinox keep them in states; both stay the caller's."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    key = jax.random.key(1)
+    keys = jax.random.split(key, (16, 2))
+    shardings = [NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("d"))]
+    jax.block_until_ready((keys, key))
+    with compilations() as found:
+        placed = place_all([key, keys], shardings)
+    assert not found
+    for x, given, sharding in zip(placed, (key, keys), shardings, strict=True):
+        assert x.committed and x.dtype == given.dtype and x.sharding.is_equivalent_to(sharding, x.ndim)
+        np.testing.assert_array_equal(jax.random.key_data(x), jax.random.key_data(given))
+        x.delete()
+        assert not given.is_deleted()
