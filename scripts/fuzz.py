@@ -202,7 +202,8 @@ class Plans(Kind):
     def read(self, path: Path) -> None:
         import rich.console
 
-        from soapjax import cli, commands
+        from soapjax.cli import command_line as cli
+        from soapjax.cli import commands
         from soapjax.strategy.plan import Plan
         from soapjax.strategy.plan_strategy import strategy_of, topology_of
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from soapjax import Plan, cli, commands, load_topology
+from soapjax import Plan, load_topology
+from soapjax.cli import command_line as cli
+from soapjax.cli import commands
 from soapjax.costs.profile import load_profile
 from soapjax.errors import SoapjaxError
 from soapjax.jit.programs import Program, program_folder

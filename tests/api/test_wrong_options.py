@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax import SoapjaxError, cli, commands, soap_shard
+from soapjax import SoapjaxError, soap_shard
+from soapjax.cli import command_line as cli
+from soapjax.cli import commands
 from soapjax.costs.profile import load_profile
 from soapjax.options import OPTIONS
 from soapjax.strategy.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-from soapjax import cli
+from soapjax.cli import command_line as cli
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import model_source, setting_pairs
 from soapjax.strategy.plan import ModelSource, Plan

@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import rich.progress
 import tyro
 
-from soapjax import files, interrupts, terminal
+from soapjax import files, interrupts
+from soapjax.cli import terminal
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 
 
@@ -363,7 +364,7 @@ def _run(argv: list[str] | None) -> int:
     warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
     _check_sizes(command)
     try:
-        from soapjax import commands  # after parsing: --help must not wait for jax
+        from soapjax.cli import commands  # after parsing: --help must not wait for jax
     except Exception as e:  # of the user's variables: JAX_ENABLE_X64=banana
         remedy = "check the installation, and the variables JAX_* and XLA_*"
         raise SoapjaxError(Problem("import of JAX", f"{type(e).__name__}: {e}", "a JAX that can be imported", remedy)) from e

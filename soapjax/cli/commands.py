@@ -13,8 +13,10 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax import cli, files, interrupts, plan_files, planning, step_source, terminal
+from soapjax import files, interrupts, plan_files, planning
 from soapjax.auto_pipeline import Chosen, plan_one_or_pipeline
+from soapjax.cli import command_line as cli
+from soapjax.cli import step_source, terminal
 from soapjax.devices import devices_of_backend, devices_of_target
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.fronts import rows_of_pipelines, rows_of_planned
@@ -42,7 +44,12 @@ def run(command: Any, progress: Progress) -> Result:
         problems += output_problems(command.output)
     if problems:
         raise SoapjaxError(problems)
-    from soapjax import explaining_commands, measuring_commands, running_commands, topology_commands  # they use the helpers below
+    from soapjax.cli import (  # they use the helpers below
+        explaining_commands,
+        measuring_commands,
+        running_commands,
+        topology_commands,
+    )
 
     handlers = {
         cli.PlanCommand: functools.partial(plan_command, progress=progress),

@@ -14,8 +14,10 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import cli, planning
-from soapjax.commands import Result, loaded, plan_result
+from soapjax import planning
+from soapjax.cli import command_line as cli
+from soapjax.cli.commands import Result, loaded, plan_result
+from soapjax.cli.step_source import required_source
 from soapjax.devices import devices_of_target, start_devices
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep
@@ -30,7 +32,6 @@ from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.pipelining import planned_pipeline
 from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
-from soapjax.step_source import required_source
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax import cli
+from soapjax.cli import command_line as cli
 from soapjax.errors import SoapjaxError
 from soapjax.report.text_table import TextTable
 from soapjax.topology import DeviceTopology, LinkLevel, ShippedTopology, load_topology, shipped_catalogue

@@ -13,7 +13,10 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax import cli, commands, interrupts, plan_files, planning
+from soapjax import interrupts, plan_files, planning
+from soapjax.cli import command_line as cli
+from soapjax.cli import commands
+from soapjax.cli.step_source import required_source
 from soapjax.costs.fit import fitted_scales
 from soapjax.costs.profile import Profile, merged, profile_of, save_profile
 from soapjax.errors import Problem, SoapjaxError
@@ -25,7 +28,6 @@ from soapjax.model_source import abstract_model, model_source
 from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.report.tables import seconds
 from soapjax.report.text_table import TextTable
-from soapjax.step_source import required_source
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.verify_top import require_real_devices

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import cli
-from soapjax.commands import Result, output_problems, with_output
-from soapjax.comparing import with_costs
+from soapjax.cli import command_line as cli
+from soapjax.cli.commands import Result, output_problems, with_output
+from soapjax.cli.comparing import with_costs
+from soapjax.cli.explaining import explain, explain_operator
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.explaining import explain, explain_operator
 from soapjax.files import write_text_atomic
 from soapjax.page_data import extras_of, pipeline_extras
 from soapjax.plan_files import Opened, opened_alone, reopened
