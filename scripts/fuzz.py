@@ -202,8 +202,7 @@ class Plans(Kind):
     def read(self, path: Path) -> None:
         import rich.console
 
-        from soapjax.cli import command_line as cli
-        from soapjax.cli import commands
+        from soapjax.cli import arguments, commands
         from soapjax.strategy.plan import Plan
         from soapjax.strategy.plan_strategy import strategy_of, topology_of
 
@@ -211,9 +210,9 @@ class Plans(Kind):
         name = str(path)
         which = path.stat().st_size % 3
         command = (
-            cli.ExplainCommand(plan=name, plan_only=True),
-            cli.DiffCommand(a=name, b=name, plan_only=True),
-            cli.ReportCommand(plan=name, plan_only=True, output=f"{name}.html"),
+            arguments.ExplainCommand(plan=name, plan_only=True),
+            arguments.DiffCommand(a=name, b=name, plan_only=True),
+            arguments.ReportCommand(plan=name, plan_only=True, output=f"{name}.html"),
         )[which]
         result, text, status = commands.run(command, None)
         json.dumps(result)
