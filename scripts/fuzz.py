@@ -373,7 +373,8 @@ def installed() -> bool:
 def profile_data(step: Any) -> dict[str, Any]:
     """A profile of a step on an A100 that nobody measured."""
     from soapjax.costs.fit import fitted_rates
-    from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
+    from soapjax.costs.profile import Profile, installed_versions
+    from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
     from soapjax.graph.build import build_graph
 
     graph, _ = build_graph(step)
