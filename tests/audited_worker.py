@@ -18,7 +18,7 @@ from soapjax import Plan, load_topology
 from soapjax.cli import arguments, commands
 from soapjax.costs.profile import load_profile
 from soapjax.errors import SoapjaxError
-from soapjax.jit.programs import Program, program_folder
+from soapjax.jit.programs import PlannerProgram, program_folder
 
 FOLDER = Path(sys.argv[1])
 SEEN = {
@@ -45,7 +45,7 @@ def command(parsed):
 
 def doubled():
     """A program that is in the cache, or goes there."""
-    return float(Program(lambda x: 2 * x + 1)(jnp.float32(3)))
+    return float(PlannerProgram(lambda x: 2 * x + 1)(jnp.float32(3)))
 
 
 def watched(name, act):

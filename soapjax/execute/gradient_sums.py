@@ -17,8 +17,8 @@ from soapjax.execute.evaluate import task_mark
 from soapjax.execute.heavy import partition_spec
 from soapjax.execute.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.execute.plan_layouts import PlanLayouts
-from soapjax.graph.accumulation import Accumulation, summand_alone
-from soapjax.graph.operators import Accumulation as Accumulated
+from soapjax.graph.accumulation import TracedAccumulation, summand_alone
+from soapjax.graph.operators import Accumulation
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -48,7 +48,7 @@ class DeferredSum:
 class _Sum:
     """One gradient's chain under a plan."""
 
-    chain: Accumulation
+    chain: TracedAccumulation
     axes: tuple[str, ...]  # over which every summand is a partial sum
     spec: Spec  # of the summands
     home: Spec  # of the total
@@ -63,7 +63,7 @@ class GradientSums:
       bind: the evaluator's, which runs an equation.
     """
 
-    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: tuple[Accumulated, ...]):
+    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: tuple[Accumulation, ...]):
         graph, binding = layouts.graph, layouts.binding
         self.layouts, self.bind, self.binding, self.mesh = layouts, bind, binding, layouts.mesh
         self.values = binding.values

@@ -15,7 +15,7 @@ import jax
 from soapjax.execute.evaluate import task_mark
 from soapjax.execute.partial import Partial, elementwise, resolved
 from soapjax.execute.plan_layouts import PlanLayouts
-from soapjax.graph.joint_sums import JointSum
+from soapjax.graph.joint_sums import TracedJointSum
 from soapjax.graph.program import Atom, FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -24,7 +24,7 @@ from soapjax.strategy.layout import Spec
 class _Sum:
     """One sum under a plan."""
 
-    traced: JointSum
+    traced: TracedJointSum
     joined: tuple[int, ...]  # the products that wait for the last one, and that one
     spec: Spec  # of these, without the sums
     tensor: int  # the last product

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.evaluate import Evaluator, task_mark
+from soapjax.execute.evaluate import ProgramEvaluator, task_mark
 from soapjax.execute.gradient_sums import GradientSums
 from soapjax.execute.heavy import axes_of, contracted_axes, partition_spec, run_heavy
 from soapjax.execute.joint_sums import JointSums
@@ -83,10 +83,10 @@ class Program:
             k = counters[task.operator] = counters.get(task.operator, -1) + 1
             yield task, self.plan.operators[self.graph.operators[task.operator].name].tasks[k]
 
-    def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> Evaluator:
+    def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> ProgramEvaluator:
         """`keeps_sums`: gradients of parameters with several uses are summed once; off where not all of it is evaluated."""
         if self.mesh.size == 1:
-            return Evaluator(self.step.program, is_float64=is_float64)
+            return ProgramEvaluator(self.step.program, is_float64=is_float64)
         return PlannedEvaluator(self, is_float64=is_float64, keeps_sums=keeps_sums)
 
 
@@ -142,7 +142,7 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
     return Program(step, plan, graph, binding, mesh_of(plan, devices))
 
 
-class PlannedEvaluator(Evaluator):
+class PlannedEvaluator(ProgramEvaluator):
     """Evaluates a program under a plan's constraints."""
 
     def __init__(self, program: Program, *, is_float64: bool = False, keeps_sums: bool = True):

@@ -38,7 +38,7 @@ LEVEL = "xla_backend_optimization_level"
 QUICKLY = {"xla_cpu_use_fusion_emitters": False, LEVEL: 1}
 
 
-class Program:
+class PlannerProgram:
     """A pure function of arrays of one set of shapes, on the CPU; compiled at its first call, or before by `prepare`.
 
     `is_urgent` where somebody waits for it: compiled sooner, at the price of some speed.
@@ -111,11 +111,11 @@ def threads(count: int | None) -> ThreadPoolExecutor:
 def side_by_side() -> Iterator[Callable[..., Any]]:
     """Compiles programs on as many cores as there are, while further ones are traced; all are ready at the end.
 
-    Gives a function of a program and arguments like its own; it returns what `Program` will, as `jax.ShapeDtypeStruct`s.
+    Gives a function of a program and arguments like its own; it returns what `PlannerProgram` will, as `jax.ShapeDtypeStruct`s.
     """
     waiting: list[Future[None]] = []
 
-    def prepare(program: Program, *args: Any) -> Any:
+    def prepare(program: PlannerProgram, *args: Any) -> Any:
         lowered = program.lower(*args)
         waiting.append(pool.submit(program.compile, lowered))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
