@@ -202,7 +202,7 @@ class Plans(Kind):
     def read(self, path: Path) -> None:
         import rich.console
 
-        from soapjax import cli, commands
+        from soapjax.cli import arguments, commands
         from soapjax.strategy.plan import Plan
         from soapjax.strategy.plan_strategy import strategy_of, topology_of
 
@@ -210,9 +210,9 @@ class Plans(Kind):
         name = str(path)
         which = path.stat().st_size % 3
         command = (
-            cli.ExplainCommand(plan=name, plan_only=True),
-            cli.DiffCommand(a=name, b=name, plan_only=True),
-            cli.ReportCommand(plan=name, plan_only=True, output=f"{name}.html"),
+            arguments.ExplainCommand(plan=name, plan_only=True),
+            arguments.DiffCommand(a=name, b=name, plan_only=True),
+            arguments.ReportCommand(plan=name, plan_only=True, output=f"{name}.html"),
         )[which]
         result, text, status = commands.run(command, None)
         json.dumps(result)
@@ -373,7 +373,8 @@ def installed() -> bool:
 def profile_data(step: Any) -> dict[str, Any]:
     """A profile of a step on an A100 that nobody measured."""
     from soapjax.costs.fit import fitted_rates
-    from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
+    from soapjax.costs.profile import Profile, installed_versions
+    from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
     from soapjax.graph.build import build_graph
 
     graph, _ = build_graph(step)

@@ -12,7 +12,6 @@ A NumPy number is as good as Python's own; a text, or True, is no number.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -175,19 +174,3 @@ def check_step(fn: Any) -> list[Problem]:
     if callable(fn):
         return []
     return [Problem("the step", shown(fn), "a function of pytrees, (state, batch) -> (state, metrics)", "pass the function first")]
-
-
-def command_problems(command: Any) -> list[Problem]:
-    """What is wrong with a parsed command line, by the same table. What was left out is not looked at."""
-    problems = []
-    for field in dataclasses.fields(command):
-        given = getattr(command, field.name)
-        if field.name not in OPTIONS or given is None and field.default is None:
-            continue
-        place = "--" + field.name.replace("_", "-")
-        for value in given if isinstance(given, tuple) else (given,):
-            if field.type in ("str", str) and field.name in ("microbatches", "stages") and value.isdecimal() and len(value) < 10:
-                value = int(value)
-            problem = OPTIONS[field.name].problem(place, value)
-            problems += [] if problem is None else [problem]
-    return problems

@@ -20,7 +20,8 @@ import numpy as np
 from soapjax import interrupts
 from soapjax.costs.fit import fitted_link, fitted_rates
 from soapjax.costs.measured import LocalTask, figures_of, local_task
-from soapjax.costs.profile import Calibration, Device, Measurement, Profile, installed_versions, is_same_kind, merged
+from soapjax.costs.profile import Profile, installed_versions, is_same_kind, merged
+from soapjax.costs.profile_parts import Calibration, Device, Measurement
 from soapjax.costs.tables import CostTables
 from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError

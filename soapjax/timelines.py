@@ -8,7 +8,7 @@ import numpy as np
 
 from soapjax.costs.evaluate import Costs
 from soapjax.graph.phases import PHASE_NAMES
-from soapjax.report.perfetto import Event
+from soapjax.report.perfetto import TraceEvent
 from soapjax.simulate.pipeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, KIND_NAMES, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator
@@ -16,16 +16,16 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
 
-def pipeline_events(timeline: PipelineTimeline, topology: DeviceTopology) -> list[Event]:
+def pipeline_events(timeline: PipelineTimeline, topology: DeviceTopology) -> list[TraceEvent]:
     """A track per device, and per device and level of links."""
     events = []
     for t in timeline.tasks:
         link = "" if t.level < 0 else f" {topology.levels[t.level].name} link"
-        events += [Event(t.name, f"device {d}{link}", t.start_s, t.duration_s) for d in sorted(set(t.devices))]
+        events += [TraceEvent(t.name, f"device {d}{link}", t.start_s, t.duration_s) for d in sorted(set(t.devices))]
     return events
 
 
-def spmd_events(simulator: Simulator, strategy: Strategy) -> list[Event]:
+def spmd_events(simulator: Simulator, strategy: Strategy) -> list[TraceEvent]:
     """The timeline of a plan of one program (or of pinned operators): on every device that takes part."""
     schedule, topology = simulator.schedule, simulator.tables.topology
     costs, names = simulator.costs(strategy), TaskNames(simulator)
@@ -38,7 +38,7 @@ def spmd_events(simulator: Simulator, strategy: Strategy) -> list[Event]:
         link = "" if level < 0 else f" {topology.levels[level].name} link"
         devices = range(topology.num_devices) if takes_part is None else takes_part(kind, source)
         name, duration_s = names[entry.task], entry.end_time - entry.start_time
-        events += [Event(name, f"device {d}{link}", entry.start_time, duration_s) for d in devices]
+        events += [TraceEvent(name, f"device {d}{link}", entry.start_time, duration_s) for d in devices]
     return events
 
 

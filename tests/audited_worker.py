@@ -14,10 +14,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from soapjax import Plan, cli, commands, load_topology
+from soapjax import Plan, load_topology
+from soapjax.cli import arguments, commands
 from soapjax.costs.profile import load_profile
 from soapjax.errors import SoapjaxError
-from soapjax.jit.programs import Program, program_folder
+from soapjax.jit.programs import PlannerProgram, program_folder
 
 FOLDER = Path(sys.argv[1])
 SEEN = {
@@ -44,7 +45,7 @@ def command(parsed):
 
 def doubled():
     """A program that is in the cache, or goes there."""
-    return float(Program(lambda x: 2 * x + 1)(jnp.float32(3)))
+    return float(PlannerProgram(lambda x: 2 * x + 1)(jnp.float32(3)))
 
 
 def watched(name, act):
@@ -60,8 +61,8 @@ def watched(name, act):
 
 os.chdir(FOLDER)
 warm, plan = "warm.json", "plan.json"
-assert command(cli.SimulateCommand(warm)) == 0
-assert command(cli.VerifyCommand(warm)) == 2
+assert command(arguments.SimulateCommand(warm)) == 0
+assert command(arguments.VerifyCommand(warm)) == 2
 Plan.load(warm), load_topology("warm.toml"), load_profile("profile.json"), doubled(), doubled()
 
 report: dict = {}
@@ -69,7 +70,7 @@ sys.addaudithook(hook)
 watched("plan", lambda: Plan.load(plan).num_devices)
 watched("topology", lambda: load_topology("box.toml").num_devices)
 watched("profile", lambda: len(load_profile("profile.json").operators))
-for name, kind in {"simulate": cli.SimulateCommand, "run": cli.RunCommand, "verify": cli.VerifyCommand}.items():
+for name, kind in {"simulate": arguments.SimulateCommand, "run": arguments.RunCommand, "verify": arguments.VerifyCommand}.items():
     watched(name, lambda kind=kind: command(kind(plan)))
 watched("own cache", doubled)
 if os.geteuid() == 0:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from soapjax.costs.tables import cost_tables
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.execute.spmd import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
@@ -97,7 +97,7 @@ class Case:
         self.tables, self.simulator = tables, Simulator(tables)
         self.leaves = jax.tree.leaves(self.args)
         with self.float64():
-            run = jax.jit(lambda *a: Evaluator(self.step.program, is_float64=True).run(list(a))[0], compiler_options=QUICK)
+            run = jax.jit(lambda *a: ProgramEvaluator(self.step.program, is_float64=True).run(list(a))[0], compiler_options=QUICK)
             self.expected = plain_leaves(run(*self.leaves))
 
     @contextlib.contextmanager

@@ -24,13 +24,14 @@ MAY_IMPORT = {
 HELPERS = {"csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config", "sizes"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
-    "__init__", "__main__", "api", "auto_pipeline", "call_checks", "calling", "cli", "commands", "comparing", "compile_check",
-    "devices", "distributed",
-    "explaining", "explaining_commands", "factories", "fronts", "making", "measuring_commands", "model_source", "nnx_steps",
-    "options", "page_data", "pipelining", "plan_files", "planning", "profiling", "progress", "remarks", "running_commands",
-    "searching", "stage_baselines", "stage_plans", "stage_sends", "stage_strategies", "step_source", "terminal", "timelines",
-    "topology_commands", "user_shardings", "verify_programs", "verify_top",
+    "__init__", "__main__", "api", "auto_pipeline", "call_checks", "calling", "cli", "compile_check", "devices", "distributed",
+    "factories", "fronts", "making", "model_source", "nnx_steps", "options", "page_data", "pipelining", "plan_files", "planning",
+    "profiling", "progress", "remarks", "searching", "stage_baselines", "stage_plans", "stage_sends", "stage_strategies",
+    "timelines", "user_shardings", "verify_programs", "verify_top",
 }  # fmt: skip
+
+# Modules that still import one another.
+CIRCLES = {frozenset({"soapjax.execute.pipeline_stream", "soapjax.execute.pipeline_updates"})}
 
 
 def sources(folder):
@@ -43,28 +44,58 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(tree, package):
-    """Absolute names of all that a module imports, inside functions too.
+def statements(tree, package):
+    """Every import, inside functions and for type checkers too: the absolute module, and the names taken from it.
 
-    `from a import b` gives "a" and "a.b", since b may be a module. Relative imports are resolved against `package`.
+    Relative imports are resolved against `package`.
     """
-    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names += [a.name for a in node.names]
+            yield from ((a.name, ()) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - (node.level - 1)]
                 base = ".".join([*above, base] if base else above)
-            names += [base, *(f"{base}.{a.name}" for a in node.names)]
-    return names
+            yield base, tuple(a.name for a in node.names)
+
+
+def imported(tree, package):
+    """Absolute names of all that a module imports: `from a import b` gives "a" and "a.b", since b may be a module."""
+    return [name for base, names in statements(tree, package) for name in (base, *(f"{base}.{n}" for n in names))]
+
+
+def package_of(path):
+    name = module_name(path)
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
 
 
 def imports_of(path):
-    name = module_name(path)
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    return imported(ast.parse(path.read_text()), package)
+    return imported(ast.parse(path.read_text()), package_of(path))
+
+
+def circles(statements_of):
+    """The groups of modules that import one another, given every module's imports.
+
+    `from a import b` is an import of the module a.b where there is one, and of a otherwise.
+    """
+    edges = {
+        m: {x for base, names in found for x in (
+            [f"{base}.{n}" if f"{base}.{n}" in statements_of else base for n in names] or [base]
+        ) if x in statements_of and x != m}
+        for m, found in statements_of.items()
+    }  # fmt: skip
+
+    def reached(module):
+        seen, left = set(), [module]
+        while left:
+            new = edges[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    reach = {m: reached(m) for m in edges}
+    return {frozenset(n for n in reach[m] if m in reach[n]) for m in edges if m in reach[m]}
 
 
 def is_within(name, package):
@@ -92,6 +123,24 @@ def test_every_module_has_its_place_in_the_table():
 def test_helpers_import_no_package(helper):
     names = imports_of(ROOT / "soapjax" / f"{helper}.py")
     assert not [n for n in names if n.startswith("soapjax.") and not any(is_within(n, f"soapjax.{h}") for h in HELPERS)]
+
+
+def test_no_circle_of_imports():
+    """Not even one hidden by an import inside a function, or for type checkers only."""
+    paths = [*sources("soapjax"), *sources("models")]
+    found = circles({module_name(p): [*statements(ast.parse(p.read_text()), package_of(p))] for p in paths})
+    assert found <= CIRCLES
+
+
+def test_circles_are_found():
+    def of(**texts):
+        return circles({name.replace("_", "."): [*statements(ast.parse(text), "p")] for name, text in texts.items()})
+
+    lazy, typed = "def f():\n    import p.a", "if TYPE_CHECKING:\n    from p.a import A"
+    for back in (lazy, typed, "from p import a", "from . import a", "from .a import A"):
+        assert of(p="", p_a="from p.b import B", p_b="from p.c import C", p_c=back) == {frozenset({"p.a", "p.b", "p.c"})}
+    assert of(p="from p.a import A", p_a="from p import b", p_b="") == set()
+    assert of(p="from p.a import A", p_a="from p import B") == {frozenset({"p", "p.a"})}
 
 
 def test_soapjax_and_the_models_do_not_know_each_other():

@@ -12,7 +12,7 @@ from soapjax.costs.links import Links
 from soapjax.costs.reshard import network_of, reshard
 from soapjax.costs.sets import encoded, mesh_of
 from soapjax.jit.kernel import in_kernel
-from soapjax.jit.programs import Program
+from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.layout import PINNED
 
 CHUNK = 256  # conversions per call
@@ -26,13 +26,13 @@ class ConversionCosts(NamedTuple):
 
 
 @functools.cache
-def _program(num_dims: int, num_levels: int, pins: bool) -> Program:
+def _program(num_dims: int, num_levels: int, pins: bool) -> PlannerProgram:
     """(mesh, network, source, target, shape, bytes, share) -> what `reshard` gives; for all problems of such sizes."""
 
     def run(*of: Any) -> Any:
         return in_kernel(reshard, *of)
 
-    return Program(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
+    return PlannerProgram(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
 
 
 def conversion_costs(

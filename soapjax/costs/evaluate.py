@@ -15,7 +15,7 @@ from soapjax.costs.arrays import Bucket, bucket_for, cost_arrays, need_of, recor
 from soapjax.costs.sets import MAX_AXES, decoded
 from soapjax.costs.tables import CostTables
 from soapjax.costs.whole import Evaluated, Rows, evaluate
-from soapjax.jit.programs import Program
+from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.strategy import REPLICATE
 
 Array = np.ndarray
@@ -80,14 +80,14 @@ class Costs(NamedTuple):
 
 
 @functools.cache
-def program(b: Bucket) -> Program:
+def program(b: Bucket) -> PlannerProgram:
     """The cost program of a bucket: one for all problems in it."""
 
     def whole(p, records, axes, storage):
         return evaluate(p, records, b.slots, axes, storage)
 
     like = Evaluated(*(0 if name != "rows" else Rows(*[0] * len(Rows._fields)) for name in Evaluated._fields))
-    return Program(whole, is_urgent=True, name=f"whole {b}", results=like)
+    return PlannerProgram(whole, is_urgent=True, name=f"whole {b}", results=like)
 
 
 class Evaluator:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
-from soapjax.costs.profile import Calibration, Link, Measurement, Rates
+from soapjax.costs.profile_parts import Calibration, Link, Measurement, Rates
 
 MIN_POINTS = 4  # fewer tasks fit no roofline
 STAY = 0.003  # pull of a rate to where it began

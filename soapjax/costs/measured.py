@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.profile import Measurement, Profile
+from soapjax.costs.profile import Profile
+from soapjax.costs.profile_parts import Measurement
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.topology import DeviceTopology
 

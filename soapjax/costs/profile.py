@@ -16,10 +16,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pydantic
 
+from soapjax.costs.fit import fitted_rates
+from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement, ProfilePart, Rates
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.file_numbers import read_float, read_int
 from soapjax.files import cached, read_text, write_new_text
@@ -30,79 +32,7 @@ VERSIONED = ("jax", "jaxlib")  # what compiles: with other versions the times ar
 _REMEDY = "measure again with `soapjax profile`"
 
 
-# Bounds within which products and quotients of two figures are finite, far from anything that is measured.
-Amount = Annotated[float, pydantic.Field(ge=0, le=1e30)]
-Time = Annotated[float, pydantic.Field(ge=1e-15, le=1e9)]
-Latency = Annotated[float, pydantic.Field(ge=0, le=1e9)]
-Rate = Annotated[float, pydantic.Field(ge=1e-9, le=1e30)]
-Scale = Annotated[float, pydantic.Field(ge=1e-9, le=1e9)]
-
-
-class _Part(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Device(_Part):
-    """The device that was measured, as JAX names it; `processor` tells CPUs apart."""
-
-    name: str
-    platform: str
-    processor: str = ""
-
-
-class Measurement(_Part):
-    """One task at local shapes on one device: its own equations, compiled alone."""
-
-    label: str  # where it was met first, for people
-    structure: str  # of what is computed (graph/structure.py)
-    kind: str
-    dtype: str
-    reads: tuple[tuple[int, ...], ...]  # local shapes
-    writes: tuple[tuple[int, ...], ...]
-    elements: int = 0  # of an update: parameter elements on the device
-    flops: Amount
-    moved_bytes: Amount
-    seconds: Time  # of one run, median
-    spread: float = 0.0  # (upper - lower quartile) / median
-    num_runs: int = 1
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        return self.structure, self.reads, self.writes, self.elements, f"{self.flops:.6g}"
-
-
-class Rates(_Part):
-    """The roofline that fits the measurements: for tasks and splits that were not measured."""
-
-    flops_per_s: dict[str, Rate] = {}  # "dot float32" -> achieved
-    memory_bytes_per_s: Rate
-    launch_s: Latency
-    median_error: float = 0.0  # of the fit over the measured tasks, relative
-
-
-class Link(_Part):
-    """What collectives over one level achieve: seconds = steps · latency + bytes sent / (rate · fraction of the kind)."""
-
-    level: str
-    latency_s: Latency
-    bytes_per_s: Rate
-    fractions: dict[str, Scale] = {}  # by collective; 1 where it is absent
-    median_error: float = 0.0
-    points: tuple[tuple[str, int, float, float], ...] = ()  # collective, devices, bytes each holds before or after, seconds
-
-
-class Calibration(_Part):
-    """At most two scalars of one cluster, fitted on whole steps, and how far off predictions with them are."""
-
-    topology: str = ""  # the cluster's fingerprint; the scalars say nothing about another
-    compute_scale: Scale = 1.0
-    network_scale: Scale = 1.0
-    residual: float = pydantic.Field(default=0.0, ge=0)  # median |predicted / measured - 1|
-    worst: float = pydantic.Field(default=0.0, ge=0)
-    steps: tuple[tuple[str, float, float], ...] = ()  # what ran, predicted with the scalars, measured seconds
-
-
-class Profile(_Part):
+class Profile(ProfilePart):
     schema_version: Literal[1] = 1
     device: Device
     versions: dict[str, str]
@@ -260,8 +190,6 @@ def merged(profiles: Sequence[Profile]) -> Profile:
     ordered = sorted(profiles, key=lambda p: (p.created, p.sha256))
     if len(ordered) == 1:
         return ordered[0]
-    from soapjax.costs.fit import fitted_rates  # fit.py reads measurements, this module its result
-
     operators = {m.identity: m for p in ordered for m in p.operators}
     links = {link.level: link for p in ordered for link in p.links}
     last = ordered[-1]

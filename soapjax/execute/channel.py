@@ -38,7 +38,7 @@ def neighbours(rank: int, num_ranks: int) -> set[int]:
     return {(rank + s) % num_ranks for s in steps} | {(rank - s) % num_ranks for s in steps}
 
 
-class Link:
+class PeerLink:
     """A connection to a rank; `rank` is None until it has said who it is."""
 
     def __init__(self, connection: socket.socket, key: bytes, rank: int | None):
@@ -67,8 +67,8 @@ class Channel:
     def __init__(self, watch: Watch, listener: socket.socket, key: bytes, end: Callable[[], None]):
         self.watch, self._listener, self._key, self._end = watch, listener, key, end
         self._neighbours = neighbours(watch.rank, len(watch.peers))
-        self._links: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._links: dict[int, PeerLink] = {}
+        self._strangers: list[PeerLink] = []
         self._tries: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -200,9 +200,9 @@ class Channel:
             return
         except OSError:
             return  # its host or the network is gone, or slow: silence tells
-        self._keep(Link(connection, self._key, rank))
+        self._keep(PeerLink(connection, self._key, rank))
 
-    def _keep(self, link: Link) -> None:
+    def _keep(self, link: PeerLink) -> None:
         if link.rank is None:
             self._strangers.append(link)
             if len(self._strangers) > MAX_STRANGERS:
@@ -216,19 +216,19 @@ class Channel:
 
     def _admit(self) -> None:
         with contextlib.suppress(OSError):
-            self._keep(Link(self._listener.accept()[0], self._key, None))
+            self._keep(PeerLink(self._listener.accept()[0], self._key, None))
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: PeerLink) -> None:
         self.num_dropped += 1
         self._strangers.remove(link)
         self._close(link)
 
-    def _close(self, link: Link) -> None:
+    def _close(self, link: PeerLink) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.socket)
         link.socket.close()
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: PeerLink) -> None:
         if link not in self._strangers and self._links.get(link.rank) is not link:
             return  # closed meanwhile
         could_seal = link.session.can_seal
@@ -259,7 +259,7 @@ class Channel:
         if not data:
             self._lost(link)
 
-    def _lost(self, link: Link) -> None:
+    def _lost(self, link: PeerLink) -> None:
         if link in self._strangers:
             self._drop(link)
             return

@@ -6,40 +6,10 @@ parameter whose storage is sharded gets its gradient reduce-scattered once per m
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from jax.sharding import NamedSharding
-
 from soapjax.execute.cut import Part
-from soapjax.execute.partial import Partial, resolved
-from soapjax.strategy.layout import Spec
+from soapjax.execute.gradient_sums import DeferredSum
+from soapjax.execute.part_program import Place
 from soapjax.strategy.strategy import AS_USED
-
-if TYPE_CHECKING:
-    from soapjax.execute.part_program import Place
-
-
-@dataclasses.dataclass(frozen=True)
-class DeferredSum:
-    """A gradient, or what a stage adds to one, that is a sum over `axes` of a stage's mesh."""
-
-    value: int
-    axes: tuple[str, ...]
-    spec: Spec  # of what each device adds up
-    home: Spec  # of the sum over devices
-
-    def shape(self, place: Place, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the running sum: a leading dim per axis, over which it is split."""
-        return (*(place.mesh.shape[n] for n in self.axes), *shape)
-
-    def sharding(self, place: Place) -> NamedSharding:
-        return place.bound.sharding((*((n,) for n in self.axes), *self.spec))
-
-    def total(self, blocks: Any, place: Place) -> Any:
-        """The sum over the devices."""
-        return resolved(Partial(blocks, self.axes), self.spec, self.home, place.mesh)
 
 
 def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:

@@ -1,6 +1,6 @@
 """Running a flat program equation by equation, with a hook for every equation: one evaluator for all executors.
 
-`Evaluator` alone reproduces the traced function; `PlannedEvaluator` (spmd.py) constrains
+`ProgramEvaluator` alone reproduces the traced function; `PlannedEvaluator` (spmd.py) constrains
 what the plan says. Both run inside `jax.jit`, so the walk over equations happens once per trace.
 """
 
@@ -27,7 +27,7 @@ def task_mark(task: int) -> str:
     return f"sj{task}"
 
 
-class Evaluator:
+class ProgramEvaluator:
     """Evaluates a program on flat arguments.
 
     Args:
@@ -157,7 +157,7 @@ class Evaluator:
 
 def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:
     """A jaxpr of an opaque equation as a function that evaluates it in float64."""
-    inner = Evaluator(flatten(closed), is_float64=True)
+    inner = ProgramEvaluator(flatten(closed), is_float64=True)
 
     def typed(x: Any, aval: Any) -> Any:  # a branch that returns a constant, and one that computes it, have one type
         if not hasattr(aval, "dtype") or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):

@@ -7,28 +7,48 @@ plan's common layout says so, the additions work on these, and the total is summ
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.evaluate import task_mark
+from soapjax.execute.heavy import partition_spec
 from soapjax.execute.partial import Partial, constrained, elementwise, resolved, split_off
-from soapjax.graph.accumulation import Accumulation, summand_alone
-from soapjax.graph.build import Binding
-from soapjax.graph.operators import Accumulation as Accumulated
+from soapjax.execute.plan_layouts import PlanLayouts
+from soapjax.graph.accumulation import TracedAccumulation, summand_alone
+from soapjax.graph.operators import Accumulation
 from soapjax.graph.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
-if TYPE_CHECKING:
-    from soapjax.execute.deferred_sums import DeferredSum
-    from soapjax.execute.spmd import PlannedEvaluator
+
+@dataclasses.dataclass(frozen=True)
+class DeferredSum:
+    """A gradient, or what a stage adds to one, that is a sum over `axes` of a stage's mesh, made by another program."""
+
+    value: int
+    axes: tuple[str, ...]
+    spec: Spec  # of what each device adds up
+    home: Spec  # of the sum over devices
+
+    def shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the running sum: a leading dim per axis, over which it is split."""
+        return (*(mesh.shape[n] for n in self.axes), *shape)
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec((*((n,) for n in self.axes), *self.spec)))
+
+    def total(self, blocks: Any, mesh: Mesh) -> Any:
+        """The sum over the devices."""
+        return resolved(Partial(blocks, self.axes), self.spec, self.home, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
     """One gradient's chain under a plan."""
 
-    chain: Accumulation
+    chain: TracedAccumulation
     axes: tuple[str, ...]  # over which every summand is a partial sum
     spec: Spec  # of the summands
     home: Spec  # of the total
@@ -37,14 +57,17 @@ class _Sum:
 
 
 class GradientSums:
-    """The evaluator's part that deals with summands of gradients."""
+    """The evaluator's part that deals with summands of gradients.
 
-    def __init__(
-        self, evaluator: PlannedEvaluator, binding: Binding, accumulations: tuple[Accumulated, ...], home: dict[int, Spec]
-    ):
-        graph = evaluator.graph
-        self.evaluator, self.binding, self.mesh = evaluator, binding, evaluator.bound.mesh
+    Args:
+      bind: the evaluator's, which runs an equation.
+    """
+
+    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: tuple[Accumulation, ...]):
+        graph, binding = layouts.graph, layouts.binding
+        self.layouts, self.bind, self.binding, self.mesh = layouts, bind, binding, layouts.mesh
         self.values = binding.values
+        self._loops = {e.key: e for e, _ in layouts.program.walk() if e.body is not None}
         writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
         self._of_summand: dict[int, _Sum] = {}  # root of a summand
         self._made_as: dict[int, tuple[Spec, bool]] = {}  # root of a summand -> its layout as it is made, whether it is a sum
@@ -58,14 +81,14 @@ class GradientSums:
             k, access = writer[found.layout_of]
             operator = graph.tasks[k].operator
             one = _Sum(
-                chain, evaluator.axes_on(operator, access.reduced), evaluator.spec_from(operator, access.dims),
-                home[found.total], found.is_carried, writer[found.total][0],
+                chain, layouts.axes_on(operator, access.reduced), layouts.spec_from(operator, access.dims),
+                layouts.home[found.total], found.is_carried, writer[found.total][0],
             )  # fmt: skip
             self._of_summand.update(dict.fromkeys(chain.summands, one))
             for root in chain.summands:
                 maker, made = writer[binding.tensor_of[root]]
                 operator = graph.tasks[maker].operator
-                self._made_as[root] = evaluator.spec_from(operator, made.dims), bool(evaluator.axes_on(operator, made.reduced))
+                self._made_as[root] = layouts.spec_from(operator, made.dims), bool(layouts.axes_on(operator, made.reduced))
             self._of_start.update(dict.fromkeys(chain.starts, one))
             self._of_addition.update(dict.fromkeys(chain.additions, one))
             self._of_product.update(dict.fromkeys(chain.relayouts.values(), one))
@@ -76,7 +99,7 @@ class GradientSums:
     def defer(self, deferred: DeferredSum) -> None:
         """Leaves a gradient apart that is no sum of products: its total is made by another program."""
         binding, value = self.binding, deferred.value
-        chain = summand_alone(value, self.evaluator.bound.step.program, self.values, binding.phases)
+        chain = summand_alone(value, self.layouts.program, self.values, binding.phases)
         one = _Sum(chain, deferred.axes, deferred.spec, deferred.home, is_carried=True, task=-1)
         self._of_summand[value] = one
         self._made_as[value] = deferred.spec, True
@@ -94,7 +117,7 @@ class GradientSums:
 
     def run(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
         """Such an equation."""
-        out = elementwise(lambda *x: self.evaluator.bind(eqn, list(x), eqn.params)[0], *(env[a] for a in eqn.inputs))
+        out = elementwise(lambda *x: self.bind(eqn, list(x), eqn.params)[0], *(env[a] for a in eqn.inputs))
         one = self._of_addition.get(eqn.key)
         if one is None:
             return [self.summand(eqn.outputs[0], out)]
@@ -113,7 +136,7 @@ class GradientSums:
 
     def made(self, result: Any, kept: tuple[str, ...], spec: Spec) -> Any:
         """What such an equation made, its `kept` sums in leading dims."""
-        return constrained(Partial(result, kept), spec, self.mesh) if kept else self.evaluator.constrain(result, spec)
+        return constrained(Partial(result, kept), spec, self.mesh) if kept else self.layouts.constrain(result, spec)
 
     def summand(self, out: int, x: Any) -> Any:
         """A value that may be a summand, in the layout of all summands."""
@@ -135,7 +158,7 @@ class GradientSums:
             return x
         one = self._of_total.get(self.values.of(out).root)
         outer = self.values.scope[eqn.key]
-        if one is None or (outer and set(self.evaluator.bound.eqn(outer[-1]).body.inputs) & set(one.chain.starts)):
+        if one is None or (outer and set(self._loops[outer[-1]].body.inputs) & set(one.chain.starts)):
             return x
         with jax.named_scope(task_mark(one.task)):
             return resolved(x, one.spec, one.home, self.mesh)

@@ -7,26 +7,24 @@ the last addition adds them up there, sums the total over the devices once, and 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from soapjax.execute.evaluate import task_mark
 from soapjax.execute.partial import Partial, elementwise, resolved
-from soapjax.graph.build import Binding
-from soapjax.graph.joint_sums import JointSum
+from soapjax.execute.plan_layouts import PlanLayouts
+from soapjax.graph.joint_sums import TracedJointSum
 from soapjax.graph.program import Atom, FlatEqn
 from soapjax.strategy.layout import Spec
-
-if TYPE_CHECKING:
-    from soapjax.execute.spmd import PlannedEvaluator
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
     """One sum under a plan."""
 
-    traced: JointSum
+    traced: TracedJointSum
     joined: tuple[int, ...]  # the products that wait for the last one, and that one
     spec: Spec  # of these, without the sums
     tensor: int  # the last product
@@ -34,11 +32,16 @@ class _Sum:
 
 
 class JointSums:
-    """The sums of a plan in which products wait for each other."""
+    """The sums of a plan in which products wait for each other.
 
-    def __init__(self, evaluator: PlannedEvaluator, binding: Binding):
-        graph = evaluator.graph
-        self.evaluator, self.mesh = evaluator, evaluator.bound.mesh
+    Args:
+      bind: the evaluator's, which runs an equation.
+      operand: the evaluator's, which gives a value as a task reads it.
+    """
+
+    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], operand: Callable[..., Any]):
+        graph, binding = layouts.graph, layouts.binding
+        self.layouts, self.bind, self.operand, self.mesh = layouts, bind, operand, layouts.mesh
         writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
         self._of_addition: dict[str, _Sum] = {}
         self._of_summand: dict[int, _Sum] = {}
@@ -48,14 +51,14 @@ class JointSums:
         def made_as(tensor: int) -> tuple[Spec, tuple[str, ...]]:
             k, access = writer[tensor]
             operator = graph.tasks[k].operator
-            return evaluator.spec_from(operator, access.dims), evaluator.axes_on(operator, access.reduced)
+            return layouts.spec_from(operator, access.dims), layouts.axes_on(operator, access.reduced)
 
         for traced, tensors in zip(binding.joint_sums, graph.joint_sums, strict=True):
-            layouts = [made_as(t) for t in tensors.summands]
-            joined = tuple(s for s, layout in zip(traced.summands, layouts, strict=True) if layout == layouts[-1])
-            if len(joined) > 1 and layouts[-1][1]:
+            made = [made_as(t) for t in tensors.summands]
+            joined = tuple(s for s, m in zip(traced.summands, made, strict=True) if m == made[-1])
+            if len(joined) > 1 and made[-1][1]:
                 last = tensors.summands[-1]
-                one = _Sum(traced, joined, layouts[-1][0], last, writer[last][0])
+                one = _Sum(traced, joined, made[-1][0], last, writer[last][0])
                 self._of_addition.update(dict.fromkeys(traced.additions, one))
                 self._of_summand.update(dict.fromkeys(joined, one))
                 self._products.update(traced.products[s] for s in joined)
@@ -75,8 +78,7 @@ class JointSums:
         """An equation on the way: the last addition does the work of all."""
         one = self._of_addition.get(eqn.key)
         if one is None:
-            bind = self.evaluator.bind
-            return [elementwise(lambda x: bind(eqn, [x], eqn.params)[0], env[eqn.inputs[0]])]
+            return [elementwise(lambda x: self.bind(eqn, [x], eqn.params)[0], env[eqn.inputs[0]])]
         if eqn.key != one.traced.last:
             return [None]
         # What another program made (a part of a pipeline, say) comes summed up.
@@ -94,20 +96,20 @@ class JointSums:
         total = waiting[0]
         for x in waiting[1:]:
             total = elementwise(jax.lax.add, total, x)
-        evaluator, last = self.evaluator, one.joined[-1]
-        home = evaluator.home_of(one.tensor)
+        layouts, last = self.layouts, one.joined[-1]
+        home = layouts.home[one.tensor]
         with jax.named_scope(task_mark(one.task)):
             x = resolved(total, one.spec, home, self.mesh)
-        reader = evaluator.binding.task_of[one.traced.last]
-        return evaluator.convert(last, x, home, evaluator.used_by(reader, one.tensor) or home)
+        reader = layouts.binding.task_of[one.traced.last]
+        return layouts.convert(last, x, home, layouts.used[reader].get((one.tensor, -1)) or home)
 
     def _term(self, one: _Sum, atom: Atom, env: dict[int, Any]) -> Any:
-        reader = self.evaluator.binding.task_of[one.traced.last]
-        return self.evaluator.operand(reader, atom, -1, env)
+        reader = self.layouts.binding.task_of[one.traced.last]
+        return self.operand(reader, atom, -1, env)
 
     def leave(self, value: int, x: Any) -> Any:
         """A value that another program goes on with."""
         if not isinstance(x, Partial):
             return x
         one = self._of_summand[value]
-        return resolved(x, one.spec, self.evaluator.home_of(self.evaluator.binding.tensor_of[value]), self.mesh)
+        return resolved(x, one.spec, self.layouts.home[self.layouts.binding.tensor_of[value]], self.mesh)

@@ -1,7 +1,7 @@
 """Tasks of a step, timed alone on one device at the shapes that a split leaves them.
 
 What is timed is what the executor runs: the task's own equations (its heavy one with the fused neighbours, so that elementwise
-work is not counted twice), evaluated by the same `Evaluator`, their shapes made local. Values from
+work is not counted twice), evaluated by the same `ProgramEvaluator`, their shapes made local. Values from
 outside are arguments; those that every device makes for itself (masks, iotas) are made inside.
 """
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.graph.build import Binding
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.program import FlatEqn
@@ -50,7 +50,7 @@ class LocalStep:
     def __init__(self, step: TracedStep, graph: OperatorGraph, binding: Binding):
         self.step, self.graph, self.binding = step, graph, binding
         self.by_key = {e.key: e for e, _ in step.program.walk()}
-        self.evaluator = Evaluator(step.program)
+        self.evaluator = ProgramEvaluator(step.program)
 
     def task(self, k: int, degrees: Sequence[int]) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
         """A function of local blocks, and their types. `degrees` per dim of the operator; of an update, the shards.

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from soapjax.execute.cut import Part
-from soapjax.execute.deferred_sums import DeferredSum
+from soapjax.execute.gradient_sums import DeferredSum
 from soapjax.execute.spmd import PlannedEvaluator, Program
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
@@ -115,11 +115,11 @@ class Accumulated:
 
     @property
     def sharding(self) -> NamedSharding:
-        return self.place.sharding(self.value) if self.deferred is None else self.deferred.sharding(self.place)
+        return self.place.sharding(self.value) if self.deferred is None else self.deferred.sharding(self.place.mesh)
 
     def zeros(self) -> Any:
         shape = self.place.bound.step.program.avals[self.value].shape
-        return jax.numpy.zeros(shape if self.deferred is None else self.deferred.shape(self.place, shape), self.dtype)
+        return jax.numpy.zeros(shape if self.deferred is None else self.deferred.shape(self.place.mesh, shape), self.dtype)
 
     def added(self, total: Any, x: Any) -> Any:
         """The running sum with what one micro-batch gives."""
@@ -128,7 +128,7 @@ class Accumulated:
     def finished(self, total: Any, scale: float, dtype: Any) -> Any:
         """A running sum as the value that the step would have made of the whole batch."""
         found = finished(total, scale, dtype)
-        return found if self.deferred is None else self.deferred.total(found, self.place)
+        return found if self.deferred is None else self.deferred.total(found, self.place.mesh)
 
 
 def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,16 +18,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.evaluate import Evaluator, task_mark
+from soapjax.execute.evaluate import ProgramEvaluator, task_mark
 from soapjax.execute.gradient_sums import GradientSums
 from soapjax.execute.heavy import axes_of, contracted_axes, partition_spec, run_heavy
 from soapjax.execute.joint_sums import JointSums
 from soapjax.execute.partial import Partial
+from soapjax.execute.plan_layouts import PlanLayouts
 from soapjax.execute.reduce import REDUCTIONS, run_reduction
-from soapjax.execute.reshard import reshard
 from soapjax.execute.scatter import run_scatter_add, runs_on_blocks
 from soapjax.graph.build import Binding, build_graph
-from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
+from soapjax.graph.operators import OperatorGraph, Task
 from soapjax.graph.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.program import Atom, FlatEqn
 from soapjax.graph.recompute import recomputing
@@ -84,10 +83,10 @@ class Program:
             k = counters[task.operator] = counters.get(task.operator, -1) + 1
             yield task, self.plan.operators[self.graph.operators[task.operator].name].tasks[k]
 
-    def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> Evaluator:
+    def evaluator(self, *, is_float64: bool = False, keeps_sums: bool = True) -> ProgramEvaluator:
         """`keeps_sums`: gradients of parameters with several uses are summed once; off where not all of it is evaluated."""
         if self.mesh.size == 1:
-            return Evaluator(self.step.program, is_float64=is_float64)
+            return ProgramEvaluator(self.step.program, is_float64=is_float64)
         return PlannedEvaluator(self, is_float64=is_float64, keeps_sums=keeps_sums)
 
 
@@ -143,42 +142,26 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
     return Program(step, plan, graph, binding, mesh_of(plan, devices))
 
 
-class PlannedEvaluator(Evaluator):
+class PlannedEvaluator(ProgramEvaluator):
     """Evaluates a program under a plan's constraints."""
 
     def __init__(self, program: Program, *, is_float64: bool = False, keeps_sums: bool = True):
         super().__init__(program.step.program, is_float64=is_float64)
         self.bound, self.graph, self.binding = program, program.graph, program.binding
         self.values = program.binding.values
-        plan = program.plan
-        axis_names = plan.mesh.axis_names
-        self._axes: list[dict[str, list[str]]] = []  # per operator: dim name -> axes in mesh order
-        for op in self.graph.operators:
-            chosen: dict[str, list[str]] = {}
-            for a in axis_names:
-                chosen.setdefault(plan.operators[op.name].axes[a], []).append(a)
-            self._axes.append(chosen)
-        # Per task: tensor -> spec as used (by operand position for heavy equations), tensor -> spec as kept.
-        self._used: list[dict[tuple[int, int], Spec]] = []
-        self._kept: list[dict[int, Spec]] = []
         # Summed up where they are made instead, and laid out as they are made.
         at_once = set() if keeps_sums else {t for a in self.graph.accumulations for t in (*a.summands, *a.running)}
-        for task, part in program.task_parts():
-            self._used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
-            kept = {a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)}
-            self._kept.append({t: s for t, s in kept.items() if t not in at_once})
-        self._home = {
-            i: parse_spec(plan.arguments[self.graph.in_paths[t.input_leaf]])
-            for i, t in enumerate(self.graph.tensors) if t.input_leaf >= 0
-        }  # fmt: skip
-        self._home |= {t: s for kept in self._kept for t, s in kept.items()}
-        self.sums = GradientSums(self, program.binding, self.graph.accumulations if keeps_sums else (), self._home)
-        self.joint = JointSums(self, program.binding)
+        self.layouts = PlanLayouts(
+            program.plan, program.step.program, self.graph, self.binding, program.mesh, program.task_parts(), unplaced=at_once
+        )
+        accumulations = self.graph.accumulations if keeps_sums else ()
+        self.sums = GradientSums(self.layouts, self.bind, accumulations)
+        self.joint = JointSums(self.layouts, self.bind, self.operand)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._parameters = {p.tensor for p in self.graph.parameters}
         self._regathered = {
             p.tensor for p in self.graph.parameters
-            if plan.operators[self.graph.operators[p.owner].name].storage.endswith("regathered")
+            if program.plan.operators[self.graph.operators[p.owner].name].storage.endswith("regathered")
         }  # fmt: skip
         self._by_loop: dict[str, dict[tuple, Any]] = {}  # conversions of a loop's constants, made before it
 
@@ -186,16 +169,13 @@ class PlannedEvaluator(Evaluator):
         k = self.binding.task_of.get(eqn.key)
         return super().scope_name(eqn) if k is None else f"{super().scope_name(eqn)}/{task_mark(k)}"
 
-    def constrain(self, x: Any, spec: Spec) -> Any:
-        return jax.lax.with_sharding_constraint(x, self.bound.sharding(spec))
-
     def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
         if self.sums.is_on_way(eqn, env):
             return self.sums.run(eqn, env)
         if self.joint.is_on_way(eqn, env):
             k = self.binding.task_of[eqn.key]
             return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, self.joint.run(eqn, env), strict=True)]
-        k = self.binding.task_of.get(eqn.key)
+        k, layouts = self.binding.task_of.get(eqn.key), self.layouts
         inputs = [self.read(a, env) for a in eqn.inputs]
         if k is None:
             return self.bind(eqn, inputs, eqn.params)
@@ -206,42 +186,42 @@ class PlannedEvaluator(Evaluator):
         is_heavy = eqn.key == task.heavy
         inputs = [self.operand(k, a, j if is_heavy else -1, env) for j, a in enumerate(eqn.inputs)]
         if is_heavy and task.kind in ("dot", "conv"):
-            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
-            raw = self.spec_from(task.operator, task.result_dims)
-            inputs = [self.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
+            in_specs = [layouts.spec_from(task.operator, dims) for dims in task.operand_dims]
+            raw = layouts.spec_from(task.operator, task.result_dims)
+            inputs = [layouts.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
             partial = contracted_axes(in_specs, raw)
             kept = self.kept(eqn, partial)
-            home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
+            home = raw if kept else layouts.resolved(k, eqn, raw, task.result_dims, partial)
             bind, order = functools.partial(self.bind, eqn), self.bound.orders.get(eqn.outputs[0])
             result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept, order)
             results = [self.sums.made(result, kept, home)]
         elif is_heavy and eqn.name == "select_and_scatter_add":  # dims are split between windows: blocks are images
-            in_specs = [self.spec_from(task.operator, dims) for dims in task.operand_dims]
-            raw = self.spec_from(task.operator, task.result_dims)
+            in_specs = [layouts.spec_from(task.operator, dims) for dims in task.operand_dims]
+            raw = layouts.spec_from(task.operator, task.result_dims)
             results = [run_heavy(eqn, inputs, in_specs, raw, raw, self.bound.mesh, functools.partial(self.bind, eqn))]
         elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
             results = inputs
         elif is_heavy and runs_on_blocks(
             eqn,
-            in_specs := [self.spec_from(task.operator, dims) for dims in task.operand_dims],
-            raw := self.spec_from(task.operator, task.result_dims),
+            in_specs := [layouts.spec_from(task.operator, dims) for dims in task.operand_dims],
+            raw := layouts.spec_from(task.operator, task.result_dims),
         ):
             partial = contracted_axes(in_specs, raw)
             kept = self.sums.kept(eqn, partial)
-            home = raw if kept else self.resolved(k, eqn, raw, task.result_dims, partial)
+            home = raw if kept else layouts.resolved(k, eqn, raw, task.result_dims, partial)
             bind = functools.partial(self.bind, eqn)
             results = [self.sums.made(run_scatter_add(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept), kept, home)]
         elif eqn.name in REDUCTIONS and (dims := self.binding.dims_of[eqn.key]).operands[0] != dims.results[0]:
-            in_spec, raw = self.spec_from(task.operator, dims.operands[0]), self.spec_from(task.operator, dims.results[0])
+            in_spec, raw = layouts.spec_from(task.operator, dims.operands[0]), layouts.spec_from(task.operator, dims.results[0])
             if axes_of(in_spec) != axes_of(raw):
                 partial = axes_of(in_spec) - axes_of(raw)
                 kept = self.sums.kept(eqn, partial)
-                home = raw if kept else self.resolved(k, eqn, raw, dims.results[0], partial)
+                home = raw if kept else layouts.resolved(k, eqn, raw, dims.results[0], partial)
                 bind = functools.partial(self.bind, eqn)
                 result = run_reduction(eqn, inputs[0], in_spec, raw, home, self.bound.mesh, bind, kept)
                 results = [self.sums.made(result, kept, home)]
             else:
-                results = self.bind(eqn, [self.constrain(inputs[0], in_spec)], eqn.params)
+                results = self.bind(eqn, [layouts.constrain(inputs[0], in_spec)], eqn.params)
         else:
             results = self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
@@ -258,81 +238,28 @@ class PlannedEvaluator(Evaluator):
             return tuple(n for n in self.bound.mesh.axis_names if n in partial)
         return self.sums.kept(eqn, partial)
 
-    def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
-        """The spec of an operand from its operator's config."""
-        names = self.graph.operators[operator].dims
-        return tuple(() if d == NOT_SPLIT else tuple(self._axes[operator].get(names[d].name, ())) for d in dims)
-
-    def axes_on(self, operator: int, dims: tuple[int, ...]) -> tuple[str, ...]:
-        """The mesh axes that an operator's config assigns to some of its dims, in mesh order."""
-        names = self.graph.operators[operator].dims
-        found = {a for d in dims for a in self._axes[operator].get(names[d].name, ())}
-        return tuple(a for a in self.bound.plan.mesh.axis_names if a in found)
-
-    def resolved(self, k: int, eqn: FlatEqn, raw: Spec, dims: tuple[int, ...], partial: set[str]) -> Spec:
-        """How a result is kept: `raw` of op dims `dims`, and those of the axes in `partial` over which it is scattered."""
-        root = self.binding.partial_of.get(eqn.key, eqn.outputs[0])
-        tensor = self.binding.tensor_of.get(root, -1)
-        home = self._kept[k].get(tensor)
-        if home is None:
-            return raw
-        (access,) = (a for a in self.graph.tasks[k].writes if a.tensor == tensor)
-        made = self.spec_from(self.graph.tasks[k].operator, access.dims)
-        found = [list(names) for names in raw]
-        shape, sizes = self.bound.step.program.avals[eqn.outputs[0]].shape, self.bound.mesh.shape
-        for d, names in enumerate(home):
-            where = d if root == eqn.outputs[0] else dims.index(access.dims[d]) if access.dims[d] in dims else -1
-            for n in (n for n in names if where >= 0 and n in partial and n not in made[d]):
-                if shape[where] % math.prod(sizes[m] for m in (*found[where], n)) == 0:
-                    found[where].append(n)
-        return tuple(map(tuple, found))
-
     def as_updated(self, parameter: int, atom: Any, x: Any, env: dict[int, Any]) -> Any:
         """What a parameter's update reads: its gradient in the layout of the parameter."""
         p = self.graph.parameters[parameter]
         alias = self.values.tensor(atom) if isinstance(atom, int) else None
         if alias is None or self.binding.tensor_of.get(alias.root) != p.gradient:
             return x
-        stored = self._home[p.tensor]
+        layouts = self.layouts
+        stored = layouts.home[p.tensor]
         missing = len(stored) - len(self.graph.tensors[p.gradient].shape)
         cache = env.setdefault("converted", {})
         key = (atom, "update")
         if key not in cache:
-            cache[key] = self.convert(atom, x, self.shifted(atom, self._home[p.gradient]), self.shifted(atom, stored[missing:]))
+            kept = layouts.shifted(atom, layouts.home[p.gradient])
+            cache[key] = layouts.convert(atom, x, kept, layouts.shifted(atom, stored[missing:]))
         return cache[key]
-
-    def convert(self, atom: int, x: Any, source: Spec | None, target: Spec) -> Any:
-        """A value from one layout to another, by the steps that the plan's prediction counts."""
-        sizes = self.bound.mesh.shape
-        shape = self.bound.step.program.avals[atom].shape
-        # A value from another program, on other devices, comes in a layout of its own.
-        is_known = source is not None and all(a in sizes for spec in (source, target) for names in spec for a in names)
-        is_even = is_known and all(
-            n % math.prod(sizes[a] for a in names) == 0
-            for spec in (source, target) for n, names in zip(shape, spec, strict=True)
-        )
-        if not is_even or source == target or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            return self.constrain(x, target)
-        return reshard(x, source, target, self.bound.mesh)
-
-    def shifted(self, atom: int, spec: Spec) -> Spec:
-        """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
-        shift = self.values.tensor(atom).shift
-        return ((),) * shift + spec if shift > 0 else spec[-shift:]
-
-    def home_of(self, tensor: int) -> Spec:
-        """The layout in which a tensor is kept."""
-        return self._home[tensor]
-
-    def used_by(self, k: int, tensor: int) -> Spec | None:
-        """The layout in which a region, task `k`, reads a tensor."""
-        return self._used[k].get((tensor, -1))
 
     def as_used(self, k: int, atom: int, operand: int, env: dict[int, Any]) -> Any:
         """A value in the layout in which task `k` reads it, and cast if it casts it first; equal conversions are made once."""
         alias = self.values.tensor(atom)
         tensor = self.binding.tensor_of.get(alias.root)
-        used = self._used[k]
+        layouts = self.layouts
+        used = layouts.used[k]
         spec = used.get((tensor, operand))
         if spec is None:  # read under another operand's name in the same layout
             spec = next((s for (t, _), s in used.items() if t == tensor), None)
@@ -351,9 +278,9 @@ class PlannedEvaluator(Evaluator):
                 value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
             if cast is not None:  # where it is kept: what is sent is narrower
                 value = jax.lax.convert_element_type(value, cast)
-            home = self._home.get(tensor)
-            source = self.shifted(atom, home) if home is not None else None
-            cache[key] = self.convert(atom, value, source, self.shifted(atom, spec))
+            home = layouts.home.get(tensor)
+            source = layouts.shifted(atom, home) if home is not None else None
+            cache[key] = layouts.convert(atom, value, source, layouts.shifted(atom, spec))
         return cache[key]
 
     def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
@@ -364,8 +291,8 @@ class PlannedEvaluator(Evaluator):
             return None
         if isinstance(x, Partial) or self.sums.is_summand(out):
             return self.sums.summand(out, x)
-        spec = self._kept[k].get(self.binding.tensor_of.get(out, -1))
-        return x if spec is None else self.constrain(x, spec)
+        spec = self.layouts.kept[k].get(self.binding.tensor_of.get(out, -1))
+        return x if spec is None else self.layouts.constrain(x, spec)
 
     def loop(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
         return [self.sums.after_loop(eqn, o, x) for o, x in zip(eqn.outputs, super().loop(eqn, env), strict=True)]
@@ -393,5 +320,5 @@ class PlannedEvaluator(Evaluator):
         if isinstance(x, Partial):
             return self.sums.start(argument, x)
         alias = self.values.tensor(argument)
-        spec = self._home.get(self.binding.tensor_of.get(alias.root, -1)) if alias is not None else None
-        return x if spec is None else self.constrain(x, self.shifted(argument, spec))
+        spec = self.layouts.home.get(self.binding.tensor_of.get(alias.root, -1)) if alias is not None else None
+        return x if spec is None else self.layouts.constrain(x, self.layouts.shifted(argument, spec))

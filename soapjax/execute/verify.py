@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.execute.hlo import OpsCheck, check_ops
 from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.execute.placement import PlacedStep
@@ -169,7 +169,7 @@ class OneDevice:
     def __call__(self, arguments: list[Any], *, is_float64: bool = False) -> Numbers:
         with jax.enable_x64(is_float64):
             if is_float64 not in self._compiled:
-                evaluator = Evaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
+                evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
                 jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), self._gradients))
                 self._compiled[is_float64] = _compiled(jitted, arguments)
             outputs, extra = self._compiled[is_float64](*arguments)
@@ -182,7 +182,7 @@ def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, .
     return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
 
 
-def _run_plan(evaluator: Evaluator, program: Program, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
+def _run_plan(evaluator: ProgramEvaluator, program: Program, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
     """Outputs and the values `also` under a plan, and the compiled text."""
     with jax.enable_x64(evaluator.is_float64):
         shardings = tuple(program.in_shardings())

@@ -16,7 +16,7 @@ from soapjax.graph.values import Values
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulation:
+class TracedAccumulation:
     """How one parameter's gradient is summed up; all are roots of the program."""
 
     summands: tuple[int, ...]  # what uses of the parameter contribute, in program order
@@ -29,7 +29,7 @@ class Accumulation:
 
 def find_accumulations(
     program: Program, values: Values, phases: Phases, generated: set[int] = frozenset()
-) -> dict[int, Accumulation]:
+) -> dict[int, TracedAccumulation]:
     """Parameter index -> how its gradient is summed up, where there is more than one summand.
 
     `generated`: values that every device makes of constants (the gradient of a mean); a sum with such a summand is none of these.
@@ -40,18 +40,18 @@ def find_accumulations(
         walk = _Walk(context)
         total = walk.behind_relayouts(parameter.gradient)
         if walk.sum(total, is_total=True) and not walk.is_broken:
-            found[p] = Accumulation(
+            found[p] = TracedAccumulation(
                 tuple(sorted(walk.summands, key=context.order)), tuple(sorted(walk.running, key=context.order)),
                 tuple(walk.starts), total, frozenset(walk.additions), walk.relayouts,
             )  # fmt: skip
     return found
 
 
-def summand_alone(root: int, program: Program, values: Values, phases: Phases) -> Accumulation:
+def summand_alone(root: int, program: Program, values: Values, phases: Phases) -> TracedAccumulation:
     """A gradient, or a part of one, that is no sum of products, as the only summand: the product and how it is laid out anew."""
     walk = _Walk(_Context(program, values, phases, set()))
     walk._summand(root)
-    return Accumulation((root,), (), (), root, frozenset(), walk.relayouts)
+    return TracedAccumulation((root,), (), (), root, frozenset(), walk.relayouts)
 
 
 class _Context:

@@ -53,8 +53,8 @@ class Binding:
     task_of: dict[str, int]  # equation key -> task
     tensor_of: dict[int, int]  # root -> tensor
     phases: Phases
-    sums: dict[int, traced.Accumulation]  # parameter -> how its gradient is summed up
-    joint_sums: list[joint.JointSum]  # as in the graph
+    sums: dict[int, traced.TracedAccumulation]  # parameter -> how its gradient is summed up
+    joint_sums: list[joint.TracedJointSum]  # as in the graph
     dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
     partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
     local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes

@@ -16,7 +16,7 @@ from soapjax.graph.values import Alias, Values
 
 
 @dataclasses.dataclass(frozen=True)
-class JointSum:
+class TracedJointSum:
     """One sum, as values of the program."""
 
     summands: tuple[int, ...]  # products that may be partial sums, in the order in which they are made; two at least
@@ -27,14 +27,14 @@ class JointSum:
     products: dict[int, str]  # summand -> key of the heavy equation that it comes from
     relayouts: frozenset[str]  # keys of the equations between such an equation and the summand
 
-    def with_summands(self, chosen: Iterable[int]) -> JointSum:
+    def with_summands(self, chosen: Iterable[int]) -> TracedJointSum:
         """The same sum, where only the products in `chosen` may be partial."""
         kept = set(chosen)
         others = (*self.others, *(s for s in self.summands if s not in kept))
         return dataclasses.replace(self, summands=tuple(s for s in self.summands if s in kept), others=others)
 
 
-def find_joint_sums(units: list[Unit], program: Program, values: Values, apart: frozenset[str]) -> list[JointSum]:
+def find_joint_sums(units: list[Unit], program: Program, values: Values, apart: frozenset[str]) -> list[TracedJointSum]:
     """The sums of two or more products in regions of `units` (in order of execution).
 
     `apart`: keys of additions that are dealt with elsewhere.
@@ -71,7 +71,7 @@ class _Finder:
         """Whether a sum is only one on the way to another."""
         return any(value in e.inputs and self.is_private(value, e) for e in additions.values())
 
-    def sum(self, last: FlatEqn, unit: Unit, additions: dict[int, FlatEqn]) -> list[JointSum]:
+    def sum(self, last: FlatEqn, unit: Unit, additions: dict[int, FlatEqn]) -> list[TracedJointSum]:
         summands: dict[int, str] = {}
         others: list[Atom] = []
         keys: set[str] = set()
@@ -94,7 +94,7 @@ class _Finder:
             return []
         order = sorted(summands, key=lambda a: (self.place[a], self.values.order[summands[a]]))
         return [
-            JointSum(tuple(order), tuple(others), last.outputs[0], frozenset(keys), last.key, summands, frozenset(relayouts))
+            TracedJointSum(tuple(order), tuple(others), last.outputs[0], frozenset(keys), last.key, summands, frozenset(relayouts))
         ]
 
     def _from_product(self, value: int, reader: Unit) -> list[FlatEqn] | None:

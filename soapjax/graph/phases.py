@@ -74,7 +74,7 @@ def is_recompute(eqn: FlatEqn) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class TracedParameter:
     """A trained leaf: its value, its gradient (a root of the program), and the state that is updated with it."""
 
     path: str
@@ -87,7 +87,7 @@ class Parameter:
 @dataclasses.dataclass(frozen=True)
 class Phases:
     phase: dict[str, int]  # equation key -> phase
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[TracedParameter, ...]
     is_single_phase: bool  # more than one gradient cut: no barriers between the phases, tasks in program order
 
     @functools.cached_property
@@ -96,9 +96,9 @@ class Phases:
         return frozenset(p.value for p in self.parameters)
 
     @functools.cached_property
-    def by_gradient(self) -> dict[int, list[Parameter]]:
+    def by_gradient(self) -> dict[int, list[TracedParameter]]:
         """Parameters by the root of their gradient."""
-        found: dict[int, list[Parameter]] = {}
+        found: dict[int, list[TracedParameter]] = {}
         for p in self.parameters:
             found.setdefault(p.gradient, []).append(p)
         return found
@@ -162,7 +162,7 @@ def _reads_later(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int
     return any(made_in.get(root, FORWARD) > phase[eqn.key] for eqn in leaves for root in values.sources(eqn))
 
 
-def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstream: set[int]) -> tuple[Parameter, ...]:
+def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstream: set[int]) -> tuple[TracedParameter, ...]:
     """Walks from each state output back through update equations of the same shape to its gradient.
 
     Where gradients of single examples are clipped and then summed, the gradient is their sum: `phase` gets what leads to it as
@@ -186,7 +186,7 @@ def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstr
     for j in sorted(set(gradients) - set(trained)):
         state.setdefault(gradients[j], []).append(j)
     return tuple(
-        Parameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
+        TracedParameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
     )
 
 

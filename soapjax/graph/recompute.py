@@ -35,7 +35,7 @@ from soapjax.graph.trace import TracedStep
 _ONCE = {"while", "cond", "shard_map", "sharding_constraint", "optimization_barrier"}
 
 
-class Part(NamedTuple):
+class RecomputedOperator(NamedTuple):
     """What it means to recompute one operator."""
 
     segment: int
@@ -69,13 +69,13 @@ class Recomputation:
         return frozenset(self.parts)
 
     @functools.cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, RecomputedOperator]:
         """What recomputing each operator means, in program order."""
         forward, names = self._forward, [op.name for op in self.graph.operators]
-        found: dict[int, Part] = {}
+        found: dict[int, RecomputedOperator] = {}
         for o, e in sorted(forward.saved.items()):
             n = self._operator(e)
-            part = found.setdefault(n, Part(forward.segment[e.key], set(), set()))
+            part = found.setdefault(n, RecomputedOperator(forward.segment[e.key], set(), set()))
             if o in forward.by_backward and o in self.binding.tensor_of:
                 part.tensors.add(self.binding.tensor_of[o])
             for s in (s for s in forward.read(e) if s in forward.saved):
@@ -83,7 +83,8 @@ class Recomputation:
                 if maker != n and s not in forward.by_backward:
                     part.needs.add(names[maker])
                 if maker != n and self.graph.operators[n].kind == "fused":
-                    found.setdefault(maker, Part(forward.segment[forward.makers[s].key], set(), set())).needs.add(names[n])
+                    segment = forward.segment[forward.makers[s].key]
+                    found.setdefault(maker, RecomputedOperator(segment, set(), set())).needs.add(names[n])
         return {names[n]: found[n] for n in sorted(found)}
 
     @functools.cached_property

@@ -39,7 +39,7 @@ QUICKLY = {"xla_cpu_use_fusion_emitters": False, LEVEL: 1}
 _NARROW = {f"{kind}64": f"{kind}32" for kind in ("float", "int", "uint")}
 
 
-class Program:
+class PlannerProgram:
     """A pure function of arrays of one set of shapes, on the CPU; compiled at its first call, or before by `prepare`.
 
     It computes in 32 bits also where the user's step has switched on 64: what is kept of it serves both.
@@ -130,11 +130,11 @@ def threads(count: int | None) -> ThreadPoolExecutor:
 def side_by_side() -> Iterator[Callable[..., Any]]:
     """Compiles programs on as many cores as there are, while further ones are traced; all are ready at the end.
 
-    Gives a function of a program and arguments like its own; it returns what `Program` will, as `jax.ShapeDtypeStruct`s.
+    Gives a function of a program and arguments like its own; it returns what `PlannerProgram` will, as `jax.ShapeDtypeStruct`s.
     """
     waiting: list[Future[None]] = []
 
-    def prepare(program: Program, *args: Any) -> Any:
+    def prepare(program: PlannerProgram, *args: Any) -> Any:
         lowered = program.lower(*args)
         waiting.append(pool.submit(program.compile, lowered))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)

@@ -3,7 +3,7 @@
 The format is the JSON array of complete events ("ph": "X") of the Trace Event Format; times are microseconds. The same
 function serves simulated timelines and those of real runs.
 
->>> write_trace("trace.json", [Event("forward 0: stage 0", "device 0", 0.0, 1.5e-3)], title="simulated")
+>>> write_trace("trace.json", [TraceEvent("forward 0: stage 0", "device 0", 0.0, 1.5e-3)], title="simulated")
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import write_text_atomic
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something that ran on a track; seconds from the start of the step."""
 
     name: str
@@ -28,7 +28,7 @@ class Event(NamedTuple):
     duration_s: float
 
 
-def write_trace(path: str | os.PathLike[str], events: Iterable[Event], *, title: str = "soapjax") -> None:
+def write_trace(path: str | os.PathLike[str], events: Iterable[TraceEvent], *, title: str = "soapjax") -> None:
     """Writes `events` as a trace file, atomically.
 
     Raises: SoapjaxError for times that are not finite or negative, and where the file cannot be written.
@@ -36,7 +36,7 @@ def write_trace(path: str | os.PathLike[str], events: Iterable[Event], *, title:
     write_text_atomic(path, json.dumps(trace_events(list(events), title=title), separators=(",", ":"), allow_nan=False) + "\n")
 
 
-def trace_events(events: Sequence[Event], *, title: str = "soapjax") -> dict[str, Any]:
+def trace_events(events: Sequence[TraceEvent], *, title: str = "soapjax") -> dict[str, Any]:
     """The JSON object of a trace: tracks in natural order ("device 2" before "device 10"), events by start."""
     wrong = [e for e in events if not all(math.isfinite(s) and s >= 0 for s in (e.start_s, e.duration_s))]
     if wrong:

@@ -19,7 +19,7 @@ from soapjax.costs.base import Base
 from soapjax.costs.memory_change import Alive
 from soapjax.costs.sets import DIGITS
 from soapjax.jit.kernel import in_kernel, put, row
-from soapjax.jit.programs import Program
+from soapjax.jit.programs import PlannerProgram
 from soapjax.search.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
 from soapjax.search.neighbourhood import Judged, Position, Sizes, Tables, judge, move, position, scratch_of
 from soapjax.search.problem import PlanningProblem
@@ -160,9 +160,9 @@ def block(
 class Programs(NamedTuple):
     """Of one bucket."""
 
-    position: Program  # (tables, base) -> position
-    walk: Program  # (tables, moves, reference_s, beta, keys uint32 [M, 2], walker, count) -> walker after so many blocks
-    leaps: Program  # (moves, key uint32 [2], state) -> BATCH states
+    position: PlannerProgram  # (tables, base) -> position
+    walk: PlannerProgram  # (tables, moves, reference_s, beta, keys uint32 [M, 2], walker, count) -> walker after so many blocks
+    leaps: PlannerProgram  # (moves, key uint32 [2], state) -> BATCH states
 
 
 MOST_BLOCKS = 64  # of one call
@@ -183,8 +183,8 @@ def programs(sizes: Sizes) -> Programs:
 
     at = _position_like()
     return Programs(
-        Program(take_apart, name=f"position {sizes}", results=at, is_urgent=True),
-        Program(walk, name=f"walk {sizes}", results=Walker(at, 0, 0, 0, 0, State(0, 0))),
+        PlannerProgram(take_apart, name=f"position {sizes}", results=at, is_urgent=True),
+        PlannerProgram(walk, name=f"walk {sizes}", results=Walker(at, 0, 0, 0, 0, State(0, 0))),
         leaps_program(sizes.bucket),
     )  # fmt: skip
 
@@ -194,22 +194,22 @@ def _position_like() -> Position:
 
 
 @functools.cache
-def judge_program(sizes: Sizes) -> Program:
+def judge_program(sizes: Sizes) -> PlannerProgram:
     """(tables, position, operator, axes int8 [A, LANES], storage int8 [LANES]) -> `Judged`: candidates, and no step."""
 
     def run(tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
         return judge(tables, sizes, at, scratch_of(tables, sizes, LANES), n, axes, storage)[0]
 
-    return Program(run, name=f"judge {sizes}", results=Judged(0, 0, 0, 0), is_urgent=True)
+    return PlannerProgram(run, name=f"judge {sizes}", results=Judged(0, 0, 0, 0), is_urgent=True)
 
 
 @functools.cache
-def leaps_program(b: Bucket) -> Program:
+def leaps_program(b: Bucket) -> PlannerProgram:
     def leaps(moves: MoveTables, key: Array, state: State) -> State:
         u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (BATCH, NUM_UNIFORMS))
         return jax.vmap(lambda u: leap(moves, u, state, pins=bool(b.groups)))(u)
 
-    return Program(leaps, name=f"leaps {b}", results=State(0, 0), is_urgent=True)
+    return PlannerProgram(leaps, name=f"leaps {b}", results=State(0, 0), is_urgent=True)
 
 
 def exchange(rng: np.random.Generator, walkers: list[Walker], betas: np.ndarray, parity: int) -> list[Walker]:

@@ -118,7 +118,7 @@ def reduced(problem: Pairwise, choice: np.ndarray) -> tuple[Pairwise, list[np.nd
     return Pairwise(list(costs), tables, list(labels), problem.own_costs), keep
 
 
-class Program(NamedTuple):
+class IntegerProgram(NamedTuple):
     """The relaxation as HiGHS gets it: variables of repeated blocks tied where there are many, few classes of each kept."""
 
     whole: Pairwise
@@ -129,7 +129,7 @@ class Program(NamedTuple):
     is_pruned: bool  # whether classes were left out
 
     @classmethod
-    def of(cls, relaxation: Relaxation, whole: Pairwise, start: np.ndarray) -> Program:
+    def of(cls, relaxation: Relaxation, whole: Pairwise, start: np.ndarray) -> IntegerProgram:
         """`start`: the classes [N] of a choice that stays possible, alike in repeated operators."""
         is_tied = sum(t.size for t in whole.tables.values()) > MAX_ENTRIES
         before, variable = tied(whole, _places(relaxation)) if is_tied else (whole, list(range(len(whole.costs))))
@@ -191,7 +191,7 @@ def _solved(
     problem, objective, deadline = relaxation.problem, relaxation.problem.objective, begin + seconds
     strategies = fitting(relaxation, lambda p: tied_solution(relaxation, p, begun, deadline), deadline)
     whole = relaxation.pairwise()
-    program = Program.of(relaxation, whole, relaxation.choice(whole, strategies[0]))
+    program = IntegerProgram.of(relaxation, whole, relaxation.choice(whole, strategies[0]))
     limit, toll = objective.memory_limit(problem.usable_memory_bytes), 1.0
     notes: tuple[str, ...] = ()
     for _ in range(_TIGHTENINGS):
@@ -213,7 +213,7 @@ def _solved(
         if last.sent_bytes > objective.max_bytes:
             toll *= TOLL
             whole = relaxation.pairwise(tolled(relaxation, toll))
-            program = Program.of(relaxation, whole, relaxation.choice(whole, strategies[0]))
+            program = IntegerProgram.of(relaxation, whole, relaxation.choice(whole, strategies[0]))
     return strategies, notes, stopped_by
 
 

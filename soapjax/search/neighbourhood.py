@@ -27,7 +27,7 @@ from soapjax.costs.whole import Evaluated
 from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
-from soapjax.simulate.trace import Figures, Trace, no_trace, traced
+from soapjax.simulate.trace import ItemCosts, Trace, no_trace, traced
 from soapjax.simulate.walk import ItemRecords, ItemSizes
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 
@@ -145,9 +145,9 @@ def no_alive(sizes: Sizes) -> Alive:
     return Alive(*of_tasks, none, none, np.float32(0))
 
 
-def figures_of(base: Base, pins: bool) -> Figures:
+def item_costs_of(base: Base, pins: bool) -> ItemCosts:
     on = (base.on_compute, base.on) if pins else (None, None)
-    return Figures(base.compute_s, base.paid_s, *on)
+    return ItemCosts(base.compute_s, base.paid_s, *on)
 
 
 def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
@@ -155,7 +155,7 @@ def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
     base = base._replace(previous=in_kernel(all_previous, tables.costs, base.layout, base.storage))
     trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
     everything = jnp.int32(0), tables.items.count - 1, jnp.bool_(True)
-    trace = in_kernel(traced, tables.items, figures_of(base, sizes.pins), trace, *everything)
+    trace = in_kernel(traced, tables.items, item_costs_of(base, sizes.pins), trace, *everything)
     sent = in_kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
     return Position(base, trace, in_kernel(alive_of, tables.costs, base), sent)
 
@@ -171,7 +171,7 @@ def judge(
     found = Changed(change.task_of, change.row_of, change.compute_s, change.full_s, change.pays, *on)
     first, last = in_kernel(functools.partial(_window, pins=pins), p, own, items, base, change, n)
     around = in_kernel(passing_by, items, at.trace, first, last)
-    times, places = in_kernel(window_times, items, figures_of(base, pins), at.trace, found, first, last, around, into.places)
+    times, places = in_kernel(window_times, items, item_costs_of(base, pins), at.trace, found, first, last, around, into.places)
     memory, alive, steps, added, stored = in_kernel(_memory, p, own, base, change, n, at.alive, tables.limits, into.steps)
     sent = in_kernel(sent_after, p, own, base, change, n, at.sent, tables.limits[5] > 0)
 
@@ -246,7 +246,7 @@ def move(
     """The position after operator `n` took candidate `q` that `judge` judged; the same one unless `is_wanted`."""
     p = tables.costs
     base = in_kernel(moved, p, tables.own, at.base, into.change, n, q, axes[:, q], storage[q], is_wanted)
-    trace = in_kernel(traced, tables.items, figures_of(base, sizes.pins), at.trace, effects.first, effects.last, is_wanted)
+    trace = in_kernel(traced, tables.items, item_costs_of(base, sizes.pins), at.trace, effects.first, effects.last, is_wanted)
     sent = in_kernel(sent_by, p, base, tables.limits[5] > 0)
     added, stored = jnp.where(is_wanted, effects.added[q], 0.0), jnp.where(is_wanted, effects.stored[:, q], 0.0)
     alive = alive._replace(slack=alive.slack + added, persistent=alive.persistent + stored)

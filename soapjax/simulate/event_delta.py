@@ -35,7 +35,7 @@ from soapjax.simulate.event import Order, Place, Timeline, occupied_streams, ord
 from soapjax.simulate.schedule import Schedule
 
 
-class Change(NamedTuple):
+class Retiming(NamedTuple):
     """What came of a change."""
 
     makespan_s: float
@@ -94,7 +94,7 @@ class DeltaSimulation:
     def change(
         self, tasks: Sequence[int] | np.ndarray, *, durations: Sequence[float] | np.ndarray | None = None,
         occupies: np.ndarray | None = None,
-    ) -> Change:  # fmt: skip
+    ) -> Retiming:  # fmt: skip
         """Gives C different tasks new durations [C], new streams [C, S], or both."""
         tasks = np.asarray(tasks, np.int64)
         self._history.append(_Before(tasks, self.durations[tasks], self.occupies[tasks], {}))
@@ -103,9 +103,9 @@ class DeltaSimulation:
         if occupies is not None:
             self.occupies[tasks] = occupies
         self._enqueue(tasks.tolist())
-        return Change(num_retimed=self._propagate(), makespan_s=self.makespan_s)
+        return Retiming(num_retimed=self._propagate(), makespan_s=self.makespan_s)
 
-    def change_to(self, durations: Sequence[float] | np.ndarray, occupies: np.ndarray | None = None) -> Change:
+    def change_to(self, durations: Sequence[float] | np.ndarray, occupies: np.ndarray | None = None) -> Retiming:
         """As `change`, from the figures of all tasks, [T] and [T, S] (the current streams by default)."""
         occupies = self.occupies if occupies is None else occupies
         tasks = np.flatnonzero((self.durations != durations) | (self.occupies != occupies).any(1))

@@ -22,7 +22,7 @@ from soapjax.costs.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables import CostTables
 from soapjax.costs.whole import Evaluated
-from soapjax.jit.programs import Program, threads
+from soapjax.jit.programs import PlannerProgram, threads
 from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.schedule import Schedule, schedule_of
@@ -84,7 +84,7 @@ class Simulator:
         return jax.device_put(records), sizes
 
     @property
-    def _walk(self) -> tuple[ItemRecords, Program]:
+    def _walk(self) -> tuple[ItemRecords, PlannerProgram]:
         records, sizes = self.item_records
         return records, program(sizes, self.evaluator.bucket)
 

@@ -38,7 +38,7 @@ class Trace(NamedTuple):
     length: Array  # [F]
 
 
-class Figures(NamedTuple):
+class ItemCosts(NamedTuple):
     """What items take: seconds [K + 1] of tasks and [X + 1, L] of rows as they are paid, and who takes part [.., G], or None."""
 
     compute_s: Array
@@ -54,7 +54,7 @@ def no_trace(num_items: int, num_levels: int, groups: int) -> Trace:
     return Trace(line, free, line, free, line + NEVER, line, jnp.zeros(MAX_PHASES))
 
 
-def figures_of_item(of: Figures, item: Array) -> tuple[list[Array], Array | None]:
+def costs_of_item(of: ItemCosts, item: Array) -> tuple[list[Array], Array | None]:
     """Seconds per stream of one item, and who takes part."""
     is_compute, source = item[1] != 0, item[6]
     task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, of.paid_s.shape[0] - 1, source)
@@ -72,7 +72,7 @@ def latest_of(free: list[Array], pins: bool) -> Array:
     return found.max(0) if pins else found
 
 
-def forward(items: ItemRecords, of: Figures, old: Trace, first: Array, count: Array) -> tuple[Array, ...]:
+def forward(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, count: Array) -> tuple[Array, ...]:
     """(end, free, gathered, length) of `Trace` from item `first` on, up to item `count`."""
     pins, nobody = of.on_rows is not None, items.item.shape[0] - 1
 
@@ -84,7 +84,7 @@ def forward(items: ItemRecords, of: Figures, old: Trace, first: Array, count: Ar
         kept_free, kept_gathered = put(kept_free, t, free), put(kept_gathered, t, gathered)
         item = row(items.item, t)
         is_compute, is_link, is_barrier = (item[i] != 0 for i in (1, 2, 3))
-        own, on = figures_of_item(of, item)
+        own, on = costs_of_item(of, item)
         start = jnp.where(is_compute, gathered, row(ends, item[0]))
         streams, end = stream_times([free[s] for s in range(free.shape[0])], start, own, items.overlap, on, 0.0)
         length = put(length, item[4], latest_of(streams, pins))
@@ -99,7 +99,7 @@ def forward(items: ItemRecords, of: Figures, old: Trace, first: Array, count: Ar
     return put(ends, last, jnp.where(count > first, end, 0.0)), free, gathered, length
 
 
-def backward(items: ItemRecords, of: Figures, old: Trace, last: Array, stop: Array) -> tuple[Array, ...]:
+def backward(items: ItemRecords, of: ItemCosts, old: Trace, last: Array, stop: Array) -> tuple[Array, ...]:
     """(rest_of_free, rest_of_gathered, rest_of_begin) of `Trace` from item `last` down to item `stop`."""
     nobody = items.item.shape[0] - 1
 
@@ -118,7 +118,7 @@ def backward(items: ItemRecords, of: Figures, old: Trace, last: Array, stop: Arr
         never = jnp.full((), NEVER, path.dtype)
         _, path = lax.while_loop(lambda x: x[0] >= 0, reader, (row(items.last_reader, t), never))
         path = jnp.where(is_link, jnp.maximum(path, gathered), path)
-        own, on = figures_of_item(of, item)
+        own, on = costs_of_item(of, item)
         streams = [free[s] for s in range(free.shape[0])]
         for s in reversed(range(len(streams))):
             takes = own[s] > 0
@@ -145,7 +145,7 @@ def backward(items: ItemRecords, of: Figures, old: Trace, last: Array, stop: Arr
     return rest_free, rest_gathered, put(rest_begin, at, jnp.where(count > 0, path, 0.0))
 
 
-def traced(items: ItemRecords, of: Figures, old: Trace, first: Array, last: Array, is_wanted: Array) -> Trace:
+def traced(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, last: Array, is_wanted: Array) -> Trace:
     """The trace of what takes `of`, where `old` is of the same but for items from `first` to `last`; `old` unless `is_wanted`.
 
     The last item's rests are those of a phase's end.

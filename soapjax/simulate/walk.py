@@ -18,7 +18,7 @@ from jax import Array, lax
 from soapjax.costs.arrays import Bucket
 from soapjax.costs.tables import CostTables
 from soapjax.jit.kernel import in_kernel, put, row
-from soapjax.jit.programs import Program
+from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items
 from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
 
@@ -195,7 +195,7 @@ def makespans(
 
 
 @functools.cache
-def program(sizes: ItemSizes, b: Bucket) -> Program:
+def program(sizes: ItemSizes, b: Bucket) -> PlannerProgram:
     """The walk as one program of problems in a bucket: (items, compute_s, row_s, on_compute, on_rows) -> step times."""
 
     def walk(items: ItemRecords, compute_s: Array, row_s: Array, on_compute: Array, on_rows: Array) -> Array:
@@ -206,4 +206,4 @@ def program(sizes: ItemSizes, b: Bucket) -> Program:
 
         return in_kernel(run, items, compute_s, row_s, *groups)
 
-    return Program(walk, is_urgent=True, name=f"simulation {sizes} {b}", results=0)
+    return PlannerProgram(walk, is_urgent=True, name=f"simulation {sizes} {b}", results=0)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from soapjax.jit.kernel import put, row
-from soapjax.simulate.trace import NEVER, Figures, Trace, figures_of_item
+from soapjax.simulate.trace import NEVER, ItemCosts, Trace, costs_of_item
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 
 FAR = 1 << 30
@@ -65,7 +65,7 @@ def passing_by(items: ItemRecords, trace: Trace, first: Array, last: Array) -> A
 
 
 def window_times(
-    items: ItemRecords, of: Figures, trace: Trace, changed: Changed, first: Array, last: Array, around: Array, places: Array
+    items: ItemRecords, of: ItemCosts, trace: Trace, changed: Changed, first: Array, last: Array, around: Array, places: Array
 ) -> tuple[Array, Array]:
     """Step times [Q] of the traced strategy under each of Q candidates' changes, and `places` [V + 1, Q], scratch.
 
@@ -93,7 +93,7 @@ def window_times(
             ready = jnp.where(is_outside, row(trace.end, before), row(places, row(items.item, before)[5]))
             k = jnp.where(is_compute, row(changed.task_of, jnp.where(is_compute, source, 0)), 0)
             r = jnp.where(is_compute, 0, row(changed.row_of, jnp.where(is_compute, 0, source)))
-            base, base_on = figures_of_item(of, item)
+            base, base_on = costs_of_item(of, item)
             compute_s = row(changed.compute_s, jnp.maximum(k - 1, 0))
             sent_s = row(changed.full_s, r) * row(changed.pays, r)
             links = (jnp.where(r > 0, sent_s[s], base[1 + s]) for s in range(num_streams - 1))

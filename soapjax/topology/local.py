@@ -24,7 +24,7 @@ from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.topology.device_topology import SOURCED_FIGURES, DeviceKind, DeviceTopology, LinkLevel, margin_of
-from soapjax.topology.toml_file import load_topology, shipped_catalogue
+from soapjax.topology.toml_file import shipped_catalogue, shipped_topology
 
 FALLBACK_TOPOLOGY = "dgx1_v100x8"
 # Memory is rounded down to a multiple of this, so that all hosts and all runs of a machine find the same.
@@ -132,7 +132,7 @@ def _shipped_match(device_kind: str) -> tuple[DeviceTopology, str]:
         return best, f"as in {best.name}"
     if family:
         return family[0], f"assumption: {device_kind} is like the {family[0].device.name} of {family[0].name}"
-    return load_topology(FALLBACK_TOPOLOGY), f"assumption: unknown device {device_kind!r} taken as in {FALLBACK_TOPOLOGY}"
+    return shipped_topology(FALLBACK_TOPOLOGY), f"assumption: unknown device {device_kind!r} taken as in {FALLBACK_TOPOLOGY}"
 
 
 def _cpu_figures(num_local: int) -> tuple[DeviceKind, LinkLevel, LinkLevel]:

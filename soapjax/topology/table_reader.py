@@ -27,7 +27,7 @@ from soapjax.errors import Problem
 from soapjax.file_numbers import LARGEST
 
 
-class Unit(NamedTuple):
+class KeyUnit(NamedTuple):
     """A suffix of a key, and how many of the base unit one of it is."""
 
     suffix: str
@@ -37,12 +37,12 @@ class Unit(NamedTuple):
 
 
 # The first unit of each list is the one that remedies propose; the last one is the base unit.
-MEMORY_UNITS = (Unit("gib", Fraction(2**30)), Unit("bytes", Fraction(1)))
+MEMORY_UNITS = (KeyUnit("gib", Fraction(2**30)), KeyUnit("bytes", Fraction(1)))
 RATES, TIMES_S, SHARES = (1.0, 1e24), (1e-15, 1e6), (1e-6, 1.0)  # no step has a time in float32 beyond these
-BANDWIDTH_UNITS = (Unit("gbytes_per_s", Fraction(10**9), *RATES), Unit("bytes_per_s", Fraction(1), *RATES))
-LATENCY_UNITS = (Unit("us", Fraction(1, 10**6), *TIMES_S), Unit("s", Fraction(1), *TIMES_S))
-PEAK_UNITS = (Unit("tflops_per_s", Fraction(10**12), *RATES), Unit("flops_per_s", Fraction(1), *RATES))
-FRACTION_UNITS = (Unit("fraction", Fraction(1), *SHARES),)
+BANDWIDTH_UNITS = (KeyUnit("gbytes_per_s", Fraction(10**9), *RATES), KeyUnit("bytes_per_s", Fraction(1), *RATES))
+LATENCY_UNITS = (KeyUnit("us", Fraction(1, 10**6), *TIMES_S), KeyUnit("s", Fraction(1), *TIMES_S))
+PEAK_UNITS = (KeyUnit("tflops_per_s", Fraction(10**12), *RATES), KeyUnit("flops_per_s", Fraction(1), *RATES))
+FRACTION_UNITS = (KeyUnit("fraction", Fraction(1), *SHARES),)
 
 MAX_NAME_CHARACTERS = 200
 _MISSING = object()
@@ -119,7 +119,7 @@ class TableReader:
         return value
 
     def number(
-        self, key: str, *, unit: Unit = Unit("", Fraction(1), SHARES[0]), at_most: float = math.inf, default: Any = _MISSING
+        self, key: str, *, unit: KeyUnit = KeyUnit("", Fraction(1), SHARES[0]), at_most: float = math.inf, default: Any = _MISSING
     ) -> float:  # fmt: skip
         """A positive finite number in base units: `2.5` of a unit of 10**9 is exactly 2.5e9."""
         least, most = float(unit.least / unit.scale), min(float(unit.most / unit.scale), at_most)
@@ -145,7 +145,7 @@ class TableReader:
             return 1.0
         return result
 
-    def figure(self, stem: str, units: tuple[Unit, ...], *, at_most: float = math.inf) -> float:
+    def figure(self, stem: str, units: tuple[KeyUnit, ...], *, at_most: float = math.inf) -> float:
         """The figure `stem`, in base units, from whichever of its keys (`stem_unit`) is there."""
         key_of = {f"{stem}_{u.suffix}": u for u in units}
         unit = self.unit_key(stem, key_of)
@@ -153,7 +153,7 @@ class TableReader:
             return 1.0
         return self.number(unit, unit=key_of[unit], at_most=at_most)
 
-    def unit_key(self, stem: str, keys: Mapping[str, Unit]) -> str | None:
+    def unit_key(self, stem: str, keys: Mapping[str, KeyUnit]) -> str | None:
         """Which of the `keys` of one figure is there; None, and a problem, where none is."""
         names = list(keys)
         self._known.extend(names)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax import SoapjaxError, cli, commands, soap_shard
+from soapjax import SoapjaxError, soap_shard
+from soapjax.cli import arguments, commands, planning_commands
 from soapjax.costs.profile import load_profile
 from soapjax.options import OPTIONS
 from soapjax.strategy.plan import Plan
@@ -112,8 +113,8 @@ def test_good_values_pass():
 
 @pytest.mark.parametrize("name", ["seed", "seconds", "proposals", "verify_top", "microbatches", "stages", "space", "pipeline"])
 def test_the_command_line_has_the_same_table(name, monkeypatch):
-    monkeypatch.setattr(commands, "abstract_model", lambda *_: pytest.fail("the model was imported"))
-    command = cli.PlanCommand("none.module", **({} if name == "pipeline" else {"pipeline": "auto"}))
+    monkeypatch.setattr(planning_commands, "abstract_model", lambda *_: pytest.fail("the model was imported"))
+    command = arguments.PlanCommand("none.module", **({} if name == "pipeline" else {"pipeline": "auto"}))
     values = {"seconds": math.nan, "proposals": 0, "space": "papre", "pipeline": "x", "microbatches": "0", "stages": "-2"}
     wrong = values.get(name, -1)
     with pytest.raises(SoapjaxError) as e:
@@ -123,9 +124,9 @@ def test_the_command_line_has_the_same_table(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", [cli.RunCommand("p", steps=0), cli.DemoCommand(steps=-1), cli.CalibrateCommand(["p"], steps=0),
-                cli.ProfileCommand("m", seconds=math.inf), cli.ProfileCommand("m", microbatches=(2, 0)),
-                cli.PlanCommand("m", topology="")],
+    "command", [arguments.RunCommand("p", steps=0), arguments.DemoCommand(steps=-1), arguments.CalibrateCommand(["p"], steps=0),
+                arguments.ProfileCommand("m", seconds=math.inf), arguments.ProfileCommand("m", microbatches=(2, 0)),
+                arguments.PlanCommand("m", topology="")],
     ids=lambda c: type(c).__name__,
 )  # fmt: skip
 def test_every_command_is_checked_before_it_begins(command):

@@ -15,7 +15,7 @@ import pytest
 from command_line import ROOT, TINY, call, done, plan_text, step_of
 
 from soapjax import Plan
-from soapjax.cli import COMMANDS
+from soapjax.cli.arguments import COMMANDS
 from soapjax.topology import shipped_topologies
 
 PLAN_FIELDS = {

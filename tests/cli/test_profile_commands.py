@@ -13,7 +13,8 @@ import pytest
 from command_line import ROOT, TINY, call, done, step_of
 
 from soapjax import Plan, planning
-from soapjax.costs.profile import Calibration, load_profile, save_profile
+from soapjax.costs.profile import load_profile, save_profile
+from soapjax.costs.profile_parts import Calibration
 from soapjax.errors import SoapjaxError
 from soapjax.search.problem import Evaluation
 from soapjax.strategy.strategy import Strategy

@@ -11,7 +11,7 @@ import pytest
 import rich.table
 from command_line import call, plan_text
 
-from soapjax import terminal
+from soapjax.cli import terminal
 from soapjax.report.text_table import TextTable
 
 SOAPJAX = [sys.executable, "-m", "soapjax"]

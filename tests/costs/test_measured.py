@@ -9,7 +9,8 @@ from problems import graph_of, topology_of
 
 from soapjax.costs.fit import fitted_rates
 from soapjax.costs.measured import degrees_behind, local_task, visible_dims
-from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
+from soapjax.costs.profile import Profile, installed_versions
+from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
 from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.profiling import asked_degrees, compute_figures, requests_of, scaled_prediction
 from soapjax.search.baselines import data_parallel_strategy

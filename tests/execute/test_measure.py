@@ -13,7 +13,7 @@ from problems import MODELS, topology_of
 
 from soapjax.costs.measured import local_task
 from soapjax.costs.tensor_tables import trip_bytes
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.execute.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.measure_links import KINDS, time_collectives
 from soapjax.graph.build import build_graph
@@ -78,7 +78,7 @@ def test_a_whole_task_computes_what_the_step_does():
         for a in local.step.in_avals
     ]
     every = [o for e in program.eqns for o in e.outputs]
-    _, found = jax.jit(lambda *a: Evaluator(program).run(list(a), tuple(every)))(*arguments)
+    _, found = jax.jit(lambda *a: ProgramEvaluator(program).run(list(a), tuple(every)))(*arguments)
     known = dict(zip(program.inputs, arguments, strict=True)) | dict(zip(every, found, strict=True))
     known |= {values.of(i).root: x for i, x in known.items()} | program.consts
     checked = 0

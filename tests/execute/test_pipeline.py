@@ -13,7 +13,7 @@ from balanced import balanced_pipeline
 import soapjax
 from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.execute.microbatches import micro_step
 from soapjax.graph.build import build_graph
@@ -52,7 +52,7 @@ def outputs_and_gradients(step, leaves):
     _, binding = build_graph(step)
     at = {binding.values.of(o).root: o for e in reversed(step.program.eqns) for o in e.outputs}
     ids = tuple(at[p.gradient] for p in binding.phases.parameters)
-    run = jax.jit(lambda *x: Evaluator(step.program, is_float64=True).run(list(x), ids))
+    run = jax.jit(lambda *x: ProgramEvaluator(step.program, is_float64=True).run(list(x), ids))
     return jax.tree.map(np.asarray, run(*leaves))
 
 

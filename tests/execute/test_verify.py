@@ -78,7 +78,7 @@ def test_work_done_twice_is_caught(monkeypatch):
         return bind([jax.lax.with_sharding_constraint(x, everywhere) for x in inputs], eqn.params)[0]
 
     monkeypatch.setattr(spmd, "run_heavy", whole)
-    monkeypatch.setattr(spmd.PlannedEvaluator, "constrain", lambda self, x, spec: x)
+    monkeypatch.setattr(spmd.PlanLayouts, "constrain", lambda self, x, spec: x)
     found = verify(program, leaves)
     assert found.gradient_rel_error_float64 <= 1e-9
     assert found.ops_as_planned < found.planned_ops - found.ops_unchecked and found.differences

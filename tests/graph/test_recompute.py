@@ -10,7 +10,7 @@ import pytest
 from planned import leaf_errors, plain_leaves
 
 from soapjax.errors import SoapjaxError
-from soapjax.execute.evaluate import Evaluator
+from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.graph.build import build_graph
 from soapjax.graph.phases import BACKWARD, FORWARD, RECOMPUTED
 from soapjax.graph.recompute import Recomputation, recomputing
@@ -81,7 +81,7 @@ def test_numbers_are_those_of_the_step():
     options, leaves = Recomputation(trace(step, *arguments)), jax.tree.leaves(arguments)
 
     def run(step):
-        return jax.jit(lambda *a: Evaluator(step.program, is_float64=True).run(list(a))[0], compiler_options=QUICK)
+        return jax.jit(lambda *a: ProgramEvaluator(step.program, is_float64=True).run(list(a))[0], compiler_options=QUICK)
 
     with jax.enable_x64(True):
         wanted, *found = (plain_leaves(run(options.step(names))(*leaves)) for names in ([], subsets(options)[1]))

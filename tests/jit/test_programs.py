@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from soapjax.jit import kept_programs, programs
-from soapjax.jit.programs import QUICKLY, Program, program_folder, side_by_side
+from soapjax.jit.programs import QUICKLY, PlannerProgram, program_folder, side_by_side
 
 
 def double_of_sines(x):
@@ -28,42 +28,42 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "programs"
 
 
-def right(program: Program) -> bool:
+def right(program: PlannerProgram) -> bool:
     return np.allclose(program(jnp.asarray(X))["y"], 2 * np.sin(X) + np.arange(4), rtol=1e-6)
 
 
 def test_the_second_is_loaded_and_equal(folder):
     before = jax.config.jax_compilation_cache_dir
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     (kept,) = folder.iterdir()
     written = kept.stat().st_mtime_ns
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     assert [f.stat().st_mtime_ns for f in folder.iterdir()] == [written], "it was compiled again"
     assert jax.config.jax_compilation_cache_dir == before
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out(folder, monkeypatch):
     monkeypatch.setattr(programs, "QUICKLY", {"xla_of_a_later_version": True})
-    assert right(Program(double_of_sines, is_urgent=True))
+    assert right(PlannerProgram(double_of_sines, is_urgent=True))
     monkeypatch.setattr(programs, "QUICKLY", QUICKLY)
-    assert right(Program(double_of_sines, is_urgent=True))
+    assert right(PlannerProgram(double_of_sines, is_urgent=True))
     assert len(list(folder.iterdir())) == 2, "other options, other programs"
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]])
 def test_a_damaged_file_is_compiled_anew(folder, damage):
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     (kept,) = folder.iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(damage(whole))
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     assert len(kept.read_bytes()) > len(whole) // 2, "and kept again"
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
 
 
 def test_another_program_is_another_file(folder):
-    assert right(Program(double_of_sines))
-    assert np.allclose(Program(lambda x: 3 * x)(jnp.asarray(X)), 3 * X)
+    assert right(PlannerProgram(double_of_sines))
+    assert np.allclose(PlannerProgram(lambda x: 3 * x)(jnp.asarray(X)), 3 * X)
     assert len(list(folder.iterdir())) == 2
 
 
@@ -71,20 +71,20 @@ def test_what_nothing_reads_counts_too(folder):
     """An argument that is not used is in no program's text, and is passed all the same."""
     used, unused = jnp.asarray(X), (jnp.zeros(3), jnp.zeros((2, 5)))
     for other in unused:
-        found = Program(lambda x, _: 2 * x)(used, other)
+        found = PlannerProgram(lambda x, _: 2 * x)(used, other)
         np.testing.assert_allclose(found, 2 * X)
 
 
 def test_nothing_is_kept_where_the_user_wants_none(folder, monkeypatch):
     monkeypatch.setenv("SOAPJAX_PROGRAM_CACHE", "off")
     assert program_folder() is None
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_no_harm(folder):
     folder.parent.joinpath("programs").write_text("a file in its place")
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
 
 
 def compiled(monkeypatch) -> list[str]:
@@ -101,14 +101,14 @@ def compiled(monkeypatch) -> list[str]:
 
 def test_prepared_by_shape(folder, monkeypatch):
     names = compiled(monkeypatch)
-    program = Program(double_of_sines)
+    program = PlannerProgram(double_of_sines)
     program.prepare(jax.ShapeDtypeStruct((4,), "float32"))
     assert len(names) == 1 and right(program) and len(names) == 1, "compiled before its first call, and not again"
 
 
 def test_programs_side_by_side_take_each_others_results_by_shape(folder, monkeypatch):
     names = compiled(monkeypatch)
-    first, second = Program(double_of_sines), Program(lambda of, x: of["y"] - x)
+    first, second = PlannerProgram(double_of_sines), PlannerProgram(lambda of, x: of["y"] - x)
     with side_by_side() as prepare:
         shapes = prepare(first, X)
         prepare(second, shapes, X)
@@ -123,7 +123,7 @@ def test_what_cannot_be_compiled_side_by_side_is_told(folder, monkeypatch):
 
     monkeypatch.setattr(programs, "_by_compiler", refused)
     with pytest.raises(RuntimeError, match="out of registers"), side_by_side() as prepare:
-        prepare(Program(double_of_sines), X)
+        prepare(PlannerProgram(double_of_sines), X)
 
 
 # --- whose files are read
@@ -131,7 +131,7 @@ def test_what_cannot_be_compiled_side_by_side_is_told(folder, monkeypatch):
 
 def planted(folder):
     """A program that is kept, as the user would keep it."""
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     (kept,) = folder.iterdir()
     return kept
 
@@ -152,7 +152,7 @@ def test_folder_and_file_are_the_users_own(folder, unpickled):
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(kept.stat().st_mode) == 0o600
     folder.chmod(0o755)  # as older versions left it: nobody else could write there
-    assert right(Program(double_of_sines)) and len(unpickled) == 1
+    assert right(PlannerProgram(double_of_sines)) and len(unpickled) == 1
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -179,8 +179,8 @@ def test_what_others_may_have_written_is_not_read(how, folder, unpickled, caplog
     kept = planted(folder)
     monkeypatch.setattr(kept_programs, "_told", set())
     DOUBTFUL[how](folder, kept)
-    assert right(Program(double_of_sines)) and not unpickled
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines)) and not unpickled
+    assert right(PlannerProgram(double_of_sines))
     lines = [r.getMessage() for r in caplog.records if "programs kept in" in r.getMessage()]
     assert len(lines) == 1 and str(folder) in lines[0] and "\n" not in lines[0]
 
@@ -189,7 +189,7 @@ def test_another_users_are_not_read(folder, unpickled, monkeypatch, caplog):
     planted(folder)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert right(Program(double_of_sines)) and not unpickled and f"belongs to user {me}" in caplog.text
+    assert right(PlannerProgram(double_of_sines)) and not unpickled and f"belongs to user {me}" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -197,25 +197,25 @@ def test_another_users_are_not_read(folder, unpickled, monkeypatch, caplog):
 def test_what_was_given_away_is_not_read(which, folder, unpickled):
     kept = planted(folder)
     os.chown(folder if which == "folder" else kept, 12345, -1)
-    assert right(Program(double_of_sines)) and not unpickled
+    assert right(PlannerProgram(double_of_sines)) and not unpickled
     assert kept.stat().st_uid == 0, "a file of another user's is replaced by an own one"
 
 
 def test_another_programs_file_under_its_name_is_not_called(folder, unpickled):
-    assert np.allclose(Program(lambda x: 3 * x)(jnp.asarray(X)), 3 * X)
+    assert np.allclose(PlannerProgram(lambda x: 3 * x)(jnp.asarray(X)), 3 * X)
     (other,) = folder.iterdir()
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     (mine,) = set(folder.iterdir()) - {other}
     mine.write_bytes(other.read_bytes())
-    assert right(Program(double_of_sines)) and not unpickled
-    assert right(Program(double_of_sines)) and len(unpickled) == 1, "and kept again"
+    assert right(PlannerProgram(double_of_sines)) and not unpickled
+    assert right(PlannerProgram(double_of_sines)) and len(unpickled) == 1, "and kept again"
 
 
 def test_a_sum_without_the_key_is_not_enough(folder, unpickled):
     kept = planted(folder)
     body = kept.read_bytes()[32:]
     kept.write_bytes(hashlib.sha256(body).digest() + body)
-    assert right(Program(double_of_sines)) and not unpickled
+    assert right(PlannerProgram(double_of_sines)) and not unpickled
 
 
 def test_what_killed_writers_left_is_swept_after_a_day(folder, monkeypatch):
@@ -225,7 +225,7 @@ def test_what_killed_writers_left_is_swept_after_a_day(folder, monkeypatch):
         path.write_bytes(b"half")
         os.utime(path, (time.time() - age_s,) * 2)
     monkeypatch.setattr(kept_programs, "_swept", set())
-    assert right(Program(double_of_sines))
+    assert right(PlannerProgram(double_of_sines))
     assert set(folder.iterdir()) == {kept, new}
 
 
@@ -234,7 +234,7 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    assert right(Program(double_of_sines)) and not list(folder.iterdir())
+    assert right(PlannerProgram(double_of_sines)) and not list(folder.iterdir())
 
 
 def test_what_jax_read_from_a_cache_of_its_own_is_not_kept(folder, monkeypatch):
@@ -247,9 +247,9 @@ def test_what_jax_read_from_a_cache_of_its_own_is_not_kept(folder, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(programs, "_by_compiler", from_cache)
-        assert right(Program(double_of_sines))
+        assert right(PlannerProgram(double_of_sines))
     assert not folder.exists()
-    assert right(Program(double_of_sines)) and len(list(folder.iterdir())) == 1
+    assert right(PlannerProgram(double_of_sines)) and len(list(folder.iterdir())) == 1
 
 
 def test_what_was_kept_and_does_not_run_is_made_anew_once(folder, monkeypatch):
@@ -264,24 +264,24 @@ def test_what_was_kept_and_does_not_run_is_made_anew_once(folder, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(programs.serialize_executable, "deserialize_and_load", broken)
-        program = Program(double_of_sines)
+        program = PlannerProgram(double_of_sines)
         assert right(program) and right(program)
     assert kept.stat().st_mtime_ns > before
     names = compiled(monkeypatch)
-    assert right(Program(double_of_sines)) and not names
+    assert right(PlannerProgram(double_of_sines)) and not names
 
 
 def test_an_error_of_the_program_itself_is_told(folder, monkeypatch):
     planted(folder)
     with pytest.raises((TypeError, ValueError)):
-        Program(double_of_sines)(jnp.zeros(4), jnp.zeros(4))
+        PlannerProgram(double_of_sines)(jnp.zeros(4), jnp.zeros(4))
 
 
 def test_it_computes_in_32_bits_whatever_the_step_does(folder):
     """The same program serves a step in double precision and the next one in single, in either order."""
     x = np.arange(4, dtype=np.float32)
     for order in ((False, True, False), (True, False)):
-        program = Program(lambda a: jnp.cumsum(a) / 3)
+        program = PlannerProgram(lambda a: jnp.cumsum(a) / 3)
         for is_wide in order:
             with jax.enable_x64(is_wide):
                 found = program(jnp.asarray(x, float))

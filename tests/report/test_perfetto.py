@@ -5,12 +5,12 @@ import json
 import pytest
 
 from soapjax.errors import SoapjaxError
-from soapjax.report.perfetto import Event, write_trace
+from soapjax.report.perfetto import TraceEvent, write_trace
 
 EVENTS = [
-    Event("backward", "device 10", 2e-3, 1e-3),
-    Event("forward", "device 2", 0.0, 1.5e-3),
-    Event("send", "device 2 host link", 1.5e-3, 5e-4),
+    TraceEvent("backward", "device 10", 2e-3, 1e-3),
+    TraceEvent("forward", "device 2", 0.0, 1.5e-3),
+    TraceEvent("send", "device 2 host link", 1.5e-3, 5e-4),
 ]
 
 
@@ -20,7 +20,7 @@ def test_a_trace_holds_every_event_on_its_track(tmp_path):
     found = json.loads(path.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
     assert list(dict(sorted(names.items())).values()) == ["device 2", "device 2 host link", "device 10"]
-    spans = [Event(e["name"], names[e["tid"]], e["ts"] / 1e6, e["dur"] / 1e6) for e in found if e["ph"] == "X"]
+    spans = [TraceEvent(e["name"], names[e["tid"]], e["ts"] / 1e6, e["dur"] / 1e6) for e in found if e["ph"] == "X"]
     assert [s[:2] for s in sorted(spans)] == [e[:2] for e in sorted(EVENTS)]
     assert [s[2:] for s in sorted(spans)] == [pytest.approx(e[2:]) for e in sorted(EVENTS)]
     assert [e["ts"] for e in found if e["ph"] == "X"] == sorted(e["ts"] for e in found if e["ph"] == "X")
@@ -31,7 +31,7 @@ def test_times_that_no_clock_shows_are_refused(tmp_path, start, duration):
     path = tmp_path / "trace.json"
     path.write_text("before")
     with pytest.raises(SoapjaxError, match="'late'"):
-        write_trace(path, [Event("late", "device 0", start, duration)])
+        write_trace(path, [TraceEvent("late", "device 0", start, duration)])
     assert path.read_text() == "before"
 
 

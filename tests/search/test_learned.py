@@ -11,7 +11,7 @@ from test_placement import KEY, RNNLM, one_device, problem_of, two_branches
 
 from soapjax.search.layers import layers_of, steps_of
 from soapjax.search.learned import networks
-from soapjax.search.learned.agent import Learner, Sizes, agent_of
+from soapjax.search.learned.agent import AgentSizes, Learner, agent_of
 from soapjax.search.learned.features import FIGURES, Features, colocated, features_of, result_elements
 from soapjax.search.learned.node2vec import Walking, node2vec, pairs_of, random_walks
 from soapjax.search.learned.search import HIERARCHICAL, REINFORCE, TRINITY, batches_of, learned, placement_starts, reward_of
@@ -120,7 +120,7 @@ def told_of(count=6, edges=((0, 1), (1, 2), (4, 5)), devices=3):
         np.arange(count, dtype=np.int32), rng().normal(size=(count, FIGURES)).astype(np.float32),
         rng().normal(size=count).astype(np.float32), np.ones(count, np.float32), np.array(edges, np.int32),
     )  # fmt: skip
-    sizes = Sizes.of(features, devices, is_grouped=False)
+    sizes = AgentSizes.of(features, devices, is_grouped=False)
     return sizes, sizes.filled(features, devices)
 
 
@@ -246,7 +246,7 @@ def test_a_batch_is_judged_as_it_is_placed_and_follows_the_best(method):
 def test_the_partition_network_begins_with_what_is_colocated():
     problem = problem_of("rnnlm", **SMALL)
     features = features_of(rng(), problem, "trinity")
-    sizes = Sizes.of(features, 4, is_grouped=False)
+    sizes = AgentSizes.of(features, 4, is_grouped=False)
     agent, told, count = agent_of(sizes, PPO.recipe), sizes.filled(features, 4), len(features.word)
     fixed = np.zeros(sizes.operators, np.int32)
     fixed[:count] = colocated(problem.graph, operator_seconds(problem), 4, 32)

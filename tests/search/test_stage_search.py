@@ -10,7 +10,8 @@ from families import family
 from problems import MODELS, graph_of, graph_with, topology_of
 
 from soapjax.costs.measured import local_task
-from soapjax.costs.profile import Calibration, Device, Link, Measurement, Profile, installed_versions
+from soapjax.costs.profile import Profile, installed_versions
+from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
 from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.errors import SoapjaxError
 from soapjax.graph.microbatch import micro_batch, sample_divisor

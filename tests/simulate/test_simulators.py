@@ -16,7 +16,7 @@ from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 from soapjax.simulate.simulator import Simulator
-from soapjax.simulate.trace import Figures, no_trace, traced
+from soapjax.simulate.trace import ItemCosts, no_trace, traced
 from soapjax.simulate.walk import ItemSizes, makespans, records_of_items
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 
@@ -127,7 +127,7 @@ def on_items(schedule: Schedule, item_of: np.ndarray, size: int, durations: np.n
     return seconds, on
 
 
-def figures(seconds, on) -> Figures:
+def figures(seconds, on) -> ItemCosts:
     """Of items: seconds [.., T, S] and holders [.., T, G] or None, candidates last; and a row of nothing."""
     def last(x):
         x = jnp.moveaxis(x, 0, -1) if x.ndim == 3 else x
@@ -135,7 +135,7 @@ def figures(seconds, on) -> Figures:
 
     seconds = last(seconds)
     both = (None, None) if on is None else (last(on),) * 2
-    return Figures(seconds[:, 0], seconds[:, 1:], *both)
+    return ItemCosts(seconds[:, 0], seconds[:, 1:], *both)
 
 
 @jax.jit

@@ -17,7 +17,7 @@ import numpy as np
 from soapjax.search.additive.core import Core
 
 
-class Plan(NamedTuple):
+class EliminationOrder(NamedTuple):
     order: list[tuple[int, tuple[int, ...]]]  # node, and the neighbours left when it goes
     domains: dict[int, np.ndarray]  # strategies of the nodes that do not have all of theirs
 
@@ -32,7 +32,7 @@ class Blocks:
 
     def plan(
         self, rng: np.random.Generator, free: np.ndarray, choice: np.ndarray, max_table: float, beliefs: np.ndarray | None = None
-    ) -> Plan:
+    ) -> EliminationOrder:
         """Eliminates the `free` nodes (mask) by table size; a table has at most `max_table` entries.
 
         A node that must give way keeps random strategies, or those that `beliefs` say are cheap.
@@ -93,9 +93,9 @@ class Blocks:
                 heapq.heappush(heap, (size(x) + noise[x], x))
         # Neighbours that were fixed later are constants.
         is_left = {v for v, _ in order}
-        return Plan([(v, tuple([w for w in around if w in is_left])) for v, around in order], domains)
+        return EliminationOrder([(v, tuple([w for w in around if w in is_left])) for v, around in order], domains)
 
-    def solve(self, plan: Plan, choice: np.ndarray, unary: np.ndarray) -> np.ndarray:
+    def solve(self, plan: EliminationOrder, choice: np.ndarray, unary: np.ndarray) -> np.ndarray:
         """The best choice within the plan's domains for these node costs [sum of K]; all else as in `choice`."""
         offsets, domains = self.core.offsets, plan.domains
         position = {v: i for i, (v, _) in enumerate(plan.order)}

@@ -34,7 +34,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from soapjax.jit.programs import Program, side_by_side
+from soapjax.jit.programs import PlannerProgram, side_by_side
 from soapjax.search.learned.features import VOCABULARY, Features
 from soapjax.search.learned.networks import CHUNK, Groups, Policy, Told, device_of_groups, groups_of
 
@@ -76,7 +76,7 @@ class Learner(NamedTuple):
     batches: Array  # int32 []: learned from so far
 
 
-class Sizes(NamedTuple):
+class AgentSizes(NamedTuple):
     """Of the arrays of a program: it serves all problems that fit in. Powers of two, which problems fill up."""
 
     operators: int
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
     is_grouped: bool  # operators are in groups that are given; only the schedule network learns
 
     @classmethod
-    def of(cls, features: Features, num_devices: int, *, is_grouped: bool) -> Sizes:
+    def of(cls, features: Features, num_devices: int, *, is_grouped: bool) -> AgentSizes:
         counts = zip((len(features.word), len(features.edges), num_devices), (64, 64, 4), strict=True)
         return cls(*(max(least, 1 << (count - 1).bit_length()) for count, least in counts), is_grouped)
 
@@ -104,13 +104,13 @@ class Sizes(NamedTuple):
 class Agent:
     """The compiled functions of a search, all pure: `first`, `draw` and `learn`."""
 
-    def __init__(self, sizes: Sizes, recipe: Recipe):
+    def __init__(self, sizes: AgentSizes, recipe: Recipe):
         self.sizes, self.recipe = sizes, recipe
         most = min(recipe.num_groups, sizes.operators)
         self.policy = Policy(VOCABULARY + 1, recipe.num_groups, -(-most // CHUNK) * CHUNK, sizes.devices)
         adam = optax.adam(recipe.learning_rate)
         self.optimizer = optax.chain(optax.clip_by_global_norm(recipe.gradient_norm), adam)
-        self.first, self.draw, self.learn = (Program(f, is_urgent=True) for f in (self._first, self._draw, self._learn))
+        self.first, self.draw, self.learn = (PlannerProgram(f, is_urgent=True) for f in (self._first, self._draw, self._learn))
 
     def prepare(self, *given: Array | Told, learns: bool) -> None:
         """Compiles them side by side, for `given` = (key, told, fixed, best) as of `draw`."""
@@ -228,6 +228,6 @@ class Agent:
 
 
 @functools.cache
-def agent_of(sizes: Sizes, recipe: Recipe) -> Agent:
+def agent_of(sizes: AgentSizes, recipe: Recipe) -> Agent:
     """One for all problems of these sizes: its programs are compiled once."""
     return Agent(sizes, recipe)

@@ -111,16 +111,16 @@ class Partition(nn.Module):
         return nn.Dense(self.num_groups)(x)
 
 
-class State(NamedTuple):
+class LstmState(NamedTuple):
     """Of two layers, [..., H] each."""
 
     h: tuple[Array, Array]
     c: tuple[Array, Array]
 
     @staticmethod
-    def zeros(batch: int) -> State:
+    def zeros(batch: int) -> LstmState:
         none = jnp.zeros((batch, HIDDEN))
-        return State((none, none), (none, none))
+        return LstmState((none, none), (none, none))
 
 
 class Weights(NamedTuple):
@@ -166,11 +166,11 @@ class HeadModule(nn.Module):
         )  # fmt: skip
 
 
-def lstm_step(w: Weights, state: State, given: Array) -> State:
+def lstm_step(w: Weights, state: LstmState, given: Array) -> LstmState:
     """One step of both layers, from `given` = inputs @ w.into [..., 4H]."""
     h0, c0 = _cell(given + state.h[0] @ w.first + w.biases[0], state.c[0])
     h1, c1 = _cell(jnp.concatenate([h0, state.h[1]], -1) @ w.second + w.biases[1], state.c[1])
-    return State((h0, h1), (c0, c1))
+    return LstmState((h0, h1), (c0, c1))
 
 
 def _cell(gates: Array, c: Array) -> tuple[Array, Array]:
@@ -185,7 +185,7 @@ class Ready(NamedTuple):
     weights: Weights
     head: Head
     offered: Array  # bool [D]
-    state: State  # [B, H]
+    state: LstmState  # [B, H]
     of_device: Array  # [D + 1, 4H]: what each previous device gives to the first layer
     of_memory: Array  # [L, M, 4H]: what the memory gives
     memory: Array  # [M, L, H]
@@ -227,7 +227,7 @@ class Policy(nn.Module):
         """[N, G]; `drops` to learn, by the random numbers "dropout"."""
         return self.partition(jnp.concatenate([self.words(told.word), told.figures], axis=1), drops)
 
-    def encode(self, told: Told, groups: Groups) -> tuple[State, Array]:
+    def encode(self, told: Told, groups: Groups) -> tuple[LstmState, Array]:
         """The state after the last group, and the memory [L, M, H]."""
         weight = told.is_there.astype(jnp.float32)
         features = jnp.concatenate([self.words(told.word), told.size[:, None]], axis=1) * weight[:, None]
@@ -252,7 +252,7 @@ class Policy(nn.Module):
 
             return jax.lax.scan(step, state, (at, read @ w.into))
 
-        return scan_used(chunk, State.zeros(len(groups.used)), (jnp.arange(self.num_slots), read), groups.used.max())
+        return scan_used(chunk, LstmState.zeros(len(groups.used)), (jnp.arange(self.num_slots), read), groups.used.max())
 
     def _ready(self, told: Told, groups: Groups, placements: int) -> Ready:
         state, memory = self.encode(told, groups)

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.search.layered import layered_expert_strategies
-from soapjax.search.learned.agent import Recipe, Sizes, agent_of
+from soapjax.search.learned.agent import AgentSizes, Recipe, agent_of
 from soapjax.search.learned.features import Chosen, colocated, features_of
 from soapjax.search.placement import devices_of, model_parallel_strategy, operator_seconds, pins_of_devices, placed, require_pins
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
@@ -50,7 +50,7 @@ HIERARCHICAL = Method("hierarchical", "hierarchical", Recipe("reinforce", 4, 32)
 REINFORCE = Method("reinforce", "hierarchical", Recipe("reinforce", 1, 128), "root", is_grouped=True)
 
 
-class Batch(NamedTuple):
+class PlacementBatch(NamedTuple):
     """What came of a batch of B placements."""
 
     found: list[Evaluation]
@@ -65,14 +65,14 @@ def reward_of(costs: np.ndarray, unit: float, method: Method) -> np.ndarray:
 
 def batches_of(
     rng_key: Array, problem: PlanningProblem, method: Method, starts: list[Evaluation], most: int | None = None
-) -> Iterator[Batch]:  # fmt: skip
+) -> Iterator[PlacementBatch]:  # fmt: skip
     """Draws and simulates, and learns before it draws again; rewards are relative to the cost of the first start.
 
     At most `most` batches will be asked for.
     """
     count, pins = problem.graph.num_operators, pins_of_devices(problem)
     features = features_of(numpy_rng(rng_key, 0), problem, method.told)
-    sizes = Sizes.of(features, len(pins), is_grouped=method.is_grouped)
+    sizes = AgentSizes.of(features, len(pins), is_grouped=method.is_grouped)
     agent, told = agent_of(sizes, method.recipe), sizes.filled(features, len(pins))
     fixed, devices = np.zeros((2, sizes.operators), np.int32)
     fixed[:count] = colocated(problem.graph, operator_seconds(problem), len(pins), method.recipe.num_groups)
@@ -88,7 +88,7 @@ def batches_of(
         found = problem.evaluate([Strategy(a, base.storage) for a in axes])
         rewards = reward_of(np.array([e.cost for e in found]), starts[0].cost, method).astype(np.float32)
         best = min(best, *found, key=lambda e: e.rank)
-        yield Batch(found, rewards)
+        yield PlacementBatch(found, rewards)
         learner = agent.learn(told, learner, draw, rewards)
 
 

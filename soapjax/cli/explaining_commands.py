@@ -4,16 +4,15 @@ unless only what is written is to count."""
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import cli
-from soapjax.commands import Result, output_problems, with_output
-from soapjax.comparing import with_costs
+from soapjax.cli.arguments import DiffCommand, ExplainCommand, ReportCommand
+from soapjax.cli.comparing import with_costs
+from soapjax.cli.explaining import explain, explain_operator
+from soapjax.cli.results import Result, output_problems, plain, with_output
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.explaining import explain, explain_operator
 from soapjax.files import write_text_atomic
 from soapjax.page_data import extras_of, pipeline_extras
 from soapjax.plan_files import Opened, opened_alone, reopened
@@ -53,7 +52,7 @@ def _check_choices(plan: Plan, place: str) -> None:
         raise SoapjaxError(problems)
 
 
-def explain_command(command: cli.ExplainCommand) -> Result:
+def explain_command(command: ExplainCommand) -> Result:
     plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
     if command.operator is not None:
         operator = explain_operator(plan, command.operator, found, place=f"{command.plan}: operators")
@@ -65,7 +64,7 @@ def explain_command(command: cli.ExplainCommand) -> Result:
     return result, Group(explanation_report(plan, why), Text("\n".join(remarks))), 0
 
 
-def diff_command(command: cli.DiffCommand) -> Result:
+def diff_command(command: DiffCommand) -> Result:
     problems, raw = [], []
     for path in (command.a, command.b):
         try:
@@ -95,7 +94,7 @@ def _one_problem(a: Plan, b: Plan) -> bool:
     return same and is_one_program and a.graph.fingerprint == b.graph.fingerprint and bool(a.pinned) == bool(b.pinned)
 
 
-def report_command(command: cli.ReportCommand) -> Result:
+def report_command(command: ReportCommand) -> Result:
     if problems := output_problems(command.output, "--output", "report.html"):
         raise SoapjaxError(problems)
     plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
@@ -118,14 +117,3 @@ def _title(plan: Plan) -> str:
     model = f"{plan.model.path} " if plan.model is not None else ""
     settings = "" if plan.model is None else " ".join(f"{k}={v}" for k, v in plan.model.settings.items())
     return f"{model}{settings + ' ' if settings else ''}on {plan.topology.get('name', '?')}, {plan.num_devices} devices"
-
-
-def plain(value: Any) -> Any:
-    """Named tuples and pydantic parts as what JSON has."""
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    if hasattr(value, "_asdict"):
-        return {k: plain(v) for k, v in value._asdict().items()}
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -14,8 +14,10 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import cli, planning
-from soapjax.commands import Result, loaded, plan_result
+from soapjax import planning
+from soapjax.cli.arguments import DemoCommand, RunCommand, VerifyCommand
+from soapjax.cli.results import Result, loaded, plan_result
+from soapjax.cli.step_source import required_source
 from soapjax.devices import devices_of_target, start_devices
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled import CompiledStep
@@ -30,14 +32,13 @@ from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
-from soapjax.step_source import required_source
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology
 from soapjax.verify_programs import ProgramsVerified, verify_programs
 
 
-def _checked(command: cli.RunCommand | cli.VerifyCommand) -> tuple[Plan, ModelSource, DeviceTopology]:
+def _checked(command: RunCommand | VerifyCommand) -> tuple[Plan, ModelSource, DeviceTopology]:
     """The plan of a file, the step that the user chose for it, and its topology: before a device is started or a module imported.
 
     Raises: SoapjaxError where the plan's mesh is not its topology's, where it cannot be run, or no step was chosen.
@@ -61,7 +62,7 @@ def _is_comparable(plan: Plan, devices: list[Any]) -> bool:
     return same_kind and not fake and not topology.fake and (devices[0].platform == "cpu" or name in kind or kind in name)
 
 
-def run_command(command: cli.RunCommand) -> Result:
+def run_command(command: RunCommand) -> Result:
     plan, source, topology = _checked(command)
     devices = start_devices(topology.num_devices)
     plan, model, step = loaded(plan, command.plan, source, concrete=True)
@@ -153,7 +154,7 @@ def _defaults(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in {**defaults, **settings}.items() if k in wanted}
 
 
-def verify_command(command: cli.VerifyCommand) -> Result:
+def verify_command(command: VerifyCommand) -> Result:
     plan, source, topology = _checked(command)
     runs = command.target in ("local", "cpu")
     if command.topology is not None and load_topology(command.topology).fingerprint() != topology.fingerprint():
@@ -197,7 +198,7 @@ def verify_command(command: cli.VerifyCommand) -> Result:
     return result, Group(Text("\n".join(lines)), *tables), 0 if is_proven and fits else 1
 
 
-def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVerified, *, runs: bool) -> Result:
+def _verified_programs(command: VerifyCommand, plan: Plan, found: ProgramsVerified, *, runs: bool) -> Result:
     """The result and report of a plan that is several programs."""
     inspected, numbers, ops = found.inspected, found.numbers, found.inspected.ops
     shown = ops.ops_as_planned > 0 if numbers is None else numbers.is_proven
@@ -227,7 +228,7 @@ def _verified_programs(command: cli.VerifyCommand, plan: Plan, found: ProgramsVe
     return result, Group(Text("\n".join(lines)), *tables), 0 if is_proven and fits else 1
 
 
-def demo_command(command: cli.DemoCommand) -> Result:
+def demo_command(command: DemoCommand) -> Result:
     begin = time.perf_counter()
     devices = start_devices(8)
     sizes = {"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8}

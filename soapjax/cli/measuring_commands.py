@@ -10,10 +10,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
-from soapjax import cli, commands, interrupts, plan_files, planning
+from soapjax import interrupts, plan_files, planning
+from soapjax.cli.arguments import CalibrateCommand, ProfileCommand
+from soapjax.cli.results import Result, closing, loaded, output_problems, wanted_topology
+from soapjax.cli.step_source import required_source
 from soapjax.costs.fit import fitted_scales
 from soapjax.costs.profile import Profile, merged, profile_of, save_profile
 from soapjax.errors import Problem, SoapjaxError
@@ -25,20 +28,17 @@ from soapjax.model_source import abstract_model, model_source
 from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.report.tables import seconds
 from soapjax.report.text_table import TextTable
-from soapjax.step_source import required_source
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.verify_top import require_real_devices
 
-Result = tuple[dict[str, Any], RenderableType, int]
 
-
-def profile_command(command: cli.ProfileCommand, progress: Any = None) -> Result:
-    topology = commands.wanted_topology(command)
+def profile_command(command: ProfileCommand, progress: Any = None) -> Result:
+    topology = wanted_topology(command)
     require_kind(topology)
     model = abstract_model(model_source(command.model, command.set))
     step = trace(model.step, *model.arguments, unroll=command.unroll)
-    with commands.closing(progress):
+    with closing(progress):
         found, notes = measure_profile(
             step, topology, seconds=command.seconds, command=_command_line(), search=command.search,
             microbatches=command.microbatches, progress=progress,
@@ -86,8 +86,8 @@ def _command_line() -> str:
     return shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
-def calibrate_command(command: cli.CalibrateCommand) -> Result:
-    problems = commands.output_problems(command.output) if command.output is not None else []
+def calibrate_command(command: CalibrateCommand) -> Result:
+    problems = output_problems(command.output) if command.output is not None else []
     if problems:
         raise SoapjaxError(problems)
     rows, measured, bases, fingerprints = [], [], [], {}
@@ -102,7 +102,7 @@ def calibrate_command(command: cli.CalibrateCommand) -> Result:
             value, first = topology.name, next(iter(fingerprints.values()))
             raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
-        plan, model, step = commands.loaded(plan, path, required_source(command, plan, place=path), concrete=True)
+        plan, model, step = loaded(plan, path, required_source(command, plan, place=path), concrete=True)
         base = planning.find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")

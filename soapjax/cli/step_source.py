@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-from soapjax import cli
+from soapjax.cli.arguments import COMMANDS, StepOptions
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import model_source, setting_pairs
 from soapjax.strategy.plan import ModelSource, Plan
@@ -17,7 +17,7 @@ from soapjax.strategy.plan import ModelSource, Plan
 MOST_TYPED = 1000  # characters of a command line that is printed
 
 
-def chosen_source(command: cli.StepOptions, plan: Plan, *, place: str) -> ModelSource | None:
+def chosen_source(command: StepOptions, plan: Plan, *, place: str) -> ModelSource | None:
     """The step that the user chose, None where nothing was said. Imports nothing.
 
     Raises: SoapjaxError where options contradict each other, or `--trust` finds no name in the plan.
@@ -36,7 +36,7 @@ def chosen_source(command: cli.StepOptions, plan: Plan, *, place: str) -> ModelS
     return plan.model if command.trust else None
 
 
-def required_source(command: cli.StepOptions, plan: Plan, *, place: str) -> ModelSource:
+def required_source(command: StepOptions, plan: Plan, *, place: str) -> ModelSource:
     """As `chosen_source`.
 
     Raises: SoapjaxError where nothing was said, with the command line to type.
@@ -54,9 +54,9 @@ def required_source(command: cli.StepOptions, plan: Plan, *, place: str) -> Mode
     raise SoapjaxError(Problem(f"{place}: model", repr(plan.model.path), expected, remedy))
 
 
-def typed(command: cli.StepOptions, source: ModelSource) -> str:
+def typed(command: StepOptions, source: ModelSource) -> str:
     """The command line that runs a command with this step."""
-    name = next(n for n, kind in cli.COMMANDS.items() if kind is type(command))
+    name = next(n for n, kind in COMMANDS.items() if kind is type(command))
     words = ["soapjax", name]
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)

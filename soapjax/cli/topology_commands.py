@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
-from soapjax import cli
+from soapjax.cli.arguments import TopologiesCommand
+from soapjax.cli.results import Result
 from soapjax.errors import SoapjaxError
 from soapjax.report.text_table import TextTable
 from soapjax.topology import DeviceTopology, LinkLevel, ShippedTopology, load_topology, shipped_catalogue
 from soapjax.topology.shipped import LOCAL, LOCAL_DESCRIPTION
 
-Result = tuple[dict[str, Any], RenderableType, int]
 
-
-def topologies_command(command: cli.TopologiesCommand) -> Result:
+def topologies_command(command: TopologiesCommand) -> Result:
     if command.names:
         return _in_full(command.names)
     shipped = shipped_catalogue()

@@ -1,0 +1,3 @@
+"""The command line. Nothing outside this package imports it but `soapjax.__main__`."""
+
+from soapjax.cli.command_line import main as main

@@ -1,0 +1,153 @@
+"""The command line: plan, simulate, explain, diff, report, run, verify, profile, calibrate, topologies, demo.
+
+Every command takes --json: one JSON object on standard output, everything else on standard error.
+Bad input ends with exit status 2 and a message that names the place, the value, what was expected and
+the remedy; an interrupted search keeps the best plan so far and exits with 130.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import warnings
+from typing import Any
+
+import rich.progress
+import tyro
+
+from soapjax import files, interrupts
+from soapjax.cli import terminal
+from soapjax.cli.arguments import COMMANDS, PlanCommand, ProfileCommand, VerifyCommand
+from soapjax.errors import InfeasibleError, Problem, SoapjaxError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command line; ends the process with its exit status."""
+    with interrupts.handled():
+        try:
+            terminal.check_surroundings()
+            status = _run(argv)
+        except SoapjaxError as e:
+            for p in e.problems:
+                # What was found is data, and makes no lines of its own; a remedy may be a list.
+                p = p._replace(place=terminal.visible(p.place, one_line=True), value=terminal.visible(p.value, one_line=True))
+                terminal.print_line(f"error: {p}")
+            status = 3 if isinstance(e, InfeasibleError) else 2
+        except KeyboardInterrupt:
+            status = interrupts.STATUS
+            terminal.print_line(interrupts.NOTHING)
+            interrupts.hold("")
+    sys.exit(status)
+
+
+def _run(argv: list[str] | None) -> int:
+    """The exit status of a command, whose result is printed.
+
+    Raises: SoapjaxError for bad input, KeyboardInterrupt where there is nothing to keep, SystemExit after --help.
+    """
+    command = None
+    with terminal.printing(), terminal.encodable():
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, args=argv, prog="soapjax", description=__doc__, sort_subcommands=False
+        )
+    if command is None:  # nobody reads the help any more
+        return 0
+    if isinstance(command, VerifyCommand):
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # the partitioner's warnings are read, and not shown
+    if isinstance(command, VerifyCommand | PlanCommand) and command.target not in ("local", "cpu", None):
+        os.environ.update(JAX_PLATFORMS="cpu", JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    # XLA's C++ warnings belong to no user of a command line; they are back with TF_CPP_MIN_LOG_LEVEL=0.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(terminal.LogFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[log])
+    warnings.filterwarnings("ignore", message=".*donated buffers were not usable.*")
+    _check_sizes(command)
+    try:
+        from soapjax.cli import commands  # after parsing: --help must not wait for jax
+    except Exception as e:  # of the user's variables: JAX_ENABLE_X64=banana
+        remedy = "check the installation, and the variables JAX_* and XLA_*"
+        raise SoapjaxError(Problem("import of JAX", f"{type(e).__name__}: {e}", "a JAX that can be imported", remedy)) from e
+    try:
+        # What the user's own modules print must not reach --json's standard output.
+        with contextlib.redirect_stdout(sys.stderr):
+            result, text, status = commands.run(command, interrupts.checked(_progress(command)))
+    except SoapjaxError:
+        raise
+    except Exception as e:
+        if problem := terminal.about_surroundings(e):
+            raise SoapjaxError(problem) from e
+        raise
+    interrupts.hold("interrupted while the result was printed")
+    with terminal.printing():
+        if command.json:
+            print(json.dumps(_without_nan(result), allow_nan=False))
+        else:
+            terminal.console().print(text)
+    return interrupts.STATUS if interrupts.came() else status
+
+
+def _check_sizes(command: Any) -> None:
+    """Refuses at once what no reader would take.
+
+    Raises: SoapjaxError naming every file that is too large.
+    """
+    given = [getattr(command, name, None) for name in ("plan", "a", "b", "plans", "profile", "topology", "names")]
+    problems = []
+    for path in (p for g in given for p in (g if isinstance(g, list | tuple) else [g]) if isinstance(p, str)):
+        with contextlib.suppress(OSError, ValueError):
+            size = os.stat(path).st_size
+            if size > files.MAX_TEXT_BYTES and os.path.isfile(path):
+                problems.append(files.too_large(path, f"{size} bytes", files.MAX_TEXT_BYTES))
+    if problems:
+        raise SoapjaxError(problems)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _progress(command: Any) -> Any:
+    """A bar with the best step time so far, on a terminal only: returns (update function, closing function)."""
+    if not (isinstance(command, PlanCommand | ProfileCommand) and sys.stderr.isatty()):
+        return None
+    if isinstance(command, ProfileCommand):
+        return _measuring(command)
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("searching"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[best]}"),
+        rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
+    )  # fmt: skip
+    total = command.proposals if command.proposals else None
+    task = bar.add_task("search", total=command.seconds or total, best="")
+    bar.start()
+
+    def update(done: int, best_s: float, elapsed_s: float) -> None:
+        bar.update(task, completed=elapsed_s if command.seconds else done, best=f"{done} proposals, best {best_s * 1e3:.4g} ms")
+
+    update.stop = bar.stop
+    return update
+
+
+def _measuring(command: ProfileCommand) -> Any:
+    """A bar with the operator that is measured."""
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("measuring"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[label]}"),
+        rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
+    )  # fmt: skip
+    task = bar.add_task("profile", total=None, label="")
+    bar.start()
+
+    def update(done: int, total: int, elapsed_s: float, label: str) -> None:
+        bar.update(task, completed=done, total=total, label=f"{done} of {total}, {label}")
+
+    update.stop = bar.stop
+    return update

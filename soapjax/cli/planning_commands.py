@@ -1,0 +1,147 @@
+"""What `soapjax plan` and `soapjax simulate` do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from soapjax import interrupts, plan_files, planning
+from soapjax.auto_pipeline import Chosen, plan_one_or_pipeline
+from soapjax.cli import terminal
+from soapjax.cli.arguments import PlanCommand, SimulateCommand
+from soapjax.cli.results import Progress, Result, closing, opened, output_problems, plan_result, wanted_topology, with_output
+from soapjax.cli.step_source import chosen_source
+from soapjax.devices import devices_of_backend, devices_of_target
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.fronts import rows_of_pipelines, rows_of_planned
+from soapjax.model_source import Model, abstract_model, model_source
+from soapjax.report.front import FrontRow, front_view
+from soapjax.report.perfetto import write_trace
+from soapjax.report.tables import plan_report
+from soapjax.search.objective import Objective, objective_of
+from soapjax.search.planners import get_planner
+from soapjax.strategy.plan import Plan
+from soapjax.topology import DeviceTopology, load_topology
+
+
+def plan_problems(command: PlanCommand) -> list[Problem]:
+    """Which options of `soapjax plan` do not go together."""
+    return _pipeline_problems(command) + _check_problems(command) + _objective(command)[1]
+
+
+def plan_command(command: PlanCommand, progress: Progress = None) -> Result:
+    numbers = {k: None if (n := getattr(command, k)) == "auto" else int(n) for k in ("microbatches", "stages")}
+    topology = wanted_topology(command)
+    get_planner(command.planner, space=command.space)
+    model = abstract_model(model_source(command.model, command.set))
+    if command.pipeline is not None and command.pipeline != "auto":
+        return _pipeline_command(command, model, topology, numbers, progress)
+    options = dict(
+        topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
+        unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
+        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto,
+        simplicity=command.simplicity, check=command.check, devices=_devices_to_compile_for(command, topology),
+    )  # fmt: skip
+    begin = time.monotonic()
+    with closing(progress):
+        if command.pipeline is not None:
+            chosen = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
+        else:
+            found = planning.plan(model.step, *model.arguments, **options)
+            chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
+    return _planned(command, *chosen, search_s=time.monotonic() - begin)
+
+
+def _devices_to_compile_for(command: PlanCommand, topology: DeviceTopology) -> list[Any] | None:
+    """Of `--check compile`; None for those at hand."""
+    if command.check == "none":
+        return None
+    return devices_of_backend(topology) if command.target is None else devices_of_target(topology, command.target)
+
+
+def _check_problems(command: PlanCommand) -> list[Problem]:
+    """What does not go together with `--check` and `--target`."""
+    problems = []
+    if command.target is not None and command.check != "compile":
+        problems.append(Problem("--target", command.target, "--check compile", "add it, or drop --target"))
+    if command.check == "compile" and command.pipeline is not None:
+        expected, remedy = "one program: stages are not compiled", "drop one of them; soapjax verify compiles a pipeline's stages"
+        problems.append(Problem("--check", f"compile with --pipeline {command.pipeline}", expected, remedy))
+    if command.target is not None and command.verify_top:
+        problems.append(Problem("--target", command.target, "the devices at hand with --verify-top", "drop one of them"))
+    return problems
+
+
+def _objective(command: PlanCommand) -> tuple[Objective, list[Problem]]:
+    return objective_of(command.objective, command.max_bytes, command.max_memory, command.weights)
+
+
+def _planned(command: PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow], *, search_s: float) -> Result:
+    """Saves a plan and reports it, with the seconds that planning took, which no file keeps."""
+    stopped_by = "interrupted" if interrupts.came() else stopped_by
+    if command.output is not None:
+        with_output(command.output, plan.save)
+    result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output, "search_s": round(search_s, 3)}
+    lines = [f"planned in {search_s:.3g} s; {plan.provenance.num_proposals:,} proposals"]
+    lines += [f"written to {command.output}"] if command.output else ["not written: give -o plan.json"]
+    status = 0
+    p, named = plan.prediction, {"max_bytes": "--max-bytes", "max_memory": "--max-memory"}
+    for problem in _objective(command)[0].unmet(p.peak_sent_bytes, p.memory_bytes_per_device):
+        terminal.print_line(f"error: {problem._replace(place=named[problem.place])}")
+        status = 3
+    if stopped_by == "interrupted":
+        lines.append("interrupted: this is the best so far")
+        status = interrupts.STATUS
+    views = [front_view(front)] if command.pareto else []
+    if command.pareto:
+        result |= {"front": [row._asdict() for row in front]}
+    return result, Group(plan_report(plan), *views, Text("\n".join(lines))), status
+
+
+def _pipeline_problems(command: PlanCommand) -> list[Problem]:
+    """What does not go together with `--pipeline`."""
+    problems = []
+    for name in ("microbatches", "stages"):
+        text = getattr(command, name)
+        if text != "auto" and command.pipeline is None:
+            problems.append(Problem(f"--{name}", text, "a pipeline", "add --pipeline auto, or another"))
+    if command.pipeline is not None and command.space != "soap":
+        problems.append(Problem("--space", command.space, "soap with --pipeline", "drop one of them"))
+    if command.pipeline not in (None, "auto") and command.verify_top:
+        expected, remedy = "no pipeline, or auto: only plans of one program are compared", "drop one of them"
+        problems.append(Problem("--verify-top", str(command.verify_top), expected, remedy))
+    return problems
+
+
+def _pipeline_command(
+    command: PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], progress: Progress
+) -> Result:
+    begin = time.monotonic()
+    with closing(progress):
+        plan, found = planning.plan_pipeline(
+            model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
+            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
+            profile=command.profile, objective=_objective(command)[0], pareto=command.pareto, **numbers,
+        )  # fmt: skip
+    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found), search_s=time.monotonic() - begin)
+
+
+def simulate_command(command: SimulateCommand) -> Result:
+    if command.trace is not None and (problems := output_problems(command.trace, "--trace", "trace.json")):
+        raise SoapjaxError(problems)
+    plan = Plan.load(command.plan)
+    if (source := chosen_source(command, plan, place=command.plan)) is not None:
+        found, _, _ = opened(plan, command.plan, source, command.topology)
+    else:
+        wanted = load_topology(command.topology) if command.topology is not None else None
+        found = plan_files.opened_alone(plan, place=command.plan, topology=wanted)
+    result, report = plan_result(found.plan), plan_report(found.plan)
+    if command.trace is not None:
+        events = plan_files.timeline_events(found)
+        with_output(command.trace, lambda path: write_trace(path, events, title=f"simulated: {command.plan}"))
+        result, report = result | {"trace": command.trace}, Group(report, Text(f"timeline written to {command.trace}"))
+    return result, report, 0
