@@ -2,7 +2,7 @@
 
 One step: parameters go to where they are read, micro-batches pass through the stages in the schedule's order, gradients are
 summed where they are made, then every stage updates the parameters that it holds. All of it is one list of
-dispatches (pipeline_stream.py); what runs at the same time follows from the data alone.
+dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time follows from the data alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from soapjax.execute.batches import put_batch, structs
 from soapjax.execute.deferred_sums import deferred_sums
 from soapjax.execute.microbatches import Joining, MicroStep, joining, require_reduction
 from soapjax.execute.part_program import Place
-from soapjax.execute.pipeline_stream import PipelineStream, Staged
+from soapjax.execute.pipeline_stream import Staged
+from soapjax.execute.pipeline_updates import StepStream, step_stream
 from soapjax.execute.stage_cut import cut_stages
 from soapjax.execute.stream import Event, Stream
 from soapjax.strategy.pipeline import Pipeline
@@ -54,7 +55,7 @@ class PipelineStep:
         self._defer(values)
         self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
-        self._streams: dict[bool, PipelineStream] = {}
+        self._streams: dict[bool, StepStream] = {}
 
     def _defer(self, gradients: Sequence[int]) -> None:
         """Gradients are summed over a stage's devices once per step where they may be (deferred_sums.py)."""
@@ -113,10 +114,10 @@ class PipelineStep:
     def dispatches(self, *, with_gradients: bool = False) -> Stream:
         return self._built(with_gradients).stream
 
-    def _built(self, with_gradients: bool) -> PipelineStream:
+    def _built(self, with_gradients: bool) -> StepStream:
         if with_gradients not in self._streams:
             staged = Staged(self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
-            self._streams[with_gradients] = PipelineStream(staged, with_gradients=with_gradients)
+            self._streams[with_gradients] = step_stream(staged, with_gradients=with_gradients)
         return self._streams[with_gradients]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The dispatches of one synchronous pipeline step, in order.
+"""The dispatches of one synchronous pipeline step up to its updates, in order.
 
 Parameters go to where they are read; micro-batches pass through the stages in the schedule's order, and every pass adds what the
-update needs to running sums on its own devices; pipeline_updates.py ends the step. What a dispatch reads and makes has a name:
+update needs to running sums on its own devices; pipeline_updates.py goes on from there. What a dispatch reads and makes has a name:
 
     ("batch", value, stage)             all micro-batches of an argument
     ("value", value, stage, m)          a value on a stage; m is None of state, which all micro-batches share
@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from soapjax.execute.cut import Part
 from soapjax.execute.microbatches import Joining, MicroStep
 from soapjax.execute.part_program import Accumulated, Place, jit_part, sum_dtype
-from soapjax.execute.pipeline_updates import emit_updates
 from soapjax.execute.stage_cut import Crossing, StageCut
-from soapjax.execute.stream import Stream, StreamBuilder
+from soapjax.execute.stream import StreamBuilder
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order
 
@@ -38,13 +37,9 @@ class Staged(NamedTuple):
 
 
 class PipelineStream:
-    """Writes the dispatches of one step; `stream` is the result.
+    """Writes the dispatches of one step's passes; `updated` are the stages in the order in which they may update."""
 
-    Args:
-      with_gradients: the gradients are results too.
-    """
-
-    def __init__(self, staged: Staged, *, with_gradients: bool):
+    def __init__(self, staged: Staged):
         self.staged, self.cut, self.places = staged, staged.cut, staged.places
         self.program, self.num = staged.micro.step.program, staged.micro.num_microbatches
         self.out = StreamBuilder()
@@ -58,7 +53,8 @@ class PipelineStream:
         self.joined: list[Crossing] = []  # what is not summed
         self._find_sums()
         self.version = {(a.value, s): 0 for s, added in self.sums.items() for a in added}
-        self.stream = self._emit(with_gradients)
+        self.updated: list[int] = []
+        self.given = self._emit()
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
@@ -71,7 +67,8 @@ class PipelineStream:
                     is_float64 = self.places[stage].is_float64 and jnp.issubdtype(dtype, jnp.floating)
                     self.sums[stage].append(Accumulated(v, sum_dtype(dtype, is_float64=is_float64), self.places[stage]))
 
-    def _emit(self, with_gradients: bool) -> Stream:
+    def _emit(self) -> list[tuple]:
+        """Adds the passes; the names of what the stream takes."""
         leaves = self.staged.micro.batch_leaves
         given = [("value", v, self.cut.home[v], None) for k, v in enumerate(self.program.inputs) if k not in leaves]
         for n in given:
@@ -80,14 +77,12 @@ class PipelineStream:
         self._move_state()
         self._programs()
         self._zeros()
-        updated: list[int] = []
         for action in dispatch_order(self.staged.pipeline):
             if action.kind == "update":
-                updated.append(action.stage)
+                self.updated.append(action.stage)
             else:
                 self._pass(action)
-        wanted = emit_updates(self, updated, with_gradients=with_gradients)
-        return self.out.build(given, wanted)
+        return given
 
     # Names and layouts.
 

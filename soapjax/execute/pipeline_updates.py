@@ -15,21 +15,29 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from soapjax.execute.part_program import evaluate_part, finished, jit_part
+from soapjax.execute.pipeline_stream import PipelineStream, Staged
 from soapjax.execute.stage_cut import Crossing
-
-if TYPE_CHECKING:
-    from soapjax.execute.pipeline_stream import PipelineStream
+from soapjax.execute.stream import Stream
 
 
-def emit_updates(stream: PipelineStream, stages: Sequence[int], *, with_gradients: bool) -> list[tuple]:
-    """Adds the dispatches of `stages`' updates; the names of the step's results, gradients last."""
-    return _Updates(stream, with_gradients).emit(stages)
+class StepStream(NamedTuple):
+    """All dispatches of one step."""
+
+    stream: Stream
+    feeds: list[tuple[int, int]]  # (leaf, stage): the parts of the batch that the stream takes
+
+
+def step_stream(staged: Staged, *, with_gradients: bool) -> StepStream:
+    """The dispatches of one step; its results are the step's, and the gradients last where they are wanted."""
+    passes = PipelineStream(staged)
+    wanted = _Updates(passes, with_gradients).emit(passes.updated)
+    return StepStream(passes.out.build(passes.given, wanted), passes.feeds)
 
 
 class _Updates:
