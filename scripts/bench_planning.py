@@ -44,7 +44,7 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
     import soapjax
     from soapjax.jit import programs
     from soapjax.model_source import abstract_model
-    from soapjax.planning import planning_problem
+    from soapjax.planning.entry import planning_problem
     from soapjax.search.engine import Engine
     from soapjax.search.mcmc import mcmc
     from soapjax.search.problem import Budget

@@ -54,7 +54,7 @@ import numpy as np
 import soapjax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import abstract_model, parse_settings
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
 from soapjax.search.chain import MOST_BLOCKS, draws
 from soapjax.search.engine import Engine
 from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, mcmc

@@ -25,7 +25,7 @@ from soapjax.execute.coordination import store
 from soapjax.execute.measure_links import time_collectives
 from soapjax.graph.flops import flops_of
 from soapjax.graph.trace import TracedStep
-from soapjax.profiling import measure_profile
+from soapjax.planning.profiling import measure_profile
 from soapjax.topology import DeviceTopology
 
 MAX_OPERATORS = 6  # of each class, by FLOPs

@@ -176,23 +176,23 @@ class Plans(Kind):
     """Plans of one program; placed; pipelines; one with a profile."""
 
     def made(self) -> list[Any]:
-        from soapjax import planning
         from soapjax.model_source import abstract_model
+        from soapjax.planning import entry
         from soapjax.strategy.plan import ModelSource
 
         model = abstract_model(ModelSource(path="soapjax.models.mlp", settings=TINY))
         options = dict(topology="cpu8", model=model.source)
-        one = planning.plan(model.step, *model.arguments, planner="data_parallel", **options)
+        one = entry.plan(model.step, *model.arguments, planner="data_parallel", **options)
         self.step, self.space = one.step, one.problem.space
         plans = [one.plan]
         if not self.quick:
             deeper = abstract_model(ModelSource(path="soapjax.models.mlp", settings=TINY | {"layers": 3}))
             plans.append(
-                planning.plan(deeper.step, *deeper.arguments, planner="model_parallel", space="paper", **options).plan
+                entry.plan(deeper.step, *deeper.arguments, planner="model_parallel", space="paper", **options).plan
             )
             for schedule in ("gpipe", "interleaved"):
                 plans.append(
-                    planning.plan_pipeline(
+                    entry.plan_pipeline(
                         deeper.step, *deeper.arguments, pipeline=schedule, stages=2, microbatches=2, proposals=8, **options
                     )[0]
                 )

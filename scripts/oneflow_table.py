@@ -50,7 +50,7 @@ from soapjax.files import write_text_atomic
 from soapjax.graph.build import build_graph
 from soapjax.graph.phases import FORWARD
 from soapjax.graph.trace import trace
-from soapjax.profiling import scaled_prediction
+from soapjax.planning.profiling import scaled_prediction
 from soapjax.search.baselines import tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space

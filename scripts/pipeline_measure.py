@@ -28,8 +28,8 @@ from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 import soapjax
 import soapjax.distributed
 from soapjax.model_source import concrete_model
-from soapjax.plan_files import recost
-from soapjax.planning import plan_of_strategy, plan_pipeline
+from soapjax.planning.entry import plan_of_strategy, plan_pipeline
+from soapjax.planning.plan_files import recost
 from soapjax.search.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.plan import Plan

@@ -39,7 +39,7 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.execute.traffic import compare_by_kind, differences
 from soapjax.files import write_text_atomic
 from soapjax.model_source import abstract_model
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.plan import ModelSource

@@ -27,7 +27,7 @@ from soapjax.execute.spmd import bind_plan
 from soapjax.execute.verify import FLOAT64_BOUND, reference, verify
 from soapjax.files import write_text_atomic
 from soapjax.model_source import concrete_model
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.plan import ModelSource

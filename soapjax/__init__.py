@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from soapjax.errors import InfeasibleError, Problem, SoapjaxError
     from soapjax.graph.phases import value_and_grad
     from soapjax.graph.trace import trace
-    from soapjax.plan_files import load_plan
-    from soapjax.planning import Planned, plan, plan_pipeline
+    from soapjax.planning.entry import Planned, plan, plan_pipeline
+    from soapjax.planning.plan_files import load_plan
     from soapjax.search.objective import Objective
     from soapjax.search.planners import PLANNERS
     from soapjax.strategy.plan import Plan
@@ -43,14 +43,14 @@ _HOMES = {
     "InfeasibleError": "errors",
     "Objective": "search.objective",
     "Plan": "strategy.plan",
-    "Planned": "planning",
+    "Planned": "planning.entry",
     "Problem": "errors",
     "SoapShard": "api",
     "SoapjaxError": "errors",
-    "load_plan": "plan_files",
+    "load_plan": "planning.plan_files",
     "load_topology": "topology",
-    "plan": "planning",
-    "plan_pipeline": "planning",
+    "plan": "planning.entry",
+    "plan_pipeline": "planning.entry",
     "soap_shard": "api",
     "trace": "graph.trace",
     "value_and_grad": "graph.phases",

@@ -20,7 +20,6 @@ import jax
 from soapjax import nnx_steps, progress
 from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
-from soapjax.compile_check import over_memory
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute import jointly
@@ -32,7 +31,8 @@ from soapjax.graph.trace import argument_names, signature, trace
 from soapjax.making import Maker
 from soapjax.options import OPTIONS, check_step
 from soapjax.options import check as check_options
-from soapjax.pipelining import PipelineOptions
+from soapjax.planning.compile_check import over_memory
+from soapjax.planning.given_pipeline import PipelineOptions
 from soapjax.search.objective import Objective
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan

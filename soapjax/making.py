@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from soapjax import planning, progress
-from soapjax.auto_pipeline import plan_one_or_pipeline
+from soapjax import progress
 from soapjax.execute import jointly
 from soapjax.execute.compiled import CompiledStep
 from soapjax.execute.spmd import bind_plan
@@ -18,8 +17,10 @@ from soapjax.execute.stages import planned_pipeline
 from soapjax.execute.stream_step import StreamStep, compile_step
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.options import objective
-from soapjax.pipelining import PipelineOptions, pipelined
-from soapjax.plan_files import recost
+from soapjax.planning import entry
+from soapjax.planning.auto_pipeline import plan_one_or_pipeline
+from soapjax.planning.given_pipeline import PipelineOptions, pipelined
+from soapjax.planning.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
 
@@ -93,7 +94,7 @@ class Maker:
             return self._planned_pipeline(fn, args, static, report), trace(fn, *args, unroll=options["unroll"], **tracing), None
         if self.source is None:
             devices = jax.devices() if self.devices is None else self.devices  # of whatever platform: it runs there
-            found = planning.plan(fn, *args, static_argnums=static, devices=devices, progress=report, **check, **options)
+            found = entry.plan(fn, *args, static_argnums=static, devices=devices, progress=report, **check, **options)
             return found.plan, found.step, found.program
         source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
         step = trace(fn, *args, unroll=source.unroll or options["unroll"], **tracing)
@@ -109,7 +110,7 @@ class Maker:
             return plan_one_or_pipeline(fn, *args, devices=self.devices, **numbers, **options).plan
         names = ("topology", "seed", "proposals", "seconds", "unroll", "profile", "objective", *self.tracing)
         shared = {k: options[k] for k in names}
-        return planning.plan_pipeline(fn, *args, pipeline=asked.pipeline, devices=self.devices, **numbers, **shared)[0]
+        return entry.plan_pipeline(fn, *args, pipeline=asked.pipeline, devices=self.devices, **numbers, **shared)[0]
 
     def _plan_jointly(
         self, fn: Callable[..., Any], args: tuple[Any, ...], static: tuple[int, ...], report: progress.Report | None

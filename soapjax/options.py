@@ -21,13 +21,13 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
-from soapjax.compile_check import CHECKS
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.microbatches import REDUCTIONS
+from soapjax.planning.compile_check import CHECKS
+from soapjax.planning.pipelines import PIPELINES
 from soapjax.search.objective import OBJECTIVES, Objective, objective_problems
 from soapjax.search.planners import PLANNERS
-from soapjax.stage_plans import PIPELINES
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import SPACES

@@ -9,6 +9,7 @@ import numpy as np
 from soapjax.costs.memory_curve import memory_curve
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.phases import BACKWARD, FORWARD, PHASE_NAMES, UPDATE
+from soapjax.planning.timelines import TaskNames, devices_taking_part
 from soapjax.report.html import Extras, MemoryOverStep, TimelineView
 from soapjax.simulate.critical_path import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
@@ -16,7 +17,6 @@ from soapjax.simulate.pipeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.strategy import Strategy
-from soapjax.timelines import TaskNames, devices_taking_part
 from soapjax.topology import DeviceTopology
 
 UNITS = 10_000_000  # of a step: how finely times are written

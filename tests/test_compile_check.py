@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from command_line import call
 
-from soapjax import InfeasibleError, Plan, compile_check, load_topology, planning, soap_shard
+from soapjax import InfeasibleError, Plan, load_topology, soap_shard
 from soapjax.devices import devices_of_target
 from soapjax.execute.inspect import inspect
 from soapjax.execute.spmd import bind_plan
-from soapjax.plan_files import recost
+from soapjax.planning import compile_check, entry
+from soapjax.planning.plan_files import recost
 
 WIDTH, BATCH = 128, 1024
 
@@ -41,7 +42,7 @@ def cpu8(available_bytes):
 
 
 def planned(topology, **options):
-    return planning.plan(step, *arguments(), topology=topology, **{"planner": "optcnn"} | options)
+    return entry.plan(step, *arguments(), topology=topology, **{"planner": "optcnn"} | options)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_where_the_winner_does_not_fit_as_compiled_the_search_goes_on_with_less(
     def hungry(step, plan, *args):
         return compile_one(step, plan, *args)._replace(memory_bytes=int(1.5 * plan.prediction.memory_bytes_per_device))
 
-    monkeypatch.setattr(planning, "compiled_plan", hungry)
+    monkeypatch.setattr(entry, "compiled_plan", hungry)
     available = int(1.1 * roomy.prediction.memory_bytes_per_device)
     found = planned(cpu8(available), check="compile", planner=planner, proposals=256)
     asked = found.plan.provenance.compiled
@@ -91,7 +92,7 @@ def test_what_is_called_fitting_fits(roomy):
 
 def test_the_compiler_has_the_last_word_on_a_plan_that_is_predicted_not_to_fit(roomy, monkeypatch):
     needed = roomy.prediction.memory_bytes_per_device
-    monkeypatch.setattr(planning, "compiled_plan", lambda *args: compile_check.Compiled("cpu", needed // 4, {}, None))
+    monkeypatch.setattr(entry, "compiled_plan", lambda *args: compile_check.Compiled("cpu", needed // 4, {}, None))
     found = planned(cpu8(needed // 3), check="compile", planner="data_parallel")
     assert found.plan.prediction.memory_bytes_per_device > found.plan.prediction.usable_memory_bytes
     assert found.plan.prediction.feasible and recost(found.plan, found.step).prediction.feasible
@@ -161,8 +162,8 @@ def test_what_does_not_go_together_is_said_at_once():
 
 def test_a_backend_that_cannot_compile_here_is_named():
     with pytest.raises(ValueError, match="those of a100x8"):
-        planning.plan(step, *jax.eval_shape(arguments), topology="a100x8", check="compile", planner="data_parallel")
-    found = planning.plan(
+        entry.plan(step, *jax.eval_shape(arguments), topology="a100x8", check="compile", planner="data_parallel")
+    found = entry.plan(
         step, *jax.eval_shape(arguments), topology="a100x8", check="compile", planner="data_parallel",
         devices=devices_of_target(load_topology("a100x8"), "cpu"),
     )  # fmt: skip

@@ -24,10 +24,8 @@ MAY_IMPORT = {
 HELPERS = {"csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config", "sizes"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
-    "__init__", "__main__", "api", "auto_pipeline", "call_checks", "calling", "cli", "compile_check", "devices", "distributed",
-    "factories", "fronts", "making", "model_source", "nnx_steps", "options", "page_data", "pipelining", "plan_files", "planning",
-    "profiling", "progress", "remarks", "searching", "stage_baselines", "stage_plans", "stage_sends", "stage_strategies",
-    "timelines", "user_shardings", "verify_programs", "verify_top",
+    "__init__", "__main__", "api", "call_checks", "calling", "cli", "devices", "distributed", "factories", "making", "model_source",
+    "nnx_steps", "options", "page_data", "planning", "progress", "verify_programs",
 }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from soapjax import Plan, SoapjaxError, load_topology, planning, soap_shard
+from soapjax import Plan, SoapjaxError, load_topology, soap_shard
+from soapjax.planning import entry
 from soapjax.strategy.plan import parse_spec
 
 DATA_PARALLEL = dict(topology="cpu8", planner="data_parallel")
@@ -155,7 +156,7 @@ def test_a_train_state_is_state_from_its_first_step():
 
 
 def test_bare_on_the_devices_at_hand(monkeypatch):
-    monkeypatch.setattr(planning, "DEFAULT_PROPOSALS", 32)
+    monkeypatch.setattr(entry, "DEFAULT_PROPOSALS", 32)
 
     @soap_shard
     def predict(params, batch):

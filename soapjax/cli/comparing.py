@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from soapjax.plan_files import Opened
-from soapjax.planning import on_cpu
+from soapjax.planning.entry import on_cpu
+from soapjax.planning.plan_files import Opened
 from soapjax.report.difference import Alone, PlanDifference
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy

@@ -14,8 +14,9 @@ import numpy as np
 
 from soapjax.costs.by_operator import owners
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.plan_files import Opened
-from soapjax.planning import on_cpu
+from soapjax.planning.entry import on_cpu
+from soapjax.planning.plan_files import Opened
+from soapjax.planning.timelines import TaskNames
 from soapjax.report.explanation import (
     Explanation,
     Neighbour,
@@ -34,7 +35,6 @@ from soapjax.simulate.simulator import BATCH, occupied_by
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.strategy.strategy import Strategy
-from soapjax.timelines import TaskNames
 
 MOST_NEIGHBOURS = 512
 MOST_COUNTED = 100_000

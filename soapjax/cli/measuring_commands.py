@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import interrupts, plan_files, planning
+from soapjax import interrupts
 from soapjax.cli.arguments import CalibrateCommand, ProfileCommand
 from soapjax.cli.results import Result, closing, loaded, output_problems, wanted_topology
 from soapjax.cli.step_source import required_source
@@ -25,12 +25,13 @@ from soapjax.execute.timing import time_steps
 from soapjax.files import write_text_atomic
 from soapjax.graph.trace import trace
 from soapjax.model_source import abstract_model, model_source
-from soapjax.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
+from soapjax.planning import entry, plan_files
+from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
+from soapjax.planning.verify_top import require_real_devices
 from soapjax.report.tables import seconds
 from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
-from soapjax.verify_top import require_real_devices
 
 
 def profile_command(command: ProfileCommand, progress: Any = None) -> Result:
@@ -103,12 +104,12 @@ def calibrate_command(command: CalibrateCommand) -> Result:
             raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
         plan, model, step = loaded(plan, path, required_source(command, plan, place=path), concrete=True)
-        base = planning.find_profile(command.profile, topology)[0]
+        base = entry.find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")
         base = _plain(base)
         bases += [base] if base is not None else []
-        with planning.on_cpu():
+        with entry.on_cpu():
             # Fitted beside the measurements, without earlier scalars.
             problem = plan_files.problem_of_plan(plan.model_copy(update={"profile": None}), step, place=path, profile=base)
             strategy = strategy_of(plan, problem.space, place=path)

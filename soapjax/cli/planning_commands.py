@@ -9,16 +9,17 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import interrupts, plan_files, planning
-from soapjax.auto_pipeline import Chosen, plan_one_or_pipeline
+from soapjax import interrupts
 from soapjax.cli import terminal
 from soapjax.cli.arguments import PlanCommand, SimulateCommand
 from soapjax.cli.results import Progress, Result, closing, opened, output_problems, plan_result, wanted_topology, with_output
 from soapjax.cli.step_source import chosen_source
 from soapjax.devices import devices_of_backend, devices_of_target
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.fronts import rows_of_pipelines, rows_of_planned
 from soapjax.model_source import Model, abstract_model, model_source
+from soapjax.planning import entry, plan_files
+from soapjax.planning.auto_pipeline import Chosen, plan_one_or_pipeline
+from soapjax.planning.fronts import rows_of_pipelines, rows_of_planned
 from soapjax.report.front import FrontRow, front_view
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import plan_report
@@ -51,7 +52,7 @@ def plan_command(command: PlanCommand, progress: Progress = None) -> Result:
         if command.pipeline is not None:
             chosen = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
         else:
-            found = planning.plan(model.step, *model.arguments, **options)
+            found = entry.plan(model.step, *model.arguments, **options)
             chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
     return _planned(command, *chosen, search_s=time.monotonic() - begin)
 
@@ -122,7 +123,7 @@ def _pipeline_command(
 ) -> Result:
     begin = time.monotonic()
     with closing(progress):
-        plan, found = planning.plan_pipeline(
+        plan, found = entry.plan_pipeline(
             model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
             proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
             profile=command.profile, objective=_objective(command)[0], pareto=command.pareto, **numbers,

@@ -14,7 +14,6 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import planning
 from soapjax.cli.arguments import DemoCommand, RunCommand, VerifyCommand
 from soapjax.cli.results import Result, loaded, plan_result
 from soapjax.cli.step_source import required_source
@@ -30,6 +29,7 @@ from soapjax.execute.verify import verify
 from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays
+from soapjax.planning import entry
 from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.strategy.plan import ModelSource, Plan
@@ -234,7 +234,7 @@ def demo_command(command: DemoCommand) -> Result:
     sizes = {"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8}
     source = ModelSource(path=f"{OWN_MODELS}.transformer_lm", settings=sizes)
     model = abstract_model(source)
-    found = planning.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)
+    found = entry.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)
     real = with_arrays(model)
     program = bind_plan(found.step, found.plan, devices=devices)
     losses, _ = train(compile_step(program), real, command.steps)

@@ -4,10 +4,10 @@ import types
 
 import pytest
 
-from soapjax import planning
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
-from soapjax.stage_strategies import plan_on
+from soapjax.planning import entry
+from soapjax.planning.stage_strategies import plan_on
 from soapjax.strategy.plan import Plan, Prediction, graph_parts
 from soapjax.topology import factor_mesh
 
@@ -19,7 +19,7 @@ def no_search(monkeypatch):
     """`soap_shard` takes the batch split and every parameter sharded over all devices, as fully-sharded data parallelism."""
 
     def plan(fn, *args, topology, devices, planner, **options):
-        topology = planning._topology(topology, devices)
+        topology = entry._topology(topology, devices)
         step = trace(fn, *args, **{k: v for k, v in options.items() if k in TRACING})
         (graph, _), mesh = build_graph(step), factor_mesh(topology)
         on_mesh = plan_on(graph, mesh, topology)
@@ -32,4 +32,4 @@ def no_search(monkeypatch):
         made = Plan(**graph_parts(graph), topology=topology.to_dict(), **dict(on_mesh), prediction=nothing)
         return types.SimpleNamespace(plan=made, step=step, program=None)
 
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(entry, "plan", plan)

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import soapjax
 from soapjax import Plan, SoapjaxError
-from soapjax.plan_files import recost
+from soapjax.planning.plan_files import recost
 
 X = np.ones((16, 32), np.float32)
 
@@ -33,7 +33,7 @@ def step(params, x):
 @functools.cache
 def made(planner):
     params = jax.eval_shape(Block().init, jax.random.key(0), X)
-    return soapjax.planning.plan(step, params, X, topology="cpu8", planner=planner)
+    return soapjax.planning.entry.plan(step, params, X, topology="cpu8", planner=planner)
 
 
 def edited(planner, **changes):

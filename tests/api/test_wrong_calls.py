@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from soapjax import SoapjaxError, planning, soap_shard, trace
+from soapjax import SoapjaxError, soap_shard, trace
 from soapjax.graph.build import build_graph
+from soapjax.planning import entry
 
 pytestmark = pytest.mark.usefixtures("no_search")
 X = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
@@ -161,7 +162,7 @@ def test_x64_is_the_users():
 
 def test_the_planner_runs_under_jaxs_own_configuration():
     with UNDER["strict promotion"](), UNDER["no rank promotion"](), UNDER["no transfers"](), UNDER["set_mesh, explicit"]():
-        with planning.on_cpu():
+        with entry.on_cpu():
             assert (jnp.ones((2, 3), jnp.int32) + jnp.ones(3, jnp.int8)).dtype == jnp.int32
             assert jax.sharding.get_abstract_mesh().empty
         assert not jax.sharding.get_abstract_mesh().empty
@@ -238,7 +239,7 @@ def test_jit_under_a_mesh_of_explicit_axes_says_how():
 @pytest.mark.parametrize("fn", [lambda s, x: None, lambda s, x: {}, lambda s, x: ()])
 def test_a_step_that_returns_nothing(fn):
     with pytest.raises(SoapjaxError, match="the step: got nothing that is returned.*return the new state"):
-        planning.require_operators(build_graph(trace(fn, new(), X))[0])
+        entry.require_operators(build_graph(trace(fn, new(), X))[0])
 
 
 def test_nothing_stays_behind():

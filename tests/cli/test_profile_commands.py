@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from command_line import ROOT, TINY, call, done, step_of
 
-from soapjax import Plan, planning
+from soapjax import Plan
 from soapjax.costs.profile import load_profile, save_profile
 from soapjax.costs.profile_parts import Calibration
 from soapjax.errors import SoapjaxError
+from soapjax.planning import entry
+from soapjax.planning.verify_top import measured_best, shortlist
 from soapjax.search.problem import Evaluation
 from soapjax.strategy.strategy import Strategy
-from soapjax.verify_top import measured_best, shortlist
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +189,7 @@ def test_a_gain_below_the_calibrated_error_takes_the_simpler_plan(some_profile):
     model = abstract_model(ModelSource(path="models.mlp", settings={k: int(v) for k, v in pairs}))
     for residual, taken in ((0.0, False), (0.999, True)):
         profile = some_profile.model_copy(update={"calibration": Calibration(residual=residual)})
-        found = planning.plan(model.step, *model.arguments, topology="cpu8", proposals=64, profile=profile)
+        found = entry.plan(model.step, *model.arguments, topology="cpu8", proposals=64, profile=profile)
         baseline = found.baselines["data_parallel"].best
         assert found.result.best.step_time_s <= baseline.step_time_s
         same = (found.result.best.strategy.axes == baseline.strategy.axes).all()

@@ -12,7 +12,7 @@ from soapjax.costs.measured import degrees_behind, local_task, visible_dims
 from soapjax.costs.profile import Profile, installed_versions
 from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
 from soapjax.costs.tensor_tables import trip_bytes
-from soapjax.profiling import asked_degrees, compute_figures, requests_of, scaled_prediction
+from soapjax.planning.profiling import asked_degrees, compute_figures, requests_of, scaled_prediction
 from soapjax.search.baselines import data_parallel_strategy
 from soapjax.search.engine import Engine
 from soapjax.search.problem import PlanningProblem

@@ -11,7 +11,7 @@ from soapjax.costs.memory_order import late_products
 from soapjax.costs.working_memory import working_memory
 from soapjax.graph.build import build_graph
 from soapjax.model_source import abstract_model
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.plan import ModelSource

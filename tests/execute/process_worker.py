@@ -15,7 +15,7 @@ import soapjax
 import soapjax.distributed
 from models import mlp, nmt, transformer_lm
 from soapjax.graph.build import build_graph
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.placement import model_parallel_strategy
 from soapjax.topology import DeviceTopology, load_topology
 

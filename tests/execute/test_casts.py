@@ -10,7 +10,7 @@ from problems import casting_arguments, casting_step
 
 import soapjax
 from soapjax.execute.spmd import bind_plan
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 

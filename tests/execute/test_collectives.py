@@ -13,7 +13,7 @@ from soapjax.execute.collectives import collectives_of, replica_group, shape_byt
 from soapjax.execute.inspect import inspect
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.traffic import compare_by_kind, differences
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.topology import load_topology

@@ -13,7 +13,7 @@ import soapjax
 from models import transformer_lm
 from soapjax.execute.reshard import reshard
 from soapjax.execute.spmd import bind_plan, mesh_of
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import replicated

@@ -18,7 +18,7 @@ from soapjax.execute.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalSt
 from soapjax.execute.measure_links import KINDS, time_collectives
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
-from soapjax.profiling import asked_degrees
+from soapjax.planning.profiling import asked_degrees
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh

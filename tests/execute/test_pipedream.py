@@ -12,7 +12,7 @@ from soapjax.execute.microbatches import micro_step
 from soapjax.execute.pipedream import PipeDreamStep
 from soapjax.execute.stages import places_of
 from soapjax.graph.build import build_graph
-from soapjax.stage_strategies import plans_of_stages
+from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Action, Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
 from soapjax.topology import load_topology

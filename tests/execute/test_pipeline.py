@@ -17,7 +17,7 @@ from soapjax.execute.evaluate import ProgramEvaluator
 from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.execute.microbatches import micro_step
 from soapjax.graph.build import build_graph
-from soapjax.pipelining import pipelined
+from soapjax.planning.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
 

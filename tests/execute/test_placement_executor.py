@@ -12,8 +12,8 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import bind_plan
 from soapjax.execute.verify import verify
-from soapjax.plan_files import recost
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
+from soapjax.planning.plan_files import recost
 from soapjax.search.placement import model_parallel_strategy
 from soapjax.strategy.strategy import PIN
 from soapjax.topology import load_topology

@@ -9,7 +9,7 @@ from soapjax.execute.verify import verify
 from soapjax.graph.phases import BACKWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import trace
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.topology import load_topology
 
 

@@ -7,7 +7,7 @@ import pytest
 from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
-from soapjax.pipelining import pipelined
+from soapjax.planning.given_pipeline import pipelined
 from soapjax.search.stage_problem import Choice, StageProblem
 from soapjax.topology import load_topology
 

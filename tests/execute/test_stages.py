@@ -15,7 +15,7 @@ from soapjax.execute.stages import planned_pipeline
 from soapjax.execute.verify_pipeline import verify_pipeline
 from soapjax.graph.build import build_graph
 from soapjax.graph.microbatch import micro_batch
-from soapjax.plan_files import recost
+from soapjax.planning.plan_files import recost
 from soapjax.search.stage_figures import part_of
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import search_space

@@ -14,7 +14,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.graph.build import build_graph
 from soapjax.graph.figures import figures_of, figures_sha256, figures_text, graph_of
 from soapjax.graph.trace import trace
-from soapjax.plan_files import opened_alone
+from soapjax.planning.plan_files import opened_alone
 
 
 def figures():

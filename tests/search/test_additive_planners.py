@@ -11,7 +11,7 @@ from problems import case
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
 from soapjax.search import exhaustive as branch_and_bound
 from soapjax.search import incumbent
 from soapjax.search.bound import bound_of, lower_bound, streams_of

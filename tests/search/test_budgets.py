@@ -7,7 +7,7 @@ import jax
 import pytest
 from problems import case
 
-from soapjax import planning
+from soapjax.planning import entry
 from soapjax.search.baselines import BASELINES
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS
 from soapjax.search.problem import Budget, PlanningProblem
@@ -21,7 +21,7 @@ def step(weights, x):
 
 def planned(name):
     shapes = [jax.ShapeDtypeStruct((32, 32), "float32")] * 2, jax.ShapeDtypeStruct((64, 32), "float32")
-    return planning.plan(step, *shapes, topology="a100x8", planner=name, proposals=200, seed=3).plan
+    return entry.plan(step, *shapes, topology="a100x8", planner=name, proposals=200, seed=3).plan
 
 
 @pytest.mark.parametrize("name", sorted(set(PLANNERS) - set(PLACEMENT_PLANNERS)))

@@ -10,7 +10,7 @@ import pytest
 from problems import graph_of, topology_of
 
 import soapjax
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
 from soapjax.search.assignments import Assignments, look_alikes, modules_of
 from soapjax.search.descent import Descent, Kicks
 from soapjax.search.mcmc import KICKS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
 from soapjax.search.baselines import BASELINES
 from soapjax.search.chain import LANES, MOST_BLOCKS, Walker, draws, exchange
 from soapjax.search.engine import Engine

@@ -14,6 +14,7 @@ from test_stage_search import graph_of, topology_of
 import soapjax
 from soapjax.costs.itemize import sent_items
 from soapjax.errors import SoapjaxError
+from soapjax.planning.pipelines import _times_of
 from soapjax.search.exhaustive import exhaustive
 from soapjax.search.front import Front, joined
 from soapjax.search.mcmc import mcmc
@@ -24,7 +25,6 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.stage_problem import Choice, StageProblem
 from soapjax.search.stages import search_stages
 from soapjax.simulate.simulator import Scores
-from soapjax.stage_plans import _times_of
 from soapjax.strategy.layout import PINNED
 from soapjax.strategy.strategy import Strategy
 

@@ -15,8 +15,8 @@ import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import TracedStep
-from soapjax.plan_files import recost
-from soapjax.planning import plan_of_strategy, planning_problem
+from soapjax.planning.entry import plan_of_strategy, planning_problem
+from soapjax.planning.plan_files import recost
 from soapjax.search.layered import layered_expert_strategies
 from soapjax.search.layers import layers_of, steps_of
 from soapjax.search.placement import balanced_runs, operator_seconds, placed

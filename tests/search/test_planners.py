@@ -11,7 +11,7 @@ from families import family
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
 from soapjax.search.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.exhaustive import exhaustive
 from soapjax.search.mcmc import mcmc

@@ -12,8 +12,8 @@ from models import llama
 from soapjax.errors import SoapjaxError
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import trace
-from soapjax.plan_files import opened_alone, recost
-from soapjax.planning import planning_problem
+from soapjax.planning.entry import planning_problem
+from soapjax.planning.plan_files import opened_alone, recost
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget
 from soapjax.search.recomputation import Recomputing, may_recompute

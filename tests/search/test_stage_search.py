@@ -17,16 +17,16 @@ from soapjax.errors import SoapjaxError
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.trace import trace
-from soapjax.plan_files import recost
-from soapjax.planning import plan_pipeline
-from soapjax.profiling import in_stages
+from soapjax.planning.entry import plan_pipeline
+from soapjax.planning.plan_files import recost
+from soapjax.planning.profiling import in_stages
+from soapjax.planning.stage_baselines import whole_baselines
 from soapjax.search.condensed_loads import CondensedLoads
 from soapjax.search.stage_figures import part_of
 from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
 from soapjax.search.stages import search_stages
 from soapjax.simulate.simulator import Simulator
-from soapjax.stage_baselines import whole_baselines
 from soapjax.strategy.plan import Plan
 from soapjax.topology import factor_mesh
 

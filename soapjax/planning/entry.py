@@ -16,7 +16,6 @@ import jax
 
 from soapjax import interrupts, options
 from soapjax.calling import listed
-from soapjax.compile_check import checked, compiled_plan, devices_to_compile_for
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import Problem, SoapjaxError
@@ -29,17 +28,20 @@ from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
-from soapjax.profiling import compute_figures, device_at_hand
-from soapjax.remarks import repeated_remarks, structure_remarks
+from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
+from soapjax.planning.pipelines import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
+from soapjax.planning.profiling import compute_figures, device_at_hand
+from soapjax.planning.remarks import repeated_remarks, structure_remarks
+from soapjax.planning.searching import Search, Searched
+from soapjax.planning.user_shardings import check_constraints, logical_axes, user_layouts
+from soapjax.planning.verify_top import measured_best, require_real_devices, shortlist
 from soapjax.report.html import framed, page
 from soapjax.search.front import FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing
-from soapjax.searching import Search, Searched
 from soapjax.sizes import size
-from soapjax.stage_plans import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import CompiledFigures, ModelSource, Plan, Provenance, TimedStep
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan
@@ -47,8 +49,6 @@ from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 from soapjax.topology.local import local_topology
-from soapjax.user_shardings import check_constraints, logical_axes, user_layouts
-from soapjax.verify_top import measured_best, require_real_devices, shortlist
 
 DEFAULT_PROPOSALS = 100_000
 

@@ -10,7 +10,7 @@ from soapjax.execute.microbatches import micro_step
 from soapjax.execute.stages import places_of, staged_step
 from soapjax.execute.stream_step import StreamStep
 from soapjax.graph.build import build_graph
-from soapjax.stage_strategies import plans_of_stages
+from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.topology import DeviceTopology, load_topology
 

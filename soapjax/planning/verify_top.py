@@ -9,7 +9,7 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.timing import are_fake
-from soapjax.profiling import require_kind
+from soapjax.planning.profiling import require_kind
 from soapjax.search.problem import Evaluation
 from soapjax.strategy.plan import TimedStep
 from soapjax.topology import DeviceTopology

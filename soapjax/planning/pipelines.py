@@ -19,6 +19,9 @@ from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
+from soapjax.planning.stage_baselines import whole_baselines
+from soapjax.planning.stage_sends import mean_sent_bytes, peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
+from soapjax.planning.stage_strategies import strategy_with
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.pipedream import Memory, Workers, pipedream
@@ -28,9 +31,6 @@ from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProbl
 from soapjax.search.stages import search_stages
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
-from soapjax.stage_baselines import whole_baselines
-from soapjax.stage_sends import mean_sent_bytes, peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
-from soapjax.stage_strategies import strategy_with
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.pipeline_plan import make_pipeline_plan
 from soapjax.strategy.plan import (

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soapjax import planning
 from soapjax.errors import SoapjaxError
-from soapjax.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.graph.operators import OperatorGraph
 from soapjax.options import objective
+from soapjax.planning import entry
+from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
+from soapjax.planning.pipelines import Beaten
 from soapjax.report.front import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
-from soapjax.stage_plans import Beaten
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 
 
@@ -31,14 +31,14 @@ def plan_one_or_pipeline(
     fn: Callable[..., Any], *args: Any, microbatches: int | None = None, stages: int | None = None, proposals: int | None = None,
     seconds: float | None = None, **options: Any,
 ) -> Chosen:  # fmt: skip
-    """The better of `planning.plan` and `planning.plan_pipeline`, and what ended its search; the plan names the other's time.
+    """The better of `entry.plan` and `entry.plan_pipeline`, and what ended its search; the plan names the other's time.
 
     Args:
       microbatches, stages: as for `plan_pipeline`. `seconds`: of both searches together. Others as for `plan`.
     Raises: SoapjaxError for every input that does not fit; that no pipeline is possible only where numbers are asked for.
     """
     half_s = None if seconds is None else seconds / 2
-    found = planning.plan(fn, *args, proposals=proposals, seconds=half_s, **options)
+    found = entry.plan(fn, *args, proposals=proposals, seconds=half_s, **options)
     one = found.plan.prediction
     wanted = objective(options.get("objective", "time"))
     if found.result.stopped_by == "interrupted":
@@ -48,7 +48,7 @@ def plan_one_or_pipeline(
         "objective", "pareto",
     )  # fmt: skip
     try:
-        plan, best = planning.plan_pipeline(
+        plan, best = entry.plan_pipeline(
             fn, *args, pipeline="auto", microbatches=microbatches, stages=stages, seconds=half_s,
             proposals=None if proposals is None else min(proposals, DEFAULT_PROPOSALS), graph=_graph(found),
             slower_than_s=one.step_time_s if one.feasible and not options.get("pareto") else math.inf,
@@ -71,13 +71,13 @@ def plan_one_or_pipeline(
     return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, rows))
 
 
-def _graph(found: planning.Planned) -> OperatorGraph | None:
+def _graph(found: entry.Planned) -> OperatorGraph | None:
     """The step's graph; None where the plan recomputes, and so has another."""
     graph = found.problem.graph
     return None if any(op.is_recomputed for op in graph.operators) else graph
 
 
-def _one_program(found: planning.Planned, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:
+def _one_program(found: entry.Planned, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:
     note = "no pipeline is faster" if wanted.is_time else "no pipeline is better by the objective"
     made = _with_note(found.plan, note, {f"pipeline {schedule}": figures})
     return Chosen(made, found.result.stopped_by, rows_of_planned(found))

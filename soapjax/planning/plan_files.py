@@ -17,16 +17,16 @@ from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace import TracedStep
-from soapjax.planning import on_cpu, plan_of_strategy
+from soapjax.planning.entry import on_cpu, plan_of_strategy
+from soapjax.planning.pipelines import StageTimes, recost_pipeline
+from soapjax.planning.timelines import pipeline_events, spmd_events
+from soapjax.planning.user_shardings import check_constraints
 from soapjax.search.problem import PlanningProblem
-from soapjax.stage_plans import StageTimes, recost_pipeline
 from soapjax.strategy.plan import Plan, parse_spec
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
-from soapjax.timelines import pipeline_events, spmd_events
 from soapjax.topology import DeviceTopology, FactorMesh
-from soapjax.user_shardings import check_constraints
 
 
 def load_plan(path: str, step: TracedStep, *, topology: DeviceTopology | None = None) -> Plan:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from soapjax.planning import Planned
+from soapjax.planning.entry import Planned
+from soapjax.planning.pipelines import FoundPipeline
 from soapjax.report.front import FrontRow
 from soapjax.search.front import joined
 from soapjax.search.problem import Evaluation
 from soapjax.search.stage_problem import Choice
-from soapjax.stage_plans import FoundPipeline
 from soapjax.strategy.pipeline import Pipeline
 
 

@@ -18,8 +18,8 @@ from soapjax.execute.inspect_stream import inspect_stream
 from soapjax.execute.placement import PlacedStep
 from soapjax.execute.spmd import bind_plan
 from soapjax.graph.trace import TracedStep
+from soapjax.planning.searching import Search, Searched, least_memory
 from soapjax.search.problem import PlanningProblem
-from soapjax.searching import Search, Searched, least_memory
 from soapjax.sizes import size
 from soapjax.strategy.plan import CompiledFigures, Plan
 from soapjax.strategy.plan_strategy import topology_of
