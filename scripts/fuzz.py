@@ -420,14 +420,20 @@ def forget_peak() -> int:
 def outcome(read: Callable[[], None]) -> tuple[str, str]:
     """What reading a mutant came to, and where a traceback ends."""
 
+    is_reading = True
+
     def late(*_: Any) -> None:
-        raise Hang
+        if is_reading:
+            raise Hang
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     held = forget_peak()
     try:
-        read()
+        try:
+            read()
+        finally:
+            is_reading = False
         found = "taken", ""
     except SoapjaxError as e:
         is_said = all(all(str(x).strip() for x in p) for p in e.problems) and e.problems

@@ -44,13 +44,13 @@ def test_what_is_counted_is_found(fuzz, tmp_path):
 
 
 def test_a_hang_and_memory_are_found(fuzz, monkeypatch):
-    monkeypatch.setattr(fuzz, "HANG_S", 0.2)
-
     def forever():
         while True:
             pass
 
-    assert fuzz.outcome(forever)[0] == "hang"
+    with monkeypatch.context() as patched:
+        patched.setattr(fuzz, "HANG_S", 0.2)
+        assert fuzz.outcome(forever)[0] == "hang"
     monkeypatch.setattr(fuzz, "MEMORY_BYTES", 2**20)
     assert fuzz.outcome(lambda: b"x" * 2**27)[0] == "memory"
     assert json.loads(fuzz.dumped([10**5000]).decode().replace("0" * 5000, ""))  # integers of any length are written
