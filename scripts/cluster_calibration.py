@@ -20,9 +20,9 @@ from cluster_timing import undisturbed
 
 from soapjax.costs.fit import fitted_link
 from soapjax.costs.profile import Profile
-from soapjax.execute.agreement import agree
-from soapjax.execute.coordination import store
-from soapjax.execute.measure_links import time_collectives
+from soapjax.execute.compiled.measure_links import time_collectives
+from soapjax.execute.processes.agreement import agree
+from soapjax.execute.processes.coordination import store
 from soapjax.graph.flops import flops_of
 from soapjax.graph.trace import TracedStep
 from soapjax.planning.profiling import measure_profile

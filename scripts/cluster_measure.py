@@ -33,13 +33,13 @@ import soapjax.distributed
 from soapjax.costs.profile import profile_of
 from soapjax.csv_files import read_table
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.agreement import agree
-from soapjax.execute.arrivals import place
-from soapjax.execute.collectives import collectives_of
-from soapjax.execute.compiled import CompiledStep
-from soapjax.execute.coordination import store
-from soapjax.execute.jointly import agree_on_program
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.processes.agreement import agree
+from soapjax.execute.processes.coordination import store
+from soapjax.execute.processes.jointly import agree_on_program
+from soapjax.execute.spmd.arrivals import place
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
 from soapjax.model_source import concrete_model
 from soapjax.search.problem import PlanningProblem

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from soapjax.execute.agreement import made_by_first
-from soapjax.execute.coordination import store
+from soapjax.execute.processes.agreement import made_by_first
+from soapjax.execute.processes.coordination import store
 
 log = logging.getLogger(__name__)
 ROUNDS = 3

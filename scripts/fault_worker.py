@@ -46,7 +46,7 @@ def say(phase: str) -> None:
 
 def say_phases() -> None:
     """Prints what the first call does, from a thread."""
-    from soapjax.execute.calls import HERE
+    from soapjax.execute.processes.calls import HERE
 
     phase = "start"
     while phase != "running":

@@ -22,8 +22,8 @@ from foreign.registry import Case, Made
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.verify import FLOAT64_BOUND, verify
+from soapjax.execute.compiled.verify import FLOAT64_BOUND, verify
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.strategy.plan import Plan
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax.monitoring's event, once for every compiled program

@@ -6,8 +6,8 @@
 
 One row per plan in results/verify_bytes.csv, written as it goes; rows that are there are kept, so that the table grows over
 several runs (`--random 5` after `--random 2` adds three plans per model; `--minutes` stops before the next plan). Nothing is
-run: for cuda no GPU is needed (soapjax/execute/aot.py). A plan that the compiler itself fails on is listed with its message and
-counted apart. Ends with medians, 90th percentiles and the largest errors; `--summary` writes them beside the
+run: for cuda no GPU is needed (soapjax/execute/compiled/aot.py). A plan that the compiler itself fails on is listed with its
+message and counted apart. Ends with medians, 90th percentiles and the largest errors; `--summary` writes them beside the
 causes that were found by hand.
 """
 
@@ -34,9 +34,9 @@ from verify_matrix import MODELS
 import soapjax
 from soapjax.csv_files import read_table
 from soapjax.devices import devices_of_target
-from soapjax.execute.inspect import inspect
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.traffic import compare_by_kind, differences
+from soapjax.execute.compiled.inspect import inspect
+from soapjax.execute.compiled.traffic import compare_by_kind, differences
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
 from soapjax.model_source import abstract_model
 from soapjax.planning.entry import plan_of_strategy, planning_problem

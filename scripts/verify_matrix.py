@@ -23,8 +23,8 @@ import numpy as np
 
 import soapjax
 from soapjax.devices import start_devices
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.verify import FLOAT64_BOUND, reference, verify
+from soapjax.execute.compiled.verify import FLOAT64_BOUND, reference, verify
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
 from soapjax.model_source import concrete_model
 from soapjax.planning.entry import plan_of_strategy, planning_problem

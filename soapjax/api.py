@@ -22,11 +22,11 @@ from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute import jointly
-from soapjax.execute.arrivals import place_all
-from soapjax.execute.compiled import CompiledStep, ShapesChanged
-from soapjax.execute.stream import Event
-from soapjax.execute.stream_step import StreamStep
+from soapjax.execute.processes import jointly
+from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
+from soapjax.execute.streams.stream import Event
+from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.trace import argument_names, signature, trace
 from soapjax.making import Maker
 from soapjax.options import OPTIONS, check_step

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.arrivals import require_arrays
+from soapjax.execute.spmd.arrivals import require_arrays
 from soapjax.graph.trace import check_leaves, leaf_paths
 from soapjax.topology.table_reader import shown
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from soapjax.execute.aot import cuda_devices, target_for
+from soapjax.execute.compiled.aot import cuda_devices, target_for
 from soapjax.topology import DeviceTopology
 
 MAX_FAKE_DEVICES = 1024  # more would cost minutes and gigabytes on any machine

@@ -4,8 +4,8 @@
 >>> soapjax.distributed.initialize()  # first of all; under Slurm, Open MPI or Kubernetes nothing more is needed
 
 Then every process calls the same step with the same global arguments. Process 0 plans, the others take its plan, and all
-check that they are about to run the same program (soapjax/execute/agreement.py). Where one dies, stops or does something else, all
-end within `silence_s` and say which it was (soapjax/execute/watch.py).
+check that they are about to run the same program (soapjax/execute/processes/agreement.py). Where one dies, stops or does
+something else, all end within `silence_s` and say which it was (soapjax/execute/processes/watch.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import NoReturn
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute import membership
-from soapjax.execute.calls import HERE
-from soapjax.execute.coordination import ANSWER_S, Job, connect, is_joined, job_of_environment, store
-from soapjax.execute.keyed import KEY_VARIABLE
-from soapjax.execute.keyed import job_key as _job_key
-from soapjax.execute.roll_call import listen, roll_call
+from soapjax.execute.processes import membership
+from soapjax.execute.processes.calls import HERE
+from soapjax.execute.processes.coordination import ANSWER_S, Job, connect, is_joined, job_of_environment, store
+from soapjax.execute.processes.keyed import KEY_VARIABLE
+from soapjax.execute.processes.keyed import job_key as _job_key
+from soapjax.execute.processes.roll_call import listen, roll_call
 
 log = logging.getLogger("soapjax")
 DEFAULT_TIMEOUT_S = 300.0
@@ -48,7 +48,8 @@ def initialize(
       local_device_ids: accelerators of the host that this process uses; all by default, or as the job's launcher says.
       timeout_s: to wait for the other processes here.
       silence_s: where a process gives no sign of life for so long, or is in no call of a step while others are in the next one,
-        all end, and name it (execute/watch.py). A process that dies is named within seconds; one that compiles gives signs of life.
+        all end, and name it (execute/processes/watch.py). A process that dies is named within seconds; one that compiles gives
+        signs of life.
       job_key: a secret of 16 characters or more, the same on all processes, drawn for this job; by default SOAPJAX_JOB_KEY. What
         comes to the job's ports without it is dropped. Without a secret one is made of the address: it keeps accidents away.
     Raises: SoapjaxError where it cannot be told who takes part, and on every process where some did not come: it names them.
@@ -198,5 +199,5 @@ def fail(error: SoapjaxError) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process with `status` at once, after an error say, and lets the others know (execute/membership.py)."""
+    """Ends this process with `status` at once, after an error say, and lets the others know (execute/processes/membership.py)."""
     membership.leave(status)

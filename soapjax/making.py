@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from soapjax import progress
-from soapjax.execute import jointly
-from soapjax.execute.compiled import CompiledStep
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.stages import planned_pipeline
-from soapjax.execute.stream_step import StreamStep, compile_step
+from soapjax.execute.processes import jointly
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.execute.streams.stages import planned_pipeline
+from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace import TracedStep, trace
 from soapjax.options import objective
 from soapjax.planning import entry

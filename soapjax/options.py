@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from soapjax.costs.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.microbatches import REDUCTIONS
+from soapjax.execute.streams.microbatches import REDUCTIONS
 from soapjax.planning.compile_check import CHECKS
 from soapjax.planning.pipelines import PIPELINES
 from soapjax.search.objective import OBJECTIVES, Objective, objective_problems

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.costs.links import COLLECTIVES, TRANSFER
-from soapjax.execute.cut import keys_of
-from soapjax.execute.inspect_stream import InspectedPart, StreamInspection, inspect_stream
-from soapjax.execute.pipedream import PipeDreamStep
-from soapjax.execute.placement import PlacedStep
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.stages import planned_pipeline
-from soapjax.execute.verify import Verification, verify
-from soapjax.execute.verify_pipeline import verify_pipeline
+from soapjax.execute.compiled.inspect_stream import InspectedPart, StreamInspection, inspect_stream
+from soapjax.execute.compiled.verify import Verification, verify
+from soapjax.execute.compiled.verify_pipeline import verify_pipeline
+from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.execute.streams.cut import keys_of
+from soapjax.execute.streams.pipedream import PipeDreamStep
+from soapjax.execute.streams.placement import PlacedStep
+from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model
 from soapjax.strategy.plan import Plan, SentPart

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from soapjax.costs.tables import cost_tables
-from soapjax.execute.evaluate import ProgramEvaluator
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 from soapjax.simulate.simulator import Simulator

@@ -11,8 +11,8 @@ from command_line import call
 
 from soapjax import InfeasibleError, Plan, load_topology, soap_shard
 from soapjax.devices import devices_of_target
-from soapjax.execute.inspect import inspect
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.compiled.inspect import inspect
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning import compile_check, entry
 from soapjax.planning.plan_files import recost
 
@@ -107,10 +107,10 @@ def test_nothing_fits_is_said_with_figures():
 
 
 def test_the_step_that_runs_is_compiled_once(roomy, monkeypatch):
-    from soapjax.execute import compiled
+    from soapjax.execute.spmd import compiled_step
 
-    made, compile_for = [], compiled.compiled_for
-    monkeypatch.setattr(compiled, "compiled_for", lambda *args: made.append(args) or compile_for(*args))
+    made, compile_for = [], compiled_step.compiled_for
+    monkeypatch.setattr(compiled_step, "compiled_for", lambda *args: made.append(args) or compile_for(*args))
     sharded = soap_shard(step, topology=cpu8(2**30), planner="data_parallel", devices=jax.devices("cpu")[:8])
     weights, _ = sharded(*arguments())
     assert len(made) == 1 and sharded.plan.provenance.compiled[-1].fits

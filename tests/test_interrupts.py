@@ -37,7 +37,8 @@ def test_with_nothing_to_keep_it_leaves_at_once():
 
 def test_its_word_is_heard_while_the_compilers_messages_are_collected():
     """Standard error is a file then."""
-    body = "from soapjax.execute.inspect import compiler_messages\nwith compiler_messages():\n    press()\n    time.sleep(60)"
+    given = "from soapjax.execute.compiled.inspect import compiler_messages\n"
+    body = f"{given}with compiler_messages():\n    press()\n    time.sleep(60)"
     assert ended(body) == (130, "", "interrupted: nothing was written\n")
 
 

@@ -20,8 +20,8 @@ from soapjax.cli.step_source import required_source
 from soapjax.costs.fit import fitted_scales
 from soapjax.costs.profile import Profile, merged, profile_of, save_profile
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.timing import time_steps
+from soapjax.execute.compiled.timing import time_steps
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
 from soapjax.graph.trace import trace
 from soapjax.model_source import abstract_model, model_source

@@ -19,13 +19,13 @@ from soapjax.cli.results import Result, loaded, plan_result
 from soapjax.cli.step_source import required_source
 from soapjax.devices import devices_of_target, start_devices
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled import CompiledStep
-from soapjax.execute.inspect import inspect as inspect_program
-from soapjax.execute.spmd import bind_plan, not_executable
-from soapjax.execute.stages import planned_pipeline
-from soapjax.execute.stream_step import StreamStep, compile_step
-from soapjax.execute.traffic import compare_by_kind, differences
-from soapjax.execute.verify import verify
+from soapjax.execute.compiled.inspect import inspect as inspect_program
+from soapjax.execute.compiled.traffic import compare_by_kind, differences
+from soapjax.execute.compiled.verify import verify
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import bind_plan, not_executable
+from soapjax.execute.streams.stages import planned_pipeline
+from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays

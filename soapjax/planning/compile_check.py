@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
-from soapjax.execute.collectives import KINDS, collectives_of
-from soapjax.execute.compiled import CompiledStep
-from soapjax.execute.inspect_stream import inspect_stream
-from soapjax.execute.placement import PlacedStep
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.compiled.collectives import KINDS, collectives_of
+from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.execute.streams.placement import PlacedStep
 from soapjax.graph.trace import TracedStep
 from soapjax.planning.searching import Search, Searched, least_memory
 from soapjax.search.problem import PlanningProblem

@@ -19,9 +19,9 @@ from soapjax.calling import listed
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled import CompiledStep
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.timing import time_steps
+from soapjax.execute.compiled.timing import time_steps
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.recompute import Recomputation

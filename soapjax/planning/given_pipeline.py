@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem
-from soapjax.execute.microbatches import micro_step
-from soapjax.execute.stages import places_of, staged_step
-from soapjax.execute.stream_step import StreamStep
+from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.streams.stages import places_of, staged_step
+from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.build import build_graph
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from soapjax.costs.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.stream import Event
+from soapjax.execute.streams.stream import Event
 from soapjax.graph.build import build_graph
 from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph

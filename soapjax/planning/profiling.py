@@ -25,9 +25,9 @@ from soapjax.costs.profile_parts import Calibration, Device, Measurement
 from soapjax.costs.tables import CostTables
 from soapjax.costs.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.measure import LocalStep, Unmeasurable
-from soapjax.execute.measure_links import time_collectives
-from soapjax.execute.timing import are_fake, processor_name
+from soapjax.execute.compiled.measure import LocalStep, Unmeasurable
+from soapjax.execute.compiled.measure_links import time_collectives
+from soapjax.execute.compiled.timing import are_fake, processor_name
 from soapjax.graph.build import build_graph
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.timing import are_fake
+from soapjax.execute.compiled.timing import are_fake
 from soapjax.planning.profiling import require_kind
 from soapjax.search.problem import Evaluation
 from soapjax.strategy.plan import TimedStep

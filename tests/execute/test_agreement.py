@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.agreement import agree, differences, made_by_first
-from soapjax.execute.coordination import Job, job_of_environment
+from soapjax.execute.processes.agreement import agree, differences, made_by_first
+from soapjax.execute.processes.coordination import Job, job_of_environment
 
 
 class SharedStore:
@@ -172,7 +172,7 @@ def test_jax_still_has_its_private_client():
 STORE = """
 import sys
 import soapjax.distributed
-from soapjax.execute.coordination import is_joined, store
+from soapjax.execute.processes.coordination import is_joined, store
 soapjax.distributed.initialize("127.0.0.1:" + sys.argv[1], 1, 0)
 assert is_joined() and store().rank == 0 and store().num_ranks == 1
 assert store().items("a") == {}
@@ -188,7 +188,8 @@ def test_the_store_of_a_real_job_holds_what_is_put(free_port):
     done = subprocess.run(
         [sys.executable, "-c", STORE, str(free_port)], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 7, f"jax {jax.__version__} and soapjax/execute/coordination.py do not fit:\n{done.stderr[-2000:]}"
+    where = "soapjax/execute/processes/coordination.py"
+    assert done.returncode == 7, f"jax {jax.__version__} and {where} do not fit:\n{done.stderr[-2000:]}"
 
 
 def job_under(monkeypatch, variables):

@@ -9,7 +9,7 @@ import pytest
 from problems import casting_arguments, casting_step
 
 import soapjax
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget

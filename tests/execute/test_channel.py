@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from soapjax.execute.calls import Calls
-from soapjax.execute.channel import Channel, neighbours
-from soapjax.execute.keyed import MAX_STRANGER_BYTES, Session, StrangerError
-from soapjax.execute.relay import Relay
-from soapjax.execute.roll_call import Peer
-from soapjax.execute.watch import Watch
+from soapjax.execute.processes.calls import Calls
+from soapjax.execute.processes.channel import Channel, neighbours
+from soapjax.execute.processes.keyed import MAX_STRANGER_BYTES, Session, StrangerError
+from soapjax.execute.processes.relay import Relay
+from soapjax.execute.processes.roll_call import Peer
+from soapjax.execute.processes.watch import Watch
 
 KEY = b"the key of the job"
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from planned import Case, data_parallel, rotated
 
-from soapjax.execute.collectives import collectives_of
-from soapjax.execute.partial import Partial, elementwise, resolved, split_off
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.spmd.partial import Partial, elementwise, resolved, split_off
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 
 STEPS, WIDTH, BATCH, WORDS = 5, 16, 32, 24
 

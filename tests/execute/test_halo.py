@@ -14,9 +14,9 @@ from soapjax.costs.halos import halo_cost_plainly
 from soapjax.costs.links import Links
 from soapjax.costs.reshard import halos, network_of
 from soapjax.costs.sets import encoded, mesh_of
-from soapjax.execute.collectives import collectives_of
-from soapjax.execute.heavy import run_heavy
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.spmd.heavy import run_heavy
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.program import flatten
 from soapjax.graph.rules import labels_of
 from soapjax.strategy.layout import HALO, REPLICATED

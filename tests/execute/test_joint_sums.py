@@ -12,10 +12,10 @@ import pytest
 from planned import Case, data_parallel, plain_leaves
 
 from soapjax.costs.tables import cost_tables
-from soapjax.execute.collectives import collectives_of
-from soapjax.execute.cut import make_part
-from soapjax.execute.part_program import Place, jit_part
-from soapjax.execute.spmd import bind_plan
+from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.execute.streams.cut import make_part
+from soapjax.execute.streams.part_program import Place, jit_part
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 from soapjax.simulate.simulator import Simulator

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from soapjax.execute.max_pool import pool_gradient
+from soapjax.execute.spmd.max_pool import pool_gradient
 
 
 def equation(x, source_of, window, strides, padding, pool, init):

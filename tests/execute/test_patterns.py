@@ -9,7 +9,7 @@ from patterns import PATTERNS
 from planned import Case, data_parallel, rotated
 from random_steps import random_step
 
-from soapjax.execute.verify import gradient_ids
+from soapjax.execute.compiled.verify import gradient_ids
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 

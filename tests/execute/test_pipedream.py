@@ -8,9 +8,9 @@ import pytest
 from balanced import forward_runs
 
 from soapjax.errors import SoapjaxError
-from soapjax.execute.microbatches import micro_step
-from soapjax.execute.pipedream import PipeDreamStep
-from soapjax.execute.stages import places_of
+from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.streams.pipedream import PipeDreamStep
+from soapjax.execute.streams.stages import places_of
 from soapjax.graph.build import build_graph
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Action, Pipeline, Stage

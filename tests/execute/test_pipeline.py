@@ -13,9 +13,9 @@ from balanced import balanced_pipeline
 import soapjax
 from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
-from soapjax.execute.evaluate import ProgramEvaluator
-from soapjax.execute.inspect_stream import inspect_stream
-from soapjax.execute.microbatches import micro_step
+from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.build import build_graph
 from soapjax.planning.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from models import mlp
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.verify import verify
+from soapjax.execute.compiled.verify import verify
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.phases import BACKWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace import trace

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from soapjax.costs.links import Links
 from soapjax.costs.plain_conversion import conversion_cost_plainly
-from soapjax.execute.collectives import collectives_of
-from soapjax.execute.heavy import partition_spec
-from soapjax.execute.reshard import permutation, reshard, reshard_sums
+from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.spmd.heavy import partition_spec
+from soapjax.execute.spmd.reshard import permutation, reshard, reshard_sums
 from soapjax.strategy.layout import spec_of
 from soapjax.strategy.resharding import Exchange, Gather, Permute, rounds_of, steps_of
 

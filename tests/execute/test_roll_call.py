@@ -9,8 +9,8 @@ import pytest
 
 import soapjax.distributed
 from soapjax.errors import SoapjaxError
-from soapjax.execute.keyed import Session
-from soapjax.execute.roll_call import roll_call
+from soapjax.execute.processes.keyed import Session
+from soapjax.execute.processes.roll_call import roll_call
 
 KEY = b"the key of the job"
 

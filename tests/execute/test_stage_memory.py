@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from soapjax.execute.inspect_stream import inspect_stream
+from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.graph.build import build_graph
 from soapjax.graph.trace import trace
 from soapjax.planning.given_pipeline import pipelined

@@ -10,9 +10,9 @@ from balanced import balanced_pipeline
 import soapjax
 from models import mlp
 from soapjax.errors import SoapjaxError
-from soapjax.execute.inspect_stream import inspect_stream
-from soapjax.execute.stages import planned_pipeline
-from soapjax.execute.verify_pipeline import verify_pipeline
+from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.compiled.verify_pipeline import verify_pipeline
+from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.graph.build import build_graph
 from soapjax.graph.microbatch import micro_batch
 from soapjax.planning.plan_files import recost

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from planned import Case, data_parallel
 
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.timing import are_fake, example_arguments, time_steps
+from soapjax.execute.compiled.timing import are_fake, example_arguments, time_steps
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 
 
 def step(state, batch):

@@ -10,12 +10,12 @@ from families import family
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import soapjax
-from soapjax.execute import spmd
-from soapjax.execute.collectives import collectives_of
-from soapjax.execute.hlo import check_ops, heavy_instructions
-from soapjax.execute.inspect import inspect
-from soapjax.execute.spmd import bind_plan
-from soapjax.execute.verify import reference, verify
+from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.compiled.hlo import check_ops, heavy_instructions
+from soapjax.execute.compiled.inspect import inspect
+from soapjax.execute.compiled.verify import reference, verify
+from soapjax.execute.spmd import planned_evaluator
+from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
@@ -77,8 +77,8 @@ def test_work_done_twice_is_caught(monkeypatch):
         everywhere = NamedSharding(mesh, PartitionSpec())
         return bind([jax.lax.with_sharding_constraint(x, everywhere) for x in inputs], eqn.params)[0]
 
-    monkeypatch.setattr(spmd, "run_heavy", whole)
-    monkeypatch.setattr(spmd.PlanLayouts, "constrain", lambda self, x, spec: x)
+    monkeypatch.setattr(planned_evaluator, "run_heavy", whole)
+    monkeypatch.setattr(planned_evaluator.PlanLayouts, "constrain", lambda self, x, spec: x)
     found = verify(program, leaves)
     assert found.gradient_rel_error_float64 <= 1e-9
     assert found.ops_as_planned < found.planned_ops - found.ops_unchecked and found.differences

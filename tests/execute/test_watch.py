@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from soapjax.execute.calls import Calls
-from soapjax.execute.roll_call import Peer
-from soapjax.execute.watch import IDLE, Watch
+from soapjax.execute.processes.calls import Calls
+from soapjax.execute.processes.roll_call import Peer
+from soapjax.execute.processes.watch import IDLE, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 10.0

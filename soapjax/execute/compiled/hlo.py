@@ -1,0 +1,265 @@
+"""Reading the compiled program: which dots and convolutions it has, with their local FLOPs.
+
+Works on the text of optimised HLO. Instructions are found again by the mark that
+the executor leaves in their `op_name`; the partitioner drops the name of convolutions that it rewrites
+(halo exchange), which are then told by their FLOPs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.graph.flops import conv_flops_by_shape, flops_of, window_pairs
+from soapjax.graph.operators import NOT_SPLIT
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+) = (\S+) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_MARK = re.compile(r"/sj(\d+)/")
+
+
+class Flops(NamedTuple):
+    """Of one dot or convolution: by shapes alone, and without the window positions that meet padding.
+
+    XLA swaps image and kernel of small convolutions, which changes the first; a halo exchange replaces padding by
+    neighbours, which changes the second. A plan is followed where either agrees.
+    """
+
+    by_shape: float
+    met: float
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.by_shape + other.by_shape, self.met + other.met)
+
+    def agrees(self, other: Flops) -> bool:
+        return any(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(self, other, strict=True))
+
+
+class Heavy(NamedTuple):
+    """One dot or convolution of the compiled program."""
+
+    kind: str
+    task: int  # by its mark, -1 where the compiler dropped it
+    flops: Flops
+
+
+class OpsCheck(NamedTuple):
+    """Planned dots and convolutions against the compiled ones."""
+
+    planned_ops: int
+    ops_as_planned: int
+    ops_unchecked: int
+    differences: tuple[str, ...]
+
+
+def heavy_instructions(text: str) -> list[Heavy]:
+    """All dots and convolutions in HLO text, with local FLOPs (a multiply-add counts two)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    found = []
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, result, opcode, rest = match.groups()
+        shape = _SHAPE.search(result)
+        dims = tuple(int(n) for n in shape.group(2).split(",") if n) if shape else ()
+        shapes[name] = dims
+        if opcode not in ("dot", "convolution"):
+            continue
+        operands = re.findall(r"%([\w.\-]+)", rest.split("),")[0])
+        mark = _MARK.search(rest)
+        flops = _dot_flops(dims, operands, shapes, rest) if opcode == "dot" else _conv_flops(dims, operands, shapes, rest)
+        found.append(Heavy("dot" if opcode == "dot" else "conv", int(mark.group(1)) if mark else -1, flops))
+    return found
+
+
+def _dot_flops(out: tuple[int, ...], operands: list[str], shapes: dict, rest: str) -> Flops:
+    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+    dims = [int(d) for d in contracting.group(1).split(",") if d] if contracting else []
+    lhs = shapes.get(operands[0], ())
+    flops = 2.0 * math.prod(out) * math.prod(lhs[d] for d in dims)
+    return Flops(flops, flops)
+
+
+def _conv_flops(out: tuple[int, ...], operands: list[str], shapes: dict, rest: str) -> Flops:
+    lhs_labels, rhs_labels, out_labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest).groups()
+    groups = re.search(r"batch_group_count=(\d+)", rest)
+    window = re.search(r"window=\{([^}]*)\}", rest)
+    fields = dict(f.split("=") for f in window.group(1).split()) if window else {}
+    lhs, kernel = shapes.get(operands[0], ()), shapes.get(operands[1], ())
+    batch = lhs[lhs_labels.index("b")] // (int(groups.group(1)) if groups else 1)
+    features = kernel[rhs_labels.index("i")] * kernel[rhs_labels.index("o")]
+    by_shape = met = 2.0 * batch * features
+    rank = len(lhs) - 2
+
+    def per_dim(name: str, default: int) -> list[int]:
+        return [int(x) for x in fields[name].split("x")] if name in fields else [default] * rank
+
+    pads = [int(x.split("_")[0]) for x in fields["pad"].split("x")] if "pad" in fields else [0] * rank
+    for k, (stride, low, ld, rd) in enumerate(
+        zip(per_dim("stride", 1), pads, per_dim("lhs_dilate", 1), per_dim("rhs_dilate", 1), strict=True)
+    ):
+        n, w, m = lhs[lhs_labels.index(str(k))], kernel[rhs_labels.index(str(k))], out[out_labels.index(str(k))]
+        by_shape *= w * m
+        met *= window_pairs(n, w, m, stride, low, ld, rd)
+    return Flops(by_shape, met)
+
+
+def planned_flops(program: Program, task: int) -> Flops:
+    """Local FLOPs of a task's heavy equation under the plan."""
+    graph, plan = program.graph, program.plan
+    found = graph.tasks[task]
+    op = graph.operators[found.operator]
+    eqn = program.eqn(found.heavy)
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    dims = {op.dims[d].name for one in (*found.operand_dims, found.result_dims) for d in one if d != NOT_SPLIT}
+    ways = math.prod(sizes[a] for a, d in plan.operators[op.name].axes.items() if d in dims)
+    by_shape = flops_of(eqn, program.step.program)
+    if eqn.name == "conv_general_dilated":
+        by_shape = conv_flops_by_shape(eqn, program.step.program)
+    return Flops(by_shape / ways, flops_of(eqn, program.step.program) / ways)
+
+
+def check_ops(program: Program, text: str, tasks: Iterable[int] | None = None) -> OpsCheck:
+    """Finds every planned dot and convolution in the compiled program and compares its local FLOPs.
+
+    Args:
+      tasks: those that the program has; all of the graph by default.
+    """
+    graph = program.graph
+    by_task: dict[int, list[Flops]] = {}
+    nameless: dict[str, list[Flops]] = {"dot": [], "conv": []}
+    for h in heavy_instructions(text):
+        if h.task >= 0:
+            by_task.setdefault(h.task, []).append(h.flops)
+        else:
+            nameless[h.kind].append(h.flops)
+    planned = as_planned = unchecked = 0
+    differences: dict[int, str] = {}
+    missing: list[Flops] = []
+    of_groups: list[tuple[Flops, int]] = []
+    for k in range(len(graph.tasks)) if tasks is None else tasks:
+        task = graph.tasks[k]
+        if not task.heavy or task.kind not in ("dot", "conv"):
+            continue
+        planned += 1
+        wanted = planned_flops(program, k)
+        twin = next((f for f in nameless[task.kind] if wanted.agrees(f)), None)
+        if k in by_task and wanted.agrees(_sum(by_task[k])):
+            as_planned += 1
+        elif k in by_task:
+            name = graph.operators[task.operator].name
+            differences[k] = (
+                f"{name} ({task.kind}, task {k}): planned {wanted.by_shape:.6g} FLOPs per device, "
+                f"compiled {_sum(by_task[k]).by_shape:.6g}"
+            )
+        elif twin is not None:
+            nameless[task.kind].remove(twin)
+            as_planned += 1
+        elif (groups := program.eqn(task.heavy).params.get("batch_group_count", 1)) > 1:
+            of_groups.append((wanted, groups))
+        else:
+            missing.append(wanted)
+    for wanted, groups in of_groups:
+        twin = _of_all_pairs(wanted, groups, nameless["conv"])
+        if twin is not None:
+            nameless["conv"].remove(twin)
+            as_planned += 1
+        else:
+            missing.append(wanted)
+    for k in list(differences):
+        if others := _under_its_name(planned_flops(program, k), by_task[k], missing):
+            del differences[k]
+            for f in others:
+                missing.remove(f)
+            as_planned += 1 + len(others)
+    return OpsCheck(planned, as_planned, unchecked + len(missing), (*differences.values(), *namesakes(text)))
+
+
+def _sum(found: Iterable[Flops]) -> Flops:
+    return sum(found, Flops(0, 0))
+
+
+def _under_its_name(wanted: Flops, found: Sequence[Flops], missing: Sequence[Flops]) -> list[Flops]:
+    """Which of `missing` the instructions of one name `found` do beside what is `wanted` of it; none where that explains nothing.
+
+    Products that share an operand (query, key and value) may have become one, under one of their names. And an instruction that
+    lost its name has its reader's (XLA's CPU compiler, jax 0.10).
+    """
+    equal = [f for f in missing if wanted.agrees(f)]
+    count = round(_sum(found).by_shape / wanted.by_shape)
+    if 2 <= count <= len(equal) + 1 and math.isclose(_sum(found).by_shape, count * wanted.by_shape, rel_tol=1e-6):
+        return equal[: count - 1]
+    for number in range(1, len(found)):
+        for own in itertools.combinations(range(len(found)), number):
+            left, others = list(missing), []
+            for f in (f for i, f in enumerate(found) if i not in own):
+                if (twin := next((m for m in left if m.agrees(f)), None)) is not None:
+                    left.remove(twin)
+                    others.append(twin)
+            if len(others) == len(found) - number and wanted.agrees(_sum(found[i] for i in own)):
+                return others
+    return []
+
+
+def _of_all_pairs(wanted: Flops, groups: int, nameless: list[Flops]) -> Flops | None:
+    """What a convolution with batch groups (the gradient of a depthwise kernel) may have become, its name lost.
+
+    XLA's CPU compiler (jax 0.10) convolves all pairs of groups and keeps the diagonal: as many times the FLOPs as a device
+    has groups.
+    """
+    times = [m for m in range(2, groups + 1) if groups % m == 0]
+    return next((f for f in nameless if any(Flops(wanted.by_shape * m, wanted.met * m).agrees(f) for m in times)), None)
+
+
+def namesakes(text: str) -> list[str]:
+    """Instructions of one fusion that XLA's emitters take for one another (block_slice.py), in words."""
+    found = []
+    for computation in re.split(r"^(?=%)", text, flags=re.M):
+        if not computation.startswith("%fused"):
+            continue
+        seen: dict[str, str] = {}
+        for match in filter(None, map(_INSTRUCTION.match, computation.splitlines())):
+            other = seen.setdefault(match.group(1).replace("-", "_"), match.group(1))
+            if other != match.group(1):
+                found.append(
+                    f"{other} and {match.group(1)} of one fusion have one name for XLA's emitters, which then read one of them "
+                    "twice: the program may compute wrong numbers"
+                )
+    return found
+
+
+def replicated_tasks(program: Program, text: str) -> list[str]:
+    """Operators that make a planned split result whole on every device: its full shape is there, its local one is not."""
+    shapes: dict[int, set[tuple[int, ...]]] = {}
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        mark = _MARK.search(line) if match is not None else None
+        if mark is not None and match.group(3) not in ("dynamic-slice", "all-gather", "parameter", "get-tuple-element"):
+            found = shapes.setdefault(int(mark.group(1)), set())
+            found.update(_sorted_dims(dims) for _, dims in _SHAPE.findall(match.group(2)))
+    graph, plan = program.graph, program.plan
+    sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
+    replicated = []
+    for k, task in enumerate(graph.tasks):
+        op = graph.operators[task.operator]
+        for access in task.writes:
+            shape = graph.tensors[access.tensor].shape
+            parts = [
+                math.prod(sizes[a] for a, dim in plan.operators[op.name].axes.items() if d != NOT_SPLIT and dim == op.dims[d].name)
+                for d in access.dims
+            ]
+            local = [n // p for n, p in zip(shape, parts, strict=True)]
+            whole, own = (_sorted_dims(",".join(map(str, x))) for x in (shape, local))
+            if whole != own and k in shapes and whole in shapes[k] and own not in shapes[k]:
+                replicated.append(f"{op.name} (task {k}): {list(shape)} is whole on every device, planned {local}")
+    return replicated
+
+
+def _sorted_dims(text: str) -> tuple[int, ...]:
+    """The dims of a shape but those of one, in no order: the compiler transposes as it likes."""
+    return tuple(sorted(int(n) for n in text.split(",") if n and int(n) != 1))

@@ -1,0 +1,78 @@
+"""Whole steps under a plan, timed on the devices at hand."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from soapjax.execute.compiled.measure_links import largest_of_processes
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import Program
+
+WARM_UP_STEPS = 2
+
+
+def are_fake(devices: Sequence[Any]) -> bool:
+    """Whether several devices share one process' cores, so that timings mean nothing."""
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    return devices[0].platform == "cpu" and len(local) > 1
+
+
+def processor_name() -> str:
+    """The CPU of this process and how many of its cores it may use, as told by Linux; "" elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as f:
+            names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
+    except OSError:
+        names = []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.machine()}, {cores} cores"
+
+
+def example_arguments(program: Program) -> list[Any]:
+    """Arguments of the step's types where none are at hand: small numbers, zero indices."""
+    made = []
+    for aval in program.step.in_avals:
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            made.append(jax.random.key(0))
+        elif jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact):
+            rng = np.random.default_rng(len(made))
+            made.append((0.02 * rng.standard_normal(aval.shape, np.float32)).astype(aval.dtype))
+        else:
+            made.append(np.zeros(aval.shape, aval.dtype))
+    return made
+
+
+def time_steps(program: Program, leaves: Sequence[Any] | None = None, *, num_steps: int = 5) -> float:
+    """Median seconds of a step after warming up, the slowest process' where there are several.
+
+    Args:
+      leaves: flat arguments; made up where there are none, or only their shapes.
+    """
+    if leaves is None or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        leaves = example_arguments(program)
+    # The steps give their state's memory away: never the caller's.
+    leaves = [x.copy() if isinstance(x, jax.Array) else x for x in leaves]
+    step = CompiledStep(program)
+    tree = program.step.in_tree
+    arguments = step.place(*tree.unflatten(list(leaves))[0])
+    times = []
+    for i in range(WARM_UP_STEPS + num_steps):
+        start = time.perf_counter()
+        out = jax.block_until_ready(step(*arguments))
+        if i >= WARM_UP_STEPS:
+            times.append(time.perf_counter() - start)
+        # The state was donated: the next step takes the new one.
+        flat_in, flat_out = jax.tree_util.tree_leaves(arguments), jax.tree_util.tree_leaves(out)
+        for j, o in program.step.state_pairs.items():
+            flat_in[j] = flat_out[o]
+        arguments = tree.unflatten(flat_in)[0]
+    return largest_of_processes(statistics.median(times))
+

@@ -1,0 +1,245 @@
+"""The proof of a plan: its numbers are the single-device step's, and the compiled program does what it says.
+
+Loss and gradients are compared leaf by leaf, ||g - g1|| / max(||g1||, 1e-6 ||all gradients||), in float64 (bound 1e-9)
+and in the step's own precision (bound: 1e-5, or three times the single-device step's own distance from float64).
+Gradients, never updated parameters: where a gradient is exactly zero, Adam turns rounding noise into steps.
+
+A value that lies within rounding of where relu or a maximum switches may fall to either side, which moves gradients at once
+(one unit of eight behind a batch norm: by 9 times their own size). One run shows that by chance: where the numbers in the
+step's precision are all that is wrong, its distance from float64 is measured on arguments moved by rounding too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from soapjax.execute.compiled.hlo import OpsCheck, check_ops
+from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.streams.placement import PlacedStep
+from soapjax.graph.build import Binding
+from soapjax.graph.trace import TracedStep
+
+FLOAT64_BOUND = 1e-9
+OWN_BOUND, OWN_FACTOR = 1e-5, 3
+NUM_MOVED = 8  # runs on moved arguments
+MOVED_BY = 4  # units of the precision, at most: sums in another order lose as much
+
+# Machine code that is run twice needs no polishing; the HLO, which is what is read, is the same.
+_COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+class Verification(NamedTuple):
+    loss_rel_error: float
+    loss_rel_bound: float
+    gradient_rel_error: float
+    gradient_rel_bound: float
+    loss_rel_error_float64: float
+    gradient_rel_error_float64: float
+    planned_ops: int
+    ops_as_planned: int
+    ops_unchecked: int
+    num_gradients: int
+    num_outputs: int  # that were compared: floating-point numbers that are no state
+    worst_leaf: str
+    differences: tuple[str, ...]
+
+    @property
+    def is_proven(self) -> bool:
+        """Never where nothing was compared."""
+        return (
+            self.num_gradients + self.num_outputs > 0
+            and self.loss_rel_error <= self.loss_rel_bound
+            and self.gradient_rel_error <= self.gradient_rel_bound
+            and self.is_proven_in_float64
+            and self.ops_as_planned == self.planned_ops - self.ops_unchecked
+        )
+
+    @property
+    def is_proven_in_float64(self) -> bool:
+        return self.gradient_rel_error_float64 <= FLOAT64_BOUND and self.loss_rel_error_float64 <= FLOAT64_BOUND
+
+
+Numbers = tuple[list, list]  # outputs and gradients, as NumPy arrays
+
+
+class Reference(NamedTuple):
+    """What the step gives on one device, in its own precision and in float64; `run` gives the first for other arguments."""
+
+    own: Numbers
+    float64: Numbers
+    run: Callable[[list[Any]], Numbers]
+    arguments: list[Any]
+
+
+def reference(program: Program, arguments: list[Any]) -> Reference:
+    """Runs the step on one device; one reference serves every plan of the same step and arguments."""
+    return reference_of(program.step, arguments, gradient_ids(program.step, program.binding))
+
+
+def verify(program: Program, arguments: list[Any], single: Reference | None = None) -> Verification:
+    """Runs the step under the plan, in its own precision and in float64, on flat `arguments`, and compares."""
+    step = program.step
+    gradients = gradient_ids(program.step, program.binding)
+    single = reference(program, arguments) if single is None else single
+    if program.plan.pinned:
+        placed = PlacedStep(program, donate=False)
+        planned = run_stream(placed, arguments, is_float64=False)
+        planned64 = run_stream(PlacedStep(program, donate=False, is_float64=True), arguments, is_float64=True)
+        check = inspect_stream(placed.dispatches(), placed.argument_structs()).ops
+    else:
+        planned, text = _run_plan(program.evaluator(), program, arguments, gradients)
+        planned64, _ = _run_plan(program.evaluator(is_float64=True), program, arguments, gradients)
+        check = check_ops(program, text)
+    names = [p.path for p in program.graph.parameters] or list(step.out_paths)
+    losses = outputs_compared(step)
+    return compared(planned, planned64, single, names, losses, check)
+
+
+def compared(
+    planned: Numbers, planned64: Numbers, single: Reference, names: list[str], losses: list[int], check: OpsCheck
+) -> Verification:
+    """What a plan gave, in the step's precision and in float64, beside what one device gives.
+
+    Args:
+      names: of the gradients. `losses`: which outputs are compared.
+    """
+
+    if not planned[1] and not any(is_compared(single.own[0][i]) for i in losses):  # a step that trains nothing: its state, then
+        losses = list(range(len(single.own[0])))
+    num_outputs = sum(is_compared(single.own[0][i]) for i in losses)
+
+    def errors(found: Numbers, wanted: Numbers) -> tuple[float, float, str]:
+        return _output_error(found[0], wanted[0], losses), *_gradient_error(found[1], wanted[1], names)
+
+    def verification(rounding: list[tuple[float, float, str]]) -> Verification:
+        loss_bound, gradient_bound = (max(OWN_BOUND, *(OWN_FACTOR * r[k] for r in rounding)) for k in range(2))
+        return Verification(
+            loss, loss_bound, gradient, gradient_bound, loss64, gradient64, check.planned_ops, check.ops_as_planned,
+            check.ops_unchecked, len(planned[1]), num_outputs, worst64 if gradient64 > FLOAT64_BOUND else worst, check.differences,
+        )  # fmt: skip
+
+    loss, gradient, worst = errors(planned, single.own)
+    loss64, gradient64, worst64 = errors(planned64, single.float64)
+    rounding = [errors(single.own, single.float64)]
+    found = verification(rounding)
+    if found.is_proven or not found.is_proven_in_float64:
+        return found
+    rounding += [errors(single.run(moved), single.float64) for moved in _moved(single.arguments)]
+    return verification(rounding)
+
+
+def _moved(arguments: list[Any]) -> Iterator[list[Any]]:
+    """Arguments that differ from the given ones by rounding, some times."""
+    rng = np.random.default_rng(0)
+    for _ in range(NUM_MOVED):
+        moved = []
+        for x in arguments:
+            if hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, np.floating):
+                by = MOVED_BY * float(jnp.finfo(x.dtype).eps) * rng.integers(-1, 2, x.shape)
+                x = (np.asarray(x, np.float64) * (1 + by)).astype(x.dtype)
+            moved.append(x)
+        yield moved
+
+
+def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
+    """Value ids of the gradients at the outermost level, in the order of the graph's parameters.
+
+    A gradient that stays inside a loop of updates is proven by the parameter that the loop returns.
+    """
+    level = [o for eqn in step.program.eqns for o in eqn.outputs]
+    at = {binding.values.of(o).root: o for o in reversed(level)}
+    updated = {p.leaf: step.program.outputs[step.state_pairs[p.leaf]] for p in binding.phases.parameters}
+    return tuple(at.get(p.gradient, updated[p.leaf]) for p in binding.phases.parameters)
+
+
+class OneDevice:
+    """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`."""
+
+    def __init__(self, step: TracedStep, gradients: tuple[int, ...]):
+        self._step, self._gradients = step, gradients
+        self._compiled: dict[bool, Any] = {}
+
+    def __call__(self, arguments: list[Any], *, is_float64: bool = False) -> Numbers:
+        with jax.enable_x64(is_float64):
+            if is_float64 not in self._compiled:
+                evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
+                jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), self._gradients))
+                self._compiled[is_float64] = _compiled(jitted, arguments)
+            outputs, extra = self._compiled[is_float64](*arguments)
+            return list(map(_numpy, outputs)), list(map(_numpy, extra))
+
+
+def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, ...]) -> Reference:
+    """Outputs and values `gradients` of a step on one device."""
+    run = OneDevice(step, gradients)
+    return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
+
+
+def _run_plan(evaluator: ProgramEvaluator, program: Program, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
+    """Outputs and the values `also` under a plan, and the compiled text."""
+    with jax.enable_x64(evaluator.is_float64):
+        shardings = tuple(program.in_shardings())
+        arguments = [jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)]
+        jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), also), in_shardings=shardings)
+        compiled = _compiled(jitted, arguments)
+        outputs, extra = compiled(*arguments)
+        return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text()
+
+
+def _compiled(jitted: Any, arguments: list[Any]) -> Any:
+    return jitted.lower(*arguments).compile(_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None)
+
+
+def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
+    """Outputs and gradients of a `PlacedStep` or `PipelineStep`."""
+    with jax.enable_x64(is_float64):
+        outputs, gradients = step.run(arguments, with_gradients=True)
+        return list(map(_numpy, outputs)), list(map(_numpy, gradients))
+
+
+def outputs_compared(step: TracedStep) -> list[int]:
+    """The outputs that are no state: loss and metrics."""
+    state = set(step.state_pairs.values())
+    return [i for i in range(len(step.out_paths)) if i not in state] or list(range(len(step.out_paths)))
+
+
+def _numpy(x: Any) -> np.ndarray | None:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return None
+    return np.asarray(x.astype("float32") if str(x.dtype) == "bfloat16" else x)
+
+
+def _gradient_error(found: list, wanted: list, names: list[str]) -> tuple[float, str]:
+    """The largest relative error of any leaf, and its name."""
+    norms = [float(np.linalg.norm(np.asarray(g, np.float64))) for g in wanted]
+    everything = float(np.sqrt(sum(n * n for n in norms)))
+    worst, name = 0.0, ""
+    for g, g1, norm, path in zip(found, wanted, norms, names, strict=False):
+        distance = float(np.linalg.norm(np.asarray(g, np.float64) - np.asarray(g1, np.float64)))
+        error = distance / max(norm, 1e-6 * everything, np.finfo(np.float64).tiny)
+        if not error <= worst:  # a NaN counts as the worst
+            worst, name = error, path
+    return worst, name
+
+
+def is_compared(output: np.ndarray | None) -> bool:
+    """Whether an output has numbers that rounding may change."""
+    return output is not None and output.size > 0 and np.issubdtype(output.dtype, np.floating)
+
+
+def _output_error(found: list, wanted: list, which: Any) -> float:
+    """The largest relative error among the floating-point outputs that are no state (the loss, metrics, predictions)."""
+    worst = 0.0
+    for i in which:
+        if is_compared(wanted[i]):
+            a, b = np.asarray(found[i], np.float64), np.asarray(wanted[i], np.float64)
+            error = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
+            worst = error if not error <= worst else worst
+    return worst

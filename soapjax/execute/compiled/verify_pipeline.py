@@ -1,0 +1,90 @@
+"""The proof of a synchronous pipeline: loss and gradients are the single-device step's, on the whole batch.
+
+A step whose samples see each other (batch norm's statistics) or that draws random numbers differs between the whole batch and
+its micro-batches, pipeline or not. Such a pipeline is held against what one device gives for the same micro-batches, put
+together as the pipeline does; which reference it was is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from soapjax.execute.compiled.hlo import OpsCheck
+from soapjax.execute.compiled.verify import (
+    Numbers,
+    OneDevice,
+    Reference,
+    Verification,
+    compared,
+    gradient_ids,
+    outputs_compared,
+    reference_of,
+    run_stream,
+)
+from soapjax.execute.streams.microbatches import MicroStep, joining
+from soapjax.execute.streams.pipeline import PipelineStep
+from soapjax.graph.build import build_graph
+
+
+class PipelineVerification(NamedTuple):
+    numbers: Verification
+    reference: str  # "the whole batch", or "its micro-batches": what one device was given
+
+
+def verify_pipeline(make: Callable[[bool], PipelineStep], arguments: list[Any], check: OpsCheck) -> PipelineVerification:
+    """Runs a pipeline in its own precision and in float64 on flat `arguments`, and compares.
+
+    Args:
+      make: whether in float64 -> the step, nothing donated.
+      check: the planned dots and convolutions, as compiled.
+    """
+    own, wide = make(False), make(True)
+    planned = run_stream(own, arguments, is_float64=False)
+    planned64 = run_stream(wide, arguments, is_float64=True)
+    micro, names = own.micro, list(own.gradient_paths)
+    losses = outputs_compared(micro.full)
+    _, binding = build_graph(micro.full)
+    single = reference_of(micro.full, arguments, gradient_ids(micro.full, binding))
+    found = compared(planned, planned64, single, names, losses, check)
+    if found.is_proven or micro.num_microbatches == 1:
+        return PipelineVerification(found, "the whole batch")
+    single = _by_micro_batch(own, arguments)
+    again = compared(planned, planned64, single, names, losses, check)
+    return PipelineVerification(again, "its micro-batches") if again.is_proven else PipelineVerification(found, "the whole batch")
+
+
+def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
+    """One device's outputs and gradients for every micro-batch, put together as the pipeline does."""
+    micro = step.micro
+    _, binding = build_graph(micro.step)
+    one = OneDevice(micro.step, gradient_ids(micro.step, binding))
+    hows = [_joined_by(micro, v, step.reduction) for v in micro.step.program.outputs]
+
+    def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
+        parts = []
+        for m in range(micro.num_microbatches):
+            mine = list(arguments)
+            for k in micro.batch_leaves:
+                mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches)[m]
+            parts.append(one(mine, is_float64=is_float64))
+        return _joined(parts, hows, step.reduction)
+
+    return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
+
+
+def _joined_by(micro: MicroStep, value: Any, reduction: str) -> tuple[str, int]:
+    found = joining(micro, value, reduction) if isinstance(value, int) and value in micro.step.program.avals else None
+    return ("last", 0) if found is None else tuple(found)
+
+
+def _joined(parts: list[Numbers], hows: list[tuple[str, int]], reduction: str) -> Numbers:
+    def join(values: list[Any], how: str, dim: int) -> Any:
+        if how == "last" or values[0] is None:
+            return values[-1]
+        return np.concatenate(values, dim) if how == "join" else getattr(np, how)(np.stack(values), axis=0)
+
+    outputs = [join([p[0][k] for p in parts], *how) for k, how in enumerate(hows)]
+    return outputs, [join([p[1][k] for p in parts], reduction, 0) for k in range(len(parts[0][1]))]

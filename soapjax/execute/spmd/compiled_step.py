@@ -1,0 +1,200 @@
+"""A bound plan as a function that feels like `jax.jit`'s: pytrees in, pytrees out, state donated.
+
+The step is compiled once, ahead of its first call, for its shapes alone. A function of `jax.jit` would be compiled again where a
+leaf comes committed that came uncommitted before, or strongly typed that was a Python number: which is what the state, a random
+key and a step count do at the second call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled.inspect import compiled_for, peak_memory_bytes
+from soapjax.execute.spmd.arrivals import place_all, require_arrays
+from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.graph.trace import check_leaves, signature
+from soapjax.own_config import compiled_as_planned
+
+# Of every leaf at every call.
+_IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgetter("committed")
+
+
+class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for the user
+    """The arguments have other shapes than the plan was made for."""
+
+
+def _refuse_parts(leaves: list[Any]) -> None:
+    """Raises: SoapjaxError inside `shard_map` and `pmap`, where a call is one device's, and a plan is for all of them; and for
+    arguments whose types say how they are laid out.
+    """
+    meshes = [x.sharding.mesh for x in map(jax.typeof, leaves) if hasattr(x, "sharding")]
+    if explicit := {a for mesh in meshes for a in mesh.explicit_axes}:
+        value = f"arguments laid out over the explicit axes {tuple(sorted(explicit))}"
+        expected = "arguments that a plan may lay out"
+        remedy = "call it outside of jit, or make the mesh with axis_types=(AxisType.Auto, ...)"
+        raise SoapjaxError(Problem("a planned step inside jit", value, expected, remedy))
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.manual_axes:
+        value, expected = f"a call inside shard_map or pmap over {mesh.manual_axes}", "a call with the whole batch"
+        remedy = "leave shard_map or pmap out, and pass axis_name= where the step has collectives: the plan splits the step"
+        raise SoapjaxError(Problem("a planned step", value, expected, remedy))
+
+
+class CompiledStep:
+    """Calls cost what `jax.jit` costs: of every leaf only whether it is used up, and of state whether it is laid out, is looked at.
+
+    Args:
+      program: the bound step and plan.
+      donate: reuse the memory of state arguments (those that an output replaces) for the results, or of the arguments at
+        these positions. Only of arrays that are laid out as planned, such as the step's own results: any other is copied, and
+        stays the caller's.
+    """
+
+    def __init__(self, program: Program, *, donate: bool | Sequence[int] = True):
+        self.program = program
+        step = program.step
+        positional, named = step.in_tree.children()
+        if named.num_leaves:
+            raise TypeError("keyword arguments must be bound to positions before")
+        ends = list(itertools.accumulate((a.num_leaves for a in positional.children()), initial=0))
+        self._leaves_of = [range(a, b) for a, b in itertools.pairwise(ends)]
+        self._donated = self._state() if donate is True else tuple(donate or ())
+        self._donated_leaves = [k for i in self._donated for k in self._leaves_of[i]]
+        in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
+        self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
+        self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
+        self.out_shardings = step.out_tree.unflatten(out_shardings)
+        # What the step does not read keeps the layout that it comes in.
+        self._wanted = [s if is_read else None for s, is_read in zip(in_shardings, step.is_read, strict=True)]
+        shardings = dict(in_shardings=tuple(step.in_tree.unflatten(self._wanted)[0]), out_shardings=self.out_shardings)
+        if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
+            shardings = {}  # exactly plain jax.jit
+        self.spans_processes = any(d.process_index != jax.process_index() for d in program.mesh.devices.flat)
+        self.jitted = jax.jit(self._run, donate_argnums=self._donated, **shardings)
+        self._compiled: Any = None
+
+    def _state(self) -> tuple[int, ...]:
+        """Positions of training state: what holds a parameter or its optimizer state. Others may look like a result by chance."""
+        trained = {k for p in self.program.graph.parameters for k in (p.leaf, *p.state_leaves)}
+        pairs = self.program.step.state_pairs
+        return tuple(
+            i for i, leaves in enumerate(self._leaves_of) if trained.intersection(leaves) and all(k in pairs for k in leaves)
+        )
+
+    def _run(self, *args: Any) -> Any:
+        step = self.program.step
+        self._require_shapes(args)
+        outputs, _ = self.program.evaluator().run(jax.tree_util.tree_leaves(args))
+        return step.out_tree.unflatten(outputs)
+
+    def _require_shapes(self, args: tuple[Any, ...]) -> None:
+        if signature((args, {})) != self._signature:
+            raise ShapesChanged
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def compile(self) -> None:
+        """Compiles the step for its shapes; the first call does it where nobody did before."""
+        if self._compiled is None:
+            with compiled_as_planned():
+                self._compiled = compiled_for(self.lower(), self._platform)
+
+    @property
+    def _platform(self) -> str:
+        return self.program.mesh.devices.flat[0].platform
+
+    def peak_memory_bytes(self) -> int:
+        """Per device, as compiled."""
+        self.compile()
+        return peak_memory_bytes(self._compiled, self._platform)
+
+    def as_text(self) -> str:
+        """The compiled program, as optimised HLO."""
+        self.compile()
+        return self._compiled.as_text()
+
+    def _structs(self) -> tuple[Any, ...]:
+        structs = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
+            for a, s in zip(self.program.step.in_avals, self._wanted, strict=True)
+        ]
+        return self.program.step.in_tree.unflatten(structs)[0]
+
+    def __call__(self, *args: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves(args)
+        kinds = set(map(type, leaves))
+        if any(issubclass(t, jax.core.Tracer) for t in kinds):
+            self._require_shapes(args)
+            _refuse_parts(leaves)
+            with compiled_as_planned():
+                return self.jitted(*args)
+        arrays = {t for t in kinds if issubclass(t, jax.Array)}
+        if jax.ShapeDtypeStruct in kinds or any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
+            paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else ()
+            require_arrays(leaves, paths)
+        donated = self._donated_of(leaves)
+        is_foreign = not arrays.issuperset(map(type, donated)) or not all(map(_COMMITTED, donated))
+        if is_foreign or self.spans_processes or self._compiled is None:
+            self._require_shapes(args)
+            args = self.place(*args) if self.spans_processes else self.place_state(*args)
+        if self._compiled is None:
+            self.compile()
+        try:
+            if jax.config.jax_disable_jit:
+                with compiled_as_planned():
+                    return self._compiled(*args)
+            return self._compiled(*args)
+        except (TypeError, ValueError) as e:
+            if isinstance(e, SoapjaxError):
+                raise
+            check_leaves(args, self.program.step.in_names)
+            self._require_shapes(args)
+            if "sharding" not in str(e).lower() and "device" not in str(e).lower():
+                raise
+            # Committed to other devices (a data loader's device_put, say): place them, then run.
+            return self._compiled(*self.place(*args))
+
+    def _donated_of(self, leaves: list[Any]) -> list[Any]:
+        if len(leaves) != len(self._wanted):
+            raise ShapesChanged
+        return [leaves[k] for k in self._donated_leaves]
+
+    def place_state(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments with the donated ones laid out as planned; the others go in as they come in every later call too."""
+        donated = set(self._donated_leaves)
+        return self._placed(args, [s if k in donated else None for k, s in enumerate(self._wanted)])
+
+    def place(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments laid out as planned; those that the step does not read as they come."""
+        return self._placed(args, self._wanted)
+
+    def _placed(self, args: tuple[Any, ...], shardings: Sequence[Any]) -> tuple[Any, ...]:
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        return tree.unflatten(place_all(leaves, shardings))
+
+    def lower(self, *_: Any) -> Any:
+        """The program lowered for arguments laid out as planned, however any at hand lie."""
+        with compiled_as_planned():
+            return self.jitted.lower(*self._structs())
+
+    def trace(self, *_: Any) -> Any:
+        """As `lower`, traced."""
+        with compiled_as_planned():
+            return self.jitted.trace(*self._structs())
+
+    def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
+        """What all processes must have alike before any of them runs, and what compiles it here."""
+        lowered = self.lower()
+
+        def compile_here() -> None:
+            self._compiled = lowered.compile()
+
+        return {"program": lowered.as_text()}, compile_here

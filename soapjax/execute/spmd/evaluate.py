@@ -1,0 +1,186 @@
+"""Running a flat program equation by equation, with a hook for every equation: one evaluator for all executors.
+
+`ProgramEvaluator` alone reproduces the traced function; `PlannedEvaluator` (planned_evaluator.py) constrains
+what the plan says. Both run inside `jax.jit`, so the walk over equations happens once per trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from soapjax.execute.spmd.block_slice import block_slice
+from soapjax.execute.spmd.max_pool import pool_gradient
+from soapjax.execute.spmd.promote import high, promote, promoted_bind
+from soapjax.graph.phases import module_path
+from soapjax.graph.pools import is_made_of_choices
+from soapjax.graph.program import Atom, FlatEqn, Program, flatten
+from soapjax.own_config import on_plans_mesh
+
+
+def task_mark(task: int) -> str:
+    """The name-stack part by which a task is found again in the compiled program."""
+    return f"sj{task}"
+
+
+class ProgramEvaluator:
+    """Evaluates a program on flat arguments.
+
+    Args:
+      program: what `flatten` made.
+      is_float64: evaluate with every float in float64 (needs x64 enabled).
+    """
+
+    def __init__(self, program: Program, *, is_float64: bool = False):
+        self.program = program
+        self.is_float64 = is_float64
+
+    def run(self, arguments: list[Any], also: tuple[int, ...] = ()) -> tuple[list[Any], list[Any]]:
+        """The outputs, and the values of the ids in `also` (gradients, say; ids of the outermost level)."""
+        env: dict[int, Any] = {k: self.lift(v) for k, v in self.program.consts.items()}
+        env.update((i, self.as_traced(i, a)) for i, a in zip(self.program.inputs, arguments, strict=True))
+        self.enter(env)
+        self.block(self.program, env)
+        outputs = [self.as_typed(o, self.read(o, env)) for o in self.program.outputs]
+        return outputs, [env[i] for i in also]
+
+    def lift(self, x: Any) -> Any:
+        return promote(x) if self.is_float64 else x
+
+    def as_traced(self, i: int, argument: Any) -> Any:
+        """An argument in the type that it was traced with, or its float64: with x64 enabled a Python int, say, is another."""
+        dtype = self.program.avals[i].dtype
+        if not self.is_float64 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            return argument
+        return jnp.asarray(argument, high(dtype))
+
+    def read(self, atom: Atom, env: dict[int, Any]) -> Any:
+        if isinstance(atom, int):
+            return env[atom]
+        value = np.asarray(atom.val, dtype=atom.aval.dtype) if hasattr(atom.aval, "dtype") else atom.val
+        if self.is_float64:
+            return self.lift(jnp.asarray(value))
+        if getattr(atom.aval, "weak_type", False) and jax.typeof(value.item()).dtype == atom.aval.dtype:
+            return value.item()  # a Python number: what is made of it stays weakly typed
+        return value
+
+    def as_typed(self, atom: Atom, x: Any) -> Any:
+        """An output weakly or strongly typed as it was traced: the next step gets it, and jit functions compile for each."""
+        traced = self.program.aval(atom)
+        is_weak = getattr(traced, "weak_type", False)
+        if self.is_float64 or x is None or (found := jax.typeof(x)).dtype != traced.dtype or found.weak_type == is_weak:
+            return x
+        return jax.lax.convert_element_type_p.bind(jnp.asarray(x), new_dtype=traced.dtype, weak_type=is_weak, sharding=None)
+
+    def block(self, program: Program, env: dict[int, Any]) -> None:
+        for eqn in program.eqns:
+            with jax.named_scope(self.scope_name(eqn)), eqn.ctx.manager, on_plans_mesh():
+                results = self.loop(eqn, env) if eqn.body is not None else self.equation(eqn, env)
+            env.update(zip(eqn.outputs, results, strict=True))
+
+    def scope_name(self, eqn: FlatEqn) -> str:
+        """The readable path of an equation, as profilers and the compiled program show it."""
+        return module_path(eqn.stack) or eqn.name
+
+    def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        """One equation; executors override this."""
+        return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
+
+    def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+        if eqn.name == "dynamic_slice":
+            return [block_slice(inputs[0], inputs[1:], params["slice_sizes"])]
+        if eqn.name == "device_put" and not any(eqn.params["devices"]):
+            return inputs
+        if is_made_of_choices(eqn):
+            return [pool_gradient(inputs[0], inputs[1], params)]
+        if self.is_float64 and eqn.name == "while":
+            return _while_in_float64(params, inputs)
+        if self.is_float64 and eqn.name == "cond":
+            branches = [_in_float64(b) for b in params["branches"]]
+            return list(jax.lax.switch(inputs[0].astype("int32"), branches, *inputs[1:]))
+        if self.is_float64:
+            dtypes = [self.program.aval(a).dtype for a in eqn.inputs]
+            return promoted_bind(eqn, inputs, dtypes, params)
+        out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    def loop(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        """A scan, its body evaluated in the same way."""
+        body, p = eqn.body, eqn.params
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+        values = [self.read(a, env) for a in eqn.inputs]
+        outer = dict(zip(body.inputs[:num_consts], values[:num_consts], strict=True))
+        carry_ids, x_ids = body.inputs[num_consts : num_consts + num_carry], body.inputs[num_consts + num_carry :]
+        carry = self.enter_loop(eqn, values[num_consts : num_consts + num_carry], outer)
+        # A body reads nothing of the outer levels but its constants.
+        held = {k: env[k] for k in self.program.consts if k in env}
+
+        def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            inner = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, xs, strict=True))}
+            self.enter_body(eqn, inner)
+            self.block(body, inner)
+            results = [self.read(o, inner) for o in body.outputs]
+            return tuple(results[:num_carry]), tuple(results[num_carry:])
+
+        final, stacked = jax.lax.scan(
+            step, tuple(carry), tuple(values[num_consts + num_carry :]), length=p["length"], reverse=p["reverse"],
+            unroll=p.get("unroll", 1),
+        )  # fmt: skip
+        return [*final, *stacked]
+
+    def enter(self, env: dict[int, Any]) -> None:
+        """Called with the arguments in place."""
+
+    def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
+        """Called with everything made: others go on with `values`."""
+
+    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
+        """Called before a loop; returns the first carry."""
+        # A literal as first value is weakly typed or a NumPy scalar; the carry's type must not change in the body.
+        ids = eqn.body.inputs[eqn.params["num_consts"] :]
+        typed = []
+        for i, c in zip(ids, carry, strict=False):
+            dtype = self.program.avals[i].dtype
+            if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+                typed.append(c)
+            else:
+                typed.append(jax.tree.map(lambda x, t=high(dtype) if self.is_float64 else dtype: jnp.asarray(x, t), c))
+        return typed
+
+    def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
+        """Called in every trip (once per trace) with the body's arguments in place."""
+
+
+def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:
+    """A jaxpr of an opaque equation as a function that evaluates it in float64."""
+    inner = ProgramEvaluator(flatten(closed), is_float64=True)
+
+    def typed(x: Any, aval: Any) -> Any:  # a branch that returns a constant, and one that computes it, have one type
+        if not hasattr(aval, "dtype") or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+            return x
+        return jax.lax.convert_element_type(x, high(aval.dtype))
+
+    return lambda *arguments: tuple(map(typed, inner.run(list(arguments))[0], closed.out_avals))
+
+
+def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
+    """The loop in float64. A vmapped condition is one per row: a row stays as it is once its own is over."""
+    condition, body = _in_float64(params["cond_jaxpr"]), _in_float64(params["body_jaxpr"])
+    first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+
+    def goes_on(carry: tuple[Any, ...]) -> Any:
+        return condition(*inputs[:first], *carry)[0]
+
+    def trip(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, new = goes_on(carry), body(*inputs[first:start], *carry)
+        if not rows.ndim:
+            return new
+        return tuple(
+            jnp.where(rows.reshape(rows.shape + (1,) * (a.ndim - rows.ndim)), a, b) for a, b in zip(new, carry, strict=True)
+        )  # fmt: skip
+
+    return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), trip, tuple(map(jnp.asarray, inputs[start:]))))

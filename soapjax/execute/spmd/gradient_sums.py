@@ -1,0 +1,164 @@
+"""Gradients of parameters that are used more than once: summands stay on their devices until the last one is added.
+
+What graph/accumulation.py found, as the executor runs it: products leave their partial sums apart where the
+plan's common layout says so, the additions work on these, and the total is summed over the devices once, after its loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from soapjax.execute.spmd.evaluate import task_mark
+from soapjax.execute.spmd.heavy import partition_spec
+from soapjax.execute.spmd.partial import Partial, constrained, elementwise, resolved, split_off
+from soapjax.execute.spmd.plan_layouts import PlanLayouts
+from soapjax.graph.accumulation import TracedAccumulation, summand_alone
+from soapjax.graph.operators import Accumulation
+from soapjax.graph.program import FlatEqn
+from soapjax.strategy.layout import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredSum:
+    """A gradient, or what a stage adds to one, that is a sum over `axes` of a stage's mesh, made by another program."""
+
+    value: int
+    axes: tuple[str, ...]
+    spec: Spec  # of what each device adds up
+    home: Spec  # of the sum over devices
+
+    def shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the running sum: a leading dim per axis, over which it is split."""
+        return (*(mesh.shape[n] for n in self.axes), *shape)
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec((*((n,) for n in self.axes), *self.spec)))
+
+    def total(self, blocks: Any, mesh: Mesh) -> Any:
+        """The sum over the devices."""
+        return resolved(Partial(blocks, self.axes), self.spec, self.home, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """One gradient's chain under a plan."""
+
+    chain: TracedAccumulation
+    axes: tuple[str, ...]  # over which every summand is a partial sum
+    spec: Spec  # of the summands
+    home: Spec  # of the total
+    is_carried: bool
+    task: int  # that makes the total
+
+
+class GradientSums:
+    """The evaluator's part that deals with summands of gradients.
+
+    Args:
+      bind: the evaluator's, which runs an equation.
+    """
+
+    def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: tuple[Accumulation, ...]):
+        graph, binding = layouts.graph, layouts.binding
+        self.layouts, self.bind, self.binding, self.mesh = layouts, bind, binding, layouts.mesh
+        self.values = binding.values
+        self._loops = {e.key: e for e, _ in layouts.program.walk() if e.body is not None}
+        writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
+        self._of_summand: dict[int, _Sum] = {}  # root of a summand
+        self._made_as: dict[int, tuple[Spec, bool]] = {}  # root of a summand -> its layout as it is made, whether it is a sum
+        self._of_start: dict[int, _Sum] = {}  # argument of a loop's body
+        self._of_addition: dict[str, _Sum] = {}
+        self._of_product: dict[str, _Sum] = {}  # the equation that a summand comes from, perhaps laid out anew
+        self._of_total: dict[int, _Sum] = {}
+        self._relayouts: set[str] = set()
+        for found in accumulations:
+            chain = binding.sums[found.parameter]
+            k, access = writer[found.layout_of]
+            operator = graph.tasks[k].operator
+            one = _Sum(
+                chain, layouts.axes_on(operator, access.reduced), layouts.spec_from(operator, access.dims),
+                layouts.home[found.total], found.is_carried, writer[found.total][0],
+            )  # fmt: skip
+            self._of_summand.update(dict.fromkeys(chain.summands, one))
+            for root in chain.summands:
+                maker, made = writer[binding.tensor_of[root]]
+                operator = graph.tasks[maker].operator
+                self._made_as[root] = layouts.spec_from(operator, made.dims), bool(layouts.axes_on(operator, made.reduced))
+            self._of_start.update(dict.fromkeys(chain.starts, one))
+            self._of_addition.update(dict.fromkeys(chain.additions, one))
+            self._of_product.update(dict.fromkeys(chain.relayouts.values(), one))
+            self._of_product.update((binding.values.producer[r].key, one) for r in chain.summands)
+            self._of_total[chain.total] = one
+            self._relayouts |= chain.relayouts.keys()
+
+    def defer(self, deferred: DeferredSum) -> None:
+        """Leaves a gradient apart that is no sum of products: its total is made by another program."""
+        binding, value = self.binding, deferred.value
+        chain = summand_alone(value, self.layouts.program, self.values, binding.phases)
+        one = _Sum(chain, deferred.axes, deferred.spec, deferred.home, is_carried=True, task=-1)
+        self._of_summand[value] = one
+        self._made_as[value] = deferred.spec, True
+        self._of_product.update(dict.fromkeys((self.values.producer[value].key, *chain.relayouts.values()), one))
+        self._relayouts |= chain.relayouts.keys()
+
+    def is_summand(self, out: int) -> bool:
+        return out in self._of_summand
+
+    def is_on_way(self, eqn: FlatEqn, env: dict[int, Any]) -> bool:
+        """Whether an equation adds summands, or lays out one that is a partial sum."""
+        if eqn.key in self._of_addition:
+            return True
+        return eqn.key in self._relayouts and isinstance(env.get(eqn.inputs[0]), Partial)
+
+    def run(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+        """Such an equation."""
+        out = elementwise(lambda *x: self.bind(eqn, list(x), eqn.params)[0], *(env[a] for a in eqn.inputs))
+        one = self._of_addition.get(eqn.key)
+        if one is None:
+            return [self.summand(eqn.outputs[0], out)]
+        out = constrained(out, one.spec, self.mesh)
+        is_total = eqn.outputs[0] == one.chain.total and not one.is_carried
+        return [resolved(out, one.spec, one.home, self.mesh) if is_total else out]
+
+    def kept(self, eqn: FlatEqn, partial: set[str]) -> tuple[str, ...]:
+        """Over which of the axes in `partial` an equation's sums stay apart: all or, where no summand comes from it, none.
+
+        Some of them may be summed in the layout of all summands, which is that of the value after its relayouts: `summand` does.
+        """
+        if eqn.key not in self._of_product or eqn.name in ("reduce_max", "reduce_min"):
+            return ()
+        return tuple(n for n in self.mesh.axis_names if n in partial)
+
+    def made(self, result: Any, kept: tuple[str, ...], spec: Spec) -> Any:
+        """What such an equation made, its `kept` sums in leading dims."""
+        return constrained(Partial(result, kept), spec, self.mesh) if kept else self.layouts.constrain(result, spec)
+
+    def summand(self, out: int, x: Any) -> Any:
+        """A value that may be a summand, in the layout of all summands."""
+        one = self._of_summand.get(out)
+        if one is None:
+            return x
+        source, is_sum = self._made_as[out]
+        is_resolved = is_sum and not isinstance(x, Partial)  # towards the common layout already
+        return split_off(x, one.axes, one.spec, self.mesh, None if is_resolved else source)
+
+    def start(self, argument: int, x: Any) -> Any:
+        """The first value of a loop's running sum."""
+        one = self._of_start.get(argument)
+        return x if one is None else split_off(x, one.axes, one.spec, self.mesh)
+
+    def after_loop(self, eqn: FlatEqn, out: int, x: Any) -> Any:
+        """A loop's result: its running sum is summed over the devices, unless an outer loop goes on with it."""
+        if not isinstance(x, Partial):
+            return x
+        one = self._of_total.get(self.values.of(out).root)
+        outer = self.values.scope[eqn.key]
+        if one is None or (outer and set(self._loops[outer[-1]].body.inputs) & set(one.chain.starts)):
+            return x
+        with jax.named_scope(task_mark(one.task)):
+            return resolved(x, one.spec, one.home, self.mesh)

@@ -1,0 +1,104 @@
+"""Where a plan puts the tensors of a step: the layout in which every task reads them, and in which they are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from soapjax.execute.spmd.heavy import partition_spec
+from soapjax.execute.spmd.reshard import reshard
+from soapjax.graph.build import Binding
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
+from soapjax.graph.program import FlatEqn, Program
+from soapjax.strategy.layout import Spec
+from soapjax.strategy.plan import Plan, TaskPart, parse_spec
+
+
+class PlanLayouts:
+    """Layouts by tensor and task, and conversions between them.
+
+    Args:
+      parts: every task with the plan's specs of it.
+      unplaced: tensors that are kept as they are made, whatever the plan says.
+    """
+
+    def __init__(
+        self, plan: Plan, program: Program, graph: OperatorGraph, binding: Binding, mesh: Mesh,
+        parts: Iterable[tuple[Task, TaskPart]], *, unplaced: Set[int],
+    ):  # fmt: skip
+        self.program, self.graph, self.binding, self.mesh = program, graph, binding, mesh
+        self.values = binding.values
+        self._axes: list[dict[str, list[str]]] = []  # per operator: dim name -> axes in mesh order
+        for op in graph.operators:
+            chosen: dict[str, list[str]] = {}
+            for a in plan.mesh.axis_names:
+                chosen.setdefault(plan.operators[op.name].axes[a], []).append(a)
+            self._axes.append(chosen)
+        self._axis_names = plan.mesh.axis_names
+        # Per task: tensor -> spec as used (by operand position for heavy equations), tensor -> spec as kept.
+        self.used: list[dict[tuple[int, int], Spec]] = []
+        self.kept: list[dict[int, Spec]] = []
+        for task, part in parts:
+            self.used.append({(a.tensor, a.operand): parse_spec(s) for a, s in zip(task.reads, part.operands, strict=True)})
+            kept = {a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)}
+            self.kept.append({t: s for t, s in kept.items() if t not in unplaced})
+        # The layout in which a tensor is kept, an argument's too.
+        self.home = {
+            i: parse_spec(plan.arguments[graph.in_paths[t.input_leaf]]) for i, t in enumerate(graph.tensors) if t.input_leaf >= 0
+        }
+        self.home |= {t: s for kept in self.kept for t, s in kept.items()}
+
+    def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
+        """The spec of an operand from its operator's config."""
+        names = self.graph.operators[operator].dims
+        return tuple(() if d == NOT_SPLIT else tuple(self._axes[operator].get(names[d].name, ())) for d in dims)
+
+    def axes_on(self, operator: int, dims: tuple[int, ...]) -> tuple[str, ...]:
+        """The mesh axes that an operator's config assigns to some of its dims, in mesh order."""
+        names = self.graph.operators[operator].dims
+        found = {a for d in dims for a in self._axes[operator].get(names[d].name, ())}
+        return tuple(a for a in self._axis_names if a in found)
+
+    def shifted(self, atom: int, spec: Spec) -> Spec:
+        """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
+        shift = self.values.tensor(atom).shift
+        return ((),) * shift + spec if shift > 0 else spec[-shift:]
+
+    def resolved(self, k: int, eqn: FlatEqn, raw: Spec, dims: tuple[int, ...], partial: set[str]) -> Spec:
+        """How a result is kept: `raw` of op dims `dims`, and those of the axes in `partial` over which it is scattered."""
+        root = self.binding.partial_of.get(eqn.key, eqn.outputs[0])
+        tensor = self.binding.tensor_of.get(root, -1)
+        home = self.kept[k].get(tensor)
+        if home is None:
+            return raw
+        (access,) = (a for a in self.graph.tasks[k].writes if a.tensor == tensor)
+        made = self.spec_from(self.graph.tasks[k].operator, access.dims)
+        found = [list(names) for names in raw]
+        shape, sizes = self.program.avals[eqn.outputs[0]].shape, self.mesh.shape
+        for d, names in enumerate(home):
+            where = d if root == eqn.outputs[0] else dims.index(access.dims[d]) if access.dims[d] in dims else -1
+            for n in (n for n in names if where >= 0 and n in partial and n not in made[d]):
+                if shape[where] % math.prod(sizes[m] for m in (*found[where], n)) == 0:
+                    found[where].append(n)
+        return tuple(map(tuple, found))
+
+    def constrain(self, x: Any, spec: Spec) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(spec)))
+
+    def convert(self, atom: int, x: Any, source: Spec | None, target: Spec) -> Any:
+        """A value from one layout to another, by the steps that the plan's prediction counts."""
+        sizes = self.mesh.shape
+        shape = self.program.avals[atom].shape
+        # A value from another program, on other devices, comes in a layout of its own.
+        is_known = source is not None and all(a in sizes for spec in (source, target) for names in spec for a in names)
+        is_even = is_known and all(
+            n % math.prod(sizes[a] for a in names) == 0
+            for spec in (source, target) for n, names in zip(shape, spec, strict=True)
+        )
+        if not is_even or source == target or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return self.constrain(x, target)
+        return reshard(x, source, target, self.mesh)

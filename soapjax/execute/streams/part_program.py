@@ -1,0 +1,181 @@
+"""A part of a step as one jitted program on its own mesh, sharded inside as a plan says.
+
+The plan is one of the whole (micro-batched) step on the mesh of the part's devices; only the part's operators follow it.
+Every value has one layout per place: a parameter as the plan stores it, any other as the plan keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from soapjax.execute.spmd.gradient_sums import DeferredSum
+from soapjax.execute.spmd.planned_evaluator import PlannedEvaluator, Program
+from soapjax.execute.streams.cut import Part
+from soapjax.graph.operators import NOT_SPLIT
+from soapjax.strategy.layout import Spec
+from soapjax.strategy.plan import parse_spec
+
+
+class Place:
+    """A sub-mesh with the plan that holds on it.
+
+    Args:
+      bound: the step, a plan for the place's devices, and their mesh.
+    """
+
+    def __init__(self, bound: Program, *, is_float64: bool = False):
+        self.bound, self.mesh, self.is_float64 = bound, bound.mesh, is_float64
+        self.values = bound.binding.values
+        self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
+        self._arrivals: dict[int, Spec] = {}
+        self.deferred: dict[int, DeferredSum] = {}  # by value
+        self._home: dict[int, Spec] = {}
+        self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
+        for task, part in bound.task_parts():
+            self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
+
+    @functools.cached_property
+    def evaluator(self) -> Any:
+        # Also on one device where the plan pins: the marks of its operators are how they are found again.
+        if self.bound.plan.pinned:
+            return PlannedEvaluator(self.bound, is_float64=self.is_float64, keeps_sums=False)
+        evaluator = self.bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
+        for deferred in self.deferred.values():
+            evaluator.sums.defer(deferred)
+        return evaluator
+
+    def spec(self, value: int) -> Spec:
+        """The layout in which a value lies here, () where the plan says nothing about it."""
+        if value in self._arrivals:
+            return self._arrivals[value]
+        path = self._arguments.get(value)
+        if path is not None:
+            return self._here(parse_spec(self.bound.plan.arguments[path]))
+        alias = self.values.tensor(value)
+        spec = self._home.get(self.bound.binding.tensor_of.get(alias.root, -1))
+        if spec is None:
+            return self._as_made(value)
+        return self._here(((),) * alias.shift + spec if alias.shift > 0 else spec[-alias.shift :])
+
+    def _as_made(self, value: int) -> Spec:
+        """The layout of a value inside a task, as its equation makes it; () where that is not known."""
+        eqn = self._makers.get(value)
+        task = None if eqn is None else self.bound.binding.task_of.get(eqn.key)
+        dims = None if task is None else self.bound.binding.dims_of.get(eqn.key)
+        if dims is None:
+            return ()
+        found = dims.results[min(eqn.outputs.index(value), len(dims.results) - 1)]
+        op = self.bound.graph.operators[self.bound.graph.tasks[task].operator]
+        axes = self.bound.plan.operators[op.name].axes
+        names = [() if d == NOT_SPLIT else tuple(a for a in self.mesh.axis_names if axes.get(a) == op.dims[d].name) for d in found]
+        shape = self.bound.step.program.avals[value].shape
+        is_even = len(names) == len(shape) and all(
+            n % math.prod(self.mesh.shape[a] for a in own) == 0 for n, own in zip(shape, names, strict=True)
+        )
+        return tuple(names) if is_even else ()
+
+    def receive(self, value: int, source: Place) -> None:
+        """`value` comes from `source`: laid out as there where the meshes are alike, so that every device sends to one other.
+
+        A split tensor thus travels in its parts, and is gathered (if at all) by the program that reads it.
+        """
+        if source.mesh.shape == self.mesh.shape:
+            self._arrivals[value] = source.spec(value)
+
+    def _here(self, spec: Spec) -> Spec:
+        """Without the axes that are pinned here: made elsewhere, a value may be split over them there."""
+        return tuple(tuple(n for n in names if n in self.mesh.axis_names) for names in spec)
+
+    def sharding(self, value: int) -> NamedSharding:
+        return self.bound.sharding(self.spec(value))
+
+    @property
+    def whole(self) -> NamedSharding:
+        return self.bound.sharding(())
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """A value that is summed over micro-batches at a place; a deferred one over the place's devices later."""
+
+    value: int
+    dtype: Any  # of the running sum
+    place: Place
+
+    @property
+    def deferred(self) -> DeferredSum | None:
+        return self.place.deferred.get(self.value)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        return self.place.sharding(self.value) if self.deferred is None else self.deferred.sharding(self.place.mesh)
+
+    def zeros(self) -> Any:
+        shape = self.place.bound.step.program.avals[self.value].shape
+        return jax.numpy.zeros(shape if self.deferred is None else self.deferred.shape(self.place.mesh, shape), self.dtype)
+
+    def added(self, total: Any, x: Any) -> Any:
+        """The running sum with what one micro-batch gives."""
+        return total + (x if self.deferred is None else x.blocks).astype(total.dtype)
+
+    def finished(self, total: Any, scale: float, dtype: Any) -> Any:
+        """A running sum as the value that the step would have made of the whole batch."""
+        found = finished(total, scale, dtype)
+        return found if self.deferred is None else self.deferred.total(found, self.place.mesh)
+
+
+def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:
+    """All values that a part makes from `inputs`, which hold everything that it reads."""
+    evaluator, program = place.evaluator, place.bound.step.program
+    env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
+    env.update({v: evaluator.lift(x) for v, x in inputs.items()})
+    evaluator.enter(env)
+    evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
+    evaluator.leave(env, part.outputs)
+    return env
+
+
+def jit_part(
+    place: Place, part: Part, *, added: Sequence[Accumulated] = (),
+    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
+) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
+    """`(*values, *sums) -> (*outputs, *new sums)`, jitted on the place's mesh.
+
+    Args:
+      added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
+        memory is reused).
+      out_shardings: layouts of outputs that are not laid out as `place` keeps them.
+      donated: inputs whose memory an output may take.
+    """
+
+    def fn(*arguments: Any) -> tuple[Any, ...]:
+        values = dict(zip(part.inputs, arguments, strict=False))
+        env = evaluate_part(place, part, values)
+        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
+        return (*(env[v] for v in part.outputs), *sums)
+
+    fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
+    chosen = out_shardings or {}
+    shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [a.sharding for a in added]
+    first = len(part.inputs)
+    taken = tuple(k for k, v in enumerate(part.inputs) if v in set(donated)) + tuple(range(first, first + len(added)))
+    return jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=taken)
+
+
+def finished(total: Any, scale: float, dtype: Any) -> Any:
+    """A sum over micro-batches as the value that the step would have made of the whole batch."""
+    return (total * jax.numpy.asarray(scale, total.dtype)).astype(dtype)
+
+
+def sum_dtype(dtype: Any, *, is_float64: bool) -> Any:
+    """Sums of low precision are carried in float32."""
+    if is_float64:
+        return jax.numpy.dtype("float64")
+    return jax.numpy.promote_types(dtype, "float32")

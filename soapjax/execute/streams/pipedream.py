@@ -1,0 +1,347 @@
+"""Asynchronous 1F1B (PipeDream; Narayanan et al. 2019, sections 3.2 and 3.3): every minibatch updates every stage.
+
+A stage applies an update right after the backward pass of a minibatch, while later minibatches are under way. *Weight
+stashing*: the backward pass of a minibatch sees the weights that its forward pass saw. With S stages, stage i (from 0)
+computes the gradient of minibatch n with the weights as of n - (S - 1 - i) minibatches and applies it to its newest:
+    w_i(n + 1) = w_i(n) - update(gradient at w_i(n - (S - 1 - i))).
+*Vertical sync*: all stages use, for a minibatch, the version that the first stage had when it entered. A stage with r
+replicas deals minibatches out to them in turn (1F1B-RR) and applies the mean of each round of r gradients.
+
+A call works its batch off as M minibatches and drains the pipeline; in flight are never more than `schedules.in_flight`.
+Versions are names in the list of dispatches: one is freed when its last reader has been dispatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.streams.batches import put_batch, structs
+from soapjax.execute.streams.cut import Part, make_part, phase_of
+from soapjax.execute.streams.microbatches import MicroStep, joining
+from soapjax.execute.streams.part_program import Place, evaluate_part, finished, jit_part
+from soapjax.execute.streams.stage_cut import cut_stages
+from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
+from soapjax.graph.phases import UPDATE
+from soapjax.strategy.pipeline import Action, Pipeline
+from soapjax.strategy.schedules import dispatch_order
+
+
+class PipeDreamStep:
+    """M minibatches under asynchronous 1F1B, ready to run.
+
+    Args:
+      micro: the step, traced with one minibatch.
+      pipeline: stages (with replicas), and whether versions are synchronised vertically.
+      places: of every stage its replicas.
+    Raises: SoapjaxError where an update needs more than its own stage, or stages share a parameter.
+    """
+
+    def __init__(self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Sequence[Place]]):
+        self.micro, self.pipeline, self.places, self.step = micro, pipeline, places, micro.step
+        self.program = self.step.program
+        bound = places[0][0].bound
+        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves)
+        self.batch = {self.program.inputs[k]: k for k in micro.batch_leaves}
+        self.replaced = {self.program.inputs[i]: self.program.outputs[o] for i, o in self.step.state_pairs.items()}
+        self._require_stages_alone()
+        self.updates = [self._update_part(s) for s in range(len(places))]
+        self._check_crossings()
+        self.in_shardings = [
+            None if v in self.batch else places[self.cut.home[v]][0].sharding(v) for v in self.program.inputs
+        ]  # fmt: skip
+        self._feeds: list[tuple[int, int, int]] = []  # (value, stage, replica)
+        self._stream = self._emit()
+
+    # What a stage needs for itself.
+
+    def _require_stages_alone(self) -> None:
+        problems = []
+        paths = dict(zip(self.program.inputs, self.step.in_paths, strict=True))
+        trained = {p.value for p in self.places[0][0].bound.binding.phases.parameters}
+        remedy = 'use the schedule "1f1b", which updates once all gradients are there'
+        if any(p is not None for p in self.cut.mixed):
+            value = "an update that reads the gradients of several stages (a global norm, for instance)"
+            problems.append(Problem("schedule 'pipedream'", value, "an update per stage: stages update at different times", remedy))
+        stages: dict[int, set[int]] = {}
+        for part in (*self.cut.forward, *self.cut.backward):
+            for v in set(part.inputs) & trained:
+                stages.setdefault(v, set()).add(part.place)
+        for v, found in stages.items():
+            if len(found) > 1:
+                value = f"a parameter of stages {sorted(found)}"
+                problems.append(
+                    Problem(paths[v], value, "parameters of one stage each", f"put its users into one stage, or {remedy}")
+                )
+        if problems:
+            raise SoapjaxError(problems[:5])
+
+    def state_of(self, s: int) -> list[int]:
+        """The state that a stage reads or holds: its own copy, which it brings forward itself."""
+        own = [v for v, at in self.cut.home.items() if at == s and v not in self.batch]
+        parts = (self.cut.forward[s], self.cut.backward[s], self.cut.update[s])
+        read = [v for p in parts for v in p.inputs if v in self.cut.home and v not in self.batch]
+        return list(dict.fromkeys([*own, *read]))
+
+    def _update_part(self, s: int) -> Part:
+        """The update of a stage; beside what it holds also the counters that it reads."""
+        c, state = self.cut, self.state_of(s)
+        graph, binding = self.places[0][0].bound.graph, self.places[0][0].bound.binding
+        free = {e.key for e in self.program.eqns if phase_of(e, graph, binding) in (None, UPDATE)}
+        free |= {e.key for e in c.update[s].eqns}
+        news = [self.replaced[v] for v in state if v in self.replaced]
+        wanted = [v for v in (*c.update[s].outputs, *news) if isinstance(v, int) and v not in self.program.inputs]
+        part = make_part(f"update {s}", s, self.program, (), free, wanted)
+        known = {*state, *(x.value for x in c.crossings if x.site == s)}
+        if foreign := [v for v in part.inputs if v not in known]:
+            value = f"a value of shape {self.program.avals[foreign[0]].shape} that another stage makes"
+            remedy = 'use the schedule "1f1b"'
+            raise SoapjaxError(Problem("schedule 'pipedream'", value, "an update that reads its own stage alone", remedy))
+        return part
+
+    def _check_crossings(self) -> None:
+        gradients = {v for _, v in self.cut.gradients}
+        self._how = {}
+        for c in self.cut.crossings:
+            self._how[c.value] = how = joining(self.micro, c.value, "mean", is_gradient=c.value in gradients)
+            if how is None or how.how == "join":
+                value = f"a value of shape {self.program.avals[c.value].shape} per minibatch"
+                raise SoapjaxError(Problem("schedule 'pipedream'", value, "metrics that can be averaged", "return means alone"))
+
+    # Dispatches.
+
+    def _emit(self) -> Stream:
+        out, cut, num = StreamBuilder(), self.cut, self.micro.num_microbatches
+        given = [("value", v) for v in self.program.inputs if v not in self.batch]
+        for name in given:
+            out.slot(name)
+        self._emit_batch(out, given)
+        version = [0] * len(self.places)
+        for s, replicas in enumerate(self.places):
+            self._spread(out, s, {v: ("value", v) for v in self.state_of(s)}, 0, source=None)
+        passes = {
+            (kind, s, q): (part, jit_part(place, part))
+            for kind, parts in (("forward", self._forward_parts()), ("backward", self._backward_parts()))
+            for s, part in enumerate(parts)
+            for q, place in enumerate(self.places[s])
+        }
+        updates = [self._jit_update(s) for s in range(len(self.places))]
+        self.versions: dict[Action, int] = {}  # of forward passes, for those who ask
+        readers: dict[int, list[int]] = {}
+        for part in (*cut.forward, *cut.backward):
+            for v in part.inputs:
+                readers.setdefault(v, []).append(part.place)
+        for action in dispatch_order(self.pipeline):
+            s, m = action.stage, action.microbatch
+            r = self.pipeline.stages[s].replicas
+            if action.kind == "update":
+                self._emit_update(out, s, version[s], range(m + 1 - r, m + 1), updates[s])
+                version[s] += 1
+                continue
+            forward = action._replace(kind="forward")
+            if action.kind == "forward":
+                entered = version[0] if s == 0 else self.versions[action._replace(stage=0)]
+                done = entered * self.pipeline.stages[0].replicas
+                self.versions[forward] = min(done // r, version[s]) if self.pipeline.vertical_sync else version[s]
+            part, fn = passes[action.kind, s, m % r]
+            state = self.versions[forward]
+            ins = [self._name(v, s, m, state) for v in part.inputs]
+            outs = [("made", v, s, m) for v in part.outputs]
+            runs = (self.places[s][m % r], part)
+            out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
+            targets: dict[int, list[int]] = {}
+            for v in part.outputs:
+                for t in dict.fromkeys(readers.get(v, ())):
+                    if t != s:
+                        targets.setdefault(t, []).append(v)
+            for t, values in sorted(targets.items()):
+                target = self.places[t][m % self.pipeline.stages[t].replicas]
+                out.move(
+                    f"send {s} to {t}, minibatch {m}", f"link {s} to {t}", [("made", v, s, m) for v in values],
+                    [self.places[s][m % r].sharding(v) for v in values], [target.sharding(v) for v in values],
+                    [("made", v, t, m) for v in values],
+                )  # fmt: skip
+        wanted = []
+        inverse = {o: self.program.inputs[i] for i, o in self.step.state_pairs.items()}
+        for leaf, result in enumerate(cut.results):
+            if result is None:
+                continue
+            s, v = result
+            if leaf in inverse:
+                wanted.append(("state", inverse[leaf], s, 0, version[s]))
+            elif v in self.batch or v in cut.home:
+                wanted.append(("value", v))
+            else:
+                wanted.append(self._emit_metric(out, s, v, num // self.pipeline.stages[s].replicas))
+        return out.build(given, wanted)
+
+    def _track(self, s: int, replica: int) -> str:
+        return f"stage {s}" + (f", replica {replica}" if len(self.places[s]) > 1 else "")
+
+    def _name(self, v: int, s: int, m: int, version: int) -> tuple:
+        if v in self.batch:
+            return ("batch", v, s, m)
+        return ("state", v, s, m % len(self.places[s]), version) if v in self.cut.home else ("made", v, s, m)
+
+    def _crossing_values(self, s: int) -> list[int]:
+        return [v for v in self.updates[s].inputs if v not in self.cut.home]
+
+    def _with_crossings(self, parts: Sequence[Part]) -> list[Part]:
+        """Parts whose outputs include what the update of their stage reads."""
+        found = []
+        for part in parts:
+            made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+            extra = [v for v in self._crossing_values(part.place) if v in made and v not in part.outputs]
+            found.append(part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra)))
+        return found
+
+    def _forward_parts(self) -> list[Part]:
+        return self._with_crossings(self.cut.forward)
+
+    def _backward_parts(self) -> list[Part]:
+        return self._with_crossings(self.cut.backward)
+
+    def _emit_batch(self, out: StreamBuilder, given: list[tuple]) -> None:
+        num = self.micro.num_microbatches
+        for s, replicas in enumerate(self.places):
+            read = {v for p in (self.cut.forward[s], self.cut.backward[s]) for v in p.inputs if v in self.batch}
+            for q, place in enumerate(replicas):
+                for v in sorted(read):
+                    name, mine = ("all", v, s, q), range(q, num, len(replicas))
+                    self._feeds.append((v, s, q))
+                    out.slot(name)
+                    given.append(name)
+                    fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
+                    outs = [("batch", v, s, m) for m in mine]
+                    out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
+
+    def _spread(self, out: StreamBuilder, s: int, names: dict[int, tuple], version: int, source: Place | None) -> None:
+        """A version of a stage's state: all of it on the first replica, which updates it; on the others what their passes read."""
+        read = {v for p in (self.cut.forward[s], self.cut.backward[s]) for v in p.inputs}
+        for q, place in enumerate(self.places[s]):
+            for v, name in names.items():
+                if (q and v not in read) or out.slots.get(("state", v, s, q, version)) is not None:
+                    continue
+                start = source or self.places[self.cut.home[v]][0]
+                label, track = f"weights to {s}", f"link to stage {s}"
+                out.move(label, track, [name], [start.sharding(v)], [place.sharding(v)], [("state", v, s, q, version)])
+
+    def _jit_update(self, s: int) -> Any:
+        part, place, crossing = self.updates[s], self.places[s][0], self._crossing_values(s)
+        state = [v for v in part.inputs if v in self.cut.home]
+        count = self.pipeline.stages[s].replicas
+        avals = self.program.avals
+
+        def fn(*arguments: Any) -> tuple[Any, ...]:
+            env = dict(zip(state, arguments, strict=False))
+            for k, v in enumerate(crossing):
+                first = len(state) + k * count
+                total = arguments[first]
+                for x in arguments[first + 1 : first + count]:
+                    total = total + x
+                scale = 1 / count if self._how[v].how == "mean" else 1.0
+                dtype = place.evaluator.lift(jnp.zeros((), avals[v].dtype)).dtype
+                env[v] = finished(total, scale, dtype) if count > 1 else total
+            env = evaluate_part(place, part, env)
+            return tuple(env[v] for v in part.outputs)
+
+        fn.__name__ = fn.__qualname__ = f"update_{s}"
+        news = {o: v for v, o in self.replaced.items()}
+        shardings = [place.sharding(news[o]) if o in news else place.whole for o in part.outputs]
+        return jax.jit(fn, out_shardings=tuple(shardings)), state, crossing
+
+    def _emit_update(self, out: StreamBuilder, s: int, version: int, minibatches: range, update: Any) -> None:
+        fn, state, crossing = update
+        part, place = self.updates[s], self.places[s][0]
+        ins = [("state", v, s, 0, version) for v in state]
+        for v in crossing:
+            for m in minibatches:
+                q = m % len(self.places[s])
+                name = ("made", v, s, m)
+                if q:
+                    moved = ("summed", v, s, m)
+                    out.move(
+                        f"gradients of {s}",
+                        f"link in stage {s}",
+                        [name],
+                        [self.places[s][q].sharding(v)],
+                        [place.sharding(v)],
+                        [moved],
+                    )
+                    name = moved
+                ins.append(name)
+        names = [("new", v, s, version + 1) for v in part.outputs]
+        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s, 0), fn, ins, names, part=(place, part))
+        new = {}
+        for v in self.state_of(s):
+            o = self.replaced.get(v)
+            made = isinstance(o, int) and o in part.outputs
+            new[v] = ("new", o, s, version + 1) if made else ("state", v, s, 0, version)
+            out.slots[("state", v, s, 0, version + 1)] = out.slots[new[v]]  # the same array under its new name
+        self._spread(out, s, new, version + 1, place)
+
+    def _emit_metric(self, out: StreamBuilder, s: int, v: int, rounds: int) -> tuple:
+        """The mean (or sum) over minibatches of what updates return."""
+        how = self._how.get(v)
+        scale = 1.0 if how is not None and how.how == "sum" else 1 / rounds
+        name = ("metric", v, s)
+
+        def fn(*values: Any) -> tuple[Any]:
+            total = values[0]
+            for x in values[1:]:
+                total = total + x
+            return (finished(total, scale, total.dtype),)
+
+        ins = [("new", v, s, k + 1) for k in range(rounds)]
+        if name not in out:
+            out.call(f"metrics {s}", self._track(s, 0), jax.jit(fn), ins, [name])
+        return name
+
+    # Running.
+
+    @property
+    def all_places(self) -> list[Place]:
+        return [place for replicas in self.places for place in replicas]
+
+    def dispatches(self) -> Stream:
+        return self._stream
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """State as the stages hold it; the batch stays as it is."""
+        return place_all(leaves, self.in_shardings)
+
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        leaves_in_place = self.place(leaves)
+        state = [leaves_in_place[k] for k, v in enumerate(self.program.inputs) if v not in self.batch]
+        fed = [leaves[self.batch[v]] for v, _, _ in self._feeds]
+        return [*state, *put_batch(fed, self._feed_shardings(), self.micro.num_microbatches)]
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        fed = [self.program.avals[v] for v, _, _ in self._feeds]
+        return structs(self.step.in_avals, self.in_shardings, fed, self._feed_shardings(), self.micro.num_microbatches)
+
+    def _feed_shardings(self) -> list[Any]:
+        """Every minibatch is laid out as its replica reads it: taking one out of the stack moves nothing."""
+        places = [(v, self.places[s][q]) for v, s, q in self._feeds]
+        return [place.bound.sharding(((), *place.spec(v))) for v, place in places]
+
+    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Outputs (flat): the state after all minibatches, and metrics averaged over them."""
+        return self._outputs(self._stream.run(self.arguments(leaves)), leaves), []
+
+    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        results, events = self._stream.run_traced(self.arguments(leaves))
+        return self._outputs(results, leaves), events
+
+    def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> list[Any]:
+        found = iter(results)
+        return [
+            jnp.asarray(out.val, out.aval.dtype) if result is None else next(found)
+            for out, result in zip(self.program.outputs, self.cut.results, strict=True)
+        ]

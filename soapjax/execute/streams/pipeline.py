@@ -1,0 +1,164 @@
+"""Synchronous pipelines: GPipe, 1F1B and interleaved 1F1B, each stage one program per pass on its own mesh.
+
+One step: parameters go to where they are read, micro-batches pass through the stages in the schedule's order, gradients are
+summed where they are made, then every stage updates the parameters that it holds. All of it is one list of
+dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time follows from the data alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.spmd.deferred_sums import deferred_sums
+from soapjax.execute.streams.batches import put_batch, structs
+from soapjax.execute.streams.microbatches import Joining, MicroStep, joining, require_reduction
+from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.pipeline_stream import Staged
+from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
+from soapjax.execute.streams.stage_cut import cut_stages
+from soapjax.execute.streams.stream import Event, Stream
+from soapjax.strategy.pipeline import Pipeline
+
+
+class PipelineStep:
+    """A micro-batched step, ready to run.
+
+    Args:
+      micro: the step, traced with one micro-batch.
+      pipeline: stages and schedule.
+      places: of every stage, in order: its mesh, and the plan that holds inside.
+      reduction: what the loss is of the batch, "mean" or "sum".
+      donate: reuse the memory of parameters and optimizer state for their new values.
+    Raises: SoapjaxError where step, stages and reduction do not go together.
+    """
+
+    def __init__(
+        self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Place], *, reduction: str = "mean", donate: bool = True
+    ):
+        self.micro, self.pipeline, self.places, self.donate = micro, pipeline, list(places), donate
+        self.step = micro.step
+        bound = places[0].bound
+        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves)
+        self.reduction = reduction
+        paths = [p.path for p in bound.binding.phases.parameters]
+        self.gradient_paths = tuple(paths)
+        values = [v for _, v in self.cut.gradients]
+        require_reduction(micro, list(zip(paths, values, strict=True)), reduction)
+        self._joinings = self._find_joinings(set(values))
+        self._defer(values)
+        self._receive()
+        self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
+        self._streams: dict[bool, StepStream] = {}
+
+    def _defer(self, gradients: Sequence[int]) -> None:
+        """Gradients are summed over a stage's devices once per step where they may be (deferred_sums.py)."""
+        if self.micro.num_microbatches == 1:
+            return
+        parameter_of = {v: p for p, v in enumerate(gradients)}
+        for s, place in enumerate(self.places):
+            mine = {
+                v: parameter_of[c.value] for c in self.cut.crossings if c.value in parameter_of for t, v in c.summands if t == s
+            }
+            parts = [p for p in (self.cut.backward[s], self.cut.weights[s]) if p is not None]
+            place.deferred = {v: d for part in parts for v, d in deferred_sums(place, part, mine).items()}
+
+    def _receive(self) -> None:
+        """What each stage gets from another comes in the layout that it has there."""
+        parts = self.cut.passes
+        made = {v: p.place for p in parts for v in p.outputs} | {
+            v: s for v, s in self.cut.home.items() if v not in {self.step.program.inputs[k] for k in self.micro.batch_leaves}
+        }
+        late = [p for p in (*self.cut.update, *self.cut.mixed) if p is not None]
+        moves = [(v, made[v], p.place) for p in (*parts, *late) for v in p.inputs if v in made]
+        moves += [(v, s, c.site) for c in self.cut.crossings for s, v in c.summands]
+        for v, source, target in moves:
+            if source != target:
+                self.places[target].receive(v, self.places[source])
+
+    def _find_joinings(self, gradients: set[int]) -> dict[int, Joining]:
+        problems, found = [], {}
+        outputs = {v: k for k, v in reversed([*enumerate(self.step.program.outputs)]) if isinstance(v, int)}
+        for crossing in self.cut.crossings:
+            v = crossing.value
+            how = joining(self.micro, v, self.reduction, is_gradient=v in gradients)
+            place = self.step.out_paths[outputs[v]] if v in outputs else f"a value of shape {self.step.program.avals[v].shape}"
+            if how is None or (how.how == "join" and v not in outputs):
+                value = "neither a mean over the batch nor a count nor split by it"
+                remedy = "return it from the loss as a float mean, or use one micro-batch"
+                problems.append(Problem(place, value, "what micro-batches' values can be put together to", remedy))
+            else:
+                found[v] = how
+        if problems:
+            raise SoapjaxError(problems)
+        return found
+
+    def _leaf_sharding(self, leaf: int) -> Any:
+        if leaf in self.micro.batch_leaves:
+            return None
+        value = self.step.program.inputs[leaf]
+        return self.places[self.cut.home.get(value, 0)].sharding(value)
+
+    # Running.
+
+    @property
+    def all_places(self) -> list[Place]:
+        return self.places
+
+    def dispatches(self, *, with_gradients: bool = False) -> Stream:
+        return self._built(with_gradients).stream
+
+    def _built(self, with_gradients: bool) -> StepStream:
+        if with_gradients not in self._streams:
+            staged = Staged(self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
+            self._streams[with_gradients] = step_stream(staged, with_gradients=with_gradients)
+        return self._streams[with_gradients]
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arguments as the stages hold them; the batch stays as it is."""
+        return place_all(leaves, self.in_shardings)
+
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the list of dispatches takes: the state, placed, and the batch where stages read it."""
+        leaves_in_place = self.place(leaves)
+        state = [x for k, x in enumerate(leaves_in_place) if k not in self.micro.batch_leaves]
+        feeds = self._built(False).feeds
+        return [*state, *put_batch([leaves[leaf] for leaf, _ in feeds], self._feed_shardings, self.micro.num_microbatches)]
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        fed = [self.step.in_avals[leaf] for leaf, _ in self._built(False).feeds]
+        return structs(self.step.in_avals, self.in_shardings, fed, self._feed_shardings, self.micro.num_microbatches)
+
+    @functools.cached_property
+    def _feed_shardings(self) -> list[Any]:
+        """Every micro-batch is laid out as the stage reads it: taking one out of the stack moves nothing."""
+        inputs = self.step.program.inputs
+        return [self.places[s].bound.sharding(((), *self.places[s].spec(inputs[leaf]))) for leaf, s in self._built(False).feeds]
+
+    def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
+        """Outputs (flat), and gradients by `gradient_paths` where they are wanted."""
+        return self._outputs(self.dispatches(with_gradients=with_gradients).run(self.arguments(leaves)), leaves)
+
+    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        """Outputs, and what ran when on which stage."""
+        results, events = self.dispatches().run_traced(self.arguments(leaves))
+        return self._outputs(results, leaves)[0], events
+
+    def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = iter(results)
+        outputs = []
+        for out, result in zip(self.step.program.outputs, self.cut.results, strict=True):
+            if result is None:
+                outputs.append(jnp.asarray(out.val, out.aval.dtype))
+            elif result[1] in (batch := {self.step.program.inputs[k]: k for k in self.micro.batch_leaves}):
+                outputs.append(leaves[batch[result[1]]])
+            else:
+                outputs.append(next(found))
+        return outputs, list(found)

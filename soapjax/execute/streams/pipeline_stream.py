@@ -1,0 +1,184 @@
+"""The dispatches of one synchronous pipeline step up to its updates, in order.
+
+Parameters go to where they are read; micro-batches pass through the stages in the schedule's order, and every pass adds what the
+update needs to running sums on its own devices; pipeline_updates.py goes on from there. What a dispatch reads and makes has a name:
+
+    ("batch", value, stage)             all micro-batches of an argument
+    ("value", value, stage, m)          a value on a stage; m is None of state, which all micro-batches share
+    ("sum", value, stage, version)      a running sum: every addition makes a new version, in the old one's memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from soapjax.execute.streams.cut import Part
+from soapjax.execute.streams.microbatches import Joining, MicroStep
+from soapjax.execute.streams.part_program import Accumulated, Place, jit_part, sum_dtype
+from soapjax.execute.streams.stage_cut import Crossing, StageCut
+from soapjax.execute.streams.stream import StreamBuilder
+from soapjax.strategy.pipeline import Action, Pipeline
+from soapjax.strategy.schedules import dispatch_order
+
+
+class Staged(NamedTuple):
+    """A step that is cut, and where its stages run."""
+
+    micro: MicroStep
+    pipeline: Pipeline
+    cut: StageCut
+    places: Sequence[Place]
+    joinings: Mapping[int, Joining]  # of every crossing value: how micro-batches' values become one
+    donate: bool
+
+
+class PipelineStream:
+    """Writes the dispatches of one step's passes; `updated` are the stages in the order in which they may update."""
+
+    def __init__(self, staged: Staged):
+        self.staged, self.cut, self.places = staged, staged.cut, staged.places
+        self.program, self.num = staged.micro.step.program, staged.micro.num_microbatches
+        self.out = StreamBuilder()
+        self.batch = {self.program.inputs[k] for k in staged.micro.batch_leaves}
+        self.feeds: list[tuple[int, int]] = []  # (leaf, stage): the parts of the batch that the stream takes
+        self.moved_to: dict[int, list[int]] = {}  # value -> stages that read it
+        for part in self.cut.passes:
+            for v in part.inputs:
+                self.moved_to.setdefault(v, []).append(part.place)
+        self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
+        self.joined: list[Crossing] = []  # what is not summed
+        self._find_sums()
+        self.version = {(a.value, s): 0 for s, added in self.sums.items() for a in added}
+        self.updated: list[int] = []
+        self.given = self._emit()
+
+    def _find_sums(self) -> None:
+        for crossing in self.cut.crossings:
+            if self.staged.joinings[crossing.value].how == "join" or crossing.value in self.batch:
+                self.joined.append(crossing)
+                continue
+            for stage, v in crossing.summands:
+                if v not in {a.value for a in self.sums[stage]}:
+                    dtype = self.program.avals[v].dtype
+                    is_float64 = self.places[stage].is_float64 and jnp.issubdtype(dtype, jnp.floating)
+                    self.sums[stage].append(Accumulated(v, sum_dtype(dtype, is_float64=is_float64), self.places[stage]))
+
+    def _emit(self) -> list[tuple]:
+        """Adds the passes; the names of what the stream takes."""
+        leaves = self.staged.micro.batch_leaves
+        given = [("value", v, self.cut.home[v], None) for k, v in enumerate(self.program.inputs) if k not in leaves]
+        for n in given:
+            self.out.slot(n)
+        given += self._feed()
+        self._move_state()
+        self._programs()
+        self._zeros()
+        for action in dispatch_order(self.staged.pipeline):
+            if action.kind == "update":
+                self.updated.append(action.stage)
+            else:
+                self._pass(action)
+        return given
+
+    # Names and layouts.
+
+    def track(self, stage: int) -> str:
+        return f"stage {stage}"
+
+    def name(self, v: int, stage: int, m: int | None) -> tuple:
+        return ("value", v, stage, None if v in self.cut.home and v not in self.batch else m)
+
+    def sum_name(self, v: int, stage: int) -> tuple:
+        return ("sum", v, stage, self.version[v, stage])
+
+    def sum_of(self, v: int, stage: int) -> Accumulated:
+        return next(a for a in self.sums[stage] if a.value == v)
+
+    def shardings(self, values: Iterable[int], stage: int) -> list[Any]:
+        return [self.places[stage].sharding(v) for v in values]
+
+    def move(self, values: Iterable[int], source: int, target: int, m: int | None) -> None:
+        values = list(values)
+        self.out.move(
+            f"send {source} to {target}" + ("" if m is None else f", micro-batch {m}"), f"link {source} to {target}",
+            [self.name(v, source, m) for v in values], self.shardings(values, source), self.shardings(values, target),
+            [self.name(v, target, m) for v in values],
+        )  # fmt: skip
+
+    # What a step consists of.
+
+    def _feed(self) -> list[tuple]:
+        """Takes the batch apart into micro-batches, on every stage that reads some of it; the names that are given."""
+        feeds: dict[int, list[int]] = {}
+        for leaf in self.staged.micro.batch_leaves:
+            for s in dict.fromkeys(self.moved_to.get(self.program.inputs[leaf], ())):
+                feeds.setdefault(s, []).append(leaf)
+        self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
+        given = []
+        for s, leaves in feeds.items():
+            values = [self.program.inputs[leaf] for leaf in leaves]
+            names = [("batch", v, s) for v in values]
+            for n in names:
+                self.out.slot(n)
+            given += names
+            shardings = [self.places[s].sharding(v) for v in values for _ in range(self.num)]
+            fn = jax.jit(lambda *xs: tuple(x[m] for x in xs for m in range(self.num)), out_shardings=tuple(shardings))
+            self.out.call(
+                f"micro-batches {s}", self.track(s), fn, names, [("value", v, s, m) for v in values for m in range(self.num)]
+            )
+        return given
+
+    def _move_state(self) -> None:
+        """Parameters and other state to the stages that read what another holds."""
+        late = [(v, p.place) for p in (*self.cut.update, *self.cut.mixed) if p is not None for v in p.inputs if v in self.cut.home]
+        reads = [(v, s) for v, stages in self.moved_to.items() for s in stages if v in self.cut.home and v not in self.batch]
+        moves: dict[tuple[int, int], list[int]] = {}
+        for v, s in dict.fromkeys([*reads, *late]):
+            if v not in self.batch and s != self.cut.home[v]:
+                moves.setdefault((self.cut.home[v], s), []).append(v)
+        for (source, target), values in moves.items():
+            self.move(values, source, target, None)
+
+    def _programs(self) -> None:
+        """One program per stage and pass, with its running sums, and with what is joined as outputs."""
+        self.compiled: dict[tuple[str, int], tuple[Part, Any, list[Accumulated]]] = {}
+        joined = {v for c in self.joined for _, v in c.summands}
+        rows = (("forward", self.cut.forward), ("backward", self.cut.backward), ("weights", self.cut.weights))
+        for kind, parts in rows:
+            for part in (p for p in parts if p is not None):
+                made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+                added = [a for a in self.sums[part.place] if a.value in made]
+                extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
+                part = part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra))
+                fn = jit_part(self.places[part.place], part, added=added)
+                self.compiled[kind, part.place] = part, fn, added
+
+    def _zeros(self) -> None:
+        for s, added in self.sums.items():
+            if not added:
+                continue
+            fn = jax.jit(lambda added=added: tuple(a.zeros() for a in added), out_shardings=tuple(a.sharding for a in added))
+            self.out.call(f"zeros {s}", self.track(s), fn, [], [self.sum_name(a.value, s) for a in added])
+
+    def _pass(self, action: Action) -> None:
+        if (action.kind, action.stage) not in self.compiled:
+            return  # a first stage puts nothing off: nobody waits for its backward pass
+        part, fn, added = self.compiled[action.kind, action.stage]
+        s, m = action.stage, action.microbatch
+        sums = [self.sum_name(a.value, s) for a in added]
+        for a in added:
+            self.version[a.value, s] += 1
+        outs = [self.name(v, s, m) for v in part.outputs] + [self.sum_name(a.value, s) for a in added]
+        ins = [*(self.name(v, s, m) for v in part.inputs), *sums]
+        self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
+        targets: dict[int, list[int]] = {}
+        for v in part.outputs:
+            for t in dict.fromkeys(self.moved_to.get(v, ())):
+                if t != s:
+                    targets.setdefault(t, []).append(v)
+        for t, values in sorted(targets.items()):
+            self.move(values, s, t, m)

@@ -1,0 +1,188 @@
+"""The end of a synchronous pipeline step: sums are finished, every stage updates what it holds.
+
+Sums that several stages made of one gradient (tied parameters) first come together where the parameter lives. Then two rounds, as
+the step was cut (stage_cut.py): what each stage can compute alone, and what needs gradients of several (a global norm). Names
+beside those of pipeline_stream.py:
+
+    ("total", value, stage)       a deferred running sum, summed over the stage's devices for another stage
+    ("sent", value, from, to)     a running sum that came from another stage
+    ("out", stage, value)         a result of an update
+    ("final", stage, value)       a gradient, where gradients are wanted
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from soapjax.execute.streams.part_program import evaluate_part, finished, jit_part
+from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged
+from soapjax.execute.streams.stage_cut import Crossing
+from soapjax.execute.streams.stream import Stream
+
+
+class StepStream(NamedTuple):
+    """All dispatches of one step."""
+
+    stream: Stream
+    feeds: list[tuple[int, int]]  # (leaf, stage): the parts of the batch that the stream takes
+
+
+def step_stream(staged: Staged, *, with_gradients: bool) -> StepStream:
+    """The dispatches of one step; its results are the step's, and the gradients last where they are wanted."""
+    passes = PipelineStream(staged)
+    wanted = _Updates(passes, with_gradients).emit(passes.updated)
+    return StepStream(passes.out.build(passes.given, wanted), passes.feeds)
+
+
+class _Updates:
+    def __init__(self, stream: PipelineStream, with_gradients: bool):
+        self.stream, self.cut, self.places, self.out = stream, stream.cut, stream.places, stream.out
+        self.staged, self.program, self.step = stream.staged, stream.program, stream.staged.micro.step
+        self.with_gradients = with_gradients
+        self.joined = {c.value for c in stream.joined}
+        self.mixed_reads = {v for p in self.cut.mixed if p is not None for v in p.inputs}
+        self.replaces = {  # output -> the state that it replaces
+            out: self.program.inputs[i] for i, o in self.step.state_pairs.items() if isinstance(out := self.program.outputs[o], int)
+        }
+
+    def emit(self, stages: Sequence[int]) -> list[tuple]:
+        self._bring_sums()
+        for s in stages:
+            self._join(s)
+            self._update(s)
+        self._send_between(stages)
+        self._mixed(stages)
+        wanted = [("out", *r) for r in self.cut.results if r is not None and r[1] not in self.stream.batch]
+        wanted = [n if n in self.out else ("value", n[2], n[1], None) for n in wanted]
+        return wanted + ([("final", s, v) for s, v in self.cut.gradients] if self.with_gradients else [])
+
+    def _bring_sums(self) -> None:
+        """Every summand of a crossing value to its site."""
+        moves: dict[tuple[int, int], list[int]] = {}
+        for c in self.cut.crossings:
+            for s, v in c.summands if c.value not in self.joined else ():
+                if s != c.site:
+                    moves.setdefault((s, c.site), []).append(v)
+        for (s, t), values in sorted(moves.items()):
+            values = list(dict.fromkeys(values))
+            self._sum_over_devices(s, [v for v in values if self.stream.sum_of(v, s).deferred is not None])
+            self.out.move(
+                f"sums {s} to {t}", f"link {s} to {t}", [self._sum_to_send(v, s) for v in values],
+                self.stream.shardings(values, s), self.stream.shardings(values, t), [("sent", v, s, t) for v in values],
+            )  # fmt: skip
+
+    def _sum_over_devices(self, s: int, values: Sequence[int]) -> None:
+        """Deferred sums that another stage needs: what is sent is their total."""
+        if not values:
+            return
+        sums = [self.stream.sum_of(v, s) for v in values]
+        fn = jax.jit(
+            lambda *xs: tuple(a.finished(x, 1.0, a.dtype) for a, x in zip(sums, xs, strict=True)),
+            out_shardings=tuple(self.stream.shardings(values, s)),
+        )
+        names = [self.stream.sum_name(v, s) for v in values]
+        self.out.call(f"totals {s}", self.stream.track(s), fn, names, [("total", v, s) for v in values])
+
+    def _sum_to_send(self, v: int, s: int) -> tuple:
+        return self.stream.sum_name(v, s) if self.stream.sum_of(v, s).deferred is None else ("total", v, s)
+
+    def _summands(self, c: Crossing) -> list[tuple]:
+        return [self.stream.sum_name(v, s) if s == c.site else ("sent", v, s, c.site) for s, v in c.summands]
+
+    def _join(self, s: int) -> None:
+        """Results that have a batch dim, joined along it."""
+        for c in self.stream.joined:
+            if c.site == s and c.value not in self.stream.batch:
+                dim, place = self.staged.joinings[c.value].dim, self.places[s]
+                fn = jax.jit(lambda *xs, dim=dim: (jnp.concatenate(xs, dim),), out_shardings=(place.whole,))
+                parts = [self.stream.name(c.value, s, m) for m in range(self.stream.num)]
+                self.out.call(f"join {s}", self.stream.track(s), fn, parts, [("out", s, c.value)])
+
+    def _update(self, s: int) -> None:
+        """The first round of a stage: its sums, finished, and what follows from them."""
+        part, place = self.cut.update[s], self.places[s]
+        crossings = [c for c in self.cut.crossings if c.site == s and c.value not in self.joined]
+        made = {c.value for c in crossings} | self.joined
+        values = [v for v in part.inputs if v not in made]
+        outputs = [v for v in part.outputs if v not in self.joined]
+        finals = [v for t, v in self.cut.gradients if t == s] if self.with_gradients else []
+        if not outputs and not finals:
+            return
+        scales = [1 / self.stream.num if self.staged.joinings[c.value].how == "mean" else 1.0 for c in crossings]
+        dtypes = [self._dtype(c.value, place.is_float64) for c in crossings]
+
+        def fn(*arguments: Any) -> tuple[Any, ...]:
+            env = dict(zip(values, arguments, strict=False))
+            rest = iter(arguments[len(values) :])
+            for c, scale, dtype in zip(crossings, scales, dtypes, strict=True):
+                terms = [next(rest) for _ in c.summands]
+                own = [self.stream.sum_of(v, s) if t == s else None for t, v in c.summands]
+                if len(terms) > 1:  # of several stages: in the running sums' own type until the last
+                    terms = [x if a is None else a.finished(x, 1.0, x.dtype) for a, x in zip(own, terms, strict=True)]
+                    own = [None]
+                total = functools.reduce(operator.add, terms)
+                env[c.value] = finished(total, scale, dtype) if own[0] is None else own[0].finished(total, scale, dtype)
+            env = evaluate_part(place, part, env)
+            return (*(env[v] for v in outputs), *(env[v] for v in finals))
+
+        fn.__name__ = fn.__qualname__ = f"update_{s}"
+        donated = self._donated(s, values, outputs)
+        shardings = [self._result_sharding(v, s) for v in outputs] + [place.sharding(v) for v in finals]
+        jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
+        ins = [self.stream.name(v, s, None) for v in values] + [n for c in crossings for n in self._summands(c)]
+        outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
+        taken = [ins[k] for k in donated]
+        self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=taken, part=(place, part))
+
+    def _dtype(self, v: int, is_float64: bool) -> Any:
+        dtype = self.program.avals[v].dtype
+        return jnp.dtype("float64") if is_float64 and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+    def _donated(self, s: int, values: Sequence[int], outputs: Sequence[int]) -> list[int]:
+        """Positions of parameters and optimizer state that live on a stage, and are replaced there."""
+        if not self.staged.donate:
+            return []
+        leaves = {k for p in self.places[0].bound.graph.parameters for k in (p.leaf, *p.state_leaves)}
+        own = {v for k in leaves if self.cut.home[v := self.program.inputs[k]] == s}
+        replaced = {self.replaces[o] for o in outputs if o in self.replaces}
+        free = [n not in self.out.lent for n in (self.stream.name(v, s, None) for v in values)]
+        return [k for k, v in enumerate(values) if v in own & replaced and free[k]]
+
+    def _result_sharding(self, v: int, s: int) -> Any:
+        """State goes out as it came in; other results whole."""
+        if v in self.replaces:
+            return self.places[s].sharding(self.replaces[v])
+        return self.places[s].sharding(v) if v in self.mixed_reads else self.places[s].whole
+
+    def _send_between(self, stages: Sequence[int]) -> None:
+        """What the second round reads of other stages' first."""
+        made = {v: s for s in stages for v in self.cut.update[s].outputs}
+        moves: dict[tuple[int, int], list[int]] = {}
+        for s in stages:
+            for v in self.cut.mixed[s].inputs if self.cut.mixed[s] is not None else ():
+                if v in made and made[v] != s:
+                    moves.setdefault((made[v], s), []).append(v)
+        for (t, s), values in sorted(moves.items()):
+            self.out.move(
+                f"send {t} to {s}", f"link {t} to {s}", [("out", t, v) for v in values],
+                [self._result_sharding(v, t) for v in values], self.stream.shardings(values, s), [("out", s, v) for v in values],
+            )  # fmt: skip
+
+    def _mixed(self, stages: Sequence[int]) -> None:
+        """The second round: what depends on the gradients of several stages."""
+        made = {v for s in stages for v in self.cut.update[s].outputs}
+        for s in stages:
+            part = self.cut.mixed[s]
+            if part is None:
+                continue
+            ins = [("out", s, v) if v in made else self.stream.name(v, s, None) for v in part.inputs]
+            shardings = {v: self._result_sharding(v, s) for v in part.outputs}
+            fn = jit_part(self.places[s], part, out_shardings=shardings)
+            outs = [("out", s, v) for v in part.outputs]
+            self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, outs, part=(self.places[s], part))

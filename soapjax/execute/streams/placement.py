@@ -1,0 +1,248 @@
+"""The placement executor: operators pinned to parts of the devices run there, as programs of their own.
+
+Maximal runs of operators (in the plan's order) on one sub-mesh are one jitted program each, sharded inside as the plan
+says. One driver dispatches them in order and moves tensors between sub-meshes; programs that need nothing of each other,
+on disjoint devices, run at the same time. A parameter is updated where its owner runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.streams.cut import Part, make_part, tasks_of, with_outputs
+from soapjax.execute.streams.part_program import Place, jit_part
+from soapjax.execute.streams.stage_cut import Cutter, cut_updates
+from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
+from soapjax.graph.phases import UPDATE
+from soapjax.strategy.plan import Plan
+
+Pins = tuple[int | None, ...]  # per mesh axis the coordinate, None where the operator uses all of it
+
+
+def pins_of(plan: Plan, operator: str) -> Pins:
+    axes = plan.operators[operator].axes
+    return tuple(int(axes[a][4:-1]) if axes[a].startswith("pin(") else None for a in plan.mesh.axis_names)
+
+
+def sub_mesh(mesh: Mesh, pins: Pins) -> Mesh:
+    """The devices at the pinned coordinates, as a mesh of the other axes (of one axis where all are pinned)."""
+    devices = mesh.devices[tuple(slice(None) if p is None else p for p in pins)]
+    names = tuple(n for n, p in zip(mesh.axis_names, pins, strict=True) if p is None)
+    return Mesh(devices if names else np.array([devices]), names or ("all",))
+
+
+class PlacedStep:
+    """A step under a plan with pins, ready to run.
+
+    Args:
+      program: the step and the plan, on the mesh of all devices.
+      donate: reuse the memory of parameters and optimizer state for their new values.
+    Raises: SoapjaxError where the operators of one loop are on different devices.
+    """
+
+    def __init__(self, program: Program, *, donate: bool = True, is_float64: bool = False):
+        self.program, self.step, self.donate = program, program.step, donate
+        graph = program.graph
+        found = [pins_of(program.plan, op.name) for op in graph.operators]
+        self._keys = list(dict.fromkeys(found))
+        self._place_of = [self._keys.index(p) for p in found]
+        self.places = [
+            Place(Program(program.step, program.plan, graph, program.binding, sub_mesh(program.mesh, pins)), is_float64=is_float64)
+            for pins in self._keys
+        ]
+        self.parts, self.updates = self._cut()
+        self.in_shardings = [self.places[self.updates.home[v]].sharding(v) for v in self.step.program.inputs]
+
+    # Cutting.
+
+    def _cut(self) -> tuple[list[Part], Any]:
+        program, graph, binding = self.step.program, self.program.graph, self.program.binding
+        if binding.phases.is_single_phase:
+            value, expected = "updates between two gradients", "a step with one update, at its end"
+            raise SoapjaxError(Problem("plan: operators", value, expected, 'plan in the space "soap": without pins'))
+        c = Cutter(self.step, graph, binding, len(self.places), range(len(self.step.in_paths)))
+        c.of_batch = set(c.phase)  # every value is made once
+        order = self._ordered(c)
+        free = c.keys(None)
+        parts, run = [], []
+        for k, keys in enumerate(order):
+            run += keys
+            place = c.stage[keys[0]]
+            if k + 1 == len(order) or c.stage[order[k + 1][0]] != place:
+                parts.append(make_part(f"program {len(parts)}", place, program, run, free))
+                run = []
+        owners = {p.leaf: self._place_of[p.owner] for p in self.program.graph.parameters}
+        return with_outputs_for(parts, updates := cut_updates(c, parts, owners)), updates
+
+    def _ordered(self, c: Cutter) -> list[list[str]]:
+        """Keys of equations, task by task in plan order (a loop counts as its last task), each after what it reads."""
+        graph, binding = c.graph, c.binding
+        node: dict[str, int] = {}
+        problems = []
+        for eqn in c.program.eqns:
+            if c.phase[eqn.key] in (None, UPDATE):
+                continue
+            tasks = tasks_of(eqn, graph, binding)
+            places = {self._place_of[graph.tasks[k].operator] for k in tasks}
+            if len(places) > 1:
+                names = sorted({graph.operators[graph.tasks[k].operator].name for k in tasks})
+                value = f"{', '.join(names[:3])}, ... of one loop on different devices"
+                remedy = "pin them alike, or plan with unroll=True (--unroll)"
+                problems.append(Problem("plan: operators", value, "the operators of a loop on the same devices", remedy))
+            node[eqn.key] = max(tasks)
+            c.stage[eqn.key] = min(places)
+            c.value_stage.update(dict.fromkeys(eqn.outputs, min(places)))
+        if problems:
+            raise SoapjaxError(problems[:5])
+        members: dict[int, list[str]] = {}
+        needs: dict[int, set[int]] = {}
+        reach: dict[int, set[int]] = {}  # value -> the nodes that it is computed from directly, through free equations
+        for eqn in c.program.eqns:
+            read = set().union(*(reach.get(a, set()) for a in eqn.inputs if isinstance(a, int)))
+            k = node.get(eqn.key)
+            if k is not None:
+                members.setdefault(k, []).append(eqn.key)
+                needs.setdefault(k, set()).update(read - {k})
+                read = {k}
+            reach.update(dict.fromkeys(eqn.outputs, read))
+        return [members[k] for k in _topological(needs)]
+
+    # Running.
+
+    @property
+    def all_places(self) -> list[Place]:
+        return self.places
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arguments on the devices that hold them."""
+        return place_all(leaves, self.in_shardings)
+
+    arguments = place
+
+    def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
+        """Outputs (flat), and gradients by the graph's parameters where they are wanted."""
+        return self._outputs(self.dispatches(with_gradients).run(self.place(leaves)))
+
+    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        results, events = self.dispatches().run_traced(self.place(leaves))
+        return self._outputs(results)[0], events
+
+    def _outputs(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = iter(results)
+        outputs = [
+            jnp.asarray(out.val, out.aval.dtype) if result is None else next(found)
+            for out, result in zip(self.step.program.outputs, self.updates.results, strict=True)
+        ]
+        return outputs, list(found)
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        return [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+            for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
+        ]
+
+    @functools.cached_property
+    def _replaced(self) -> dict[int, int]:
+        """Parameters and optimizer state -> the value that replaces each."""
+        leaves = {k for p in self.program.graph.parameters for k in (p.leaf, *p.state_leaves)}
+        inputs, outputs = self.step.program.inputs, self.step.program.outputs
+        return {inputs[k]: outputs[o] for k, o in self.step.state_pairs.items() if k in leaves and isinstance(outputs[o], int)}
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - with and without gradients; lives as long as the step
+    def dispatches(self, with_gradients: bool = False) -> Stream:
+        program, updates, out = self.step.program, self.updates, StreamBuilder()
+        rounds = [[p for p in updates.update if p.outputs], [p for p in updates.mixed if p is not None]]
+        readers: dict[int, list[int]] = {}
+        for part in (*self.parts, *rounds[0], *rounds[1]):
+            for v in part.inputs:
+                readers.setdefault(v, []).append(part.place)
+        wanted = [(v, at) for at, v in (r for r in updates.results if r is not None)]
+        wanted += [(v, at) for at, v in updates.gradients] if with_gradients else []
+        for v, at in wanted:
+            readers.setdefault(v, []).append(at)
+        given = [(v, updates.home[v]) for v in program.inputs]
+        for name in given:
+            out.slot(name)
+
+        results = {out for out in program.outputs if isinstance(out, int)}
+
+        def shardings_of(place: int, v: int) -> Any:
+            special = self._result_sharding(v, place) if v in results and v not in program.inputs else None
+            return special or self.places[place].sharding(v)
+
+        def send(values: Sequence[int], source: int) -> None:
+            targets: dict[int, list[int]] = {}
+            for v in values:
+                for t in dict.fromkeys(readers.get(v, ())):
+                    if (v, t) not in out:
+                        targets.setdefault(t, []).append(v)
+            for t, moved in sorted(targets.items()):
+                layouts = [[shardings_of(p, v) for v in moved] for p in (source, t)]
+                ins, outs = ([(v, p) for v in moved] for p in (source, t))
+                out.move(f"send {source} to {t}", f"link {source} to {t}", ins, *layouts, outs)
+
+        for s in range(len(self.places)):
+            send([v for v, at in given if at == s], s)
+        for part in (*self.parts, *rounds[0], *rounds[1]):
+            place = self.places[part.place]
+            shardings = {v: shardings_of(part.place, v) for v in part.outputs if v in results}
+            last = part in rounds[0] and not rounds[1] and self.donate
+            taken = [v for v in part.inputs if last and self._replaced.get(v) in part.outputs]
+            donated = [v for v in taken if (v, part.place) not in out.lent]
+            fn = jit_part(place, part, out_shardings=shardings, donated=donated)
+            ins, outs = ([(v, part.place) for v in values] for values in (part.inputs, part.outputs))
+            taken = [(v, part.place) for v in donated]
+            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes=taken, part=(place, part))
+            send(part.outputs, part.place)
+        return out.build(given, wanted)
+
+    def _describe(self, place: int) -> str:
+        return ",".join(str(d.id) for d in self.places[place].mesh.devices.flat)
+
+    def _result_sharding(self, v: int, place: int) -> Any:
+        inverse = {o: i for i, o in self.step.state_pairs.items()}
+        inputs = self.step.program.inputs
+        leaf = next((inverse[k] for k, o in enumerate(self.step.program.outputs) if o is v or o == v if k in inverse), None)
+        return None if leaf is None else self.places[place].sharding(inputs[leaf])
+
+
+def with_outputs_for(parts: Sequence[Part], updates: Any) -> list[Part]:
+    """Parts with what other parts, the updates and the results read of them as outputs."""
+    later = [p for p in (*updates.update, *updates.mixed) if p is not None]
+    also = {v for p in later for v in p.inputs} | {v for _, v in updates.gradients}
+    return with_outputs(parts, also)
+
+
+def _topological(needs: dict[int, set[int]]) -> list[int]:
+    """Nodes in ascending order, each after what it needs."""
+    placed: list[int] = []
+    done: set[int] = set()
+
+    def visit(first: int) -> None:
+        stack = [(first, iter(sorted(needs[first])))]
+        done.add(first)
+        while stack:
+            k, rest = stack[-1]
+            nxt = next((j for j in rest if j not in done), None)
+            if nxt is None:
+                stack.pop()
+                placed.append(k)
+            else:
+                done.add(nxt)
+                stack.append((nxt, iter(sorted(needs[nxt]))))
+
+    for k in sorted(needs):
+        if k not in done:
+            visit(k)
+    return placed

@@ -1,0 +1,220 @@
+"""A step as a fixed list of dispatches: programs and transfers, in the order in which one driver issues them.
+
+Built once by symbolic names, run with integer slots: a step costs the host little more than the calls themselves.
+All processes run the same list; JAX skips a program on a mesh without local devices, and wants transfers in one order everywhere.
+
+On CPUs a collective between processes holds a thread of the pool that runs programs until the others have come, and there are as
+many threads as cores. Were all of them held, a program that those others wait for could not run: so a program with collectives
+between processes is dispatched when the earlier ones of this process have ended. Alike on all, which excludes a circle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from soapjax.execute.streams.cut import Part
+from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.transfer import mover, processes_of
+
+Name = Hashable
+
+
+class Dispatch(NamedTuple):
+    label: str
+    track: str  # where it runs: what a timeline shows in one row
+    fn: Callable[..., Sequence[Any]]
+    ins: list[int]
+    outs: list[int]
+    free: list[int]  # slots that nothing reads afterwards
+    lasting: list[int]  # positions of results whose memory no later program takes
+    part: tuple[Place, Part] | None = None  # what a program evaluates of the step; None of a transfer, and of small helpers
+    targets: tuple[Any, ...] | None = None  # of a transfer the shardings that it ends in
+    after: tuple[int, ...] = ()  # slots that are ready before it is dispatched
+
+
+class Event(NamedTuple):
+    """One program or transfer of a real run; seconds since the step's first dispatch."""
+
+    name: str
+    track: str
+    start_s: float
+    duration_s: float
+
+
+class StreamBuilder:
+    """Collects dispatches by the names of what they read and make."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Name, int] = {}
+        self._entries: list[Dispatch] = []
+        self._taken: set[int] = set()
+        self.lent: set[Name] = set()  # what goes to other processes: JAX does not keep its memory from a program that takes it
+
+    def slot(self, name: Name) -> int:
+        return self.slots.setdefault(name, len(self.slots))
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self.slots
+
+    def call(
+        self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
+        takes: Sequence[Name] = (), part: tuple[Place, Part] | None = None, targets: Sequence[Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated). `part`, `targets`: as in `Dispatch`."""
+        missing = [n for n in ins if n not in self.slots]
+        if missing:
+            raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
+        self._taken.update(self.slots[n] for n in takes)
+        slots = [self.slots[n] for n in ins], [self.slot(n) for n in outs]
+        ends = None if targets is None else tuple(targets)
+        self._entries.append(Dispatch(label, track, fn, *slots, free=[], lasting=[], part=part, targets=ends))
+
+    def move(
+        self, label: str, track: str, ins: Sequence[Name], sources: Sequence[Any], targets: Sequence[Any], outs: Sequence[Name]
+    ) -> None:  # fmt: skip
+        """One transfer of several arrays, from the shardings `sources` to `targets`."""
+        self.call(label, track, mover(sources, targets), ins, outs, targets=targets)
+        self.lent.update(n for n, s, t in zip(ins, sources, targets, strict=True) if processes_of(s) != processes_of(t))
+
+    def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
+        """The stream that takes `given` and returns `wanted`."""
+        keep = {self.slots[n] for n in wanted}
+        seen: set[int] = set(keep)
+        dispatches = []
+        for entry, (made, sent) in reversed(list(zip(self._entries, self._to_settle(), strict=True))):
+            if entry.targets is not None and not any(s in seen for s in entry.outs):
+                continue  # a transfer of what nobody reads
+            after = tuple(sorted(sent | (made & (seen | set(entry.ins)))))
+            free = [s for s in dict.fromkeys([*entry.ins, *entry.outs, *after]) if s not in seen]
+            seen.update(entry.ins, entry.outs, after)
+            lasting = [k for k, s in enumerate(entry.outs) if s not in self._taken]
+            dispatches.append(entry._replace(free=free, lasting=lasting, after=after))
+        slots = [self.slot(n) for n in given], [self.slots[n] for n in wanted]
+        return Stream(dispatches[::-1], len(self.slots), *slots, frozenset(self._taken))
+
+    def _to_settle(self) -> list[tuple[set[int], set[int]]]:
+        """Per entry, where it has collectives between processes on CPUs: what was made before it, and what was sent of that."""
+        found, made, sent = [], set(), set()
+        for entry in self._entries:
+            waits = entry.part is not None and _holds_a_thread(entry.part[0].mesh)
+            found.append((made - self._taken, sent & made - self._taken) if waits else (set(), set()))
+            if waits:
+                made, sent = set(), set()
+            made.update(entry.outs)
+            sent.update(entry.ins if entry.targets is not None else ())
+        return found
+
+
+class Stream:
+    """Args:
+    given, wanted: slots of arguments and of results.
+    taken: slots whose memory a program reuses.
+    """
+
+    def __init__(
+        self, dispatches: list[Dispatch], num_slots: int, given: list[int], wanted: list[int], taken: frozenset[int] = frozenset()
+    ):
+        self.dispatches, self._num_slots, self.given, self.wanted, self.taken = dispatches, num_slots, given, wanted, taken
+
+    def run(self, arguments: Sequence[Any]) -> list[Any]:
+        slots = self._filled(arguments)
+        for _, _, fn, ins, outs, free, _, _, _, after in self.dispatches:
+            if after:
+                jax.block_until_ready([slots[i] for i in after])
+            for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
+                slots[s] = result
+            for s in free:
+                slots[s] = None
+        return [slots[s] for s in self.wanted]
+
+    def text(self) -> str:
+        """The list, for comparison between processes."""
+        return "\n".join(f"{d.label} [{d.track}] {d.ins} -> {d.outs}: {d.targets or ''}" for d in self.dispatches)
+
+    def compile(self, arguments: Sequence[Any]) -> None:
+        """Compiles the programs of this process' devices for arguments such as these, so that `run` only runs."""
+        slots = self._filled([_struct(a, a.sharding) for a in arguments])
+        made: dict[int, Sequence[Any]] = {}  # id of a program -> types and layouts of its results
+        for d in self.dispatches:
+            given = [slots[i] for i in d.ins]
+            if d.targets is not None:
+                results = [_struct(x, s) for x, s in zip(given, d.targets, strict=True)]
+            elif id(d.fn) in made:
+                results = made[id(d.fn)]
+            else:
+                results = made[id(d.fn)] = jax.eval_shape(d.fn, *given)
+                if any(x.sharding.has_addressable_devices for x in results):
+                    d.fn.lower(*given).compile()  # jax.jit finds it again at the first call
+            for s, result in zip(d.outs, results, strict=True):
+                slots[s] = result
+
+    def _filled(self, arguments: Sequence[Any]) -> list[Any]:
+        slots: list[Any] = [None] * self._num_slots
+        for s, a in zip(self.given, arguments, strict=True):
+            slots[s] = a
+        return slots
+
+    def run_traced(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        """As `run`, and what ran when: a program starts when its track is free and its inputs are there.
+
+        One thread per track waits for the programs' results in order, so that the run is not disturbed but for these threads.
+        """
+        slots = self._filled(arguments)
+        done_s: dict[int, Any] = {}  # slot -> the event that makes it, as a future of its end
+        pools: dict[str, ThreadPoolExecutor] = {}
+        pending: list[Any] = []
+        begin = time.perf_counter()
+
+        def watch(entry: Dispatch, witness: Any, dispatched_s: float, needed: list[Any], before: Any) -> tuple[Event, float]:
+            starts = [dispatched_s, *(f.result()[1] for f in needed)]
+            if before is not None:
+                starts.append(before.result()[1])
+            if witness is not None:
+                jax.block_until_ready(witness)
+            end, start = time.perf_counter() - begin, max(starts)
+            return Event(entry.label, entry.track, start, max(0.0, end - start)), end
+
+        last: dict[str, Any] = {}
+        for entry in self.dispatches:
+            jax.block_until_ready([slots[i] for i in entry.after])
+            dispatched_s = time.perf_counter() - begin
+            results = entry.fn(*[slots[i] for i in entry.ins])
+            for s, result in zip(entry.outs, results, strict=True):
+                slots[s] = result
+            witness = _witness(entry, results)
+            pool = pools.setdefault(entry.track, ThreadPoolExecutor(1))
+            needed = [done_s[i] for i in entry.ins if i in done_s]
+            future = pool.submit(watch, entry, witness, dispatched_s, needed, last.get(entry.track))
+            last[entry.track] = future
+            done_s.update(dict.fromkeys(entry.outs, future))
+            pending.append(future)
+            for s in entry.free:
+                slots[s] = None
+        events = [f.result()[0] for f in pending]
+        for pool in pools.values():
+            pool.shutdown()
+        return [slots[s] for s in self.wanted], events
+
+
+def _holds_a_thread(mesh: Any) -> bool:
+    devices = list(mesh.devices.flat)
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+
+
+def _struct(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _witness(entry: Dispatch, results: Sequence[Any]) -> Any:
+    """A local array that is ready when a program has ended, and stays so; None where the program runs in other processes."""
+    local = [k for k, r in enumerate(results) if isinstance(r, jax.Array) and r.addressable_shards]
+    kept = [k for k in local if k in entry.lasting]
+    if kept:
+        return results[kept[0]]
+    # All are running sums, whose memory the next program takes: a copy of the smallest.
+    return jax.numpy.copy(min((results[k] for k in local), key=lambda r: r.size)) if local else None

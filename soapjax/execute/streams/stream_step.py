@@ -1,0 +1,113 @@
+"""A step of several programs as a function that feels like `jax.jit`'s, as `CompiledStep` is of one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.spmd.arrivals import require_arrays
+from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
+from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.pieces import on_every_process, piecewise
+from soapjax.execute.streams.placement import PlacedStep
+from soapjax.execute.streams.stream import Event, Stream
+from soapjax.graph.trace import TracedStep, signature
+from soapjax.own_config import compiled_as_planned
+
+
+class Streamed(Protocol):
+    """`PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
+
+    in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
+    all_places: list[Place]  # of stages and their replicas
+
+    def dispatches(self) -> Stream: ...
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]: ...  # those of the dispatches
+    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]: ...
+    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]: ...
+    def place(self, leaves: Sequence[Any]) -> list[Any]: ...
+
+
+class StreamStep:
+    """Pytrees in, pytrees out. Over several processes state stays where it is used; other results come to every process, whole.
+
+    Args:
+      streamed: what runs.
+      step: the whole step, as the user calls it: its trees and shapes.
+    """
+
+    def __init__(self, streamed: Streamed, step: TracedStep):
+        self.streamed, self._step = streamed, step
+        self._devices = list(dict.fromkeys(d for p in streamed.all_places for d in p.mesh.devices.flat))
+        self.spans_processes = any(d.process_index != jax.process_index() for d in self._devices)
+        state, program = set(step.state_pairs.values()), step.program
+        made = [k for k, v in enumerate(program.outputs) if isinstance(v, int) and v not in program.inputs]
+        self._told = [k for k in made if k not in state] if self.spans_processes else []
+        self._tell: Callable[..., Sequence[jax.Array]] | None = None
+        self._shapes = tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
+        (self.in_shardings, _) = step.in_tree.unflatten(streamed.in_shardings)
+
+    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        if signature((args, {})) != (self._step.in_tree, self._shapes):
+            raise ShapesChanged
+        leaves = jax.tree_util.tree_leaves(args)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            value, expected = "a call inside another transformation (jit, scan, eval_shape, ...)", "a plan that is one program"
+            remedy = "call it outside, or plan without pins and pipeline"
+            raise SoapjaxError(Problem("a step of several programs", value, expected, remedy))
+        require_arrays(leaves, self._step.in_paths)
+        return leaves
+
+    def __call__(self, *args: Any) -> Any:
+        with compiled_as_planned():
+            return self._step.out_tree.unflatten(self._everywhere(self.streamed.run(self._leaves(args))[0]))
+
+    def traced(self, *args: Any) -> tuple[Any, list[Event]]:
+        """As a call, and what ran when: one event per program and transfer."""
+        outputs, events = self.streamed.run_traced(self._leaves(args))
+        return self._step.out_tree.unflatten(self._everywhere(outputs)), events
+
+    def _everywhere(self, outputs: list[Any]) -> list[Any]:
+        """Outputs, those that are no state on every process."""
+        if self._told and self._tell is None:
+            sources = [outputs[k].sharding for k in self._told]
+            self._tell = piecewise(sources, [on_every_process(self._devices, s) for s in sources])
+        if self._told:
+            for k, x in zip(self._told, self._tell(*(outputs[k] for k in self._told)), strict=True):
+                outputs[k] = x
+        return outputs
+
+    def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
+        """What all processes must have alike before any of them runs, and what compiles the programs of this one."""
+        places, stream = self.streamed.all_places, self.streamed.dispatches()
+        stages = [f"{p.bound.plan.mesh_plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
+        fields = {"graph": places[0].bound.graph.fingerprint(), "stages": "\n".join(stages), "program": stream.text()}
+        return fields, lambda: stream.compile(self.streamed.arguments(self._leaves(args)))
+
+    def place(self, *args: Any) -> tuple[Any, ...]:
+        """The arguments laid out as planned."""
+        return self._step.in_tree.unflatten(self.streamed.place(self._leaves(args)))[0]
+
+    place_state = place
+
+    def trace(self, *args: Any) -> Any:
+        return self.lower(*args)
+
+    def lower(self, *args: Any) -> Any:
+        value, expected = "a step of several programs", "a plan that is one program"
+        raise SoapjaxError(Problem("lower", value, expected, "plan without pins and pipeline to read the compiled program"))
+
+
+def compile_step(program: Program, *, donate: bool | Sequence[int] = True) -> CompiledStep | StreamStep:
+    """A bound plan as a function: one program, or several where operators are pinned to parts of the devices.
+
+    Args:
+      donate: positions of arguments whose memory results may take; True: of state. Several programs know state alone.
+    """
+    if program.plan.pinned:
+        return StreamStep(PlacedStep(program, donate=bool(donate)), program.step)
+    return CompiledStep(program, donate=donate)
