@@ -147,114 +147,148 @@ def padded(x: np.ndarray, count: int, value: float = 0) -> np.ndarray:
 
 def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
     """The arrays of a problem in a bucket that holds it."""
-    graph, space, links = tables.graph, tables.space, tables.links
-    num_t, num_e, num_s = len(tables.tensor_bytes), len(tables.edge_task), len(tables.sum_task)
-    num_p, num_k, pins = len(tables.parameter_op), tables.num_tasks, bool(b.groups)
-    working, order = tables.working, tables.order
-    num_axes = len(links.axis_sizes)
-    f32, i32 = np.float32, np.int32
+    links, working, f32 = tables.links, tables.working, np.float32
+    rates = tables.rates
+    scalars = [rates.memory_bytes_per_s, rates.launch_s, tables.usable_memory_bytes, working.combine_bytes]
+    return CostArrays(
+        mesh=mesh_of(links.axis_sizes), network=network_of(links, b.levels),
+        scalars=np.array(scalars, f32),
+        flags=np.array([working.sums_in_place], np.int32),
+        waiting=np.stack([working.most_waiting, working.operand_share]).astype(f32),
+        merged_at=np.int32(working.merged_at),
+        counts=_counts(tables),
+        **_axes(tables, b), **_tasks(tables, b), **_parameters(tables, b), **_rows(tables, b), **_tensor_lives(tables, b),
+        **_conversions(tables, b),
+    )  # fmt: skip
 
-    counts = [graph.num_operators, num_p, num_k, num_t, num_e, num_t + num_e + num_s, 0, 0]
-    counts[6] = len(tables.access_op) + num_s + len(tables.work_task)
-    counts[7] = len(tables.access_op) + 2 * num_p + 1 + num_s
-    divisors = np.ones((b.operators, b.op_dims), i32)
+
+def _counts(tables: CostTables) -> np.ndarray:
+    num_u, num_p, num_s = len(tables.access_op), len(tables.parameter_op), len(tables.sum_task)
+    num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
+    return np.array([
+        tables.graph.num_operators, num_p, tables.num_tasks, num_t, num_e, num_t + num_e + num_s,
+        num_u + num_s + len(tables.work_task), num_u + 2 * num_p + 1 + num_s,
+    ], np.int32)  # fmt: skip
+
+
+def _axes(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
+    """Dims by operator, and coordinates by device group."""
+    space = tables.space
+    divisors = np.ones((b.operators, b.op_dims), np.int32)
     divisors[: len(space.divisors), : space.divisors.shape[1]] = space.divisors
     digits = np.zeros((DIGITS, max(b.groups, 1)), np.int16)
-    if pins:
-        bit = 1 << np.arange(num_axes)
+    if b.groups:
+        bit = 1 << np.arange(len(tables.links.axis_sizes))
         of_groups = [((space.groups.astype(int) >> i & 1) * bit).sum(1) for i in range(DIGITS)]
         digits[:, : len(space.groups)] = of_groups
         digits[:, len(space.groups) :] = digits[:, :1]  # groups that do not exist do what the first one does
+    return {"divisors": divisors, "group_digits": digits}
 
+
+def _tasks(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
+    """Tasks, and what was measured of them."""
     known = tables.measured.weight > 0
-    number = known.sum(1) if known.size else np.zeros(num_k, int)
-    points = np.zeros((b.points + 1, 2 + b.op_dims), f32)
+    number = known.sum(1) if known.size else np.zeros(tables.num_tasks, int)
+    points = np.zeros((b.points + 1, 2 + b.op_dims), np.float32)
     points[:, 2:] = -1
     if known.any():
         degrees = tables.measured.degrees[known]
         points[: known.sum(), 0], points[: known.sum(), 1] = tables.measured.log_ratio[known], tables.measured.weight[known]
         points[: known.sum(), 2 : 2 + degrees.shape[1]] = degrees
-    task_points = np.stack([np.cumsum(number) - number, number], 1).astype(i32)
+    return {
+        "task_float": padded(np.stack([tables.task_trips, tables.update_bytes], 1).astype(np.float32), b.tasks + 1),
+        "task_points": padded(np.stack([np.cumsum(number) - number, number], 1).astype(np.int32), b.tasks + 1),
+        "point": points,
+    }
 
+
+def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     is_fixed = tables.storage_fixed != NOT_FIXED
-    bits = (1 << np.arange(num_axes)).astype(i32)
-    parameter_int = np.stack(
-        [tables.storage_dim, tables.storage_dim_size, (is_fixed * bits).sum(1), tables.gradient_shift], 1
-    ).astype(i32)  # fmt: skip
-    storages = (tables.storage_masks * bits).sum(1).astype(np.int16)
-    again = sum(1 << i for i, x in enumerate(tables.storage_regather) if x)
+    bits = (1 << np.arange(len(tables.links.axis_sizes))).astype(np.int32)
+    numbers = np.stack([tables.storage_dim, tables.storage_dim_size, (is_fixed * bits).sum(1), tables.gradient_shift], 1)
+    fixed = encoded(np.where(is_fixed, tables.storage_fixed, -1), b.dims, bool(b.groups))
+    return {
+        "parameter_int": padded(numbers.astype(np.int32), b.parameters + 1),
+        "parameter_fixed": padded(fixed, b.parameters + 1),
+        "state_bytes": padded((tables.parameter_bytes * tables.state_copies).astype(np.float32), b.parameters + 1),
+        "storage_axes": padded((tables.storage_masks * bits).sum(1).astype(np.int16), 32),
+        "storage_again": np.int32(sum(1 << i for i, x in enumerate(tables.storage_regather) if x)),
+    }
 
-    def sets(layouts: np.ndarray) -> np.ndarray:
-        return encoded(layouts, b.dims, pins)
 
-    row_int = np.zeros((num_t + num_e + num_s, 8), i32)
+def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
+    """What may be sent: tensors as they are resolved, then conversions, then collectives inside tasks."""
+    num_t, num_e, num_s = len(tables.tensor_bytes), len(tables.edge_task), len(tables.sum_task)
+    edges = slice(num_t, num_t + num_e)
     of_tensor = np.stack(
         [np.full(num_t, TENSOR), tables.tensor_source == FROM_FIXED, tables.tensor_source == FROM_READER, tables.tensor_sum >= 0,
-         tables.is_joint, tables.is_product, working.waits], 1,
+         tables.is_joint, tables.is_product, tables.working.waits], 1,
     )  # fmt: skip
-    row_int[:num_t, :7] = of_tensor
-    row_int[num_t : num_t + num_e, :7] = of_tensor[tables.edge_tensor]
-    row_int[num_t : num_t + num_e, 0] = EDGE
-    row_int[num_t + num_e :, 0] = SUM
-    row_int[num_t + num_e :, 7] = (tables.sum_map <= HALO).any(1)
-    sum_trips = tables.task_trips[tables.sum_task] if num_s else np.zeros(0, f32)
-    row_float = np.stack(
+    numbers = np.zeros((num_t + num_e + num_s, 8), np.int32)
+    numbers[:num_t, :7] = of_tensor
+    numbers[edges, :7] = of_tensor[tables.edge_tensor]
+    numbers[edges, 0] = EDGE
+    numbers[num_t + num_e :, 0] = SUM
+    numbers[num_t + num_e :, 7] = (tables.sum_map <= HALO).any(1)
+    sum_trips = tables.task_trips[tables.sum_task] if num_s else np.zeros(0, np.float32)
+    figures = np.stack(
         [
             np.concatenate([tables.resolve_bytes, tables.edge_bytes, tables.sum_bytes]),
             np.concatenate([tables.resolve_share, tables.edge_share, np.ones(num_s)]),
             np.concatenate([tables.tensor_trips * tables.may_be_partial, tables.edge_trips, sum_trips]),
             np.concatenate([tables.tensor_bytes * tables.tensor_copies, np.zeros(num_e + num_s)]),
         ], 1,
-    ).astype(f32)  # fmt: skip
-    shape = np.zeros((len(row_int), b.dims), i32)
+    ).astype(np.float32)  # fmt: skip
+    shape = np.zeros((len(numbers), b.dims), np.int32)
     shape[:num_t] = 1
     shape[:num_t, : tables.tensor_shape.shape[1]] = tables.tensor_shape
-    shape[num_t : num_t + num_e] = shape[tables.edge_tensor]
-    fixed = np.zeros((len(row_int), b.width), np.int16)
-    fixed[:num_t] = sets(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed))
-    fixed[num_t : num_t + num_e] = fixed[tables.edge_tensor]
+    shape[edges] = shape[tables.edge_tensor]
+    fixed = np.zeros((len(numbers), b.width), np.int16)
+    fixed[:num_t] = encoded(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed), b.dims, bool(b.groups))
+    fixed[edges] = fixed[tables.edge_tensor]
+    found = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
+    return {name: padded(x, b.rows + 1) for name, x in found.items()}
 
-    last = max(num_k - 1, 0)
-    by_tensor = np.argsort(tables.edge_tensor, kind="stable").astype(i32)
+
+def _tensor_lives(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
+    """When tensors are there, and at which tasks each may end."""
+    order, num_t = tables.order, len(tables.tensor_bytes)
+    by_tensor = np.argsort(tables.edge_tensor, kind="stable").astype(np.int32)
     number = np.bincount(tables.edge_tensor, minlength=num_t)[:num_t]
-    life = np.stack([order.since, order.until, order.at_least, np.cumsum(number) - number, number], 1).astype(i32)
-    stops, tensor_stops = [], np.zeros((num_t, 2), i32)
+    life = np.stack([order.since, order.until, order.at_least, np.cumsum(number) - number, number], 1).astype(np.int32)
+    stops, tensor_stops = [], np.zeros((num_t, 2), np.int32)
     start = life[:, 3].tolist()
     for t in range(num_t):
         low, high = int(order.at_least[t]), int(order.until[t])
         own = by_tensor[start[t] : start[t] + number[t]]
         # np.clip where the lower bound is above the upper one gives the upper one.
         ends = np.minimum(np.maximum(np.concatenate([order.made_at[own], order.read_at[own], [NONE]]), low), high)
-        found = {*ends.tolist(), int(order.since[t])} if working.waits[t] else set(ends.tolist())
+        found = {*ends.tolist(), int(order.since[t])} if tables.working.waits[t] else set(ends.tolist())
         tensor_stops[t] = len(stops), len(found)
         stops += sorted(found)
-    edge_life = np.stack(
-        [np.minimum(order.read_at, last), np.minimum(order.made_at, np.minimum(order.read_at, last)), tables.edge_task + 1,
-         tables.edge_slot], 1,
-    ).astype(i32)  # fmt: skip
-    edge_needed = np.stack([order.read_at, order.made_at], 1).astype(i32)
-    edge_life = np.concatenate([edge_life, edge_needed], 1)
-    edge_group, members = np.zeros((num_e, 4), i32), []
+    return {
+        "tensor_life": padded(life, b.tensors + 1), "tensor_stops": padded(tensor_stops, b.tensors + 1),
+        "stops": padded(np.array(stops, np.int32), b.stops + 1), "edges_of": padded(by_tensor, b.edges + 1),
+    }  # fmt: skip
+
+
+def _conversions(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
+    """When copies are there, and which readers may share one."""
+    order, last = tables.order, max(tables.num_tasks - 1, 0)
+    read_at = np.minimum(order.read_at, last)
+    life = np.stack(
+        [read_at, np.minimum(order.made_at, read_at), tables.edge_task + 1, tables.edge_slot, order.read_at, order.made_at], 1
+    ).astype(np.int32)
+    group, members = np.zeros((len(tables.edge_task), 4), np.int32), []
     may_again = (tables.edge_parameter >= 0) & tables.edge_is_backward
-    edge_group[:, 3] = np.where(may_again, tables.parameter_op[np.maximum(tables.edge_parameter, 0)] if num_p else 0, NONE)
+    owner = tables.parameter_op[np.maximum(tables.edge_parameter, 0)] if len(tables.parameter_op) else 0
+    group[:, 3] = np.where(may_again, owner, NONE)
     for some in tables.reader_groups():
         for e in some:
-            edge_group[e, :3] = len(members), len(members) + some.index(e), len(some)
+            group[e, :3] = len(members), len(members) + some.index(e), len(some)
         members += some
-    return CostArrays(
-        mesh_of(links.axis_sizes), network_of(links, b.levels),
-        np.array([tables.rates.memory_bytes_per_s, tables.rates.launch_s, tables.usable_memory_bytes, working.combine_bytes], f32),
-        np.array([working.sums_in_place], i32), np.stack([working.most_waiting, working.operand_share]).astype(f32),
-        np.int32(working.merged_at), np.array(counts, i32), divisors, digits,
-        padded(np.stack([tables.task_trips, tables.update_bytes], 1).astype(f32), b.tasks + 1), padded(task_points, b.tasks + 1),
-        points, padded(parameter_int, b.parameters + 1),
-        padded(sets(np.where(is_fixed, tables.storage_fixed, -1)), b.parameters + 1),
-        padded((tables.parameter_bytes * tables.state_copies).astype(f32), b.parameters + 1), padded(storages, 32), np.int32(again),
-        padded(row_int, b.rows + 1), padded(row_float, b.rows + 1), padded(shape, b.rows + 1), padded(fixed, b.rows + 1),
-        padded(life, b.tensors + 1), padded(tensor_stops, b.tensors + 1), padded(np.array(stops, i32), b.stops + 1),
-        padded(by_tensor, b.edges + 1), padded(edge_life, b.edges + 1), padded(edge_group, b.edges + 1),
-        padded(np.array(members, i32), b.edges + 1),
-    )  # fmt: skip
+    found = {"edge_life": life, "edge_group": group, "members": np.array(members, np.int32)}
+    return {name: padded(x, b.edges + 1) for name, x in found.items()}
 
 
 def op_dims_of(tables: CostTables, b: Bucket, column_of: np.ndarray) -> np.ndarray:

@@ -58,8 +58,8 @@ def own_sizes_for(need: OwnSizes) -> OwnSizes:
     return OwnSizes(*(u if n <= u else 1 << (n - 1).bit_length() for n, u in zip(need, usual, strict=True)))
 
 
-class _Lists(NamedTuple):
-    """One operator's."""
+class _Decided(NamedTuple):
+    """What one operator's config decides."""
 
     task: list[int]
     access: list[int]
@@ -72,7 +72,7 @@ class _Lists(NamedTuple):
     sum: list[int]
 
 
-def _lists(tables: CostTables) -> list[_Lists]:
+def _decided(tables: CostTables) -> list[_Decided]:
     graph = tables.graph
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
     by_op = {name: defaultdict(list) for name in ("access", "parameter", "task", "work", "sum")}
@@ -110,111 +110,133 @@ def _lists(tables: CostTables) -> list[_Lists]:
         tensors = sorted({*moved, *(edge_tensor[e] for e in edges)})
         needed = {s for i in tensors for s in (made[i], reader[i], common[i]) if s >= 0} | {edge_slot[e] for e in edges}
         found.append(
-            _Lists(
+            _Decided(
                 by_op["task"][n], access, parameter, sorted(needed - own), tensors, edges, keyed, by_op["work"][n], by_op["sum"][n],
             )
         )  # fmt: skip
     return found
 
 
-def own_records(tables: CostTables, b: Bucket) -> tuple[OwnRecords, OwnSizes]:
-    """Of a problem in a bucket."""
-    lists, masks = _lists(tables), slot_masks(tables, b)
-    num_u, num_p, num_t = len(tables.access_op), len(tables.parameter_op), len(tables.tensor_bytes)
-    num_e, replicated = len(tables.edge_task), num_u + 2 * num_p
-    group_of, groups = tables.edge_group.tolist(), tables.reader_groups()
-    member_first = np.cumsum([0, *map(len, groups)]).tolist()
-    place_in = {e: i for some in groups for i, e in enumerate(some)}
-    number_of = {g: i for i, g in enumerate(dict.fromkeys(group_of))}  # in the order of `reader_groups`
-    made, reader, common = tables.tensor_slot.tolist(), tables.tensor_reader.tolist(), tables.tensor_sum.tolist()
-    edge_tensor, edge_slot = tables.edge_tensor.tolist(), tables.edge_slot.tolist()
-    slot, sizes, global_slot, parameter, task, row, is_keyed, group, keyed = ([] for _ in range(9))
-    spans = np.zeros((b.operators, 5, 2), np.int32)
-    longest = np.zeros(5, int)
-    nothing = [0] * b.width
-    access_mask, sum_mask, work_mask = masks.access.tolist(), masks.sum.tolist(), masks.work.tolist()
-    for n, of in enumerate(lists):
-        starts = [len(x) for x in (slot, parameter, task, row, group)]
-        tasks = {k: j for j, k in enumerate(of.task)}
-        places: dict[int, int] = {replicated: 0}
-        count = 1
+class _Lists:
+    """The records of all operators so far."""
+
+    def __init__(self, tables: CostTables, b: Bucket):
+        self.tables, self.nothing = tables, [0] * b.width
+        self.masks = [m.tolist() for m in slot_masks(tables, b)]
+        self.num_u, self.num_p = len(tables.access_op), len(tables.parameter_op)
+        self.num_t, self.num_e = len(tables.tensor_bytes), len(tables.edge_task)
+        self.replicated = self.num_u + 2 * self.num_p
+        self.group_of, self.groups = tables.edge_group.tolist(), tables.reader_groups()
+        self.member_first = np.cumsum([0, *map(len, self.groups)]).tolist()
+        self.place_in = {e: i for some in self.groups for i, e in enumerate(some)}
+        self.number_of = {g: i for i, g in enumerate(dict.fromkeys(self.group_of))}  # in the order of `reader_groups`
+        self.made, self.reader, self.common = (x.tolist() for x in (tables.tensor_slot, tables.tensor_reader, tables.tensor_sum))
+        self.edge_tensor, self.edge_slot = tables.edge_tensor.tolist(), tables.edge_slot.tolist()
+        self.slot, self.sizes, self.global_slot, self.parameter, self.task = ([] for _ in range(5))
+        self.row, self.is_keyed, self.group, self.keyed = ([] for _ in range(4))
+
+    def lengths(self) -> list[int]:
+        return [len(x) for x in (self.slot, self.parameter, self.task, self.row, self.group)]
+
+    def add(self, of: _Decided) -> tuple[int, int]:
+        """Adds what one operator decides; the places of its buffer, and the members of all groups that it touches."""
+        places = self._slots(of)
+        self._parameters_and_tasks(of, places)
+        return len(places), self._groups(of, self._rows(of, places))
+
+    def _slots(self, of: _Decided) -> dict[int, int]:
+        """The place of every slot in the operator's buffer."""
+        tables, tasks = self.tables, {k: j for j, k in enumerate(of.task)}
+        access_mask, sum_mask, work_mask = self.masks
+        places: dict[int, int] = {self.replicated: 0}
 
         def place(name: int) -> int:
-            nonlocal count
-            if name not in places:
-                places[name] = count
-                count += 1
-            return places[name]
+            return places.setdefault(name, len(places))
+
+        def add(mask: list[int], copied: int, where: int, task: int, sizes: list[float], name: int = NONE) -> None:
+            self.slot.append([*mask, copied, where, task, 0])
+            self.sizes.append(sizes)
+            self.global_slot.append(name)
 
         for p in of.parameter:
-            place(num_u + p), place(num_u + num_p + p)
+            place(self.num_u + p), place(self.num_u + self.num_p + p)
         for u in of.access:
-            slot.append([*access_mask[u], NONE, place(u), tasks[int(tables.access_task[u])], 0])
-            sizes.append([tables.access_bytes[u], 0])
-            global_slot.append(u)
-        for s in of.others:
-            if s != replicated:
-                slot.append([*nothing, s, place(s), NONE, 0])
-                sizes.append([0, 0])
-                global_slot.append(NONE)
+            add(access_mask[u], NONE, place(u), tasks[int(tables.access_task[u])], [tables.access_bytes[u], 0], u)
+        for s in (s for s in of.others if s != self.replicated):
+            add(self.nothing, s, place(s), NONE, [0, 0])
         for s in of.sum:
-            slot.append([*sum_mask[s], NONE, place(replicated + 1 + s), NONE, 0])
-            sizes.append([0, 0])
-            global_slot.append(replicated + 1 + s)
+            name = self.replicated + 1 + s
+            add(sum_mask[s], NONE, place(name), NONE, [0, 0], name)
         for w in of.work:
-            slot.append([*work_mask[w], NONE, NONE, tasks[int(tables.work_task[w])], 0])
-            sizes.append([0, tables.work_seconds[w]])
-            global_slot.append(NONE)
+            add(work_mask[w], NONE, NONE, tasks[int(tables.work_task[w])], [0, tables.work_seconds[w]])
+        return places
+
+    def _parameters_and_tasks(self, of: _Decided, places: dict[int, int]) -> None:
+        num_u, num_p, tables = self.num_u, self.num_p, self.tables
         for p in of.parameter:
-            first = int(tables.parameter_slot[p])
-            parameter.append([p, places.get(first, 0) if first != num_u else 0, places[num_u + p], places[num_u + num_p + p], 0,
-                              num_u + p, num_u + num_p + p])
+            stored, gradient, first = num_u + p, num_u + num_p + p, int(tables.parameter_slot[p])
+            read = places.get(first, 0) if first != num_u else 0
+            self.parameter.append([p, read, places[stored], places[gradient], 0, stored, gradient])
         updated = {p: j for j, p in enumerate(of.parameter)}
-        for k in of.task:
-            task.append([k, updated.get(int(tables.task_parameter[k]), NONE), 0])
+        self.task += [[k, updated.get(int(tables.task_parameter[k]), NONE), 0] for k in of.task]
+
+    def _rows(self, of: _Decided, places: dict[int, int]) -> dict[int, int]:
+        """The row of every conversion, counted from the operator's first."""
 
         def at(s: int) -> int:
             return places[s] if s >= 0 else 0
 
-        begin = len(row)
-        for i in of.tensor:
-            row.append([i, at(made[i]), at(reader[i]), at(common[i]), 0, 0])
-        row_of_edge = {}
-        for e in of.edge:
-            i = edge_tensor[e]
-            row_of_edge[e] = len(row) - begin
-            row.append([num_t + e, at(made[i]), at(reader[i]), at(common[i]), at(edge_slot[e]), 0])
-        for s in of.sum:
-            row.append([num_t + num_e + s, places[replicated + 1 + s], 0, 0, 0, 0])
-        is_keyed += [False] * len(of.tensor) + [e in of.keyed for e in of.edge] + [False] * len(of.sum)
+        def of_tensor(i: int) -> tuple[int, int, int]:
+            return at(self.made[i]), at(self.reader[i]), at(self.common[i])
+
+        self.row += [[i, *of_tensor(i), 0, 0] for i in of.tensor]
+        self.row += [[self.num_t + e, *of_tensor(self.edge_tensor[e]), at(self.edge_slot[e]), 0] for e in of.edge]
+        self.row += [[self.num_t + self.num_e + s, places[self.replicated + 1 + s], 0, 0, 0, 0] for s in of.sum]
+        self.is_keyed += [False] * len(of.tensor) + [e in of.keyed for e in of.edge] + [False] * len(of.sum)
+        return {e: len(of.tensor) + j for j, e in enumerate(of.edge)}
+
+    def _groups(self, of: _Decided, row_of_edge: dict[int, int]) -> int:
+        """How many members the groups have of which the operator's readers are keyed."""
         touched: dict[int, list[int]] = defaultdict(list)
         for e in of.keyed:
-            touched[number_of[group_of[e]]].append(e)
+            touched[self.number_of[self.group_of[e]]].append(e)
         for g, some in sorted(touched.items()):
-            some.sort(key=place_in.__getitem__)
-            group.append([member_first[g], len(groups[g]), len(keyed), len(some)])
-            keyed += [row_of_edge[e] for e in some]
-        ends = [len(x) for x in (slot, parameter, task, row, group)]
+            some.sort(key=self.place_in.__getitem__)
+            self.group.append([self.member_first[g], len(self.groups[g]), len(self.keyed), len(some)])
+            self.keyed += [row_of_edge[e] for e in some]
+        return sum(len(self.groups[g]) for g in touched)
+
+
+def own_records(tables: CostTables, b: Bucket) -> tuple[OwnRecords, OwnSizes]:
+    """Of a problem in a bucket."""
+    lists = _Lists(tables, b)
+    spans = np.zeros((b.operators, 5, 2), np.int32)
+    longest = np.zeros(5, int)
+    for n, of in enumerate(_decided(tables)):
+        starts = lists.lengths()
+        num_places, num_members = lists.add(of)
         spans[n, :, 0] = starts
-        spans[n, :, 1] = np.subtract(ends, starts)
-        longest = np.maximum(longest, [count, *spans[n, 1:4, 1], sum(len(groups[g]) for g in touched)])
-    totals = [len(x) for x in (slot, parameter, task, row, group, keyed)]
-    need = OwnSizes(longest[0], *longest[1:4], min(longest[4], num_e), *totals)
+        spans[n, :, 1] = np.subtract(lists.lengths(), starts)
+        longest = np.maximum(longest, [num_places, *spans[n, 1:4, 1], num_members])
+    need = OwnSizes(longest[0], *longest[1:4], min(longest[4], lists.num_e), *lists.lengths(), len(lists.keyed))
     found = own_sizes_for(OwnSizes(*map(int, need)))
-    width = b.width
-    slot_array = np.array(slot, np.int32).reshape(-1, width + 4)
-    slot_array[slot_array[:, width + 1] == NONE, width + 1] = found.slots  # places that nobody reads
-    slot_array[slot_array[:, width + 2] == NONE, width + 2] = found.tasks
+    return _padded_records(lists, spans, found, b.width), found
+
+
+def _padded_records(lists: _Lists, spans: np.ndarray, sizes: OwnSizes, width: int) -> OwnRecords:
+    slot = np.array(lists.slot, np.int32).reshape(-1, width + 4)
+    slot[slot[:, width + 1] == NONE, width + 1] = sizes.slots  # places that nobody reads
+    slot[slot[:, width + 2] == NONE, width + 2] = sizes.tasks
 
     def ints(x: list, count: int, columns: int) -> np.ndarray:
         return padded(np.array(x, np.int32).reshape(-1, columns), count + 1)
 
     records = Records(
-        padded(slot_array, found.all_slots + 1), padded(np.array(sizes, np.float32).reshape(-1, 2), found.all_slots + 1),
-        ints(parameter, found.all_parameters, 7), ints(task, found.all_tasks, 3), ints(row, found.all_rows, 6),
+        padded(slot, sizes.all_slots + 1), padded(np.array(lists.sizes, np.float32).reshape(-1, 2), sizes.all_slots + 1),
+        ints(lists.parameter, sizes.all_parameters, 7), ints(lists.task, sizes.all_tasks, 3), ints(lists.row, sizes.all_rows, 6),
     )  # fmt: skip
     return OwnRecords(
-        records, spans, padded(np.array(global_slot, np.int32), found.all_slots + 1, NONE),
-        padded(np.array(is_keyed, bool), found.all_rows + 1, False), ints(group, found.all_groups, 4),
-        padded(np.array(keyed, np.int32), found.all_keyed + 1),
-    ), found  # fmt: skip
+        records, spans, padded(np.array(lists.global_slot, np.int32), sizes.all_slots + 1, NONE),
+        padded(np.array(lists.is_keyed, bool), sizes.all_rows + 1, False), ints(lists.group, sizes.all_groups, 4),
+        padded(np.array(lists.keyed, np.int32), sizes.all_keyed + 1),
+    )  # fmt: skip

@@ -44,120 +44,56 @@ class Edge:
     dtype: str  # as which it is sent
 
 
+class _Users:
+    """Who makes each tensor and who reads it: slots of accesses, and of gradients as they are stored."""
+
+    def __init__(self, graph: OperatorGraph, t: dict):
+        self.graph, self.num_u = graph, len(t["access_op"])
+        self.replicated = self.num_u + 2 * len(graph.parameters)
+        self.task_of = t["access_task"].tolist()
+        self.writer: dict[int, int] = {}  # tensor -> slot
+        self.readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)
+        for u, (tensor, is_write) in enumerate(zip(t["access_tensor"].tolist(), t["access_is_write"], strict=True)):
+            if is_write:
+                self.writer[tensor] = u
+            else:
+                self.readers.setdefault(tensor, []).append((self.task_of[u], u))
+        self.by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
+        self._by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
+        self._update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
+        # A tensor's common layout with others: of a gradient's summands, and of the products of a joint sum.
+        self.common, self.is_joint = np.full(len(graph.tensors), -1, np.int32), np.zeros(len(graph.tensors), bool)
+        for chain in graph.accumulations:
+            self.common[[*chain.summands, *chain.running]] = self.writer[chain.layout_of]
+        for joint in graph.joint_sums:
+            *others, last = joint.summands
+            self.common[others], self.is_joint[others] = self.writer[last], True
+
+    def of(self, tensor: int) -> list[tuple[int, int]]:
+        """Its readers in order, the update of a gradient too."""
+        found = list(self.readers.get(tensor, []))
+        p = self._by_gradient.get(tensor)
+        if p in self._update_task:
+            found.append((self._update_task[p], self.num_u + len(self.graph.parameters) + p))
+        return sorted(found)
+
+    def made_by(self, tensor: int) -> int:
+        """The task that makes it."""
+        return self.task_of[self.writer[tensor]]
+
+    def first_reader(self, tensor: int) -> int | None:
+        """The first task that reads it, updates apart."""
+        return min((k for k, _ in self.readers.get(tensor, [])), default=None)
+
+
 def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t: dict) -> list[Edge]:
-    num_u, num_p, num_k = len(t["access_op"]), len(graph.parameters), len(graph.tasks)
-    replicated_slot = num_u + 2 * num_p
-    by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
-    by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
-    update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
-    paired = dict(graph.state_pairs)
-    state_outputs = {o for i, o in graph.state_pairs}
-    readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)
-    writer: dict[int, int] = {}
-    for u in range(num_u):
-        tensor, k = int(t["access_tensor"][u]), int(t["access_task"][u])
-        if t["access_is_write"][u]:
-            writer[tensor] = u
-        else:
-            readers.setdefault(tensor, []).append((k, u))
-    n = len(graph.tensors)
-    source, slot, reader = np.zeros(n, np.int32), np.full(n, replicated_slot, np.int32), np.full(n, replicated_slot, np.int32)
-    fixed = np.full((n, num_axes), REPLICATED, np.int8)
-    rank = max([len(x.shape) for x in graph.tensors], default=1) or 1
-    shapes = np.ones((n, rank), np.int32)
-    birth, death, trips = np.zeros(n, np.int32), np.zeros(n, np.int32), np.ones(n, np.float32)
-    partial = np.zeros(n, bool)
-    sums, is_joint = np.full(n, -1, np.int32), np.zeros(n, bool)
-    for chain in graph.accumulations:
-        sums[[*chain.summands, *chain.running]] = writer[chain.layout_of]
-    for joint in graph.joint_sums:
-        *others, last = joint.summands
-        sums[others], is_joint[others] = writer[last], True
-    edges: list[Edge] = []
-    early = needed_at(graph)
-    for i, tensor in enumerate(graph.tensors):
-        shapes[i, : len(tensor.shape)] = tensor.shape
-        found = sorted(readers.get(i, []))
-        if i in by_gradient and by_gradient[i] in update_task:
-            p = by_gradient[i]
-            found.append((update_task[p], num_u + num_p + p))
-            found.sort()
-        for k, u in found:
-            task = graph.tasks[k]
-            per_trip = trip_bytes(graph, i, k)
-            made_inside = i in writer and graph.tasks[int(t["access_task"][writer[i]])].trip_count > 1
-            sliced = per_trip != tensor.size_bytes
-            count = task.trip_count if made_inside or sliced else 1
-            if task.parameter >= 0:
-                per_trip *= tensor.copies  # the gradients of all layers of a loop at once
-            if sums[i] < 0 or is_joint[i]:
-                dtype = dict(task.casts).get(i, tensor.dtype)
-                sent = per_trip * itemsize_as(tensor, dtype) / tensor.itemsize
-                edges.append(Edge(i, u, k, sent, count, by_parameter.get(i, -1), dtype))
-        if tensor.output_leaves and i in writer and state_outputs.intersection(tensor.output_leaves):
-            edges.append(Edge(i, replicated_slot, num_k, tensor.size_bytes * tensor.copies, 1, -1, tensor.dtype))
-        if found:
-            # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
-            reader[i] = found[0][1]
-        last = max([early.get((k, i), k) for k, _ in found], default=0)
-        death[i] = num_k - 1 if tensor.output_leaves else last
-        if i in by_parameter:
-            source[i], slot[i] = FROM_STORAGE, num_u + by_parameter[i]
-            death[i] = -1  # counted with its optimizer state
-        elif i in writer:
-            source[i], slot[i] = FROM_ACCESS, writer[i]
-            birth[i] = t["access_task"][writer[i]]
-            trips[i] = graph.tasks[birth[i]].trip_count
-            partial[i] = bool((t["access_map"][writer[i]] == PARTIAL).any())
-            # A loop carries it over from the trip before.
-            death[i] = max(death[i], birth[i])
-        elif tensor.input_leaf in space.fixed_layouts:
-            source[i], fixed[i] = FROM_FIXED, space.fixed_layouts[tensor.input_leaf]
-        elif tensor.input_leaf in paired or not found:
-            source[i] = FROM_FIXED
-        else:
-            source[i], slot[i] = FROM_READER, found[0][1]
-    for chain in graph.accumulations:
-        layout = writer[chain.layout_of]
-        may_sum = bool((t["access_map"][layout] == PARTIAL).any())
-        for i in (*chain.running, chain.total):  # added up in the summands' layout; the total leaves it
-            slot[i], partial[i] = layout, may_sum and i == chain.total
-        partial[list(chain.summands)] = True  # from their own layouts into the common one
-        if chain.is_carried:
-            trips[chain.total] = 1
-    for entry in graph.entries:
-        first = min((k for k, _ in readers.get(entry.target, [])), default=None)
-        if first is not None:
-            # Converted to the layout in which the loop's own result is carried.
-            edges.append(
-                Edge(
-                    entry.source,
-                    writer.get(entry.target, replicated_slot),
-                    first,
-                    graph.tensors[entry.source].size_bytes,
-                    1,
-                    -1,
-                    graph.tensors[entry.source].dtype,
-                )
-            )
-            if entry.source not in by_parameter:
-                death[entry.source] = max(death[entry.source], first)
-    lives = lifetimes(graph)
-    t["computed_until"] = np.minimum(lives.computed_until, num_k - 1)
-    summands = {i for chain in graph.accumulations for i in (*chain.summands, *chain.running, chain.total)}
-    t["is_kept"] = np.array([bool(x.output_leaves) or i in summands for i, x in enumerate(graph.tensors)])
-    death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, num_k - 1)))
-    death = np.where(lives.is_reused & (death == lives.last_use), np.maximum(death - 1, birth), death)
-    edges = [e for e in edges if e.bytes > itemsize_as(graph.tensors[e.tensor], e.dtype)]
-    edges.sort(key=lambda e: (e.task, e.tensor))
-    t["tensor_source"], t["tensor_slot"], t["tensor_reader"], t["tensor_fixed"] = source, slot, reader, fixed
-    t["is_joint"], t["tensor_sum"], t["tensor_shape"], t["tensor_birth"], t["tensor_death"] = is_joint, sums, shapes, birth, death
-    t["tensor_bytes"] = np.array([x.size_bytes for x in graph.tensors], np.float32)
-    t["resolve_bytes"] = np.array([x.summed_bytes for x in graph.tensors], np.float32)
-    t["tensor_copies"] = np.array([x.copies for x in graph.tensors], np.float32) * lives.is_stored * lives.scale
-    products = {a.tensor for task in graph.tasks if task.kind == "dot" for a in task.writes}
-    t["is_product"] = np.array([i in products and len(x.shape) > 2 for i, x in enumerate(graph.tensors)])
-    t["tensor_trips"], t["may_be_partial"] = trips, partial
+    """Adds the arrays by tensor and by edge to `t`, which has those of accesses; the edges in order."""
+    users, early = _Users(graph, t), needed_at(graph)
+    edges = _edges(graph, users)
+    t["tensor_sum"], t["is_joint"] = users.common, users.is_joint
+    t.update(_layouts(graph, space, users, num_axes, t["access_map"]))
+    t.update(_figures(graph))
+    t.update(_lives(graph, users, early))
     t["edge_tensor"] = np.array([e.tensor for e in edges], np.int32)
     t["edge_slot"] = np.array([e.slot for e in edges], np.int32)
     t["edge_task"] = np.array([e.task for e in edges], np.int32)
@@ -166,6 +102,115 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
     t["edge_trips"] = np.array([e.trips for e in edges], np.float32)
     t["edge_parameter"] = np.array([e.parameter for e in edges], np.int32)
     return edges
+
+
+def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
+    """Every conversion that may be: for a reader, for the step's end, and into a loop."""
+    num_k, state_outputs = len(graph.tasks), {o for _, o in graph.state_pairs}
+    edges: list[Edge] = []
+    for i, tensor in enumerate(graph.tensors):
+        for k, u in users.of(i):
+            task = graph.tasks[k]
+            per_trip = trip_bytes(graph, i, k)
+            made_inside = i in users.writer and graph.tasks[users.made_by(i)].trip_count > 1
+            sliced = per_trip != tensor.size_bytes
+            count = task.trip_count if made_inside or sliced else 1
+            if task.parameter >= 0:
+                per_trip *= tensor.copies  # the gradients of all layers of a loop at once
+            if users.common[i] < 0 or users.is_joint[i]:
+                dtype = dict(task.casts).get(i, tensor.dtype)
+                sent = per_trip * itemsize_as(tensor, dtype) / tensor.itemsize
+                edges.append(Edge(i, u, k, sent, count, users.by_parameter.get(i, -1), dtype))
+        if tensor.output_leaves and i in users.writer and state_outputs.intersection(tensor.output_leaves):
+            edges.append(Edge(i, users.replicated, num_k, tensor.size_bytes * tensor.copies, 1, -1, tensor.dtype))
+    for entry in graph.entries:
+        if (first := users.first_reader(entry.target)) is not None:
+            # Converted to the layout in which the loop's own result is carried.
+            carried, source = users.writer.get(entry.target, users.replicated), graph.tensors[entry.source]
+            edges.append(Edge(entry.source, carried, first, source.size_bytes, 1, -1, source.dtype))
+    edges = [e for e in edges if e.bytes > itemsize_as(graph.tensors[e.tensor], e.dtype)]
+    return sorted(edges, key=lambda e: (e.task, e.tensor))
+
+
+def _layouts(
+    graph: OperatorGraph, space: SearchSpace, users: _Users, num_axes: int, access_map: np.ndarray
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Where each tensor's layout comes from, and whether and how often it may be a partial sum."""
+    n, paired = len(graph.tensors), dict(graph.state_pairs)
+    source, slot, reader = np.zeros(n, np.int32), np.full(n, users.replicated, np.int32), np.full(n, users.replicated, np.int32)
+    fixed = np.full((n, num_axes), REPLICATED, np.int8)
+    trips, partial = np.ones(n, np.float32), np.zeros(n, bool)
+    may_sum = (access_map == PARTIAL).any(1)
+    for i, tensor in enumerate(graph.tensors):
+        found = users.of(i)
+        if found:
+            # A gradient's first reader is what sums it up: the update, unless another task adds to it before.
+            reader[i] = found[0][1]
+        if i in users.by_parameter:
+            source[i], slot[i] = FROM_STORAGE, users.num_u + users.by_parameter[i]
+        elif i in users.writer:
+            source[i], slot[i] = FROM_ACCESS, users.writer[i]
+            trips[i] = graph.tasks[users.made_by(i)].trip_count
+            partial[i] = may_sum[users.writer[i]]
+        elif tensor.input_leaf in space.fixed_layouts:
+            source[i], fixed[i] = FROM_FIXED, space.fixed_layouts[tensor.input_leaf]
+        elif tensor.input_leaf in paired or not found:
+            source[i] = FROM_FIXED
+        else:
+            source[i], slot[i] = FROM_READER, found[0][1]
+    for chain in graph.accumulations:
+        layout = users.writer[chain.layout_of]
+        for i in (*chain.running, chain.total):  # added up in the summands' layout; the total leaves it
+            slot[i], partial[i] = layout, may_sum[layout] and i == chain.total
+        partial[list(chain.summands)] = True  # from their own layouts into the common one
+        if chain.is_carried:
+            trips[chain.total] = 1
+    return {
+        "tensor_source": source, "tensor_slot": slot, "tensor_reader": reader, "tensor_fixed": fixed,
+        "tensor_trips": trips, "may_be_partial": partial,
+    }  # fmt: skip
+
+
+def _figures(graph: OperatorGraph) -> dict[str, np.ndarray]:
+    rank = max([len(x.shape) for x in graph.tensors], default=1) or 1
+    shapes = np.ones((len(graph.tensors), rank), np.int32)
+    for i, tensor in enumerate(graph.tensors):
+        shapes[i, : len(tensor.shape)] = tensor.shape
+    products = {a.tensor for task in graph.tasks if task.kind == "dot" for a in task.writes}
+    return {
+        "tensor_shape": shapes,
+        "tensor_bytes": np.array([x.size_bytes for x in graph.tensors], np.float32),
+        "resolve_bytes": np.array([x.summed_bytes for x in graph.tensors], np.float32),
+        "is_product": np.array([i in products and len(x.shape) > 2 for i, x in enumerate(graph.tensors)]),
+    }
+
+
+def _lives(graph: OperatorGraph, users: _Users, early: dict[tuple[int, int], int]) -> dict[str, np.ndarray]:
+    """From which task to which a tensor is there; `early`: (task, tensor) -> when the task really reads it."""
+    last_task = len(graph.tasks) - 1
+    birth, death = np.zeros(len(graph.tensors), np.int32), np.zeros(len(graph.tensors), np.int32)
+    for i, tensor in enumerate(graph.tensors):
+        last = max([early.get((k, i), k) for k, _ in users.of(i)], default=0)
+        death[i] = last_task if tensor.output_leaves else last
+        if i in users.by_parameter:
+            death[i] = -1  # counted with its optimizer state
+        elif i in users.writer:
+            birth[i] = users.made_by(i)
+            death[i] = max(death[i], birth[i])  # a loop carries it over from the trip before
+    for entry in graph.entries:
+        first = users.first_reader(entry.target)
+        if first is not None and entry.source not in users.by_parameter:
+            death[entry.source] = max(death[entry.source], first)
+    lives = lifetimes(graph)
+    death = np.where(death < 0, death, np.maximum(death, np.minimum(lives.last_use, last_task)))
+    death = np.where(lives.is_reused & (death == lives.last_use), np.maximum(death - 1, birth), death)
+    summands = {i for chain in graph.accumulations for i in (*chain.summands, *chain.running, chain.total)}
+    copies = np.array([x.copies for x in graph.tensors], np.float32)
+    return {
+        "tensor_birth": birth, "tensor_death": death, "computed_until": np.minimum(lives.computed_until, last_task),
+        "is_kept": np.array([bool(x.output_leaves) or i in summands for i, x in enumerate(graph.tensors)]),
+        "tensor_copies": copies * lives.is_stored * lives.scale,
+    }  # fmt: skip
 
 
 def reader_groups(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:

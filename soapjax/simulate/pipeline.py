@@ -133,13 +133,13 @@ def simulate_pipeline(
     Raises: SoapjaxError where the schedule does not fit the stages (see `schedules.actions`).
     """
     simulated = _long_enough(pipeline)
-    tasks, updates = _expand(simulated, loads, transfers, overlap)
+    tasks = _Expansion(simulated, loads, transfers, overlap)
     graph = tasks.graph()
     times = run(graph, [r.seconds for r in tasks.rows], [r.streams if r.seconds > 0 else () for r in tasks.rows])
     makespan = max(times.end_s)
     step = makespan
     if not kind_of(pipeline).is_synchronous:
-        step = _steady_s(simulated, [times.end_s[i] for i in updates]) * pipeline.num_microbatches
+        step = _steady_s(simulated, [times.end_s[i] for i in tasks.updates]) * pipeline.num_microbatches
     busy = [0.0] * len(pipeline.stages)
     for row, start, end in zip(tasks.rows, times.start_s, times.end_s, strict=True):
         if row.level < 0:
@@ -227,105 +227,117 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int, put_off:
     return stays, own
 
 
-def _expand(pipeline: Pipeline, loads, transfers, overlap: bool) -> tuple[_Tasks, list[int]]:
-    """All tasks of a step; and which are the updates of the first stage."""
-    stages = pipeline.stages
-    group_of = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
-    levels = 1 + max([t.level for t in transfers] + [load.sync_level for load in loads], default=0)
-    most = max(s.replicas for s in stages)
+class _Expansion(_Tasks):
+    """All tasks of a step; `updates` are those of the first stage."""
 
-    def compute(i: int, replica: int) -> int:
-        return (group_of[i] * most + replica) * (1 + 2 * levels)
+    def __init__(self, pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer], overlap: bool):
+        super().__init__()
+        self.pipeline, self.stages, self.loads, self.overlap = pipeline, pipeline.stages, loads, overlap
+        self.group_of = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
+        self.levels = 1 + max([t.level for t in transfers] + [load.sync_level for load in loads], default=0)
+        self.most = max(s.replicas for s in pipeline.stages)
+        self.into = [[t for t in transfers if t.target == i] for i in range(len(pipeline.stages))]
+        self.out = [[t for t in transfers if t.source == i] for i in range(len(pipeline.stages))]
+        self.is_split = splits_backward(pipeline)
+        self.updates: list[int] = []
+        for t in transfers:
+            if t.parameters_s:
+                self._send_once(t, "parameters", t.parameters_s, ())
+        for order in actions(pipeline):
+            self._add_actions(order)
 
-    def leaving(i: int, replica: int, level: int) -> int:
-        return compute(i, replica) + 1 + 2 * level
+    # Streams.
+    def _compute(self, i: int, replica: int) -> int:
+        return (self.group_of[i] * self.most + replica) * (1 + 2 * self.levels)
 
-    def arriving(i: int, replica: int, level: int) -> int:
-        return leaving(i, replica, level) + 1
+    def _leaving(self, i: int, replica: int, level: int) -> int:
+        return self._compute(i, replica) + 1 + 2 * level
 
-    def replica_of(i: int, microbatch: int) -> int:
-        return microbatch % stages[i].replicas
+    def _arriving(self, i: int, replica: int, level: int) -> int:
+        return self._leaving(i, replica, level) + 1
 
-    def devices(i: int, replica: int) -> tuple[int, ...]:
-        share = len(stages[i].devices) // stages[i].replicas
-        return stages[i].devices[replica * share : (replica + 1) * share]
+    def _replica_of(self, i: int, microbatch: int) -> int:
+        return microbatch % self.stages[i].replicas
 
-    tasks = _Tasks()
-    into = [[t for t in transfers if t.target == i] for i in range(len(stages))]
-    out = [[t for t in transfers if t.source == i] for i in range(len(stages))]
+    def _devices(self, i: int, replica: int) -> tuple[int, ...]:
+        share = len(self.stages[i].devices) // self.stages[i].replicas
+        return self.stages[i].devices[replica * share : (replica + 1) * share]
 
-    def send(t: Transfer, m: int, backward: bool) -> None:
+    def _between(self, name: str, t: Transfer, a: tuple[int, int], b: tuple[int, int], seconds: float) -> _Row:
+        """A transfer from a stage and replica to another, which is none between stages on the same devices."""
+        streams = (self._leaving(*a, t.level), self._arriving(*b, t.level))
+        streams += () if self.overlap else (self._compute(*a), self._compute(*b))
+        seconds = seconds if self.group_of[a[0]] != self.group_of[b[0]] else 0.0
+        return _Row(f"{name}: stage {a[0]} to {b[0]}", a[0], self._devices(*a) + self._devices(*b), t.level, seconds, streams)
+
+    def _send(self, t: Transfer, m: int, backward: bool) -> None:
         a, b = (t.target, t.source) if backward else (t.source, t.target)
-        ra, rb = replica_of(a, m), replica_of(b, m)
         seconds, kind = (t.backward_s, "backward") if backward else (t.forward_s, "forward")
-        row = _Row(
-            f"{'gradient' if backward else 'activation'} {m}: stage {a} to {b}", a, devices(a, ra) + devices(b, rb), t.level,
-            seconds if group_of[a] != group_of[b] else 0.0,
-            (leaving(a, ra, t.level), arriving(b, rb, t.level), *(() if overlap else (compute(a, ra), compute(b, rb)))),
-        )  # fmt: skip
-        tasks.add(("send", t.source, t.target, m, backward), row, [(kind, a, m)])
+        ends = (a, self._replica_of(a, m)), (b, self._replica_of(b, m))
+        row = self._between(f"{'gradient' if backward else 'activation'} {m}", t, *ends, seconds)
+        self.add(("send", t.source, t.target, m, backward), row, [(kind, a, m)])
 
-    def send_once(t: Transfer, kind: str, seconds: float, after: Sequence[object]) -> object:
+    def _send_once(self, t: Transfer, kind: str, seconds: float, after: Sequence[object]) -> None:
         """What is sent once per step, between the first replicas."""
         a, b = (t.source, t.target) if kind == "parameters" else (t.target, t.source)
-        streams = (leaving(a, 0, t.level), arriving(b, 0, t.level), *(() if overlap else (compute(a, 0), compute(b, 0))))
-        seconds = seconds if group_of[a] != group_of[b] else 0.0
-        row = _Row(f"{kind}: stage {a} to {b}", a, devices(a, 0) + devices(b, 0), t.level, seconds, streams)
-        tasks.add((kind, t.source, t.target), row, after)
-        return kind, t.source, t.target
+        self.add((kind, t.source, t.target), self._between(kind, t, (a, 0), (b, 0), seconds), after)
 
-    for t in transfers:
-        if t.parameters_s:
-            send_once(t, "parameters", t.parameters_s, ())
-    is_split = splits_backward(pipeline)
-    updates: list[int] = []
-    for order in actions(pipeline):
+    def _add_actions(self, order: Sequence[Action]) -> None:
+        """What one group of devices does in a step, in order."""
         before: dict[int, object] = {}  # replica -> what ran there last
         waiting: list[object] = []  # backward passes that the next update sums up
         for action in order:
-            i, m, load = action.stage, action.microbatch, loads[action.stage]
             if action.kind == "update":
-                waiting += [("sums", t.source, t.target) for t in out[i] if t.sums_s]
-                key = (action, "sync")
-                every = range(stages[i].replicas)
-                streams = tuple(way(i, r, load.sync_level) for r in every for way in (leaving, arriving))
-                streams += () if overlap else tuple(compute(i, r) for r in every)
-                row = _Row(f"sum of gradients {m}: stage {i}", i, stages[i].devices, load.sync_level, load.sync_s, streams)
-                tasks.add(key, row, waiting or list(before.values()))
-                row = _Row(f"update {m}: stage {i}", i, stages[i].devices, -1, load.update_s, tuple(compute(i, r) for r in every))
-                tasks.add(action, row, [key, *before.values()])
-                if i == 0:
-                    updates.append(tasks.index[action])
+                self._update(action, waiting, before)
                 waiting = []
                 # Replicas go on with passes on the version that they have; the update only has its place in their order.
-                before = {r: action for r in every}
+                before = {r: action for r in range(self.stages[action.stage].replicas)}
                 continue
-            replica = replica_of(i, m)
-            key = (action.kind, i, m)
-            seconds = _pass_s(action, pipeline, load, is_split)
-            row = _Row(f"{action.kind} {m}: stage {i}", i, devices(i, replica), -1, seconds, (compute(i, replica),))
-            if action.kind == "forward":
-                needed = [("send", t.source, i, m, False) for t in into[i]]
-                if not into[i] and i:
-                    needed = [("forward", i - 1, m)]
-                needed += [("parameters", t.source, i) for t in into[i] if t.parameters_s]
-            elif action.kind == "backward":
-                after = [("backward", i + 1, m)] if i + 1 < len(stages) else []
-                needed = [*([("send", i, t.target, m, True) for t in out[i]] or after), ("forward", i, m)]
-            else:
-                needed = [("backward", i, m)]
-            if action.kind == ("weights" if is_split else "backward"):
+            replica = self._replica_of(action.stage, action.microbatch)
+            before[replica] = key = self._pass(action, replica, before.get(replica))
+            if action.kind == ("weights" if self.is_split else "backward"):
                 waiting.append(key)
-            tasks.add(key, row, [*needed, *([before[replica]] if replica in before else [])])
-            before[replica] = key
-            for t in {"forward": out, "backward": into}.get(action.kind, [()] * len(stages))[i]:
-                send(t, m, action.kind == "backward")
         for i in {a.stage for a in order}:
             last = [(a.kind, i, a.microbatch) for a in order if a.stage == i and a.kind != "update"][-1:]
-            for t in into[i]:
+            for t in self.into[i]:
                 if t.sums_s:
-                    send_once(t, "sums", t.sums_s, last)
-    return tasks, updates
+                    self._send_once(t, "sums", t.sums_s, last)
+
+    def _pass(self, action: Action, replica: int, before: object | None) -> object:
+        """One pass, with what it sends; its key."""
+        i, m = action.stage, action.microbatch
+        key, seconds = (action.kind, i, m), _pass_s(action, self.pipeline, self.loads[i], self.is_split)
+        row = _Row(f"{action.kind} {m}: stage {i}", i, self._devices(i, replica), -1, seconds, (self._compute(i, replica),))
+        self.add(key, row, [*self._needed(action), *([] if before is None else [before])])
+        for t in {"forward": self.out, "backward": self.into}.get(action.kind, [()] * len(self.stages))[i]:
+            self._send(t, m, action.kind == "backward")
+        return key
+
+    def _needed(self, action: Action) -> list[object]:
+        """What a pass waits for."""
+        i, m, into, out = action.stage, action.microbatch, self.into[action.stage], self.out[action.stage]
+        if action.kind == "forward":
+            needed: list[object] = [("send", t.source, i, m, False) for t in into]
+            if not into and i:
+                needed = [("forward", i - 1, m)]
+            return needed + [("parameters", t.source, i) for t in into if t.parameters_s]
+        if action.kind == "backward":
+            after = [("backward", i + 1, m)] if i + 1 < len(self.stages) else []
+            return [*([("send", i, t.target, m, True) for t in out] or after), ("forward", i, m)]
+        return [("backward", i, m)]
+
+    def _update(self, action: Action, waiting: list[object], before: dict[int, object]) -> None:
+        i, m, load, every = action.stage, action.microbatch, self.loads[action.stage], range(self.stages[action.stage].replicas)
+        waiting = waiting + [("sums", t.source, t.target) for t in self.out[i] if t.sums_s]
+        key, devices = (action, "sync"), self.stages[i].devices
+        computing = tuple(self._compute(i, r) for r in every)
+        streams = tuple(way(i, r, load.sync_level) for r in every for way in (self._leaving, self._arriving))
+        streams += () if self.overlap else computing
+        row = _Row(f"sum of gradients {m}: stage {i}", i, devices, load.sync_level, load.sync_s, streams)
+        self.add(key, row, waiting or list(before.values()))
+        self.add(action, _Row(f"update {m}: stage {i}", i, devices, -1, load.update_s, computing), [key, *before.values()])
+        if i == 0:
+            self.updates.append(self.index[action])
 
 
 def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad, is_split: bool) -> float:
