@@ -45,8 +45,8 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
     from soapjax.jit import programs
     from soapjax.model_source import abstract_model
     from soapjax.planning.entry import planning_problem
-    from soapjax.search.engine import Engine
-    from soapjax.search.mcmc import mcmc
+    from soapjax.search.chain.engine import Engine
+    from soapjax.search.chain.mcmc import mcmc
     from soapjax.search.problem import Budget
     from soapjax.strategy.plan import ModelSource
 

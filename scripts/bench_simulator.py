@@ -55,12 +55,12 @@ import soapjax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.model_source import abstract_model, parse_settings
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain import MOST_BLOCKS, draws
-from soapjax.search.engine import Engine
-from soapjax.search.mcmc import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, mcmc
-from soapjax.search.moves import State
+from soapjax.search.chain.chain import MOST_BLOCKS, draws
+from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.mcmc import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, mcmc
+from soapjax.search.chain.moves import State
+from soapjax.search.chain.starts import starts
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.starts import starts
 from soapjax.simulate.event import simulate
 from soapjax.simulate.event_delta import DeltaSimulation
 from soapjax.simulate.simulator import BATCH

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from cluster_timing import undisturbed
 
-from soapjax.costs.fit import fitted_link
-from soapjax.costs.profile import Profile
+from soapjax.costs.measured.fit import fitted_link
+from soapjax.costs.measured.profile import Profile
 from soapjax.execute.compiled.measure_links import time_collectives
 from soapjax.execute.processes.agreement import agree
 from soapjax.execute.processes.coordination import store
-from soapjax.graph.flops import flops_of
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.rules.flops import flops_of
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.planning.profiling import measure_profile
 from soapjax.topology import DeviceTopology
 

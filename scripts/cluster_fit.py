@@ -14,8 +14,8 @@ from cluster_calibration import fitted_factors
 from cluster_table import FITTED
 from cluster_timing import shared
 
-from soapjax.costs.profile import Profile
-from soapjax.costs.profile_parts import Calibration
+from soapjax.costs.measured.profile import Profile
+from soapjax.costs.measured.profile_parts import Calibration
 from soapjax.files import read_text, write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner

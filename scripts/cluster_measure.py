@@ -30,7 +30,7 @@ from cluster_timing import Timer, in_rounds, shared
 
 import soapjax
 import soapjax.distributed
-from soapjax.costs.profile import profile_of
+from soapjax.costs.measured.profile import profile_of
 from soapjax.csv_files import read_table
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.collectives import collectives_of

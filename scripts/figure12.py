@@ -22,10 +22,10 @@ import numpy as np
 from paper_problems import CLUSTERS, WORKLOADS, Case, get_planner
 from paper_tables import CASE_COLUMNS, Rows, budget_of, figure, guarded, parser_of, positive_int, show
 
-from soapjax.search.chain import exchange
-from soapjax.search.mcmc import BETAS
+from soapjax.search.chain.chain import exchange
+from soapjax.search.chain.mcmc import BETAS
+from soapjax.search.chain.starts import starts
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.starts import starts
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import FIRST_PIN
 

@@ -30,7 +30,7 @@ from paper_problems import (
 )
 from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, figure, guarded, parser_of, positive_int, show
 
-from soapjax.search.baselines import replicate_all
+from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.problem import Budget, Evaluation
 
 SHOWN = ("mcmc", "data_parallel", "expert")

@@ -18,8 +18,8 @@ import numpy as np
 from paper_problems import CLUSTERS, SPACES, WORKLOADS, BestKnown, Case, expert_of, search
 from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, figure, guarded, parser_of, positive_int, show
 
-from soapjax.costs.conversion import conversion_costs
-from soapjax.costs.links import COLLECTIVES
+from soapjax.costs.rules.conversion import conversion_costs
+from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.strategy.layout import PARTIAL, PINNED
 from soapjax.strategy.strategy import Strategy

@@ -265,7 +265,7 @@ class Topologies(Kind):
 
 class Profiles(Kind):
     def made(self) -> list[Any]:
-        from soapjax.graph.trace import trace
+        from soapjax.graph.trace.trace import trace
         from soapjax.model_source import abstract_model
         from soapjax.strategy.plan import ModelSource
 
@@ -274,7 +274,7 @@ class Profiles(Kind):
 
     def mutant(self, draw: Callable[[Any], Any]) -> bytes:
         """Half of them with the hash of what they hold, so that what they hold is looked at."""
-        from soapjax.costs.profile import Profile
+        from soapjax.costs.measured.profile import Profile
 
         data = draw(st.sampled_from(self.examples))
         if draw(st.booleans()):
@@ -284,8 +284,8 @@ class Profiles(Kind):
         return mutated_bytes(draw, dumped({"sha256": Profile.model_validate(self.examples[0]).sha256, "profile": data}))
 
     def read(self, path: Path) -> None:
-        from soapjax.costs.fit import fitted_rates
-        from soapjax.costs.profile import load_profile
+        from soapjax.costs.measured.fit import fitted_rates
+        from soapjax.costs.measured.profile import load_profile
 
         profile = load_profile(path)
         for m in profile.operators:
@@ -372,10 +372,10 @@ def installed() -> bool:
 
 def profile_data(step: Any) -> dict[str, Any]:
     """A profile of a step on an A100 that nobody measured."""
-    from soapjax.costs.fit import fitted_rates
-    from soapjax.costs.profile import Profile, installed_versions
-    from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
-    from soapjax.graph.build import build_graph
+    from soapjax.costs.measured.fit import fitted_rates
+    from soapjax.costs.measured.profile import Profile, installed_versions
+    from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
+    from soapjax.graph.passes.build import build_graph
 
     graph, _ = build_graph(step)
     operators = tuple(

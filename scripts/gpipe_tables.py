@@ -34,11 +34,11 @@ from paper_tables import guarded, markdown, note, show
 from models import transformer_lm
 from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.files import write_text_atomic
-from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.trace import trace
-from soapjax.search.gpipe import balanced_partition
-from soapjax.search.stage_problem import Choice, StageProblem
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
+from soapjax.search.stages.gpipe import balanced_partition
+from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.topology import DeviceTopology
 
 SIZES = dict(width=2048, heads=32, mlp_ratio=4, seq=1024, vocab=32000)

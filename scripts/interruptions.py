@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from soapjax.costs.profile import load_profile
+from soapjax.costs.measured.profile import load_profile
 from soapjax.errors import SoapjaxError
 from soapjax.files import write_text_atomic
 from soapjax.strategy.plan import Plan

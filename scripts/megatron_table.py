@@ -98,9 +98,9 @@ def by_hand(row: Row, node: str) -> dict[str, Any]:
     import jax
 
     from soapjax.factories import find_factory
-    from soapjax.graph.build import build_graph
-    from soapjax.graph.trace import trace
-    from soapjax.search.stage_problem import Choice, StageProblem
+    from soapjax.graph.passes.build import build_graph
+    from soapjax.graph.trace.trace import trace
+    from soapjax.search.stages.stage_problem import Choice, StageProblem
     from soapjax.topology import load_topology
 
     made: list[Any] = []

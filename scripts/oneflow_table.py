@@ -43,15 +43,15 @@ import jax
 import numpy as np
 from scipy.stats import kendalltau
 
-from soapjax.costs.fit import fitted_scales
+from soapjax.costs.measured.fit import fitted_scales
 from soapjax.csv_files import Count, CsvRow, Positive, read_rows
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import write_text_atomic
-from soapjax.graph.build import build_graph
-from soapjax.graph.phases import FORWARD
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.passes.phases import FORWARD
+from soapjax.graph.trace.trace import trace
 from soapjax.planning.profiling import scaled_prediction
-from soapjax.search.baselines import tensor_parallel_strategy
+from soapjax.search.experts.baselines import tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy

@@ -21,8 +21,8 @@ import numpy as np
 from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, search
 from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded, parser_of, positive_float, positive_int, show
 
-from soapjax.search.engine import Engine
-from soapjax.search.neighbourhood import Position
+from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.neighbourhood import Position
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.strategy.strategy import Strategy
 

@@ -29,10 +29,10 @@ import numpy as np
 from models import gnmt, nasnet
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
-from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.trace import trace
-from soapjax.search.baselines import replicate_all
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
+from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.strategy.space import search_space

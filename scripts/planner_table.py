@@ -21,9 +21,9 @@ from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded,
 
 from soapjax.errors import SoapjaxError
 from soapjax.files import write_text_atomic
-from soapjax.search.bound import lower_bound
 from soapjax.search.planners import BASELINES, PLACEMENT_PLANNERS, PLANNERS
 from soapjax.search.problem import Budget
+from soapjax.search.proofs.bound import lower_bound
 
 TOPOLOGIES = {"a100x64": ("a100", 64), "p100x16": ("p100", 16), "k80x64": ("k80", 64)}
 MODELS = (*PAPER_MODELS, "vgg", "gnmt", "bert", "transformer_lm", "moe", "unet")

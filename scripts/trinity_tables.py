@@ -32,10 +32,10 @@ from paper_tables import CASE_COLUMNS, Rows, figure, guarded, markdown, note, pa
 
 from soapjax.csv_files import read_table
 from soapjax.files import write_text_atomic
-from soapjax.search.layers import layers_of, steps_of
+from soapjax.search.experts.layers import layers_of, steps_of
+from soapjax.search.experts.placement import devices_of, operator_seconds
 from soapjax.search.learned.search import HIERARCHICAL, TRINITY, Method, batches_of, learned, placement_starts
 from soapjax.search.objective import TIME, Objective
-from soapjax.search.placement import devices_of, operator_seconds
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 
 CLUSTER = "p100_pcie"

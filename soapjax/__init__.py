@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from soapjax.api import SoapShard, soap_shard
     from soapjax.errors import InfeasibleError, Problem, SoapjaxError
-    from soapjax.graph.phases import value_and_grad
-    from soapjax.graph.trace import trace
+    from soapjax.graph.passes.phases import value_and_grad
+    from soapjax.graph.trace.trace import trace
     from soapjax.planning.entry import Planned, plan, plan_pipeline
     from soapjax.planning.plan_files import load_plan
     from soapjax.search.objective import Objective
@@ -52,8 +52,8 @@ _HOMES = {
     "plan": "planning.entry",
     "plan_pipeline": "planning.entry",
     "soap_shard": "api",
-    "trace": "graph.trace",
-    "value_and_grad": "graph.phases",
+    "trace": "graph.trace.trace",
+    "value_and_grad": "graph.passes.phases",
 }
 
 

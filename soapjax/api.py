@@ -20,14 +20,14 @@ import jax
 from soapjax import nnx_steps, progress
 from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
-from soapjax.costs.profile import Profile
+from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes import jointly
 from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.streams.stream import Event
 from soapjax.execute.streams.stream_step import StreamStep
-from soapjax.graph.trace import argument_names, signature, trace
+from soapjax.graph.trace.trace import argument_names, signature, trace
 from soapjax.making import Maker
 from soapjax.options import OPTIONS, check_step
 from soapjax.options import check as check_options
@@ -311,7 +311,7 @@ def soap_shard(
         laid out as planned are copied, and stay the caller's.
       axis_name: axes over which the step's collectives go, as for `jax.pmap` (`jax.lax.pmean(grads, "batch")`, BatchNorm's
         `axis_name`). The step gets the global batch, which is the one member of the axis: means and sums are those over the whole
-        batch (soapjax/graph/one_program.py).
+        batch (soapjax/graph/trace/one_program.py).
       strip_constraints: ignore the step's own `with_sharding_constraint`, such as one on a mesh of its own.
       logical_axis_rules: (logical name, mesh axis, several or None) pairs, as Flax has them, for the logical names in Flax's
         partitioning metadata. Names that nothing maps to axes of the plan's mesh are ignored, with one note.

@@ -15,7 +15,7 @@ from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
-from soapjax.graph.trace import TracedStep, trace
+from soapjax.graph.trace.trace import TracedStep, trace
 from soapjax.options import objective
 from soapjax.planning import entry
 from soapjax.planning.auto_pipeline import plan_one_or_pipeline

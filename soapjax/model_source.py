@@ -19,7 +19,7 @@ import pydantic
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.factories import OWN_MODELS, find_factory
 from soapjax.garbage import fewer_collections
-from soapjax.graph.source_lines import line_of_error
+from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.strategy.plan import ModelSource
 
 Setting = bool | int | float | str

@@ -21,7 +21,7 @@ import numpy as np
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
-from soapjax.costs.profile import Profile
+from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.microbatches import REDUCTIONS
 from soapjax.planning.compile_check import CHECKS

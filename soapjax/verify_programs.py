@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.costs.links import COLLECTIVES, TRANSFER
+from soapjax.costs.rules.links import COLLECTIVES, TRANSFER
 from soapjax.execute.compiled.inspect_stream import InspectedPart, StreamInspection, inspect_stream
 from soapjax.execute.compiled.verify import Verification, verify
 from soapjax.execute.compiled.verify_pipeline import verify_pipeline
@@ -20,7 +20,7 @@ from soapjax.execute.streams.cut import keys_of
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.placement import PlacedStep
 from soapjax.execute.streams.stages import planned_pipeline
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.model_source import Model
 from soapjax.strategy.plan import Plan, SentPart
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from soapjax import Plan, load_topology
 from soapjax.cli import arguments, commands
-from soapjax.costs.profile import load_profile
+from soapjax.costs.measured.profile import load_profile
 from soapjax.errors import SoapjaxError
 from soapjax.jit.programs import PlannerProgram, program_folder
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import FORWARD, UPDATE
-from soapjax.search.placement import balanced_runs
+from soapjax.graph.passes.phases import FORWARD, UPDATE
+from soapjax.search.experts.placement import balanced_runs
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 
 

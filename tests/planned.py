@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from soapjax.costs.tables import cost_tables
+from soapjax.costs.tables.tables import cost_tables
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import search_space

@@ -34,7 +34,7 @@ def sources(folder):
 
 
 def module_name(path):
-    """`soapjax.graph.build` for soapjax/graph/build.py; a package's own name for its __init__."""
+    """`soapjax.graph.passes.build` for soapjax/graph/passes/build.py; a package's own name for its __init__."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -181,7 +181,7 @@ def test_nothing_unpickles_or_evaluates_text():
         ("execute", "from soapjax import costs", ["soapjax.costs"]),
         ("execute", "from ..search.mcmc import step", ["soapjax.search.mcmc", "soapjax.search.mcmc.step"]),
         ("execute", "def f():\n    import soapjax.simulate.event", ["soapjax.simulate.event"]),
-        ("execute", "from soapjax.graph.rules import labels_of\nimport soapjax.errors\nfrom . import spmd", []),
+        ("execute", "from soapjax.graph.rules.light_rules import labels_of\nimport soapjax.errors\nfrom . import spmd", []),
         ("report", "from soapjax.costs.tables import CostTables", ["soapjax.costs.tables", "soapjax.costs.tables.CostTables"]),
     ],
 )

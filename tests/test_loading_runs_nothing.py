@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import plan_text
 
-from soapjax.costs.profile import Profile
-from soapjax.costs.profile_parts import Device, Measurement
+from soapjax.costs.measured.profile import Profile
+from soapjax.costs.measured.profile_parts import Device, Measurement
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = {"path": "trap:make", "settings": {"a": 1}}

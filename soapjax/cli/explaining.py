@@ -27,7 +27,7 @@ from soapjax.report.explanation import (
     totals_of,
 )
 from soapjax.report.tables import short_storage, split_of
-from soapjax.search.baselines import BASELINES
+from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.critical_path import PathStep, critical_path, pipeline_path
 from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM

@@ -17,13 +17,13 @@ from soapjax import interrupts
 from soapjax.cli.arguments import CalibrateCommand, ProfileCommand
 from soapjax.cli.results import Result, closing, loaded, output_problems, wanted_topology
 from soapjax.cli.step_source import required_source
-from soapjax.costs.fit import fitted_scales
-from soapjax.costs.profile import Profile, merged, profile_of, save_profile
+from soapjax.costs.measured.fit import fitted_scales
+from soapjax.costs.measured.profile import Profile, merged, profile_of, save_profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
-from soapjax.graph.trace import trace
+from soapjax.graph.trace.trace import trace
 from soapjax.model_source import abstract_model, model_source
 from soapjax.planning import entry, plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction

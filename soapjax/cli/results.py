@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from soapjax import files, interrupts
 from soapjax.cli.arguments import PlanCommand, ProfileCommand
 from soapjax.errors import Problem
-from soapjax.graph.trace import TracedStep, trace
+from soapjax.graph.trace.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.planning import plan_files
 from soapjax.report.tables import gains

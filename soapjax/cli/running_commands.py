@@ -27,7 +27,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan, not_executable
 from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.factories import OWN_MODELS
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.planning import entry
 from soapjax.report.tables import overlap_words, plan_report, seconds

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.evaluate import Costs
-from soapjax.costs.memory_curve import memory_curve
+from soapjax.costs.memory.memory_curve import memory_curve
 from soapjax.costs.split_share import split_flops
-from soapjax.costs.tables import CostTables
+from soapjax.costs.tables.tables import CostTables
 from soapjax.strategy.plan import OperatorCost, SentPart
 from soapjax.strategy.strategy import Strategy
 

@@ -12,11 +12,11 @@ import functools
 import jax.numpy as jnp
 from jax import Array, lax
 
-from soapjax.costs.arrays import CostArrays, edge_of
-from soapjax.costs.base import Base, Change, span
-from soapjax.costs.copies import paying, previous_in
-from soapjax.costs.own_records import OwnRecords
-from soapjax.costs.rules import gathers_again, row_costs
+from soapjax.costs.rules.base import Base, Change, span
+from soapjax.costs.rules.copies import paying, previous_in
+from soapjax.costs.rules.rules import gathers_again, row_costs
+from soapjax.costs.tables.arrays import CostArrays, edge_of
+from soapjax.costs.tables.own_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
 from soapjax.jit.kernel import in_kernel, put, row
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from soapjax.costs.arrays import Bucket, bucket_for, cost_arrays, need_of, records_of
-from soapjax.costs.sets import MAX_AXES, decoded
-from soapjax.costs.tables import CostTables
+from soapjax.costs.rules.sets import MAX_AXES, decoded
+from soapjax.costs.tables.arrays import Bucket, bucket_for, cost_arrays, need_of, records_of
+from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.whole import Evaluated, Rows, evaluate
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.strategy import REPLICATE

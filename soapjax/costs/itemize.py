@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.evaluate import Layouts
-from soapjax.costs.halos import halo_cost_plainly, inner_target
 from soapjax.costs.layouts import as_read, value_index
-from soapjax.costs.links import COLLECTIVES
-from soapjax.costs.plain_conversion import conversion_cost_plainly
-from soapjax.costs.tables import CostTables
+from soapjax.costs.rules.halos import halo_cost_plainly, inner_target
+from soapjax.costs.rules.links import COLLECTIVES
+from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
+from soapjax.costs.tables.tables import CostTables
 from soapjax.strategy.layout import HALO, PARTIAL, spec_of
 from soapjax.strategy.plan import SentPart, format_spec
 from soapjax.strategy.strategy import Strategy

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from soapjax.costs.tables import CostTables
+from soapjax.costs.tables.tables import CostTables
 from soapjax.strategy.layout import PINNED
 from soapjax.strategy.strategy import FIRST_PIN
 

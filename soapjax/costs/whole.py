@@ -11,9 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from soapjax.costs.arrays import CostArrays, Records, edge_of
-from soapjax.costs.memory import Lives, memory_of
-from soapjax.costs.rules import (
+from soapjax.costs.memory.memory import Lives, memory_of
+from soapjax.costs.rules.rules import (
     compute_s,
     configs_of,
     gathers_again,
@@ -24,7 +23,8 @@ from soapjax.costs.rules import (
     stored_layout,
     violations,
 )
-from soapjax.costs.sets import SET, every, parts_of, union
+from soapjax.costs.rules.sets import SET, every, parts_of, union
+from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
 from soapjax.jit.kernel import added, in_kernel, put, row
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.graph.operators import Access, Accumulation, Operator, OperatorGraph, Task
-from soapjax.graph.phases import FORWARD
+from soapjax.graph.passes.phases import FORWARD
 
 MOST_KEPT = 4  # the first and the last block have other neighbours than those between; and two of these tell what one more costs
 

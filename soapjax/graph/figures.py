@@ -21,8 +21,8 @@ from typing import Any
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.checks import check_graph
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, OperatorGraph
+from soapjax.graph.passes.checks import check_graph
 
 MOST = 2**53  # of sizes and counts: whole numbers up to it are exact as floats
 MOST_DIMS = 64

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph, Task
-from soapjax.graph.pools import needed_at
+from soapjax.graph.rules.pools import needed_at
 
 
 class Lifetimes(NamedTuple):

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import BACKWARD, FORWARD, RECOMPUTED, module_path
-from soapjax.graph.program import Atom, FlatEqn, Program
+from soapjax.graph.passes.build import Binding, build_graph
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, RECOMPUTED, module_path
 from soapjax.graph.segments import Value, cuts
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.trace import TracedStep
 
 # Not repeated: loops and programs of their own, and what is said of a value rather than computed.
 _ONCE = {"while", "cond", "shard_map", "sharding_constraint", "optimization_barrier"}

@@ -16,7 +16,7 @@ from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_plan
 from soapjax.planning.pipelines import Beaten
 from soapjax.report.front import FrontRow
 from soapjax.search.objective import Objective
-from soapjax.search.stages import DEFAULT_PROPOSALS
+from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 

@@ -17,15 +17,15 @@ import jax
 from soapjax import interrupts, options
 from soapjax.calling import listed
 from soapjax.costs.by_operator import operator_costs
-from soapjax.costs.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
+from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.graph.build import build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace import TracedStep, trace
+from soapjax.graph.trace.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for

@@ -9,7 +9,7 @@ from soapjax.planning.pipelines import FoundPipeline
 from soapjax.report.front import FrontRow
 from soapjax.search.front import joined
 from soapjax.search.problem import Evaluation
-from soapjax.search.stage_problem import Choice
+from soapjax.search.stages.stage_problem import Choice
 from soapjax.strategy.pipeline import Pipeline
 
 

@@ -9,7 +9,7 @@ from soapjax.errors import Problem
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.stages import places_of, staged_step
 from soapjax.execute.streams.stream_step import StreamStep
-from soapjax.graph.build import build_graph
+from soapjax.graph.passes.build import build_graph
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.topology import DeviceTopology, load_topology

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.evaluate import Layouts
-from soapjax.costs.profile import Profile, carried, profile_of
+from soapjax.costs.measured.profile import Profile, carried, profile_of
 from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
@@ -24,11 +24,11 @@ from soapjax.planning.stage_sends import mean_sent_bytes, peak_sent_bytes, sends
 from soapjax.planning.stage_strategies import strategy_with
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
-from soapjax.search.pipedream import Memory, Workers, pipedream
-from soapjax.search.stage_figures import level_between
-from soapjax.search.stage_loads import StageLoads, stage_of_operators
-from soapjax.search.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
-from soapjax.search.stages import search_stages
+from soapjax.search.stages.joint_search import search_stages
+from soapjax.search.stages.pipedream import Memory, Workers, pipedream
+from soapjax.search.stages.stage_figures import level_between
+from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
+from soapjax.search.stages.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, Stage

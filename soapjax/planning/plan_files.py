@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from soapjax.costs.profile import Profile, profile_of
+from soapjax.costs.measured.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.stream import Event
-from soapjax.graph.build import build_graph
 from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.planning.entry import on_cpu, plan_of_strategy
 from soapjax.planning.pipelines import StageTimes, recost_pipeline
 from soapjax.planning.timelines import pipeline_events, spmd_events

@@ -18,25 +18,25 @@ import jax
 import numpy as np
 
 from soapjax import interrupts
-from soapjax.costs.fit import fitted_link, fitted_rates
-from soapjax.costs.measured import LocalTask, figures_of, local_task
-from soapjax.costs.profile import Profile, installed_versions, is_same_kind, merged
-from soapjax.costs.profile_parts import Calibration, Device, Measurement
-from soapjax.costs.tables import CostTables
-from soapjax.costs.tensor_tables import trip_bytes
+from soapjax.costs.measured.fit import fitted_link, fitted_rates
+from soapjax.costs.measured.measured import LocalTask, figures_of, local_task
+from soapjax.costs.measured.profile import Profile, installed_versions, is_same_kind, merged
+from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
+from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.measure import LocalStep, Unmeasurable
 from soapjax.execute.compiled.measure_links import time_collectives
 from soapjax.execute.compiled.timing import are_fake, processor_name
-from soapjax.graph.build import build_graph
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import PHASE_NAMES
-from soapjax.graph.trace import TracedStep
-from soapjax.search.baselines import data_parallel_strategy
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.passes.phases import PHASE_NAMES
+from soapjax.graph.trace.trace import TracedStep
+from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.stage_figures import part_of
+from soapjax.search.stages.stage_figures import part_of
 from soapjax.simulate.event import simulate
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import search_space

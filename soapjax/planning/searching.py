@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from soapjax import interrupts
-from soapjax.search.plainest import simplified
+from soapjax.search.descent.plainest import simplified
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing, may_recompute, searched

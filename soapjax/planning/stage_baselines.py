@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soapjax.costs.split_share import share_of
-from soapjax.search.condensed_loads import CondensedLoads
+from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.strategy.plan import StrategyFigures
 
 

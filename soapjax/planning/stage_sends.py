@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from soapjax.costs.links import COLLECTIVES, TRANSFER
-from soapjax.search.stage_loads import CrossingBytes, StageLoads
+from soapjax.costs.rules.links import COLLECTIVES, TRANSFER
+from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads
 from soapjax.simulate.pipeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart

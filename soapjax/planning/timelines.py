@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from soapjax.costs.evaluate import Costs
-from soapjax.graph.phases import PHASE_NAMES
+from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.report.perfetto import TraceEvent
 from soapjax.simulate.pipeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, KIND_NAMES, RESOLVE, SUM

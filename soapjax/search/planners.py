@@ -5,18 +5,18 @@ from __future__ import annotations
 import difflib
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.search.baselines import BASELINES
-from soapjax.search.exhaustive import exhaustive
-from soapjax.search.experts import expert_cnn
-from soapjax.search.ilp import ilp
-from soapjax.search.layered import layered_expert, single_device
+from soapjax.search.chain.mcmc import mcmc
+from soapjax.search.chain.mcmc_paper import mcmc_paper
+from soapjax.search.experts.baselines import BASELINES
+from soapjax.search.experts.experts import expert_cnn
+from soapjax.search.experts.layered import layered_expert, single_device
+from soapjax.search.experts.placement import model_parallel, placement_error
+from soapjax.search.experts.recurrent import expert_rnn
 from soapjax.search.learned.search import hierarchical, reinforce, trinity
-from soapjax.search.mcmc import mcmc
-from soapjax.search.mcmc_paper import mcmc_paper
-from soapjax.search.optcnn import optcnn
-from soapjax.search.placement import model_parallel, placement_error
 from soapjax.search.problem import Planner
-from soapjax.search.recurrent import expert_rnn
+from soapjax.search.proofs.exhaustive import exhaustive
+from soapjax.search.relaxation.ilp import ilp
+from soapjax.search.relaxation.optcnn import optcnn
 from soapjax.strategy.space import has_pins
 
 # They put operators on single devices: only in a space that offers pins.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from soapjax.costs.profile import Profile
-from soapjax.costs.tables import cost_tables
+from soapjax.costs.measured.profile import Profile
+from soapjax.costs.tables.tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.front import Front

@@ -21,8 +21,8 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.by_operator import owners
-from soapjax.costs.tables import CostTables
-from soapjax.graph.phases import FORWARD
+from soapjax.costs.tables.tables import CostTables
+from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 from soapjax.costs.evaluate import Durations, Holders
-from soapjax.costs.tables import CostTables
+from soapjax.costs.tables.tables import CostTables
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 
 LINK = 5  # a wait for an input that is never converted

@@ -18,9 +18,9 @@ from jax import Array
 
 from soapjax.costs.evaluate import LANES, Costs, Evaluator
 from soapjax.costs.itemize import sent_parts
-from soapjax.costs.links import COLLECTIVES
+from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
-from soapjax.costs.tables import CostTables
+from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.programs import PlannerProgram, threads
 from soapjax.simulate.event import Order, Timeline, simulate

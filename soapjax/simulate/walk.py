@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from soapjax.costs.arrays import Bucket
-from soapjax.costs.tables import CostTables
+from soapjax.costs.tables.arrays import Bucket
+from soapjax.costs.tables.tables import CostTables
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items

@@ -245,7 +245,7 @@ class Plan(MeshPlan):
     executable: bool = True  # the operators of every loop are on the same devices; derived from `axes`
     unroll: bool = False  # scans were planned step by step
     fixed: dict[str, str] = {}
-    profile: dict[str, Any] | None = None  # the measurements that it was costed with (costs/profile.py)
+    profile: dict[str, Any] | None = None  # the measurements that it was costed with (costs/measured/profile.py)
     logical_axes: dict[str, str] = {}  # the names that the model's own metadata gives an argument's dims: "embed, mlp"
     prediction: Prediction
     provenance: Provenance = Provenance()

@@ -10,7 +10,7 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import PHASE_NAMES
+from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
     MeshPart,

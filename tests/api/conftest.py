@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
 from soapjax.planning import entry
 from soapjax.planning.stage_strategies import plan_on
 from soapjax.strategy.plan import Plan, Prediction, graph_parts

@@ -10,8 +10,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 from soapjax import SoapjaxError, progress, soap_shard
-from soapjax.graph.source_lines import line_of_equation
-from soapjax.graph.trace import trace
+from soapjax.graph.trace.source_lines import line_of_equation
+from soapjax.graph.trace.trace import trace
 
 X = np.ones((16, 8), np.float32)
 

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from soapjax import SoapjaxError, soap_shard
-from soapjax.graph.one_program import for_one_program
-from soapjax.graph.trace import trace
+from soapjax.graph.trace.one_program import for_one_program
+from soapjax.graph.trace.trace import trace
 
 FSDP = dict(planner="fsdp")
 TX = optax.sgd(0.1, momentum=0.9)  # Adam makes steps of the rounding of gradients that are zero

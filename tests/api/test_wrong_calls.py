@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from soapjax import SoapjaxError, soap_shard, trace
-from soapjax.graph.build import build_graph
+from soapjax.graph.passes.build import build_graph
 from soapjax.planning import entry
 
 pytestmark = pytest.mark.usefixtures("no_search")

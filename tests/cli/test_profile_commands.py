@@ -13,8 +13,8 @@ import pytest
 from command_line import ROOT, TINY, call, done, step_of
 
 from soapjax import Plan
-from soapjax.costs.profile import load_profile, save_profile
-from soapjax.costs.profile_parts import Calibration
+from soapjax.costs.measured.profile import load_profile, save_profile
+from soapjax.costs.measured.profile_parts import Calibration
 from soapjax.errors import SoapjaxError
 from soapjax.planning import entry
 from soapjax.planning.verify_top import measured_best, shortlist

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from soapjax.costs.profile import Profile, installed_versions, save_profile
-from soapjax.costs.profile_parts import Device, Measurement
+from soapjax.costs.measured.profile import Profile, installed_versions, save_profile
+from soapjax.costs.measured.profile_parts import Device, Measurement
 from soapjax.errors import SoapjaxError
 
 

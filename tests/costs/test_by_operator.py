@@ -6,9 +6,9 @@ from problems import case, topology_of
 
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.itemize import sent_parts
-from soapjax.costs.memory_curve import memory_curve
+from soapjax.costs.memory.memory_curve import memory_curve
 from soapjax.costs.split_share import share_of, split_flops
-from soapjax.costs.tables import cost_tables
+from soapjax.costs.tables.tables import cost_tables
 from soapjax.simulate.event import simulate
 from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.space import search_space

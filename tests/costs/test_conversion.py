@@ -8,9 +8,9 @@ from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.costs.conversion import conversion_costs
-from soapjax.costs.links import COLLECTIVES, Links, links_of
-from soapjax.costs.plain_conversion import conversion_cost_plainly
+from soapjax.costs.rules.conversion import conversion_costs
+from soapjax.costs.rules.links import COLLECTIVES, Links, links_of
+from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.topology import factor_mesh, load_topology
 

@@ -11,9 +11,9 @@ from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
 from soapjax.costs.evaluate import Evaluator, costs_of
 from soapjax.costs.itemize import sent_items
-from soapjax.costs.links import COLLECTIVES
-from soapjax.costs.tables import cost_tables
-from soapjax.graph.phases import BACKWARD, FORWARD
+from soapjax.costs.rules.links import COLLECTIVES
+from soapjax.costs.tables.tables import cost_tables
+from soapjax.graph.passes.phases import BACKWARD, FORWARD
 from soapjax.jit import programs
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.layout import PARTIAL, divides

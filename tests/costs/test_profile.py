@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from profile_writers import profile
 
-from soapjax.costs.fit import fitted_link, fitted_rates, fitted_scales
-from soapjax.costs.profile import cache_folder, cached_profile, load_profile, merged, mismatches, save_profile
-from soapjax.costs.profile_parts import Calibration, Device, Measurement
+from soapjax.costs.measured.fit import fitted_link, fitted_rates, fitted_scales
+from soapjax.costs.measured.profile import cache_folder, cached_profile, load_profile, merged, mismatches, save_profile
+from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
 from soapjax.errors import SoapjaxError
 from soapjax.topology import load_topology
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.costs.memory_order import late_products
-from soapjax.costs.working_memory import working_memory
-from soapjax.graph.build import build_graph
+from soapjax.costs.memory.memory_order import late_products
+from soapjax.costs.memory.working_memory import working_memory
+from soapjax.graph.passes.build import build_graph
 from soapjax.model_source import abstract_model
 from soapjax.planning.entry import planning_problem
 from soapjax.search.planners import get_planner

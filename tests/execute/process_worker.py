@@ -14,9 +14,9 @@ from balanced import balanced_pipeline
 import soapjax
 import soapjax.distributed
 from models import mlp, nmt, transformer_lm
-from soapjax.graph.build import build_graph
+from soapjax.graph.passes.build import build_graph
 from soapjax.planning.entry import plan_of_strategy, planning_problem
-from soapjax.search.placement import model_parallel_strategy
+from soapjax.search.experts.placement import model_parallel_strategy
 from soapjax.topology import DeviceTopology, load_topology
 
 NUM_STEPS = 3

@@ -10,15 +10,15 @@ from jax import lax
 from jax.sharding import Mesh
 from planned import Case
 
-from soapjax.costs.halos import halo_cost_plainly
-from soapjax.costs.links import Links
-from soapjax.costs.reshard import halos, network_of
-from soapjax.costs.sets import encoded, mesh_of
+from soapjax.costs.rules.halos import halo_cost_plainly
+from soapjax.costs.rules.links import Links
+from soapjax.costs.rules.reshard import halos, network_of
+from soapjax.costs.rules.sets import encoded, mesh_of
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.heavy import run_heavy
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.graph.program import flatten
-from soapjax.graph.rules import labels_of
+from soapjax.graph.rules.light_rules import labels_of
+from soapjax.graph.trace.program import flatten
 from soapjax.strategy.layout import HALO, REPLICATED
 from soapjax.strategy.strategy import replicated
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from planned import Case, data_parallel, plain_leaves
 
-from soapjax.costs.tables import cost_tables
+from soapjax.costs.tables.tables import cost_tables
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.cut import make_part
 from soapjax.execute.streams.part_program import Place, jit_part
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.layout import PARTIAL
 

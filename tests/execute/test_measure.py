@@ -11,13 +11,13 @@ from families import family
 from planned import data_parallel, rotated
 from problems import MODELS, topology_of
 
-from soapjax.costs.measured import local_task
-from soapjax.costs.tensor_tables import trip_bytes
+from soapjax.costs.measured.measured import local_task
+from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.execute.compiled.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.compiled.measure_links import KINDS, time_collectives
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
 from soapjax.planning.profiling import asked_degrees
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space

@@ -10,8 +10,8 @@ from planned import Case, data_parallel, rotated
 from random_steps import random_step
 
 from soapjax.execute.compiled.verify import gradient_ids
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.stages import places_of
-from soapjax.graph.build import build_graph
+from soapjax.graph.passes.build import build_graph
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Action, Pipeline, Stage
 from soapjax.strategy.schedules import in_flight

@@ -16,7 +16,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
 from soapjax.execute.streams.microbatches import micro_step
-from soapjax.graph.build import build_graph
+from soapjax.graph.passes.build import build_graph
 from soapjax.planning.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import in_flight

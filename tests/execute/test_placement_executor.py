@@ -14,7 +14,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placement import PlacedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.plan_files import recost
-from soapjax.search.placement import model_parallel_strategy
+from soapjax.search.experts.placement import model_parallel_strategy
 from soapjax.strategy.strategy import PIN
 from soapjax.topology import load_topology
 

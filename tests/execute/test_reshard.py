@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.costs.links import Links
-from soapjax.costs.plain_conversion import conversion_cost_plainly
+from soapjax.costs.rules.links import Links
+from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.heavy import partition_spec
 from soapjax.execute.spmd.reshard import permutation, reshard, reshard_sums

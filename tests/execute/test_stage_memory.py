@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from soapjax.execute.compiled.inspect_stream import inspect_stream
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import trace
 from soapjax.planning.given_pipeline import pipelined
-from soapjax.search.stage_problem import Choice, StageProblem
+from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.topology import load_topology
 
 NUM, WIDTH, LAYERS, BATCH = 4, 16, 6, 1024

@@ -13,10 +13,10 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.execute.compiled.verify_pipeline import verify_pipeline
 from soapjax.execute.streams.stages import planned_pipeline
-from soapjax.graph.build import build_graph
 from soapjax.graph.microbatch import micro_batch
+from soapjax.graph.passes.build import build_graph
 from soapjax.planning.plan_files import recost
-from soapjax.search.stage_figures import part_of
+from soapjax.search.stages.stage_figures import part_of
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh, load_topology

@@ -6,10 +6,10 @@ import optax
 import pytest
 from jax import lax
 
-from soapjax.graph.build import build_graph
 from soapjax.graph.lifetimes import lifetimes
-from soapjax.graph.phases import BACKWARD, FORWARD
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.passes.phases import BACKWARD, FORWARD
+from soapjax.graph.trace.trace import trace
 
 
 def graph_of(loss, *arguments):

@@ -11,11 +11,11 @@ from planned import leaf_errors, plain_leaves
 
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
-from soapjax.graph.build import build_graph
-from soapjax.graph.phases import BACKWARD, FORWARD, RECOMPUTED
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, RECOMPUTED
 from soapjax.graph.recompute import Recomputation, recomputing
 from soapjax.graph.segments import Value, _places, cuts
-from soapjax.graph.trace import trace
+from soapjax.graph.trace.trace import trace
 
 QUICK = {"xla_backend_optimization_level": 0}
 MODELS = {

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from jax import lax
 from planned import QUICK, Case, rotated
 
-from soapjax.graph import rule_table
-from soapjax.graph.program import flatten
-from soapjax.graph.rule_table import _RULES, BLOCKED, Labels, labels_of, register
+from soapjax.graph.rules import rule_table
+from soapjax.graph.rules.rule_table import _RULES, BLOCKED, Labels, labels_of, register
+from soapjax.graph.trace.program import flatten
 
 FUNCTIONS = {}
 

@@ -23,7 +23,7 @@ from paper_problems import BestKnown, Case, cluster
 from paper_tables import Rows
 
 from soapjax.errors import SoapjaxError
-from soapjax.search.baselines import data_parallel_strategy, replicate_all
+from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult
 

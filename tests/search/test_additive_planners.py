@@ -12,15 +12,15 @@ from problems import case
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.planning.entry import planning_problem
-from soapjax.search import exhaustive as branch_and_bound
-from soapjax.search import incumbent
-from soapjax.search.bound import bound_of, lower_bound, streams_of
-from soapjax.search.exhaustive import exhaustive
-from soapjax.search.experts import expert_cnn, expert_cnn_strategy
-from soapjax.search.ilp import ilp, reduced, solve_integer
-from soapjax.search.optcnn import additive_start, optcnn, seeds, solve
+from soapjax.search.descent import incumbent
+from soapjax.search.experts.experts import expert_cnn, expert_cnn_strategy
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.relaxation import relax
+from soapjax.search.proofs import exhaustive as branch_and_bound
+from soapjax.search.proofs.bound import bound_of, lower_bound, streams_of
+from soapjax.search.proofs.exhaustive import exhaustive
+from soapjax.search.relaxation.ilp import ilp, reduced, solve_integer
+from soapjax.search.relaxation.optcnn import additive_start, optcnn, seeds, solve
+from soapjax.search.relaxation.relaxation import relax
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import load_topology
 

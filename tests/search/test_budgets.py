@@ -8,7 +8,7 @@ import pytest
 from problems import case
 
 from soapjax.planning import entry
-from soapjax.search.baselines import BASELINES
+from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.strategy.plan import Plan

@@ -11,9 +11,9 @@ from problems import graph_of, topology_of
 
 import soapjax
 from soapjax.planning.entry import planning_problem
-from soapjax.search.assignments import Assignments, look_alikes, modules_of
-from soapjax.search.descent import Descent, Kicks
-from soapjax.search.mcmc import KICKS
+from soapjax.search.chain.mcmc import KICKS
+from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
+from soapjax.search.descent.descent import Descent, Kicks
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from soapjax.search.elimination import eliminate, factors_of, order_of
-from soapjax.search.ilp import solve_integer
-from soapjax.search.optcnn import conditional_costs, solve, tied
-from soapjax.search.relaxation import Pairwise
+from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
+from soapjax.search.relaxation.ilp import solve_integer
+from soapjax.search.relaxation.optcnn import conditional_costs, solve, tied
+from soapjax.search.relaxation.relaxation import Pairwise
 
 
 def random_problem(seed, *, count=6, density=0.4, least=1):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from test_placement import KEY, RNNLM, one_device, problem_of, two_branches
 
-from soapjax.search.layers import layers_of, steps_of
+from soapjax.search.experts.layers import layers_of, steps_of
+from soapjax.search.experts.placement import operator_seconds, placed
 from soapjax.search.learned import networks
 from soapjax.search.learned.agent import AgentSizes, Learner, agent_of
 from soapjax.search.learned.features import FIGURES, Features, colocated, features_of, result_elements
 from soapjax.search.learned.node2vec import Walking, node2vec, pairs_of, random_walks
 from soapjax.search.learned.search import HIERARCHICAL, REINFORCE, TRINITY, batches_of, learned, placement_starts, reward_of
-from soapjax.search.placement import operator_seconds, placed
 from soapjax.search.problem import Budget
 
 

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, graph_of, topology_of
 
-from soapjax.costs.base import Base
-from soapjax.costs.sets import MAX_AXES
-from soapjax.search.chain import LANES
-from soapjax.search.engine import Engine
-from soapjax.search.neighbourhood import Judged, Position, Sizes, judge, move, scratch_of
+from soapjax.costs.rules.base import Base
+from soapjax.costs.rules.sets import MAX_AXES
+from soapjax.search.chain.chain import LANES
+from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, judge, move, scratch_of
 from soapjax.search.objective import Objective
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.trace import Trace

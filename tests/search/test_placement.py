@@ -13,16 +13,16 @@ from problems import topology_of
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.plan_files import recost
-from soapjax.search.layered import layered_expert_strategies
-from soapjax.search.layers import layers_of, steps_of
-from soapjax.search.placement import balanced_runs, operator_seconds, placed
+from soapjax.search.experts.layered import layered_expert_strategies
+from soapjax.search.experts.layers import layers_of, steps_of
+from soapjax.search.experts.placement import balanced_runs, operator_seconds, placed
+from soapjax.search.experts.recurrent import depths_of
 from soapjax.search.planners import PLACEMENT_PLANNERS, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.recurrent import depths_of
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 

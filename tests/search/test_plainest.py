@@ -6,8 +6,8 @@ import jax
 import pytest
 from problems import case
 
-from soapjax.search.baselines import BASELINES
-from soapjax.search.plainest import EQUAL, Judge, simplified
+from soapjax.search.descent.plainest import EQUAL, Judge, simplified
+from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 
 

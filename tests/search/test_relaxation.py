@@ -8,10 +8,10 @@ import pytest
 from families import family
 from problems import PROBLEMS, case
 
-from soapjax.search.candidates import enumerate_candidates
-from soapjax.search.paths import chains_of, flat, longest_paths, unflat
 from soapjax.search.problem import PlanningProblem
-from soapjax.search.relaxation import relax
+from soapjax.search.proofs.paths import chains_of, flat, longest_paths, unflat
+from soapjax.search.relaxation.candidates import enumerate_candidates
+from soapjax.search.relaxation.relaxation import relax
 from soapjax.strategy.strategy import Strategy
 
 SCANNED = [p for p in PROBLEMS if p[0] == "lm_tied_scan_remat"]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from soapjax.search.repeats import runs_of
+from soapjax.search.descent.repeats import runs_of
 
 
 def shown(groups):

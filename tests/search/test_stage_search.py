@@ -9,23 +9,23 @@ import pytest
 from families import family
 from problems import MODELS, graph_of, graph_with, topology_of
 
-from soapjax.costs.measured import local_task
-from soapjax.costs.profile import Profile, installed_versions
-from soapjax.costs.profile_parts import Calibration, Device, Link, Measurement
-from soapjax.costs.tensor_tables import trip_bytes
+from soapjax.costs.measured.measured import local_task
+from soapjax.costs.measured.profile import Profile, installed_versions
+from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
+from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import SoapjaxError
 from soapjax.graph.microbatch import micro_batch, sample_divisor
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.graph.trace import trace
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.trace.trace import trace
 from soapjax.planning.entry import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
 from soapjax.planning.stage_baselines import whole_baselines
-from soapjax.search.condensed_loads import CondensedLoads
-from soapjax.search.stage_figures import part_of
-from soapjax.search.stage_loads import StageLoads, crossing_bytes, stage_of_operators
-from soapjax.search.stage_problem import Choice, StageProblem, prefix_crossing
-from soapjax.search.stages import search_stages
+from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.joint_search import search_stages
+from soapjax.search.stages.stage_figures import part_of
+from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
+from soapjax.search.stages.stage_problem import Choice, StageProblem, prefix_crossing
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.plan import Plan
 from soapjax.topology import factor_mesh

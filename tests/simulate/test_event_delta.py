@@ -10,7 +10,7 @@ from problems import PROBLEMS, case, graph_of, topology_of
 from schedules import SHAPES, list_scheduler, random_durations, random_schedule, random_streams, two_queues
 
 from soapjax.errors import SoapjaxError
-from soapjax.search.placement import placed
+from soapjax.search.experts.placement import placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import ORDERS, occupied_streams, ordered, run, simulate, task_graph
 from soapjax.simulate.event_delta import DeltaSimulation

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.costs.links import links_of
+from soapjax.costs.rules.links import links_of
 from soapjax.topology import FactorMesh, factor_mesh, load_topology
 from soapjax.topology.rings import group_shares, ring_share
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from soapjax.execute.spmd.planned_evaluator import Program
-from soapjax.graph.flops import conv_flops_by_shape, flops_of, window_pairs
 from soapjax.graph.operators import NOT_SPLIT
+from soapjax.graph.rules.flops import conv_flops_by_shape, flops_of, window_pairs
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+) = (\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")

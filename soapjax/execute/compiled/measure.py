@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
-from soapjax.graph.build import Binding
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.graph.program import FlatEqn
-from soapjax.graph.trace import TracedStep
-from soapjax.graph.units import generated_values
+from soapjax.graph.passes.build import Binding
+from soapjax.graph.passes.units import generated_values
+from soapjax.graph.trace.program import FlatEqn
+from soapjax.graph.trace.trace import TracedStep
 
 REPEATS = 7
 MIN_BATCH_S = 2e-3  # calls are timed in batches of at least this long

@@ -23,8 +23,8 @@ from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import Program
 from soapjax.execute.streams.placement import PlacedStep
-from soapjax.graph.build import Binding
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.passes.build import Binding
+from soapjax.graph.trace.trace import TracedStep
 
 FLOAT64_BOUND = 1e-9
 OWN_BOUND, OWN_FACTOR = 1e-5, 3

@@ -26,7 +26,7 @@ from soapjax.execute.compiled.verify import (
 )
 from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.pipeline import PipelineStep
-from soapjax.graph.build import build_graph
+from soapjax.graph.passes.build import build_graph
 
 
 class PipelineVerification(NamedTuple):

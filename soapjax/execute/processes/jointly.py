@@ -24,8 +24,8 @@ from soapjax.execute.processes.agreement import agree, made_by_first, sha256
 from soapjax.execute.processes.calls import HERE, WAITING
 from soapjax.execute.processes.coordination import store
 from soapjax.execute.processes.settings import settings_of_numbers
-from soapjax.graph.build import build_graph
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.strategy.plan import Plan
 from soapjax.topology import DeviceTopology
 

@@ -16,9 +16,9 @@ import numpy as np
 from soapjax.execute.spmd.block_slice import block_slice
 from soapjax.execute.spmd.max_pool import pool_gradient
 from soapjax.execute.spmd.promote import high, promote, promoted_bind
-from soapjax.graph.phases import module_path
-from soapjax.graph.pools import is_made_of_choices
-from soapjax.graph.program import Atom, FlatEqn, Program, flatten
+from soapjax.graph.passes.phases import module_path
+from soapjax.graph.rules.pools import is_made_of_choices
+from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
 from soapjax.own_config import on_plans_mesh
 
 

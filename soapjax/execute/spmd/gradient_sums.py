@@ -1,6 +1,6 @@
 """Gradients of parameters that are used more than once: summands stay on their devices until the last one is added.
 
-What graph/accumulation.py found, as the executor runs it: products leave their partial sums apart where the
+What graph/passes/accumulation.py found, as the executor runs it: products leave their partial sums apart where the
 plan's common layout says so, the additions work on these, and the total is summed over the devices once, after its loop.
 """
 
@@ -17,9 +17,9 @@ from soapjax.execute.spmd.evaluate import task_mark
 from soapjax.execute.spmd.heavy import partition_spec
 from soapjax.execute.spmd.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
-from soapjax.graph.accumulation import TracedAccumulation, summand_alone
 from soapjax.graph.operators import Accumulation
-from soapjax.graph.program import FlatEqn
+from soapjax.graph.passes.accumulation import TracedAccumulation, summand_alone
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 

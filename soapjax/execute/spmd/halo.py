@@ -1,7 +1,7 @@
 """Borders of a convolution's blocks: what it reads over the edge of its own block of a split spatial dim, from its neighbours.
 
 The forward convolution and both of its gradients alike (a kernel gradient's kernel is the split cotangent); how many rows is
-said in graph/heavy_rules.py. Behind the first and the last block stand zeros, which is what padding is.
+said in graph/rules/heavy_rules.py. Behind the first and the last block stand zeros, which is what padding is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from soapjax.graph.heavy_rules import border_rows, conv_results
-from soapjax.graph.program import FlatEqn
+from soapjax.graph.rules.heavy_rules import border_rows, conv_results
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 

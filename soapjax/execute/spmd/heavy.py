@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from soapjax.execute.spmd.halo import bordered_params, borders, with_borders
-from soapjax.graph.program import FlatEqn
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 Bind = Callable[[list[Any], dict[str, Any]], list[Any]]

@@ -1,4 +1,4 @@
-"""Products that are added up before they are summed over devices: the executor's part that graph/joint_sums.py found.
+"""Products that are added up before they are summed over devices: the executor's part that graph/passes/joint_sums.py found.
 
 Under a plan, those products of a sum that are partial sums in the layout of the last one stay apart on their devices;
 the last addition adds them up there, sums the total over the devices once, and adds whatever else belongs to it.
@@ -15,8 +15,8 @@ import jax
 from soapjax.execute.spmd.evaluate import task_mark
 from soapjax.execute.spmd.partial import Partial, elementwise, resolved
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
-from soapjax.graph.joint_sums import TracedJointSum
-from soapjax.graph.program import Atom, FlatEqn
+from soapjax.graph.passes.joint_sums import TracedJointSum
+from soapjax.graph.trace.program import Atom, FlatEqn
 from soapjax.strategy.layout import Spec
 
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.heavy import partition_spec
 from soapjax.execute.spmd.reshard import reshard
-from soapjax.graph.build import Binding
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
-from soapjax.graph.program import FlatEqn, Program
+from soapjax.graph.passes.build import Binding
+from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import Plan, TaskPart, parse_spec
 

@@ -26,12 +26,12 @@ from soapjax.execute.spmd.partial import Partial
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.execute.spmd.reduce import REDUCTIONS, run_reduction
 from soapjax.execute.spmd.scatter import run_scatter_add, runs_on_blocks
-from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph, Task
-from soapjax.graph.phases import FORWARD, PHASE_NAMES
-from soapjax.graph.program import Atom, FlatEqn
+from soapjax.graph.passes.build import Binding, build_graph
+from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.recompute import recomputing
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.trace.program import Atom, FlatEqn
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import MeshPlan, Plan, TaskPart, parse_spec
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.graph.program import FlatEqn
-from soapjax.graph.rules import is_known
+from soapjax.graph.rules.light_rules import is_known
+from soapjax.graph.trace.program import FlatEqn
 
 _HIGH = {"float32": "float64", "bfloat16": "float64", "float16": "float64", "complex64": "complex128"}
 _BITS = {"bitcast_convert_type", "random_bits", "rng_bit_generator", "random_wrap", "random_unwrap", "nextafter"}

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from soapjax.execute.spmd.heavy import Bind, axes_of, combined, partition_spec, with_leading
-from soapjax.graph.program import FlatEqn
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 REDUCTIONS = {"reduce_sum": jax.lax.psum, "reduce_max": jax.lax.pmax, "reduce_min": jax.lax.pmin}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from soapjax.execute.spmd.heavy import Bind, axes_of, combined, partition_spec, with_leading
-from soapjax.graph.program import FlatEqn
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from soapjax.graph.build import Binding
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.graph.program import FlatEqn, Program
-from soapjax.graph.values import IDENTITIES
+from soapjax.graph.passes.build import Binding
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.values import IDENTITIES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """From a step to its micro-batches: which arguments are split, how what comes out is put together again.
 
 A gradient that is a mean over the batch is the mean of the micro-batches' gradients; one that is a sum is their sum. Which
-it is, the step itself tells (graph/batch_scaling.py). Semantics, as in GPipe (Huang et al. 2019, section 2.3):
+it is, the step itself tells (graph/trace/batch_scaling.py). Semantics, as in GPipe (Huang et al. 2019, section 2.3):
 
 - batch statistics are those of each micro-batch, and moving averages move once per step, by the mean of what each micro-batch
   gives (exact for means; a variance is the mean of the micro-batches' variances);
@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.batch_scaling import Scaling, scalings
-from soapjax.graph.trace import TracedStep, trace
+from soapjax.graph.trace.batch_scaling import Scaling, scalings
+from soapjax.graph.trace.trace import TracedStep, trace
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")

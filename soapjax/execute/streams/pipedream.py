@@ -27,7 +27,7 @@ from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.part_program import Place, evaluate_part, finished, jit_part
 from soapjax.execute.streams.stage_cut import cut_stages
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
-from soapjax.graph.phases import UPDATE
+from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order
 

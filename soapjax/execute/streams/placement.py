@@ -23,7 +23,7 @@ from soapjax.execute.streams.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.streams.part_program import Place, jit_part
 from soapjax.execute.streams.stage_cut import Cutter, cut_updates
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
-from soapjax.graph.phases import UPDATE
+from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.plan import Plan
 
 Pins = tuple[int | None, ...]  # per mesh axis the coordinate, None where the operator uses all of it

@@ -18,12 +18,12 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.cut import Part, depends_on, make_part, phase_of, tasks_of, with_outputs
-from soapjax.graph.build import Binding
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
-from soapjax.graph.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.graph.rules import LIGHT
-from soapjax.graph.trace import TracedStep
+from soapjax.graph.passes.build import Binding
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.rules.light_rules import LIGHT
+from soapjax.graph.trace.trace import TracedStep
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.schedules import splits_backward
 

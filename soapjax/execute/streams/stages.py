@@ -16,8 +16,8 @@ from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.pipeline import PipelineStep
 from soapjax.execute.streams.stream_step import StreamStep
-from soapjax.graph.build import Binding, build_graph
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan
 from soapjax.strategy.schedules import kind_of

@@ -24,12 +24,19 @@ import jax
 import numpy as np
 from jax import Array
 
-from soapjax.search.layered import layered_expert_strategies
+from soapjax.search.chain.starts import numpy_rng
+from soapjax.search.experts.layered import layered_expert_strategies
+from soapjax.search.experts.placement import (
+    devices_of,
+    model_parallel_strategy,
+    operator_seconds,
+    pins_of_devices,
+    placed,
+    require_pins,
+)
 from soapjax.search.learned.agent import AgentSizes, Recipe, agent_of
 from soapjax.search.learned.features import Chosen, colocated, features_of
-from soapjax.search.placement import devices_of, model_parallel_strategy, operator_seconds, pins_of_devices, placed, require_pins
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
-from soapjax.search.starts import numpy_rng
 from soapjax.strategy.strategy import Strategy
 
 DEFAULT_BATCHES = 100

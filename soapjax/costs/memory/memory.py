@@ -1,0 +1,141 @@
+"""What a device holds at the peak of a step: lifetimes of tensors and copies, task by task, for Q lanes side by side.
+
+A tensor is alive from the task that makes it until nobody needs it: a conversion that makes a copy needs the tensor until the copy
+is made, one that shares an earlier copy not at all. A copy is alive until its last reader. Partial sums pass while they are
+resolved, and gradients that the compiler merges into one collective wait for each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from soapjax.costs.tables.arrays import CostArrays
+from soapjax.jit.kernel import added, added_at, row
+
+
+class Lives(NamedTuple):
+    """Bytes, and what decides how long they are held; T tensors, E conversions, X rows, G groups of devices."""
+
+    held: Array  # [T + 1, Q]
+    copy: Array  # [E + 1, Q]
+    is_sent: Array  # bool [E + 1, Q]
+    passing: Array  # [T + 1, Q]
+    waiting: Array  # [T + 1, 2, Q]
+    since: Array  # int32 [E + 1, Q]
+    on: Array  # bool [X + 1, G, Q]: who makes it
+    on_kept: Array  # bool [X + 1, G, Q]
+
+
+def needed_until(p: CostArrays, e: Array, is_sent: Array, is_shared: Array) -> Array:
+    """int32 [Q]: until when conversion `e` needs the tensor itself; -1 where an earlier reader has made its copy."""
+    life = row(p.edge_life, e)
+    return jnp.where(is_sent, jnp.where(is_shared, -1, life[5]), life[4])
+
+
+class Steps(NamedTuple):
+    """By how much what is held changes at the beginning of each task, [K + 2, G, Q]."""
+
+    alive: Array
+    passing: Array  # during that task only
+    waiting: Array  # [K + 2, 2, G, Q]
+
+
+def steps_of(p: CostArrays, of: Lives) -> Steps:
+    """Of all tensors and copies."""
+    num_t = p.counts[3]
+    groups, q = of.on.shape[1:]
+    places = p.task_float.shape[0] + 1
+
+    def tensor(t: Array, state: Steps) -> Steps:
+        alive, passing, waiting = state
+        birth, death, at_least, first, number = (row(p.tensor_life, t)[i] for i in range(5))
+        waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
+        on_home = row(of.on_kept, t)
+        passing = added(passing, birth, row(of.passing, t) * row(of.on, t))
+        held = row(of.held, t) * on_home * is_counted
+        alive = added(alive, birth, held)
+
+        def reader(c: Array, last: Array) -> Array:
+            e = row(p.edges_of, c)
+            return jnp.maximum(last, needed_until(p, e, row(of.is_sent, e), row(of.since, e) > 0))
+
+        last = lax.fori_loop(first, first + number, reader, jnp.full(q, -1, jnp.int32))
+        until = jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
+        stops, stop_count = row(p.tensor_stops, t)[0], row(p.tensor_stops, t)[1] * is_counted
+
+        def stop(i: Array, alive: Array) -> Array:
+            place = row(p.stops, i)
+            return added(alive, place + 1, -held * (until == place))
+
+        alive = lax.fori_loop(stops, stops + stop_count, stop, alive)
+        return Steps(alive, passing, waited(p, waiting, t, birth, death, row(of.waiting, t)[:, None] * on_home[None]))
+
+    def copy(e: Array, alive: Array) -> Array:
+        last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
+        since, bytes_ = row(of.since, e), row(of.copy, e) * row(of.on_kept, num_t + e)
+        alive = added_at(alive, (made, last + 1), (bytes_ * (since == 0), -bytes_))
+        first, place = row(p.edge_group, e)[0], row(p.edge_group, e)[1]
+
+        def earlier(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            c, left, alive = state
+            task = row(p.edge_life, row(p.members, c))[2]
+            begins = left & (since == task)
+            return c - 1, left & ~begins, added(alive, jnp.minimum(task, last), bytes_ * begins)
+
+        return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, (place - 1, since > 0, alive))[2]
+
+    nothing = jnp.zeros((places, groups, q))
+    steps = lax.fori_loop(0, num_t, tensor, Steps(nothing, nothing, jnp.zeros((places, 2, groups, q))))
+    return steps._replace(alive=lax.fori_loop(0, p.counts[4], copy, steps.alive))
+
+
+def waited(p: CostArrays, waiting: Array, t: Array, birth: Array, death: Array, bytes_: Array) -> Array:
+    """`waiting` and gradient `t`, `bytes_` [2, ...] of which wait to be summed: operands since they are made, results behind the
+    last of all."""
+    of_operands = p.waiting[1].reshape(2, *[1] * (bytes_.ndim - 1))
+
+    def place(i: Array, waiting: Array) -> Array:
+        since = jnp.where(i < 2, birth + 1, p.merged_at)
+        part = jnp.where(i < 2, of_operands, 1 - of_operands)
+        at = jnp.where(i % 2 == 0, since, jnp.maximum(death + 1, since))
+        return added(waiting, at, jnp.where(i % 2 == 0, 1.0, -1.0) * part * bytes_)
+
+    is_late = (row(p.row_int, t)[6] != 0) & (death >= 0)
+    return lax.fori_loop(0, jnp.where(is_late, 4, 0), place, waiting)
+
+
+def stored_bytes(p: CostArrays, state_bytes: Array, on_stored: Array) -> Array:
+    """Parameters and optimizer state [G, ...] of [P + 1, ...] and who stores them, bool [P + 1, G, ...]."""
+    nothing = jnp.zeros(on_stored.shape[1:])
+    return lax.fori_loop(0, p.counts[1], lambda j, total: total + row(state_bytes, j) * row(on_stored, j), nothing)
+
+
+def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) -> Array:
+    """[4, Q] at the peak of the device that holds most: parameters and state, what is alive, what passes, and their sum.
+
+    `state_bytes` [P + 1, Q] and `on_stored` bool [P + 1, G, Q] are of parameters with their optimizer state.
+    """
+    steps = steps_of(p, of)
+    groups, q = of.on.shape[1:]
+    stored = stored_bytes(p, state_bytes, on_stored)
+
+    def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        now, waits, most = state
+        now, waits = now + row(steps.alive, k), waits + row(steps.waiting, k)
+        held = jnp.minimum(waits, p.waiting[0][:, None, None])
+        live, made = now + held[0] + held[1], row(steps.passing, k)
+        found = jnp.stack([stored, live, made, stored + live + made])
+        return now, waits, jnp.where(found[3] > most[3], found, most)
+
+    none = jnp.zeros((groups, q))
+    start = jnp.stack([stored, none, none, jnp.where(p.counts[2] > 0, -1.0, stored)])
+    most = lax.fori_loop(0, p.counts[2], task, (none, jnp.zeros((2, groups, q)), start))[2]
+
+    def group(g: Array, best: Array) -> Array:
+        of_group = lax.dynamic_index_in_dim(most, g, 1, keepdims=False)
+        return jnp.where(of_group[3] > best[3], of_group, best)
+
+    return lax.fori_loop(1, groups, group, most[:, 0])

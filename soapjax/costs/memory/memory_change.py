@@ -1,0 +1,226 @@
+"""Memory after a change: an upper bound where that fits, and where it does not the steps of what is alive, with the change.
+
+The cost looks at memory only beyond what is usable, and a candidate that fits even if all that it holds were alive at the peak
+fits. So what is alive under the strategy as it is need not be known at every step of a chain: `Alive` may be of an earlier
+strategy, with the bytes that changes since then may have added at the most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from soapjax.costs.memory.memory import Lives, needed_until, steps_of, stored_bytes, waited
+from soapjax.costs.rules.base import Base, Change, span
+from soapjax.costs.rules.copies import Readers
+from soapjax.costs.tables.arrays import CostArrays
+from soapjax.costs.tables.own_records import OwnRecords
+from soapjax.jit.kernel import added, added_at, put, row
+
+
+class Alive(NamedTuple):
+    """Of one strategy, bytes during each task and group of devices."""
+
+    used: Array  # [K + 1, G]: gradients and activations, converted copies, partial sums
+    waiting: Array  # [K + 1, 2, G]
+    peak: Array  # [G] of both together
+    persistent: Array  # [G]: parameters and optimizer state
+    slack: Array  # []: what may have been added since
+
+
+def since_of(p: CostArrays, base: Base, e: Array) -> Array:
+    """int32 []: the task after the last earlier reader of the copy that conversion `e` wants, 0 where it pays."""
+    before = row(base.previous, e)
+    return jnp.where(before >= 0, row(p.edge_life, jnp.maximum(before, 0))[2], 0)
+
+
+def begin_of(p: CostArrays, base: Base, e: Array) -> Array:
+    """int32 []: the first task of its copy."""
+    since, last, made = since_of(p, base, e), row(p.edge_life, e)[0], row(p.edge_life, e)[1]
+    return jnp.where(since > 0, jnp.minimum(since, last), made)
+
+
+def alive_of(p: CostArrays, base: Base) -> Alive:
+    """Sums up the whole strategy."""
+
+    def one(x: Array) -> Array:
+        return x[..., None]
+
+    since = lax.fori_loop(0, p.counts[4], lambda e, x: put(x, e, since_of(p, base, e)), jnp.zeros_like(base.previous))
+    figures = base.held, base.copy, base.is_sent, base.passing, base.waiting, since, base.on, base.on_kept
+    lives = Lives(*map(one, figures))
+    steps = steps_of(p, lives)
+    groups = base.on.shape[1]
+
+    def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        now, waits, used, waiting, peak = state
+        now, waits = now + row(steps.alive, k)[:, 0], waits + row(steps.waiting, k)[..., 0]
+        here = now + row(steps.passing, k)[:, 0]
+        held = jnp.minimum(waits, p.waiting[0][:, None])
+        return now, waits, put(used, k, here), put(waiting, k, waits), jnp.maximum(peak, here + held[0] + held[1])
+
+    places, none = p.task_float.shape[0], jnp.zeros(groups)
+    start = none, jnp.zeros((2, groups)), jnp.zeros((places, groups)), jnp.zeros((places, 2, groups)), none
+    _, _, used, waiting, peak = lax.fori_loop(0, p.counts[2], task, start)
+    return Alive(used, waiting, peak, stored_bytes(p, base.state_bytes, base.on_stored), jnp.float32(0))
+
+
+def stored_more(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array) -> Array:
+    """By how much more parameters and optimizer state [G, Q] each candidate stores."""
+    first, count = span(own, n, 1)
+
+    def one(j: Array, total: Array) -> Array:
+        which = row(own.records.parameter, first + j)[0]
+        was = row(base.state_bytes, which) * row(base.on_stored, which)
+        return total + row(into.state_bytes, j) * row(into.on_stored, j) - was[:, None]
+
+    return lax.fori_loop(0, count, one, jnp.zeros((base.on_stored.shape[1], into.pays.shape[1])))
+
+
+def most_added(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array) -> Array:
+    """Bytes [Q] that a candidate may add to the peak: all that the operator's rows hold, and copies that are kept longer."""
+    first, count = span(own, n, 3)
+    num_t = p.counts[3]
+
+    def one(j: Array, total: Array) -> Array:
+        x, r = row(own.records.row, first + j)[0], 1 + j
+        t = jnp.where(x < num_t, x, p.tensor_life.shape[0] - 1)
+        waits = jnp.maximum(row(into.waiting, r) - row(base.waiting, t)[:, None], 0.0)
+        passing = jnp.maximum(row(into.passing, r) - row(base.passing, t), 0.0)
+        is_counted = (row(p.tensor_life, t)[1] >= 0) | (x >= num_t)
+        return total + row(into.held, r) * is_counted + row(into.copy, r) + passing + waits[0] + waits[1]
+
+    own_bytes = lax.fori_loop(0, count, one, jnp.zeros(into.pays.shape[1]))
+    first, count = span(own, n, 4)
+
+    def group(g: Array, total: Array) -> Array:
+        begin, number = row(own.group, first + g)[0], row(own.group, first + g)[1]
+        return lax.fori_loop(begin, begin + number, lambda c, sum_: sum_ + row(base.copy, row(p.members, c)), total)
+
+    return own_bytes + lax.fori_loop(0, count, group, jnp.zeros(()))
+
+
+def peaks_after(
+    p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, alive: Alive, steps: tuple[Array, Array]
+) -> tuple[Array, tuple[Array, Array]]:
+    """The peak of what is alive [G, Q] under each candidate, exactly, where `alive` is of `base`; and `steps` as they were.
+
+    `steps` [K + 2, G, Q] and [K + 2, 2, G, Q] are zeros: to be used again, since to make so many anew takes as long as all else.
+    """
+    readers = Readers(p, own, base, into, n)
+    first, count = span(own, n, 3)
+    num_t, q = p.counts[3], into.pays.shape[1]
+    groups = base.on.shape[1]
+
+    def pays_before(e: Array) -> Array:
+        return row(base.previous, e) < 0
+
+    def tensor(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        diff, waiting = state
+        t, r = row(own.records.row, first + j)[0], 1 + j
+        birth, death, at_least, begin, number = (row(p.tensor_life, t)[i] for i in range(5))
+        waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
+        home, base_home = row(into.on_kept, r), row(base.on_kept, t)[:, None]
+        passing = row(into.passing, r) * row(into.on, r) - row(base.passing, t) * row(base.on, t)[:, None]
+        held, base_held = row(into.held, r) * home * is_counted, row(base.held, t) * base_home * is_counted
+        diff = added_at(diff, (birth, birth + 1), (held - base_held + passing, -passing))
+
+        def reader(c: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
+            e = row(p.edges_of, c)
+            of = readers.row_of(e)
+            was = needed_until(p, e, row(base.is_sent, e), ~pays_before(e))
+            is_own = (of > 0) & (of <= count)
+            is_sent = jnp.where(is_own, row(into.is_sent, of), row(base.is_sent, e))
+            pays = jnp.where(of > 0, row(into.pays, of) > 0, pays_before(e))
+            return jnp.maximum(last[0], needed_until(p, e, is_sent, ~pays)), jnp.maximum(last[1], was)
+
+        last, base_last = lax.fori_loop(begin, begin + number, reader, (jnp.full(q, -1, jnp.int32), jnp.int32(-1)))
+
+        def until(last: Array) -> Array:
+            return jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
+
+        stops, stop_count = row(p.tensor_stops, t)[0], row(p.tensor_stops, t)[1] * is_counted
+
+        def stop(i: Array, diff: Array) -> Array:
+            place = row(p.stops, i)
+            return added(diff, place + 1, base_held * (until(base_last) == place) - held * (until(last) == place))
+
+        diff = lax.fori_loop(stops, stops + stop_count, stop, diff)
+        bytes_ = row(into.waiting, r)[:, None] * home[None] - row(base.waiting, t)[:, None, None] * base_home[None]
+        return diff, waited(p, waiting, t, birth, death, bytes_)
+
+    def own_row(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        x = row(own.records.row, first + j)[0]
+        state = lax.fori_loop(0, (x < num_t).astype(jnp.int32), lambda _, s: tensor(j, s), state)
+        is_edge = (x >= num_t) & (x < num_t + p.counts[4])
+        e = jnp.where(is_edge, x - num_t, 0)
+
+        def alone(_: Array, diff: Array) -> Array:
+            """A conversion that no group of the operator's readers touches: it begins when it did."""
+            more = row(into.copy, 1 + j) * row(into.on_kept, 1 + j) - (row(base.copy, e) * row(base.on_kept, x))[:, None]
+            return added_at(diff, (begin_of(p, base, e), row(p.edge_life, e)[0] + 1), (more, -more))
+
+        is_alone = is_edge & ~is_touched(e)
+        return lax.fori_loop(0, is_alone.astype(jnp.int32), alone, state[0]), state[1]
+
+    first_g, num_g = span(own, n, 4)
+
+    def is_touched(e: Array) -> Array:
+        begin = row(p.edge_group, e)[0]
+        return lax.fori_loop(0, num_g, lambda g, found: found | (row(own.group, first_g + g)[0] == begin), False)
+
+    def group(g: Array, diff: Array) -> Array:
+        begin, number = row(own.group, first_g + g)[0], row(own.group, first_g + g)[1]
+
+        def member(c: Array, diff: Array) -> Array:
+            e = row(p.members, c)
+            r, x, place = readers.row_of(e), num_t + e, row(p.edge_group, e)[1]
+            is_own, is_keyed = (r > 0) & (r <= count), readers.is_keyed(e)
+            base_bytes = (row(base.copy, e) * row(base.on_kept, x))[:, None]
+            bytes_ = jnp.where(is_own, row(into.copy, r) * row(into.on_kept, r), base_bytes)
+            last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
+            before = readers.before(e)
+
+            # The last reader before it of the same copy: an unchanged one, or one of the operator's.
+            def earlier(d: Array, since: Array) -> Array:
+                y = row(p.members, d)
+                y_keyed = readers.is_keyed(y)
+                task = row(p.edge_life, y)[2]
+                asks = y_keyed | is_keyed
+                same = jnp.where(is_keyed, readers.same(y, jnp.where(is_keyed, e, y)), readers.same(e, jnp.where(y_keyed, y, e)))
+                same = jnp.where(asks, same, y == before)
+                return jnp.where(same, task, since)
+
+            since = lax.fori_loop(begin, place, earlier, jnp.zeros(q, jnp.int32))
+
+            def begins(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                d, left, diff = state
+                task = row(p.edge_life, row(p.members, d))[2]
+                here = left & (since == task)
+                return d - 1, left & ~here, added(diff, jnp.minimum(task, last), bytes_ * here)
+
+            places = begin_of(p, base, e), last + 1, made
+            values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
+            diff = added_at(diff, places, values)
+            return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
+
+        return lax.fori_loop(begin, begin + number, member, diff)
+
+    diff, waiting = lax.fori_loop(0, count, own_row, steps)
+    diff = lax.fori_loop(0, num_g, group, diff)
+    none, no_waits, nowhere = jnp.zeros((groups, q)), jnp.zeros((2, groups, q)), diff.shape[0] - 1
+
+    def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        now, waits, peak, diff, waiting = state
+        # What is read at one place and written at another is written first, one turn late: XLA then copies no array.
+        diff, waiting = put(diff, jnp.where(k > 0, k - 1, nowhere), none), put(waiting, jnp.where(k > 0, k - 1, nowhere), no_waits)
+        now, waits = now + row(diff, k), waits + row(waiting, k)
+        held = jnp.minimum(row(alive.waiting, k)[..., None] + waits, p.waiting[0][:, None, None])
+        peak = jnp.maximum(peak, row(alive.used, jnp.minimum(k, p.counts[2] - 1))[:, None] + now + held[0] + held[1])
+        return now, waits, peak, diff, waiting
+
+    # Steps may stand one or two places behind the last task, where nothing is held any more; the last place stays zero.
+    found = lax.fori_loop(0, p.counts[2] + 3, task, (none, no_waits, none, diff, waiting))
+    return found[2], found[3:]

@@ -1,0 +1,84 @@
+"""One strategy's costs, summand by summand, and what Q candidate configs of one operator make of some of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from soapjax.costs.rules.sets import SET
+from soapjax.costs.tables.arrays import CostArrays
+from soapjax.costs.tables.own_records import OwnRecords, OwnSizes
+from soapjax.jit.kernel import row
+
+
+class Base(NamedTuple):
+    """Every summand of one strategy's costs; a row behind the last of each kind means "nothing". `on` is true without pins."""
+
+    axes: Array  # int8 [N, A]
+    storage: Array  # int8 [N]
+    layout: Array  # SET [slots + 1, W]
+    compute_s: Array  # [K + 1]
+    full_s: Array  # [X + 1, L]: as if no copy were shared
+    paid_s: Array  # [X + 1, L]
+    sent: Array  # [X + 1, G]: bytes that a device of each group sends, as if no copy were shared
+    previous: Array  # int32 [E + 1]: the last reader before it of the same copy, -1 where it pays
+    held: Array  # [T + 1]; this and what follows as in `RowCosts`
+    copy: Array  # [E + 1]
+    is_sent: Array  # bool [E + 1]
+    passing: Array  # [T + 1]
+    waiting: Array  # [T + 1, 2]
+    state_bytes: Array  # [P + 1]
+    on: Array  # bool [X + 1, G]
+    on_kept: Array  # bool [X + 1, G]
+    on_compute: Array  # bool [K + 1, G]
+    on_stored: Array  # bool [P + 1, G]
+
+
+class Change(NamedTuple):
+    """Kept from block to block, so that nothing is zeroed: rows [R, ..., Q], from 1 on; row 0 is nobody's."""
+
+    layout: Array  # SET [places + 1, W, Q]
+    compute_s: Array  # [tasks, Q]: of the operator's own
+    state_bytes: Array  # [parameters, Q]
+    full_s: Array  # [R, L, Q]
+    pays: Array  # [R, Q]: 1 where it pays for its copy, else 0
+    sent: Array  # [R, G, Q]
+    held: Array  # [R, Q]
+    copy: Array  # [R, Q]
+    is_sent: Array  # bool [R, Q]
+    passing: Array  # [R, Q]
+    waiting: Array  # [R, 2, Q]
+    on: Array  # bool [R, G, Q]
+    on_kept: Array  # bool [R, G, Q]
+    on_compute: Array  # bool [tasks, G, Q]
+    on_stored: Array  # bool [parameters, G, Q]
+    row_of: Array  # int32 [X + 1]: the row of the change, 0 where nothing changes
+    task_of: Array  # int32 [K + 1]: 1 + the place among the operator's own tasks, 0
+    heir: Array  # int32 [R]: what row a heir's row is, X for nobody
+    num_heirs: Array  # int32 []
+    again: Array  # bool [Q]: whether the operator's parameters are gathered anew
+
+
+def nothing_changed(p: CostArrays, sizes: OwnSizes, lanes: int) -> Change:
+    """Of the sizes of a bucket."""
+    count, width = 1 + sizes.rows + sizes.heirs, p.row_fixed.shape[1]
+    groups, levels = p.group_digits.shape[1], p.network.level_axes.shape[0]
+
+    def zeros(*shape: int, dtype=jnp.float32) -> Array:
+        return jnp.zeros((*shape, lanes), dtype)
+
+    return Change(
+        zeros(sizes.slots + 1, width, dtype=SET), zeros(sizes.tasks + 1), zeros(sizes.parameters + 1), zeros(count, levels),
+        zeros(count) + 1, zeros(count, groups), zeros(count), zeros(count), zeros(count, dtype=bool), zeros(count), zeros(count, 2),
+        *(zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)),
+        jnp.zeros(p.row_int.shape[0], jnp.int32), jnp.zeros(p.task_float.shape[0], jnp.int32),
+        jnp.full(count, p.row_int.shape[0] - 1, jnp.int32), jnp.int32(0), jnp.zeros(lanes, bool),
+    )  # fmt: skip
+
+
+def span(own: OwnRecords, n: Array, kind: int) -> tuple[Array, Array]:
+    """First and number of an operator's slots, parameters, tasks, rows or groups."""
+    found = row(own.spans, n)[kind]
+    return found[0], found[1]

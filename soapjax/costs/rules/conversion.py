@@ -1,0 +1,65 @@
+"""What many conversions cost, of layouts that are given: the rule of reshard.py beside no problem."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from soapjax.costs.rules.links import Links
+from soapjax.costs.rules.reshard import network_of, reshard
+from soapjax.costs.rules.sets import encoded, mesh_of
+from soapjax.costs.tables.arrays import SMALL
+from soapjax.jit.kernel import in_kernel
+from soapjax.jit.programs import PlannerProgram
+from soapjax.strategy.layout import PINNED
+
+CHUNK = 256  # conversions per call
+MOST_DIMS = 8  # of a tensor whose shape is not given
+
+
+class ConversionCosts(NamedTuple):
+    seconds: np.ndarray  # [n, L]
+    bytes: np.ndarray  # [n, 6] that each device sends, by COLLECTIVES
+    late_bytes: np.ndarray  # [n]: of these what devices of the target layout send, or get from shards
+
+
+@functools.cache
+def _program(num_dims: int, num_levels: int, pins: bool) -> PlannerProgram:
+    """(mesh, network, source, target, shape, bytes, share) -> what `reshard` gives; for all problems of such sizes."""
+
+    def run(*of: Any) -> Any:
+        return in_kernel(reshard, *of)
+
+    return PlannerProgram(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
+
+
+def conversion_costs(
+    source: np.ndarray, target: np.ndarray, size_bytes: np.ndarray | float, links: Links,
+    latency_share: np.ndarray | float = 1.0, *, shape: np.ndarray | None = None,
+) -> ConversionCosts:  # fmt: skip
+    """The cost of bringing tensors of `size_bytes` [n] from layouts `source` to `target`, both int8 [n, A].
+
+    Args:
+      latency_share: [n], the part of latencies that each pays where collectives are merged.
+      shape: int32 [n, R] of the tensors; None, and a dim of 0, are large enough to be split in any way.
+    """
+    count = len(source)
+    dims = MOST_DIMS if shape is None else max(shape.shape[-1], SMALL.dims)
+    levels = max(links.num_levels, SMALL.levels)
+    shapes = np.zeros((count, dims), np.int32)
+    if shape is not None:
+        shapes[:, : shape.shape[-1]] = shape
+        shapes[:, shape.shape[-1] :] = 1
+    sizes, shares = (np.broadcast_to(np.asarray(x, np.float32), count) for x in (size_bytes, latency_share))
+    pins = bool((source <= PINNED).any() or (target <= PINNED).any())
+    program, mesh, network = _program(dims, levels, pins), mesh_of(links.axis_sizes), network_of(links, levels)
+    found = [(np.zeros((levels, 0), np.float32), np.zeros((6, 0), np.float32), np.zeros(0, np.float32))]
+    for k in range(0, count, CHUNK):
+        at = np.minimum(np.arange(k, k + CHUNK), count - 1)
+        sets = (np.ascontiguousarray(encoded(x[at], dims, pins).T) for x in (source, target))
+        some = program(mesh, network, *sets, np.ascontiguousarray(shapes[at].T), sizes[at], shares[at])
+        found.append(tuple(np.asarray(x)[..., : count - k] for x in some))
+    seconds, sent, late = (np.concatenate(x, -1).T for x in zip(*found, strict=True))
+    return ConversionCosts(seconds[:, levels - links.num_levels :], sent, late)

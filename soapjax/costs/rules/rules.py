@@ -1,0 +1,268 @@
+"""Every rule of the cost model, once: pure functions of what a record gathers, for Q lanes side by side.
+
+A layout is [W, Q] sets of axes (sets.py), a config [K, Q] such sets, and where pins are, one of the pinned axes and their
+coordinates' digits behind them. Full evaluation (whole.py) applies the rules to all records, lanes being strategies; the chain
+(delta.py) to the records that one operator's config can change, lanes being its candidates.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from soapjax.costs.rules.reshard import PERMUTE, halos, reshard
+from soapjax.costs.rules.sets import DIGITS, SET, divides, every, first_of, only_if, parts_of, stage, union, up_to
+from soapjax.costs.tables.arrays import EDGE, PINNED_BIT, SUM, TENSOR, CostArrays
+from soapjax.jit.kernel import row
+from soapjax.strategy.strategy import FIRST_PIN
+
+NEAR = 1e-9
+
+
+def configs_of(axes: Array, op_dims: int, pins: bool) -> Array:
+    """SET [..., K (+ 1 + DIGITS), Q] of config values int8 [..., A, Q]."""
+    values = jnp.arange(op_dims, dtype=jnp.int8)[:, None]
+
+    def axis(a: Array, found: Array) -> Array:
+        value = lax.dynamic_index_in_dim(axes, a, -2)  # [..., 1, Q]
+        truths = value == values
+        if pins:
+            is_pinned, place = value <= FIRST_PIN, FIRST_PIN - value.astype(jnp.int32)
+            digits = (place >> jnp.arange(DIGITS)[:, None]) & 1 != 0
+            truths = jnp.concatenate([truths, is_pinned, is_pinned & digits], -2)
+        return found | only_if(truths, jnp.left_shift(jnp.ones((), SET), a.astype(SET)))
+
+    columns = op_dims + (1 + DIGITS if pins else 0)
+    return lax.fori_loop(0, axes.shape[-2], axis, jnp.zeros((*axes.shape[:-2], columns, axes.shape[-1]), SET))
+
+
+def slot_layout(p: CostArrays, record: Array, config: Array, begun: Array) -> Array:
+    """The layout of a slot under its operator's `config`, with what is in `begun` [W, Q] already: another's slot, or nothing."""
+    width, op_dims = begun.shape[0], p.divisors.shape[1]
+    masks = record[:width]
+
+    def of_dim(k: Array, found: Array) -> Array:
+        return found | only_if(((masks >> k) & 1 != 0)[:, None], row(config, k))
+
+    found = lax.fori_loop(0, op_dims, of_dim, begun)
+    if config.shape[0] > op_dims:
+        plain = width - 1 - DIGITS
+        pins = only_if((masks[plain] & PINNED_BIT) != 0, config[op_dims:])
+        found = jnp.concatenate([found[:plain], found[plain:] | pins])
+    return found
+
+
+def stored_layout(p: CostArrays, which: Array, as_used: Array, storage: Array) -> tuple[Array, Array]:
+    """(as it is stored, its gradient's layout) of a parameter: as its owner reads it, and over further axes by `storage` [Q]."""
+    dims = p.row_shape.shape[1]
+    ints, fixed = row(p.parameter_int, which), row(p.parameter_fixed, which)[:, None]
+    pins = as_used[dims + 1 :]
+
+    def storing(as_used: Array, pins: Array, axes: Array) -> Array:
+        used = as_used[:dims]
+        taken = union(used) | (pins[0] if pins.shape[0] else jnp.zeros_like(used[0]))
+        own = (jnp.arange(dims) == ints[0])[:, None]
+        extra = axes & ~taken
+        whole = union(only_if(own, used)) | extra
+        stored = jnp.where(own & divides(p.mesh, whole, ints[1]), used | extra, used)
+        stored = jnp.concatenate([stored, jnp.zeros_like(stored[:1]), pins])
+        return (stored & ~ints[2].astype(SET)) | fixed
+
+    stored = stage(p.mesh, storing, as_used, pins, storage)
+
+    def shifted(d: Array, found: Array) -> Array:
+        source = d + ints[3]
+        value = row(stored, jnp.minimum(source, dims - 1))
+        return lax.dynamic_update_index_in_dim(found, only_if(source < dims, value), d, 0)
+
+    return stored, lax.fori_loop(0, dims, shifted, stored)
+
+
+def compute_s(
+    p: CostArrays, which: Array, flop_s: Array, moved_bytes: Array, config: Array, is_update: Array, shards: Array
+) -> Array:
+    """Seconds [Q] of a task: a roofline of its FLOPs and of the bytes read and written at local shapes, or near what was measured.
+
+    Args:
+      flop_s, moved_bytes: [Q] of its work and its accesses.
+      is_update, shards: whether it updates a parameter, and in how many shards that is stored [Q].
+    """
+    floats, (first, number) = row(p.task_float, which), row(p.task_points, which)
+    flop_s = jnp.where(is_update, flop_s / shards, flop_s)
+    moved_bytes = jnp.where(is_update, floats[1] / shards, moved_bytes)
+    roofline_s = (jnp.maximum(flop_s, moved_bytes / p.scalars[0]) + p.scalars[1]) * floats[0]
+
+    def near_points(roofline_s: Array) -> Array:
+        """Measured ratios, weighted by their distance in log2 of the degrees."""
+        op_dims = p.divisors.shape[1]
+        at = jnp.log2(parts_of(p.mesh, config[:op_dims]))
+        of_update = jnp.where((jnp.arange(op_dims) == 0)[:, None], jnp.log2(shards), 0.0)
+        at = jnp.where(is_update, of_update, at)
+
+        def of_point(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            point = row(p.point, i)
+            apart = jnp.where((point[2:] < 0)[:, None], 0.0, jnp.abs(point[2:, None] - at))
+            distance = functools.reduce(jnp.add, [apart[k] for k in range(op_dims)])
+            nearness = point[1] / (distance * distance + NEAR)
+            return sums[0] + nearness * point[0], sums[1] + nearness
+
+        nothing = jnp.zeros_like(roofline_s)
+        ratio, total = lax.fori_loop(first, first + number, of_point, (nothing, nothing))
+        return roofline_s * jnp.exp(ratio / jnp.maximum(total, 1e-20))
+
+    return lax.fori_loop(0, jnp.minimum(number, 1), lambda _, s: near_points(s), roofline_s)
+
+
+class Homes(NamedTuple):
+    """Layouts of a tensor [W, Q]."""
+
+    raw: Array  # as its producer makes it
+    home: Array  # as it is kept
+    resolved: Array  # what its resolution costs the way to
+
+
+def homes(p: CostArrays, which: Array, made: Array, reader: Array, common: Array) -> Homes:
+    """A partial sum is scattered where the first reader wants it split, if that divides; else summed everywhere.
+
+    Summands are kept in their `common` layout, partial sums included: those of a gradient always, a product of a joint sum where
+    it is a partial sum in that layout as it is made.
+    """
+    ints, fixed, shape = row(p.row_int, which), row(p.row_fixed, which)[:, None], row(p.row_shape, which)[:, None]
+    dims = shape.shape[0]
+    raw = jnp.where(ints[1] != 0, fixed, made)
+    sums = only_if(ints[2] == 0, raw[dims])  # inputs are never partial
+    split, pins = raw[:dims], raw[dims + 1 :]
+    raw = jnp.concatenate([split, sums[None], pins])
+    # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
+    scattered = split | (sums & reader[:dims] & ~up_to(split))
+    fits = every(divides(p.mesh, scattered, shape))
+    home = jnp.concatenate([jnp.where(fits, scattered, split), jnp.zeros_like(sums)[None], pins])
+    waits = every(raw == common) & (sums != 0)
+    is_summand = (ints[3] != 0) & (waits | (ints[4] == 0))
+    # A partial sum made of a whole value is a mask, free.
+    masked = jnp.concatenate([common[:dims], (common[dims] & sums)[None], common[dims + 1 :]])
+    return Homes(raw, jnp.where(is_summand, common, home), jnp.where(is_summand, masked, home))
+
+
+def as_read(home: Array, wanted: Array, dims: int) -> Array:
+    """What a tensor kept as `home` is converted to for a reader.
+
+    A loop carries its sums resolved, and what is still a partial sum is summed up with the last product of its sum.
+    """
+    asked = wanted[dims]
+    kept = home & asked
+    target = jnp.concatenate([wanted[:dims] | kept[:dims], jnp.zeros_like(wanted[:1]), wanted[dims + 1 :] | kept[dims + 1 :]])
+    return jnp.where(home[dims] != 0, home, target)
+
+
+def holders(p: CostArrays, layout: Array) -> Array:
+    """bool [G, Q]: the device groups that hold a tensor of this layout; all without pins."""
+    if layout.shape[0] <= p.row_shape.shape[1] + 1:
+        return jnp.ones((1, layout.shape[1]), bool)
+    return on_groups(p, layout[-1 - DIGITS :])
+
+
+def on_groups(p: CostArrays, pins: Array) -> Array:
+    """bool [G, Q] of pinned axes and their digits [1 + DIGITS, Q]."""
+    differs = [(pins[1 + i][None] ^ p.group_digits[i][:, None]) & pins[0] for i in range(DIGITS)]
+    return functools.reduce(jnp.bitwise_or, differs) == 0
+
+
+class RowCosts(NamedTuple):
+    """Of one row; what does not apply to its kind is zero."""
+
+    raw: Array  # layouts [W, Q]
+    home: Array
+    resolved: Array
+    seconds: Array  # [L, Q], as if no copy were shared
+    sent: Array  # [6, Q] bytes by collective, of all trips
+    sent_on: Array  # [G, Q]: bytes that a device of each group sends
+    held: Array  # [Q]: bytes of a tensor as it is kept
+    copy: Array  # [Q]: of a converted copy, 0 where nothing is converted
+    is_sent: Array  # bool [Q]: the conversion makes a copy of its own
+    passing: Array  # [Q]: beside a tensor while it is made: partial sums before they are resolved
+    waiting: Array  # [2, Q]: of gradients that wait to be summed together, by all-reduces and by reduce-scatters
+    on: Array  # bool [G, Q]: who takes part
+    on_kept: Array  # bool [G, Q]: who holds the tensor as it is kept, or the copy
+
+
+def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: Array, wanted: Array) -> RowCosts:
+    """Of the row of `record` from the layouts [W, Q] that it gathers."""
+    which, dims = record[0], p.row_shape.shape[1]
+    ints, floats, shape = row(p.row_int, which), row(p.row_float, which), row(p.row_shape, which)[:, None]
+    is_edge, is_sum = ints[0] == EDGE, ints[0] == SUM
+    of = stage(p.mesh, functools.partial(homes, p), which, made, reader, common)
+
+    def ends(raw: Array, home: Array, resolved: Array, made: Array, wanted: Array) -> tuple[Array, Array]:
+        # Of a collective inside a task: partial sums are made; blocks get their borders, which no layout says.
+        nothing = jnp.zeros_like(made[1:dims])
+        inner = jnp.concatenate([made[:1], nothing, made[dims:]])
+        summed = jnp.concatenate([made[:1], nothing, jnp.zeros_like(made[:1]), made[dims + 1 :]])
+        source = jnp.where(is_sum, inner, jnp.where(is_edge, home, raw))
+        return source, jnp.where(is_sum, summed, jnp.where(is_edge, as_read(home, wanted, dims), resolved))
+
+    source, target = stage(p.mesh, ends, *of, made, wanted)
+    seconds, sent, late = reshard(p.mesh, p.network, source, target, shape, floats[0], floats[1])
+
+    def with_halos(_: Array, paid: tuple[Array, Array]) -> tuple[Array, Array]:
+        more_s, more = halos(p.mesh, p.network, made, floats[0], dims)
+        kinds = jnp.arange(sent.shape[0])[:, None] == PERMUTE
+        return paid[0] + more_s, paid[1] + jnp.where(kinds, more, 0.0)
+
+    seconds, sent = lax.fori_loop(0, ints[7], with_halos, (seconds, sent))
+    memory = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target)
+    on_kept = holders(p, jnp.where(is_edge, target, of.home))
+    on_home = holders(p, of.home)
+    on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
+    total = functools.reduce(jnp.add, [sent[i] for i in range(sent.shape[0])])
+    late = jnp.where(is_edge, late, 0.0)
+    sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
+    return RowCosts(*of, seconds * floats[2], sent * floats[2], sent_on * floats[2], *memory, on, on_kept)
+
+
+def _memory_of(p: CostArrays, ints: Array, floats: Array, of: Homes, target: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """`RowCosts` from held to waiting."""
+    dims = p.row_shape.shape[1]
+    is_tensor, is_edge, mesh = ints[0] == TENSOR, ints[0] == EDGE, p.mesh
+    raw_split, home_split = union(of.raw[:dims]), union(of.home[:dims])
+    raw_other = of.raw[dims] | (of.raw[dims + 1] if of.raw.shape[0] > dims + 1 else jnp.zeros_like(raw_split))
+    home_other = of.home[dims] | (of.home[dims + 1] if of.home.shape[0] > dims + 1 else jnp.zeros_like(raw_split))
+    # Where nothing is sent, slices of what each device has whole are cut out by the tensor's readers.
+    is_whole = ~(raw_split | raw_other)
+    is_cut = (union(of.raw ^ of.home) & ~is_whole) == 0
+    held_split = home_split & ~only_if(is_cut, is_whole & home_split)
+    # Copies of their own: slices of a whole value are cut out of it, sums of it are a mask.
+    moved = union(of.home ^ target)
+    is_sent = is_edge & ((moved & (home_split | home_other)) != 0)
+    summed = of.raw[dims] & ~of.resolved[dims]
+    scattered = summed & union(of.resolved[:dims])
+    parts = parts_of(mesh, jnp.stack([held_split, union(target[:dims]), raw_split, scattered, first_of(scattered)]))
+    held = jnp.where(is_tensor, floats[3] / parts[0], 0.0)
+    copy = jnp.where(is_edge & (moved != 0), floats[0] / parts[1], 0.0)
+    local = jnp.where(is_tensor, floats[0] / parts[2], 0.0)
+    is_scattered = scattered != 0
+    # A reduce-scatter reads the whole of what it makes a part of, one axis after the other: the first result is the largest.
+    # Along another dim than the first a product is laid out anew, whole, to be scattered.
+    first = jnp.where((ints[5] != 0) & ((scattered & of.resolved[0]) == 0), 1.0, 1 / parts[4])
+    in_place = jnp.where(is_scattered, 1 + first - 1 / parts[3], 0.0)
+    passing = local * jnp.where(p.flags[0] != 0, in_place, (summed != 0).astype(jnp.float32))
+    # Only what the compiler merges waits: results of up to that size.
+    result = local * jnp.where(is_scattered, 1 / parts[4], 1.0)
+    both = jnp.where((ints[6] != 0) & (summed != 0) & (result <= p.scalars[3]), local + result, 0.0)
+    waiting = jnp.stack([jnp.where(is_scattered, 0.0, both), jnp.where(is_scattered, both, 0.0)])
+    return held, copy, is_sent, passing, waiting
+
+
+def gathers_again(p: CostArrays, storage: Array) -> Array:
+    """bool [Q]: whether the backward pass gathers parameters of this `storage` anew."""
+    return (jnp.right_shift(p.storage_again, storage.astype(jnp.int32)) & 1) != 0
+
+
+def violations(p: CostArrays, op: Array, config: Array) -> Array:
+    """int32 [Q]: how many degrees of an operator do not divide."""
+    op_dims = p.divisors.shape[1]
+    fits = divides(p.mesh, config[:op_dims], row(p.divisors, op)[:, None])
+    return functools.reduce(jnp.add, [(~fits[k]).astype(jnp.int32) for k in range(op_dims)])

@@ -1,0 +1,270 @@
+"""`CostTables`: all that costs need of a graph, a space and a topology, as static arrays.
+
+Everything a strategy changes is computed from these in jit (evaluate.py). The
+sequences here also fix what the simulators schedule:
+
+* compute tasks, in program order;
+* one *resolution* per tensor that may be partial, right after its producer;
+* one *conversion* per (tensor, reader) whose layouts may differ, right before the reader;
+* one *inner collective* per reduction in the middle of a task, and per exchange of borders between blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from soapjax.costs.measured.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
+from soapjax.costs.measured.profile import Profile
+from soapjax.costs.memory.memory_order import MemoryOrder, gpu_order, least_until
+from soapjax.costs.memory.working_memory import GPUS, WorkingMemory, widening, working_memory
+from soapjax.costs.rules.links import Links, combined_share, links_of
+from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
+from soapjax.strategy.layout import HALO, PARTIAL, REPLICATED
+from soapjax.strategy.space import NOT_FIXED, SearchSpace
+from soapjax.topology import DeviceTopology
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CostTables:
+    """Static arrays; letters: K tasks, U accesses, T tensors, P parameters, E conversions, S inner collectives, W work items."""
+
+    graph: OperatorGraph
+    space: SearchSpace
+    topology: DeviceTopology
+    links: Links
+    usable_memory_bytes: int
+    working: WorkingMemory
+
+    # Layout slots: U accesses, then P storages (of parameters), then P storages (of gradients), then "replicated".
+    access_op: np.ndarray  # int32 [U]
+    access_map: np.ndarray  # int8 [U, D + 1]: tensor dim (or REPLICATED, PARTIAL) by config value + 1
+    access_task: np.ndarray  # int32 [U]
+    access_tensor: np.ndarray  # int32 [U]
+    access_bytes: np.ndarray  # float32 [U]: of one trip
+    access_is_write: np.ndarray  # bool [U]
+
+    parameter_op: np.ndarray  # int32 [P] owner
+    parameter_slot: np.ndarray  # int32 [P]: the owner's first read of it, U (replicated) where only a loop starts from it
+    storage_dim: np.ndarray  # int32 [P]: dim that extra storage axes split
+    storage_dim_size: np.ndarray  # int32 [P]
+    gradient_shift: np.ndarray  # int32 [P]: leading (loop) dims that the gradient's tensor lacks
+    storage_fixed: np.ndarray  # int8 [P, A], NOT_FIXED where free
+    parameter_bytes: np.ndarray  # float32 [P]
+    state_copies: np.ndarray  # float32 [P]: parameter and optimizer state leaves of its shape
+    storage_masks: np.ndarray  # bool [O, A]
+    storage_regather: np.ndarray  # bool [O]
+
+    tensor_source: np.ndarray  # int32 [T]: FROM_*
+    tensor_slot: np.ndarray  # int32 [T]: the slot its layout comes from
+    tensor_reader: np.ndarray  # int32 [T]: slot of the first reader (or of "replicated")
+    tensor_sum: np.ndarray  # int32 [T]: slot whose layout, partial sums included, a summand is kept in; -1
+    is_joint: np.ndarray  # bool [T]: a summand only where it is a partial sum in that layout as it is made
+    tensor_fixed: np.ndarray  # int8 [T, A]
+    tensor_shape: np.ndarray  # int32 [T, R]
+    tensor_bytes: np.ndarray  # float32 [T]: of one trip
+    resolve_bytes: np.ndarray  # float32 [T]: as it is added up; a gradient in bfloat16, say, that is cast behind the sum
+    tensor_copies: np.ndarray  # float32 [T]: alive at once
+    tensor_birth: np.ndarray  # int32 [T]: the task that makes it
+    tensor_death: np.ndarray  # int32 [T]: the last task that needs it
+    order: MemoryOrder  # when tensors are alive, as the compiler schedules them
+    is_product: np.ndarray  # bool [T]: made by a dot, of more than two dims (two can be made in either order)
+    tensor_trips: np.ndarray  # float32 [T]: how often it is made
+    may_be_partial: np.ndarray  # bool [T]: may be resolved: partial as it is made, or kept in another layout than it is made in
+
+    edge_tensor: np.ndarray  # int32 [E]
+    edge_slot: np.ndarray  # int32 [E]: the reader's slot
+    edge_task: np.ndarray  # int32 [E]: the reader; K for the step's end
+    edge_bytes: np.ndarray  # float32 [E]: of one conversion
+    edge_trips: np.ndarray  # float32 [E]
+    edge_parameter: np.ndarray  # int32 [E]: parameter that is read, -1 for other tensors
+    # Shares of latency that gradient sums and parameter gathers pay; activations wait for nobody to be merged with.
+    resolve_share: np.ndarray  # float32 [T]
+    edge_share: np.ndarray  # float32 [E]
+    edge_group: np.ndarray  # int32 [E]: one number for those that share a copy if they want the same layout
+    edge_is_backward: np.ndarray  # bool [E]: after the forward pass
+
+    sum_task: np.ndarray  # int32 [S]
+    sum_bytes: np.ndarray  # float32 [S]
+    sum_map: np.ndarray  # int8 [S, D + 1]: 0 (split), PARTIAL, HALO - k or REPLICATED, by config value + 1
+
+    work_task: np.ndarray  # int32 [W]
+    work_seconds: np.ndarray  # float32 [W]: on one device
+    work_split: np.ndarray  # bool [W, D + 1]
+    task_op: np.ndarray  # int32 [K]
+    task_trips: np.ndarray  # float32 [K]
+    task_parameter: np.ndarray  # int32 [K]
+    update_bytes: np.ndarray  # float32 [K]
+
+    profile: Profile | None  # what was measured, None: the topology's figures
+    rates: ComputeRates
+    measured: MeasuredArrays  # K tasks
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.task_op)
+
+    @property
+    def partial(self) -> np.ndarray:
+        """int [R]: the tensors that may be resolved."""
+        return np.flatnonzero(self.may_be_partial)
+
+    def reader_groups(self) -> list[list[int]]:
+        """The conversions of each `edge_group`, in order."""
+        members: dict[int, list[int]] = {}
+        for e, number in enumerate(self.edge_group.tolist()):
+            members.setdefault(number, []).append(e)
+        return list(members.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Spatial dims with borders in one inner collective, at most; 0 where no convolution has any."""
+        return max(0, HALO + 1 - int(self.sum_map.min(initial=REPLICATED)))
+
+
+def cost_tables(
+    graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None
+) -> CostTables:
+    """Builds the arrays; compute costs are a roofline with the topology's figures, or what the profile measured and fitted."""
+    t: dict[str, np.ndarray] = {}
+    mesh, num_axes = space.mesh, space.num_axes
+    width = space.allowed.shape[2]  # D + 1 config values
+    _accesses(graph, width, t)
+    _parameters(graph, space, t)
+    edges = tensors_and_edges(graph, space, num_axes, t)
+    reader_groups(graph, edges, t)
+    rates = ComputeRates(topology, profile)
+    _work(graph, rates, width, t)
+    measured = no_points(len(graph.tasks), width - 1)
+    if profile is not None:
+
+        def roofline_s(k: int, local: LocalTask) -> float:
+            return rates.roofline_s(graph.tasks[k].kind, graph.tasks[k].dtype, local)
+
+        measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
+    t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
+    # On CPUs XLA takes barriers out before it merges equal instructions: what would be gathered again is kept.
+    keeps = topology.device.platform == "cpu"
+    t["storage_regather"] = np.array([s.regather and not keeps for s in space.storages], bool)
+    links = links_of(linked(topology, profile), mesh)
+    is_gradient = np.zeros(len(graph.tensors), bool)
+    is_gradient[[p.gradient for p in graph.parameters]] = True
+    is_gradient[[chain.total for chain in graph.accumulations]] = True
+    working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
+    t["tensor_copies"] *= 1 + working.more
+    birth, death, read_at = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
+    order = MemoryOrder(birth, death, read_at, made_at=read_at, at_least=death)
+    if topology.device.platform in GPUS:
+        order = gpu_order(graph, birth, death, read_at, t["edge_tensor"])
+    order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
+    widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
+    t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
+    summed = [x.sum_dtype or x.dtype for x in graph.tensors]
+    t["resolve_bytes"] *= widening(topology.device.platform, summed)
+    t["edge_bytes"] *= widening(topology.device.platform, [e.dtype for e in edges])
+    t["sum_bytes"] *= widening(topology.device.platform, [graph.tasks[k].dtype for k in t["sum_task"].tolist()])
+    t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, links)
+    t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
+    return CostTables(
+        graph=graph, space=space, topology=topology, links=links,
+        usable_memory_bytes=topology.device.usable_memory_bytes, working=working, order=order, profile=profile, rates=rates,
+        measured=measured, **t,
+    )  # fmt: skip
+
+
+def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
+    ops, maps, tasks, tensors, sizes, writes = [], [], [], [], [], []
+    for k, task in enumerate(graph.tasks):
+        if task.parameter >= 0:
+            continue
+        for is_write, accesses in ((False, task.reads), (True, task.writes)):
+            for access in accesses:
+                row = np.full(width, REPLICATED, np.int8)
+                for d, dim in enumerate(access.dims):
+                    if dim != NOT_SPLIT:
+                        row[dim + 1] = d
+                row[[dim + 1 for dim in access.reduced]] = PARTIAL
+                ops.append(task.operator)
+                maps.append(row)
+                tasks.append(k)
+                tensors.append(access.tensor)
+                sizes.append(trip_bytes(graph, access.tensor, k))
+                writes.append(is_write)
+    t["access_op"], t["access_task"], t["access_tensor"] = (np.array(x, np.int32) for x in (ops, tasks, tensors))
+    t["access_map"] = np.array(maps, np.int8).reshape(len(maps), width)
+    t["access_bytes"], t["access_is_write"] = np.array(sizes, np.float32), np.array(writes, bool)
+
+
+def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
+    mesh = space.mesh
+    count = len(graph.parameters)
+    first_slot: dict[tuple[int, int], int] = {}
+    for u, (op, tensor, is_write) in enumerate(zip(t["access_op"], t["access_tensor"], t["access_is_write"], strict=True)):
+        if not is_write:
+            first_slot.setdefault((int(op), int(tensor)), u)
+    fixed = np.full((count, space.num_axes), NOT_FIXED, np.int8)
+    dims, shifts = [], []
+    for p, parameter in enumerate(graph.parameters):
+        shape = graph.tensors[parameter.tensor].shape
+        choices = parameter.storage_dims or (0,)
+        whole = [d for d in choices if shape and shape[d] % mesh.num_devices == 0]
+        dims.append(whole[0] if whole else max(choices, key=lambda d: math.gcd(shape[d], mesh.num_devices) if shape else 0))
+        shifts.append(len(shape) - len(graph.tensors[parameter.gradient].shape))
+        if parameter.leaf in space.fixed_layouts:
+            fixed[p] = space.fixed_layouts[parameter.leaf]
+    tensors = [graph.tensors[p.tensor] for p in graph.parameters]
+    t["parameter_op"] = np.array([p.owner for p in graph.parameters], np.int32)
+    t["parameter_slot"] = np.array([first_slot.get((p.owner, p.tensor), len(t["access_op"])) for p in graph.parameters], np.int32)
+    t["storage_dim"] = np.array(dims, np.int32)
+    t["storage_dim_size"] = np.array([x.shape[d] if x.shape else 1 for x, d in zip(tensors, dims, strict=True)], np.int32)
+    t["gradient_shift"] = np.array(shifts, np.int32)
+    t["storage_fixed"] = fixed
+    t["parameter_bytes"] = np.array([x.size_bytes for x in tensors], np.float32)
+    t["state_copies"] = np.array([1 + len(p.state_leaves) for p in graph.parameters], np.float32)
+
+
+def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> None:
+    def mask(dims) -> np.ndarray:
+        row = np.zeros(width, bool)
+        row[[d + 1 for d in dims]] = True
+        return row
+
+    work_task, work_seconds, work_split = [], [], []
+    sum_task, sum_bytes, sum_map = [], [], []
+    update_bytes = np.zeros(len(graph.tasks), np.float32)
+
+    def add(k: int, size_bytes: float, dims: Sequence[int], codes: Mapping[int, int]) -> None:
+        row = np.full(width, REPLICATED, np.int8)
+        row[[d + 1 for d in dims]] = 0
+        for d, code in codes.items():
+            row[d + 1] = code
+        sum_task.append(k)
+        sum_bytes.append(size_bytes)
+        sum_map.append(row)
+
+    for k, task in enumerate(graph.tasks):
+        rate = rates.flops_per_s(task.kind, task.dtype)
+        for w in task.work:
+            work_task.append(k)
+            work_seconds.append(w.flops / rate)
+            work_split.append(mask(w.dims))
+        for s in task.sums:
+            add(k, s.size_bytes, s.dims, dict.fromkeys(s.reduced, PARTIAL))
+        for h in task.halos:
+            add(k, h.size_bytes, h.dims, {d: HALO - i for i, d in enumerate(h.edges)})
+        if task.parameter >= 0:
+            parameter = graph.parameters[task.parameter]
+            # The gradient is read; the parameter and its optimizer state are read and written.
+            update_bytes[k] = graph.tensors[parameter.tensor].size_bytes * (1 + 2 * (1 + len(parameter.state_leaves)))
+    t["work_task"], t["work_seconds"] = np.array(work_task, np.int32), np.array(work_seconds, np.float32)
+    t["work_split"] = np.array(work_split, bool).reshape(len(work_task), width)
+    t["sum_task"], t["sum_bytes"] = np.array(sum_task, np.int32), np.array(sum_bytes, np.float32)
+    t["sum_map"] = np.array(sum_map, np.int8).reshape(len(sum_task), width)
+    t["task_op"] = np.array([x.operator for x in graph.tasks], np.int32)
+    t["task_trips"] = np.array([x.trip_count for x in graph.tasks], np.float32)
+    t["task_parameter"] = np.array([x.parameter for x in graph.tasks], np.int32)
+    t["update_bytes"] = update_bytes

@@ -1,0 +1,343 @@
+"""From a `TracedStep` to its `OperatorGraph`, and the `Binding` by which an executor finds its way back.
+
+>>> graph, binding = build_graph(trace(train_step, state, batch))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from soapjax.garbage import fewer_collections
+from soapjax.graph.operators import (
+    NOT_SPLIT,
+    Access,
+    Accumulation,
+    Dim,
+    JointSum,
+    LoopEntry,
+    Operator,
+    OperatorGraph,
+    Parameter,
+    Task,
+    Work,
+)
+from soapjax.graph.passes import accumulation as traced
+from soapjax.graph.passes import joint_sums as joint
+from soapjax.graph.passes.checks import check_graph, check_operators, check_phases, check_program, check_units
+from soapjax.graph.passes.dims import DimClasses, LabelCache, sample_nodes
+from soapjax.graph.passes.naming import grouped, operator_names
+from soapjax.graph.passes.pairing import Pairing
+from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
+from soapjax.graph.passes.tasks import EqnDims, TaskBuilder, readers_of
+from soapjax.graph.passes.units import Unit, find_units, generated_values
+from soapjax.graph.passes.updates import update_work
+from soapjax.graph.rules.light_rules import BLOCKED, shard_map_axes, user_spec
+from soapjax.graph.trace.program import FlatEqn
+from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.values import Values
+
+DimsOf = Callable[[Task, FlatEqn], tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Binding:
+    """Where the graph's tasks and tensors are in the traced program."""
+
+    values: Values
+    task_of: dict[str, int]  # equation key -> task
+    tensor_of: dict[int, int]  # root -> tensor
+    phases: Phases
+    sums: dict[int, traced.TracedAccumulation]  # parameter -> how its gradient is summed up
+    joint_sums: list[joint.TracedJointSum]  # as in the graph
+    dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
+    partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
+    local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
+
+
+@fewer_collections()
+def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
+    """The operator graph of a traced step, checked after every pass.
+
+    A step whose phases cannot be told apart in order (a second gradient of updated parameters) is one phase in program order.
+
+    Raises: SoapjaxError where a pass left something inconsistent: a defect, named with the pass.
+    """
+    builder = _Builder(step)
+    graph = builder.build()
+    check_graph(graph)
+    task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
+    b, made = builder, builder.tasks
+    return graph, Binding(
+        b.values, task_of, b.tensors.of_root, b.phases, b.sums, b.joint_sums, made.dims_of, made.partial_of, made.local_dims,
+    )  # fmt: skip
+
+
+class _Builder:
+    def __init__(self, step: TracedStep):
+        self.step, self.program = step, step.program
+        check_program(self.program)
+        self.values = Values(self.program)
+        self.phases = find_phases(step, self.values)
+        check_phases(self.program, self.values, self.phases)
+        self.generated = generated_values(self.program, self.values)
+        self.sums = traced.find_accumulations(self.program, self.values, self.phases, self.generated)
+        additions = frozenset(key for found in self.sums.values() for key in found.additions)
+        self.units, self.updates = find_units(self.program, self.values, self.phases, self.generated, additions)
+        check_units(self.units, self.updates, self.values, self.phases)
+        self.joint_sums = joint.find_joint_sums(self.units, self.program, self.values, additions)
+        self.labels = LabelCache(self.program)
+        trained = {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
+        data, walkers = self._data(trained)
+        self.samples = sample_nodes(self.program, self.values, self.labels, data=data, walkers=walkers, trained=trained)
+        self.parameter_values = {p.value for p in self.phases.parameters}
+        readers = readers_of(self.units, self.updates, self.program, self.values)
+        self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
+        self.tensors = self.tasks.tensors
+        self.by_key = {e.key: e for e in self.updates}
+
+    def _data(self, trained: set[int]) -> tuple[set[int], set[int]]:
+        """The inputs whose leading dim is the batch: those that are no state; of a step that has none (chains of a sampler,
+        walkers, environments) the state that is not `trained`, but for vectors, which may be of features."""
+        inputs, avals = self.program.inputs, self.program.avals
+        data = {v for i, v in enumerate(inputs) if i not in self.step.state_pairs and not _is_key(avals[v])}
+        if any(avals[v].shape for v in data):
+            return data, set()
+        return set(), {v for v in inputs if v not in trained and len(avals[v].shape) > 1 and not _is_key(avals[v])}
+
+    def build(self) -> OperatorGraph:
+        pairing = Pairing(self.units, self.program, self.values, self.phases)
+        operators: list[tuple[list[int], DimClasses]] = []
+        for members in pairing.operators:
+            operators += self._split_unmatched(sorted(members, key=lambda i: (self.units[i].phase, i)))
+        check_operators([members for members, _ in operators], len(self.units))
+        op_of_unit = {i: k for k, (members, _) in enumerate(operators) for i in members}
+        # Operators in the order of their first unit.
+        order = sorted(range(len(operators)), key=lambda k: min(operators[k][0]))
+        rank = {k: n for n, k in enumerate(order)}
+        dims = [self._dims(*operators[k]) for k in order]
+        tasks = [
+            self.tasks.task(i, rank[op_of_unit[i]], operators[op_of_unit[i]][1], dims[rank[op_of_unit[i]]][1])
+            for i in range(len(self.units))
+        ]
+        names = operator_names([self.units[operators[k][0][0]] for k in order], self.values, self.phases)
+        parameters, update_tasks = self._parameters(tasks)
+        tasks = self._ordered([*tasks, *update_tasks])
+        entries = self._entries()
+        accumulations = self._accumulations(tasks, parameters)
+        joint_sums = self._joint_sums(tasks)
+        self._mark_outputs()
+        self._mark_summands(accumulations)
+        tasks_of: list[list[int]] = [[] for _ in order]
+        for t, task in enumerate(tasks):
+            tasks_of[task.operator].append(t)
+        owned: list[list[int]] = [[] for _ in order]
+        for p, parameter in enumerate(parameters):
+            owned[parameter.owner].append(p)
+        built = []
+        for n, k in enumerate(order):
+            first = self.units[operators[k][0][0]]
+            built.append(
+                Operator(
+                    names[n],
+                    first.kind,
+                    dims[n][0],
+                    tuple(tasks_of[n]),
+                    tuple(owned[n]),
+                    0,
+                    *_fixed(first, operators[k][1], dims[n][1]),
+                    any(self.units[i].eqns[0].outputs[0] in self.program.repeats for i in operators[k][0]),
+                )
+            )
+        return OperatorGraph(
+            tuple(grouped(built, tasks, self.tensors.all)),
+            tuple(tasks),
+            tuple(self.tensors.all),
+            tuple(parameters),
+            tuple(entries),
+            self.step.in_paths,
+            self.step.out_paths,
+            tuple(sorted(self.step.state_pairs.items())),
+            self.phases.is_single_phase or not self.phases.parameters,
+            tuple(accumulations),
+            tuple(joint_sums),
+            self.step.fingerprint,
+        )
+
+    def _classes(self, members: list[int]) -> DimClasses:
+        units = [self.units[i] for i in members]
+        return DimClasses(units, self.program, self.values, self.phases, self.labels, self.generated)
+
+    def _split_unmatched(self, members: list[int]) -> list[tuple[list[int], DimClasses]]:
+        """A backward region with dims that its forward unit lacks becomes an operator of its own.
+
+        So does one that makes two dims of a product one: of x xᵀ the gradients of both operands are added up.
+        """
+        classes = self._classes(members)
+        first = self.units[members[0]]
+        if self._lost_dims(first, classes):
+            heavy = [i for i in members if self.units[i].heavy is not None]
+            apart = self._classes(heavy)
+            if not self._lost_dims(first, apart):
+                return [(heavy, apart), *(([i], self._classes([i])) for i in members if i not in heavy)]
+        known = classes.touched(first)
+        loose = [
+            i
+            for i in members[1:]
+            if not (found := classes.touched(self.units[i])) <= known and (self.units[i].heavy is None or not found & known)
+        ]
+        if not loose:
+            return [(members, classes)]
+        kept = [i for i in members if i not in loose]
+        return [(kept, self._classes(kept)), *((([i], self._classes([i]))) for i in loose)]
+
+    def _lost_dims(self, unit: Unit, classes: DimClasses) -> bool:
+        """Whether a dim of a product's result cannot be split although its own rule says so."""
+        if unit.kind != "dot":
+            return False
+        out = unit.heavy.outputs[0]
+        sizes, labelled = self.program.avals[out].shape, self.labels[unit.heavy].outputs[0]
+        return any(
+            n > 1 and label != BLOCKED and classes.of(self.values.node(out, d)) is None
+            for d, (n, label) in enumerate(zip(sizes, labelled, strict=True))
+        )
+
+    def _dims(self, members: list[int], classes: DimClasses) -> tuple[tuple[Dim, ...], dict[Hashable, int]]:
+        """Names and orders the dims: those of the main result first, then those that it sums over."""
+        first = self.units[members[0]]
+        main = (first.heavy or max(first.eqns, key=lambda e: math.prod(self.program.avals[e.outputs[0]].shape))).outputs[0]
+        rank = len(self.program.avals[main].shape)
+        ordered = [classes.of(self.values.node(main, d)) for d in range(rank)]
+        ordered = [c for c in dict.fromkeys(ordered) if c is not None]
+        in_result = set(ordered)
+        ordered += [c for c in classes.in_order(self.units[i] for i in members) if c not in in_result]
+        touched = classes.touched(first)
+        dims, counts = [], {}
+        for c in ordered:
+            nodes = classes.classes[c]
+            is_parameter = any(self.values.first(t) in self.parameter_values for t, _ in nodes)
+            kind = "P" if is_parameter else "S" if any(n in self.samples for n in nodes) else "A"
+            word = {"P": "param", "S": "sample", "A": "attr"}[kind]
+            index = counts[word] = counts.get(word, -1) + 1
+            name = word if word == "sample" and index == 0 else f"{word}{index}"
+            is_reduced = first.heavy is not None and c not in in_result and c in touched
+            spatial = any(n in classes.spatial_nodes for n in nodes)
+            sizes = [classes.sizes[n] for n in nodes]
+            dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))
+        return tuple(dims), {c: k for k, c in enumerate(ordered)}
+
+    def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
+        first_reader: dict[int | None, int] = {}  # root -> operator, of a loop-carried parameter too
+        for t in tasks:
+            for access in t.reads:
+                first_reader.setdefault(self.values.first(self.tensors.all[access.tensor].value), t.operator)
+        work, equations = update_work(self.updates, self.program, self.values, self.phases)
+        parameters, updates = [], []
+        for p, parameter in enumerate(self.phases.parameters):
+            tensor = self.tensors.index(parameter.value)
+            gradient = self.tensors.index(parameter.gradient)
+            shape = self.tensors.all[tensor].shape
+            stacked = len(shape) - len(self.tensors.all[gradient].shape)
+            owner = first_reader.get(parameter.value, 0)
+            parameters.append(
+                Parameter(
+                    parameter.path, tensor, gradient, owner, parameter.leaf, parameter.state_leaves,
+                    # Blocks of a leading dim lie together: gathering and scattering them copies nothing.
+                    tuple(d for d in range(max(0, stacked), len(shape)) if shape[d] > 1),
+                )
+            )  # fmt: skip
+            read = Access(gradient, (NOT_SPLIT,) * len(self.tensors.all[gradient].shape))
+            dtype = self.tensors.all[tensor].dtype
+            structure = self.tasks.structure([self.by_key[key] for key in equations[p]])
+            updates.append(
+                Task(
+                    owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p,
+                    structure=structure,
+                )
+            )  # fmt: skip
+        return parameters, updates
+
+    def _ordered(self, tasks: list[Task]) -> list[Task]:
+        """Forward, backward, update: a heavy update equation (rare) stays behind what it reads."""
+        keys = [(t.phase, k) for k, t in enumerate(tasks)]
+        return tasks if self.phases.is_single_phase else [tasks[k] for _, k in sorted(keys)]
+
+    def _accumulations(self, tasks: list[Task], parameters: list[Parameter]) -> list[Accumulation]:
+        writer = {access.tensor: task.operator for task in tasks for access in task.writes}
+        found = []
+        for p, chain in self.sums.items():
+            if math.prod(self.program.avals[chain.total].shape) > 1:  # scalars are no tensors
+                summands, running = (tuple(self.tensors.of_root[r] for r in roots) for roots in (chain.summands, chain.running))
+                own = [t for t in summands if writer[t] == parameters[p].owner]
+                carried = any(self.values.tensor(a).root == chain.total for a in chain.starts)
+                found.append(Accumulation(p, summands, running, self.tensors.of_root[chain.total], carried, (own or summands)[-1]))
+        return found
+
+    def _joint_sums(self, tasks: list[Task]) -> list[JointSum]:
+        """Only products that some config makes partial sums take part."""
+        partial = {a.tensor: a for task in tasks for a in task.writes if a.reduced}
+        found = [one.with_summands(s for s in one.summands if self.tensors.of_root.get(s) in partial) for one in self.joint_sums]
+        self.joint_sums = [one for one in found if len(one.summands) > 1]
+        return [JointSum(tuple(self.tensors.of_root[s] for s in one.summands)) for one in self.joint_sums]
+
+    def _entries(self) -> list[LoopEntry]:
+        entries = []
+        sums = {a for chain in self.sums.values() for a in chain.starts}
+        for carry in self.values.carries.values():
+            if carry.argument in sums:  # starts from zeros, or in the layout of the sum before
+                continue
+            target = self.values.tensor(carry.argument)
+            init = self.values.of(carry.init) if isinstance(carry.init, int) else None
+            if init is None or init.root in self.generated or init.root in self.values.carries:
+                continue
+            source = self.values.tensor(carry.init)
+            if target.root in self.tensors.of_root and source.root in self.tensors.of_root and target.root != source.root:
+                entries.append(LoopEntry(self.tensors.of_root[source.root], self.tensors.of_root[target.root]))
+        return entries
+
+    def _mark_outputs(self) -> None:
+        leaves: dict[int, list[int]] = {}
+        for leaf, o in enumerate(self.program.outputs):
+            if isinstance(o, int):
+                leaves.setdefault(self.values.tensor(o).root, []).append(leaf)
+        for root, found in leaves.items():
+            if root in self.tensors.of_root:
+                k = self.tensors.of_root[root]
+                self.tensors.all[k] = self.tensors.all[k]._replace(output_leaves=tuple(found))
+
+    def _mark_summands(self, accumulations: list[Accumulation]) -> None:
+        """They are added up as what they are cast to: over devices too, since their sums stay apart until then."""
+        for i in {i for chain in accumulations for i in chain.summands}:
+            self.tensors.all[i] = self.tensors.all[i]._replace(sum_dtype="", sum_itemsize=0)
+
+
+def _is_key(aval: Any) -> bool:
+    """Whether a value is one random key, in either of JAX's forms."""
+    is_typed = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) and not aval.shape
+    return is_typed or (str(aval.dtype), aval.shape) == ("uint32", (2,))
+
+
+def _fixed(unit: Unit, classes: DimClasses, index: dict[Hashable, int]) -> tuple[tuple[tuple[str, ...], ...] | None, Any]:
+    """A user's own layout: axis names per dim (of the tensor, or of the operator for a shard_map), and the axes of their mesh."""
+    if unit.kind == "shard_map":
+        names: list[tuple[str, ...]] = [()] * len(index)
+        for label, axes in enumerate(shard_map_axes(unit.heavy)):
+            if (c := classes.of_label(unit.heavy, label)) is not None:
+                names[index[c]] = axes
+        return tuple(names), tuple(unit.heavy.params["mesh"].shape.items())
+    sharding = user_spec(unit.heavy) if unit.kind == "constraint" else None
+    if sharding is None:
+        return None, ()
+    # P.UNCONSTRAINED stays as a name, which no mesh has: the space refuses it by this name.
+    spec = [() if s is None else tuple(s) if isinstance(s, tuple) else (str(s),) for s in sharding.spec]
+    return tuple(spec), tuple(sharding.mesh.shape.items())
+
+
+def total_flops(graph: OperatorGraph) -> float:
+    """FLOPs of one step on one device, loops counted with their trips."""
+    return float(np.sum([w.flops * t.trip_count for t in graph.tasks for w in t.work]))

@@ -1,0 +1,226 @@
+"""Forward, backward, update: the gradient boundary of a step, read off its name stacks and its data flow.
+
+`jax.grad` leaves `jvp(...)` and `transpose(jvp(...))` in the name stacks; what
+depends on a transposed equation and has neither mark is the update. Where the
+stacks are no help (a hand-written backward pass), `soapjax.value_and_grad`
+marks the gradients themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.trace import TracedStep, leaf_paths
+from soapjax.graph.trace.values import Values
+
+FORWARD, BACKWARD, UPDATE = 0, 1, 2
+PHASE_NAMES = ("forward", "backward", "update")
+MARK = "soapjax_gradient"
+RECOMPUTED = "transpose(jvp())/rematted_computation"  # the name stack of what is recomputed by a plan's choice
+
+_WRAPPED = re.compile(r"^((?:\w+\()+)(.*?)\)+$")
+_NOISE = {"rematted_computation", "checkpoint", "while", "body", "scan", "closed_call", "jit", "pjit", "cond"}
+
+
+def value_and_grad(fn: Callable[..., Any], argnums: int = 0, **kwargs: Any) -> Callable[..., Any]:
+    """`jax.value_and_grad` whose gradients carry a mark, so that the gradient boundary is found in any step."""
+    inner = jax.value_and_grad(fn, argnums, **kwargs)
+
+    def wrapped(*args: Any, **kw: Any) -> Any:
+        value, grads = inner(*args, **kw)
+        return value, mark_gradients(grads)
+
+    return wrapped
+
+
+def mark_gradients(grads: Any) -> Any:
+    """Marks every leaf of a tree as a gradient (an identity, free at run time)."""
+    leaves, tree = jax.tree_util.tree_flatten(grads)
+    names = leaf_paths(grads, "")
+    return tree.unflatten([checkpoint_name(g, f"{MARK}/{n}") for g, n in zip(leaves, names, strict=True)])
+
+
+@functools.cache
+def module_path(stack: str) -> str:
+    """The readable module path of a name stack: transforms and loop words stripped.
+
+    >>> module_path("transpose(jvp(T))/jvp(T)/rematted_computation/blk1/down")
+    'blk1/down'
+    >>> module_path("jvp()/blk1/vmap(attn)/wq")
+    'blk1/attn/wq'
+    """
+    parts: list[str] = []
+    for part in re.split(r"/(?![^(]*\))", stack):
+        wrapped = _WRAPPED.match(part)
+        if wrapped and "jvp(" in wrapped[1]:
+            parts = []  # a gradient restarts the path; the wrapped root module adds nothing
+        elif wrapped:  # other transforms stand where they are called
+            parts += [name for name in wrapped[2].split("/") if name and name not in _NOISE and "<lambda>" not in name]
+        elif part and part not in _NOISE and "<lambda>" not in part:
+            parts.append(part)
+    return "/".join(parts)
+
+
+def is_recompute(eqn: FlatEqn) -> bool:
+    return "rematted_computation" in eqn.stack
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedParameter:
+    """A trained leaf: its value, its gradient (a root of the program), and the state that is updated with it."""
+
+    path: str
+    leaf: int  # position among the step's inputs
+    value: int
+    gradient: int
+    state_leaves: tuple[int, ...]  # optimizer state of the same shape, input positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    phase: dict[str, int]  # equation key -> phase
+    parameters: tuple[TracedParameter, ...]
+    is_single_phase: bool  # more than one gradient cut: no barriers between the phases, tasks in program order
+
+    @functools.cached_property
+    def trained(self) -> frozenset[int]:
+        """The values of the parameters."""
+        return frozenset(p.value for p in self.parameters)
+
+    @functools.cached_property
+    def by_gradient(self) -> dict[int, list[TracedParameter]]:
+        """Parameters by the root of their gradient."""
+        found: dict[int, list[TracedParameter]] = {}
+        for p in self.parameters:
+            found.setdefault(p.gradient, []).append(p)
+        return found
+
+
+def find_phases(step: TracedStep, values: Values) -> Phases:
+    """Assigns every equation its phase and pairs parameters with gradients and optimizer state."""
+    program = step.program
+    marked = {
+        a
+        for eqn, _ in program.walk()
+        if eqn.name == "name" and str(eqn.params.get("name", "")).startswith(MARK)
+        for a in eqn.outputs
+    }
+    downstream: set[int] = set()  # values that depend on a backward equation or on a marked gradient
+    phase: dict[str, int] = {}
+    leaves = program.leaves
+    for _ in range(2 if values.carries else 1):  # twice: the second time sees what flows round the loops
+        for eqn in leaves:
+            transform = _outermost_transform(eqn.stack)
+            reads_later = not downstream.isdisjoint(values.sources(eqn))
+            if transform == BACKWARD or not marked.isdisjoint(eqn.outputs):
+                found = BACKWARD
+            elif transform == FORWARD:
+                found = FORWARD
+            else:
+                found = UPDATE if reads_later else FORWARD
+            phase[eqn.key] = found
+            if found == BACKWARD or reads_later:
+                downstream.update(eqn.outputs)
+    # What only the update reads (decayed moments, bias corrections) is update, although no gradient flows into it. New state
+    # that nothing else reads is update too; a split key that the loss reads as well is not.
+    moments = {values.of(program.outputs[o]).root for o in step.state_pairs.values() if isinstance(program.outputs[o], int)}
+    returned = {values.of(o).root for o in program.outputs if isinstance(o, int)} - moments
+    read_before: set[int] = set()
+    for eqn in reversed(leaves):
+        if phase[eqn.key] == FORWARD and _outermost_transform(eqn.stack) is None and downstream:
+            if not any(o in read_before or o in returned for o in eqn.outputs):
+                phase[eqn.key] = UPDATE
+        if phase[eqn.key] != UPDATE:
+            read_before.update(values.sources(eqn))
+    parameters = _parameters(step, values, phase, downstream)
+    return Phases(phase, parameters, _reads_later(leaves, values, phase))
+
+
+@functools.cache
+def _outermost_transform(stack: str) -> int | None:
+    """FORWARD, BACKWARD, or None where no gradient marks the equation.
+
+    Of nested gradients the outermost decides: `jvp()/vmap(transpose(jvp()))` is forward work of the outer one.
+    """
+    transposed, differentiated = stack.find("transpose("), stack.find("jvp(")
+    if transposed >= 0 and not 0 <= differentiated < transposed:
+        return BACKWARD
+    return FORWARD if differentiated >= 0 else None
+
+
+def _reads_later(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int]) -> bool:
+    """Whether an equation reads what a later phase makes: a second gradient, an update inside a loop of updates."""
+    made_in = {o: phase[eqn.key] for eqn in leaves for o in eqn.outputs}
+    return any(made_in.get(root, FORWARD) > phase[eqn.key] for eqn in leaves for root in values.sources(eqn))
+
+
+def _parameters(step: TracedStep, values: Values, phase: dict[str, int], downstream: set[int]) -> tuple[TracedParameter, ...]:
+    """Walks from each state output back through update equations of the same shape to its gradient.
+
+    Where gradients of single examples are clipped and then summed, the gradient is their sum: `phase` gets what leads to it as
+    backward work.
+    """
+    program = step.program
+    read = {root for eqn in program.leaves if phase[eqn.key] != UPDATE for root in values.sources(eqn)}
+    in_avals = step.in_avals
+    gradients: dict[int, int] = {}  # input position -> root of its gradient
+    for i, o in step.state_pairs.items():
+        out, shape = program.outputs[o], tuple(in_avals[i].shape)
+        found, sums = _gradient_of(program, values, phase, out, shape) if isinstance(out, int) else (None, [])
+        sums = [root for root in sums if root in downstream]
+        if found is None and sums and program.inputs[i] in read:
+            found = sums[0]
+            _make_backward(values, phase, found)
+        if found is not None:
+            gradients[i] = found
+    trained = [i for i in gradients if program.inputs[i] in read]
+    state: dict[int, list[int]] = {}  # gradient -> what else is updated from it
+    for j in sorted(set(gradients) - set(trained)):
+        state.setdefault(gradients[j], []).append(j)
+    return tuple(
+        TracedParameter(step.in_paths[i], i, program.inputs[i], gradients[i], tuple(state.get(gradients[i], ()))) for i in trained
+    )
+
+
+def _gradient_of(
+    program: Program, values: Values, phase: dict[str, int], out: int, shape: tuple[int, ...]
+) -> tuple[int | None, list[int]]:
+    """The nearest backward-phase root of `shape` that `out` is computed from, through update equations of that shape.
+
+    Also the sums on the way whose operands have another shape and come from the backward phase.
+    """
+    queue, seen = [out], {out}
+    sums: list[int] = []
+    while queue:
+        root = values.of(queue.pop(0)).root
+        producer = values.producer.get(root)
+        if producer is None:
+            continue
+        if phase[producer.key] == BACKWARD:
+            return root, sums
+        if phase[producer.key] == UPDATE:
+            if producer.name == "reduce_sum" and len(program.aval(producer.inputs[0]).shape) > len(shape):
+                sums.append(root)
+            fresh = [a for a in producer.inputs if isinstance(a, int) and a not in seen]
+            fresh = [a for a in fresh if tuple(program.avals[a].shape) == shape]
+            seen.update(fresh)
+            queue.extend(fresh)
+    return None, sums
+
+
+def _make_backward(values: Values, phase: dict[str, int], root: int) -> None:
+    """Update equations that lead to `root` become backward work."""
+    queue = [root]
+    while queue:
+        producer = values.producer.get(queue.pop())
+        if producer is not None and phase[producer.key] == UPDATE:
+            phase[producer.key] = BACKWARD
+            queue += values.sources(producer)

@@ -1,0 +1,264 @@
+"""Equations into units: what XLA runs as one kernel, and what the schedule orders as one task.
+
+A heavy equation (dot, conv, gather, ...) is a unit of its own, together with
+the transposes that only lay out its result. Light equations form regions:
+equations of one phase and one loop, with equally many heavy equations before
+them, that are connected by data or read the same heavy result. Where regions would
+then read each other in a circle (a padding mask that stands in one region and is read by another), order.py
+takes them apart.
+"""
+
+from __future__ import annotations
+
+from soapjax.graph.passes.order import Unit, ordered, without_circles
+from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
+from soapjax.graph.rules import linalg_rules
+from soapjax.graph.rules.light_rules import is_known
+from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.values import IDENTITIES, Uses, Values
+
+HEAVY = {
+    "dot_general": "dot",
+    "conv_general_dilated": "conv",
+    "gather": "gather",
+    "scatter": "scatter",
+    "scatter-add": "scatter",
+    "scatter-sub": "scatter",
+    "scatter-mul": "scatter",
+    "scatter-min": "scatter",
+    "scatter-max": "scatter",
+    "reduce_window": "pool",
+    "reduce_window_sum": "pool",
+    "reduce_window_max": "pool",
+    "reduce_window_min": "pool",
+    "select_and_scatter_add": "pool",
+    "select_and_gather_add": "pool",
+    "sort": "sort",
+    "top_k": "sort",
+    "fft": "fft",
+    "while": "loop",
+    "cond": "loop",
+    "sharding_constraint": "constraint",
+    "shard_map": "shard_map",
+    **dict.fromkeys(linalg_rules.NAMES, "linalg"),
+}
+ADDITIONS = {"add_any", "add"}
+LAYOUT_ONLY = {"transpose", "reshape", "squeeze", "convert_element_type", "copy"}
+# What may follow a heavy equation as part of it (bias, activation): nothing that sums over its result.
+_NO_EPILOGUE = ("reduce", "arg", "cum", "concatenate", "split", "slice", "dynamic", "pad", "rev", "random", "iota")
+
+
+def is_relayout(eqn: FlatEqn, program: Program) -> bool:
+    """Whether an equation only lays out its operand anew, or casts it; a sum over dims of one element is such too."""
+    if eqn.name == "reduce_sum":
+        return program.aval(eqn.inputs[0]).size == program.aval(eqn.outputs[0]).size
+    return eqn.name in LAYOUT_ONLY
+
+
+def kind_of(eqn: FlatEqn) -> str | None:
+    """The kind of a heavy equation; None for a light one. An unknown primitive is an operator of its own."""
+    return HEAVY.get(eqn.name) or (None if is_known(eqn.name) else "unknown")
+
+
+def find_units(
+    program: Program, values: Values, phases: Phases, generated: set[int], additions: frozenset[str] = frozenset()
+) -> tuple[list[Unit], list[FlatEqn]]:
+    """Units in program order, and the update equations, which are grouped by parameter elsewhere.
+
+    An update that a unit reads (momentum that a product orthogonalises, parameters that are evaluated after their update,
+    all updates in a loop of them) is a unit as well. Each of `additions`, equation keys that sum up gradients, is a unit of
+    its own. Equations whose values are `generated`, from constants alone (masks, iotas, literals), belong to no unit: each
+    device makes its own.
+    """
+    depth: dict[int, int] = {}
+    keys: dict[str, tuple] = {}
+    updates: list[FlatEqn] = []
+    light: list[tuple[FlatEqn, int]] = []
+    units: list[Unit] = []
+    heavy_unit: dict[int, Unit] = {}  # root -> the unit of the heavy equation that makes it
+    again: dict[int, FlatEqn] = {}  # value -> the equation that repeats it
+    read = _read_by_units(program, values, phases)
+
+    def visit(p: Program, trips: int, base: int) -> int:
+        deepest = base
+        for eqn in p.eqns:
+            d = max([base, *[depth.get(root, 0) for root in values.reads[eqn.key]]])
+            if eqn.body is not None:
+                inner = visit(eqn.body, trips * eqn.params["length"], d + 1) + 1
+                for out in eqn.outputs:
+                    depth[values.of(out).root] = inner
+                deepest = max(deepest, inner)
+                continue
+            if eqn.name in IDENTITIES or generated.issuperset(eqn.outputs):
+                continue
+            if not program.repeats.keys().isdisjoint(eqn.outputs):
+                depth.update((o, depth[program.repeats[o]]) for o in eqn.outputs)
+                again.update((program.repeats[o], eqn) for o in eqn.outputs)
+                continue
+            phase, scope = phases.phase[eqn.key], values.scope[eqn.key]
+            kind = kind_of(eqn)
+            if phase == UPDATE and kind is None and read.isdisjoint(eqn.outputs):
+                updates.append(eqn)
+            elif eqn.key in additions:
+                units.append(Unit([eqn], phase, scope, "fused", None, trips))
+            elif kind is not None:
+                d += 1
+                unit = Unit([eqn], phase, scope, kind, eqn, trips)
+                units.append(unit)
+                heavy_unit.update(dict.fromkeys(eqn.outputs, unit))
+            else:
+                keys[eqn.key] = (phase, scope, d)
+                light.append((eqn, trips))
+            depth.update(dict.fromkeys(eqn.outputs, d))
+            deepest = max(deepest, d)
+        return deepest
+
+    visit(program, 1, 0)
+    _sink_additions(light, keys, values, values.uses)
+    units += _regions(light, keys, depth, values, generated, heavy_unit, program)
+    units += _repeated(units, again, phases) if again else []
+    for unit in units:
+        unit.eqns.sort(key=lambda e: values.order[e.key])
+    return ordered(without_circles(units, values), values), updates
+
+
+def _repeated(units: list[Unit], again: dict[int, FlatEqn], phases: Phases) -> list[Unit]:
+    """Of each unit the one that repeats of it what is repeated."""
+    found = []
+    for unit in units:
+        eqns = [again[e.outputs[0]] for e in unit.eqns if e.outputs and e.outputs[0] in again]
+        if eqns:
+            heavy = again.get(unit.heavy.outputs[0]) if unit.heavy is not None else None
+            kind = "fused" if heavy is None else unit.kind
+            found.append(Unit(eqns, phases.phase[eqns[0].key], unit.scope, kind, heavy, unit.trip_count))
+    return found
+
+
+def _read_by_units(program: Program, values: Values, phases: Phases) -> set[int]:
+    """Roots that a unit reads, directly or through equations of the update."""
+    found: set[int] = set()
+    queue = [root for e in program.leaves if phases.phase[e.key] != UPDATE or kind_of(e) is not None for root in values.sources(e)]
+    while queue:
+        root = queue.pop()
+        if root not in found:
+            found.add(root)
+            producer = values.producer.get(root)
+            if producer is not None and phases.phase[producer.key] == UPDATE:
+                queue += values.sources(producer)
+    return found
+
+
+def generated_values(program: Program, values: Values) -> set[int]:
+    """Values computed without any input of the step."""
+    made: set[int] = set(program.consts)
+    for eqn in program.leaves:
+        if made.issuperset(values.reads[eqn.key]) and not eqn.name.startswith("rng_uniform"):
+            made.update(eqn.outputs)
+    return made
+
+
+def _regions(light, keys, depth, values: Values, generated, heavy_unit, program: Program) -> list[Unit]:
+    """Connected regions of light equations; those that only prepare or finish a heavy equation join its unit."""
+    inputs = set(program.inputs)
+    prepared = _sink_preparations(light, keys, values, inputs | generated, heavy_unit)
+    light = [(e, t) for e, t in light if e.key not in prepared]
+    parent = {eqn.key: eqn.key for eqn, _ in light}
+
+    def find(k: str) -> str:
+        while parent[k] != k:
+            parent[k] = parent[parent[k]]
+            k = parent[k]
+        return k
+
+    makers: dict[int, str] = {o: eqn.key for eqn, _ in light for o in eqn.outputs}
+    readers: dict[tuple, str] = {}
+    scalars: dict[tuple, str] = {}
+    for eqn, _ in light:
+        key = keys[eqn.key]
+        is_update = key[0] == UPDATE
+        if is_update and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
+            parent[find(eqn.key)] = find(scalars.setdefault(key, eqn.key))  # bias corrections, counts, rates
+        for root in values.reads[eqn.key]:
+            if root in generated:
+                continue
+            if is_update and program.avals[root].size <= 1:
+                continue  # a norm or a bias correction does not make one region of all parameters' updates
+            maker = makers.get(root)
+            if maker is not None and keys[maker] == key:
+                parent[find(eqn.key)] = find(maker)
+            elif root in heavy_unit and depth[root] == key[2]:
+                other = readers.setdefault((root, key), eqn.key)
+                parent[find(eqn.key)] = find(other)
+    groups: dict[str, list[tuple[FlatEqn, int]]] = {}
+    for eqn, trips in light:
+        groups.setdefault(find(eqn.key), []).append((eqn, trips))
+    units = []
+    for members in groups.values():
+        eqns, trips = [e for e, _ in members], members[0][1]
+        phase, scope, _ = keys[eqns[0].key]
+        inside = {o for e in eqns for o in e.outputs}
+        read = {root for e in eqns for root in values.reads[e.key] if root not in inside and root not in generated}
+        hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
+        is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read)
+        host = next(iter(hosts.values())) if is_one else None
+        kinds = ("dot", "conv", "gather", "scatter")
+        finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
+        if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
+            finishes = all(e.name in LAYOUT_ONLY for e in eqns)
+        if finishes and any(e.name == "transpose" and _is_square(e, program) for e in eqns):
+            finishes = all(e.name in LAYOUT_ONLY for e in eqns)  # k + kᵀ makes rows and columns of a product one dim
+        if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):
+            host.eqns += eqns
+        else:
+            units.append(Unit(eqns, phase, scope, "fused", None, trips))
+    return units
+
+
+def _is_square(eqn: FlatEqn, program: Program) -> bool:
+    return program.aval(eqn.inputs[0]).shape == program.aval(eqn.outputs[0]).shape
+
+
+def _sink_additions(light, keys, values: Values, uses: Uses) -> None:
+    """Sums of many values are added up by one region, the last: what comes early waits there (joint_sums.py)."""
+    additions = {e.outputs[0]: e for e, _ in light if e.name in ADDITIONS}
+    for eqn in reversed(additions.values()):
+        for a in eqn.inputs:
+            before = additions.get(a) if isinstance(a, int) else None
+            if before is None or not uses.is_private(a, eqn) or values.of(a).root != a:
+                continue
+            if a not in uses.carried and keys[before.key][:2] == keys[eqn.key][:2]:
+                keys[before.key] = keys[eqn.key]
+
+
+def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit) -> dict[str, Unit]:
+    """What is computed from the step's inputs alone (casts of weights, masks, dropout bits) belongs to its first reader.
+
+    Moves the key of each to that of its reader; where the reader is heavy, appends it to the unit and returns its key
+    with the unit.
+    """
+    only_inputs: set[int] = set()
+    for e, _ in light:
+        if all(root in inputs or root in only_inputs for root in values.reads[e.key]):
+            only_inputs.update(e.outputs)
+    readers: dict[int, list[FlatEqn]] = {}
+    heavy_units = {id(u): u for u in heavy_unit.values()}.values()
+    host_of = {u.heavy.key: u for u in heavy_units}
+    for e in [*(e for e, _ in light), *(u.heavy for u in heavy_units)]:
+        for root in values.reads[e.key]:
+            readers.setdefault(root, []).append(e)
+    gone: dict[str, Unit] = {}
+    for e, _ in reversed(light):
+        if only_inputs.isdisjoint(e.outputs):
+            continue
+        same = [r for o in e.outputs for r in readers.get(o, ()) if values.scope[r.key] == values.scope[e.key]]
+        first = min(same, key=lambda r: values.order[r.key], default=None)
+        host = host_of.get(first.key) if first is not None else None
+        if first is None:
+            continue
+        host = host or gone.get(first.key)
+        if host is not None and host.phase == keys[e.key][0]:
+            host.eqns.append(e)
+            gone[e.key] = host
+        elif host is None and keys[first.key][0] == keys[e.key][0]:
+            keys[e.key] = keys[first.key]
+    return gone

@@ -1,0 +1,184 @@
+"""How every value of a step grows with its batch: what tells a mean over the batch from a sum.
+
+Two traces of one step, the second with a batch M times as large, are followed side by side, as if the larger batch
+were M copies of the smaller one. A value that both have alike has power 0, one that is M times as large power 1
+(a sum over the batch; the literal 64.0 that was 16.0), a cotangent of a mean per sample power -1. Values that still have
+a batch dim are told by their shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
+
+
+class Scaling(NamedTuple):
+    """`power` None: unknown; `is_zero`: as good as any power. `is_ratio`: over a sum of the data (a mean with weights)."""
+
+    power: float | None = 0.0
+    is_zero: bool = False
+    is_ratio: bool = False
+
+
+UNKNOWN = Scaling(None)
+ZERO = Scaling(0.0, True)
+
+_KEEP = {
+    "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze", "copy", "copy_p", "rev",
+    "reduce_precision", "real", "imag", "name", "optimization_barrier", "expand_dims", "abs", "reduce_max", "reduce_min",
+    "stop_gradient", "sharding_constraint", "reduce_window_max", "split",
+}  # fmt: skip
+_FIRST = {"gather", "dynamic_slice"}  # as the first operand; the others are indices
+_ALIKE = {"add", "sub", "add_any", "max", "min", "concatenate", "pad", "rem", "clamp", "dynamic_update_slice", "nextafter"}
+_COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "sign", "is_finite"}
+_SUMS = {"reduce_sum", "reduce_window_sum", "cumsum"}
+_PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
+
+
+def scalings(small: Program, large: Program, factor: int) -> dict[int, Scaling]:
+    """The scaling of every value of `small`, all nesting levels included; empty where the programs differ in structure.
+
+    Args:
+      large: the same step with a batch `factor` times as large.
+    """
+    ours, theirs = list(small.walk()), list(large.walk())
+    alike = len(ours) == len(theirs) and all(
+        (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
+        for (a, _), (b, _) in zip(ours, theirs, strict=True)
+    )
+    return _Scaler(small, large, factor).run() if alike else {}
+
+
+class _Scaler:
+    def __init__(self, small: Program, large: Program, factor: int):
+        self.small, self.large, self.factor = small, large, factor
+        self.found: dict[int, Scaling] = dict.fromkeys(small.inputs, Scaling())
+        self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
+        self.data = {i for i in small.inputs if self.sample_dims(i)}
+
+    def run(self) -> dict[int, Scaling]:
+        self.block(self.small, self.large)
+        return self.found
+
+    def block(self, small: Program, large: Program) -> None:
+        for eqn, other in zip(small.eqns, large.eqns, strict=True):
+            if any(isinstance(a, int) and a in self.data for a in eqn.inputs):
+                self.data.update(eqn.outputs)
+            if eqn.body is not None:
+                self.loop(eqn, other)
+            else:
+                result = self.equation(eqn, other)
+                self.found.update(dict.fromkeys(eqn.outputs, result))
+
+    def sample_dims(self, atom: Atom) -> tuple[int, ...]:
+        """Dims of a value that grow with the batch."""
+        if not isinstance(atom, int):
+            return ()
+        a, b = self.small.avals[atom].shape, self.large.avals[atom].shape
+        return tuple(d for d in range(len(a)) if len(a) == len(b) and a[d] != b[d])
+
+    def read(self, atom: Atom, other: Atom) -> Scaling:
+        if isinstance(atom, int):
+            return self.found.get(atom, UNKNOWN)
+        a, b = np.asarray(atom.val), np.asarray(getattr(other, "val", np.nan))
+        if _is_zero(a) and _is_zero(b):
+            return ZERO
+        if a.size != 1 or b.size != 1 or a.dtype.kind not in "fiu" or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
+            return Scaling()
+        ratio = float(b) / float(a) if float(a) else 0.0
+        if not 0 < ratio < math.inf:
+            return UNKNOWN
+        power = math.log(ratio, self.factor)
+        return Scaling(round(2 * power) / 2) if abs(2 * power - round(2 * power)) < 1e-6 else UNKNOWN
+
+    def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
+        name = eqn.name
+        inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
+        is_ratio = any(s.is_ratio for s in inputs)
+        if any(s.power is None for s in inputs):
+            return UNKNOWN._replace(is_ratio=is_ratio)
+        powers = [s.power for s in inputs if not s.is_zero]
+        vanished = any(self.sample_dims(a) for a in eqn.inputs) and not any(self.sample_dims(o) for o in eqn.outputs)
+
+        def made(power: float) -> Scaling:
+            return Scaling(power, False, is_ratio)
+
+        def alike(found: list[float]) -> Scaling:
+            return ZERO if not found else made(found[0]) if len(set(found)) == 1 else UNKNOWN._replace(is_ratio=is_ratio)
+
+        if name in _KEEP:
+            return alike([s.power for s in inputs[:1] if not s.is_zero])
+        if name in _FIRST:
+            return alike([s.power for s in inputs[:1] if not s.is_zero])
+        if name in _ALIKE:
+            return alike(powers)
+        if name == "select_n":
+            return alike([s.power for s in inputs[1:] if not s.is_zero])
+        if name in _COMPARE:
+            return Scaling(0.0, False, is_ratio) if len(set(powers)) <= 1 else UNKNOWN._replace(is_ratio=is_ratio)
+        if name in _PRODUCTS:
+            if any(s.is_zero for s in inputs):
+                return ZERO
+            return made(sum(powers) + (name != "mul" and self.contracts_samples(eqn)))
+        if name == "div":
+            if inputs[0].is_zero:
+                return ZERO
+            is_ratio = is_ratio or self.is_data_sum(eqn.inputs[1], inputs[1])
+            return made(inputs[0].power - inputs[1].power)
+        if name in ("integer_pow", "square", "sqrt", "rsqrt"):
+            exponent = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5}.get(name) or eqn.params["y"]
+            is_ratio = is_ratio or (exponent < 0 and self.is_data_sum(eqn.inputs[0], inputs[0]))
+            return ZERO if inputs[0].is_zero and exponent > 0 else made(inputs[0].power * exponent)
+        if name in _SUMS:
+            return ZERO if inputs[0].is_zero else made(inputs[0].power + vanished)
+        if name in ("scatter-add", "scatter", "scatter-sub"):
+            adds = bool(self.sample_dims(eqn.inputs[2])) and not self.sample_dims(eqn.outputs[0])
+            updates = [] if inputs[2].is_zero else [inputs[2].power + (adds and name != "scatter")]
+            return alike([*([] if inputs[0].is_zero else [inputs[0].power]), *updates])
+        if name == "select_and_scatter_add":
+            return alike([s.power for s in inputs[:1] if not s.is_zero])
+        # What is not linear: alike in both where its operands are, unless it mixes samples.
+        return made(0.0) if not any(powers) and not vanished else UNKNOWN._replace(is_ratio=is_ratio)
+
+    def contracts_samples(self, eqn: FlatEqn) -> bool:
+        if eqn.name == "dot_general":
+            (lhs, _), _ = eqn.params["dimension_numbers"]
+            return bool(set(lhs) & set(self.sample_dims(eqn.inputs[0])))
+        # Of a convolution only the weight gradient sums over the batch: its result has no sample dim.
+        return bool(self.sample_dims(eqn.inputs[0])) and not self.sample_dims(eqn.outputs[0])
+
+    def is_data_sum(self, atom: Atom, scaling: Scaling) -> bool:
+        return isinstance(atom, int) and atom in self.data and scaling.power is not None and scaling.power >= 1
+
+    def loop(self, eqn: FlatEqn, other: FlatEqn) -> None:
+        body, p = eqn.body, eqn.params
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+        values = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
+        self.found.update(zip(body.inputs, values, strict=True))
+        self.data.update(i for i, a in zip(body.inputs, eqn.inputs, strict=True) if isinstance(a, int) and a in self.data)
+        carried = body.inputs[num_consts : num_consts + num_carry]
+        for _ in range(3):  # a carry that starts as zero takes the power of what is added to it
+            self.block(body, other.body)
+            results = [self.read(a, b) for a, b in zip(body.outputs, other.body.outputs, strict=True)]
+            before = [self.found[i] for i in carried]
+            for i, result in zip(carried, results, strict=False):
+                old = self.found[i]
+                if old.is_zero:
+                    self.found[i] = result
+                elif not result.is_zero and old.power != result.power:
+                    self.found[i] = UNKNOWN
+            if before == [self.found[i] for i in carried]:
+                break
+        finals = [self.found[i] for i in carried]
+        self.found.update(zip(eqn.outputs, [*finals, *results[num_carry:]], strict=True))
+        if any(isinstance(a, int) and a in self.data for a in body.outputs):
+            self.data.update(eqn.outputs)
+
+
+def _is_zero(value: object) -> bool:
+    a = np.asarray(value) if not hasattr(value, "dtype") or isinstance(value, np.ndarray | np.generic) else None
+    return a is not None and a.size == 1 and a.dtype.kind in "fiu" and not a.item()

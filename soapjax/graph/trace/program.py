@@ -1,0 +1,347 @@
+"""A train step as one flat list of equations, loops kept as nested programs.
+
+`flatten` inlines the call-like primitives (after differentiation: before it
+the custom rules would be lost) and other libraries' primitives that are made of JAX's, gives every value one integer id that is
+unique over all nesting levels, prepends the caller's name stack, and drops
+dead equations. Loops (`scan`) keep their body as a nested `Program`; `while`
+and `cond` stay opaque equations.
+
+>>> closed = jax.jit(lambda x: jnp.sin(x) @ x).trace(jnp.ones((4, 4))).jaxpr
+>>> [e.primitive.name for e in flatten(closed).eqns]
+['sin', 'dot_general']
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from soapjax.graph.trace.source_lines import line_of_equation
+
+# Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
+CALL_PRIMITIVES = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+
+# Collectives; over vmapped axes they are reductions.
+_OVER_DIMS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+
+Atom = int | jex_core.Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatEqn:
+    """One equation of a flat program.
+
+    `address` is its position at every nesting level: (12,) or (12, 3) for the
+    fourth equation in the body of loop 12.
+    """
+
+    address: tuple[int, ...]
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    stack: str
+    ctx: Any
+    body: Program | None = None
+    source_info: Any = None
+    name: str = dataclasses.field(init=False)  # of the primitive
+    key: str = dataclasses.field(init=False)  # the address as text, e.g. '12' or '12.3'
+
+    def __post_init__(self) -> None:
+        # Past the frozen setter: every pass asks for both, of every equation.
+        self.__dict__["name"] = self.primitive.name
+        self.__dict__["key"] = ".".join(map(str, self.address))
+
+    @property
+    def source(self) -> str:
+        """The line of the user's code that it comes from, "" where that is not known."""
+        return line_of_equation(self.source_info)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Equations in order; `avals` (shared by all nesting levels) gives the type of each value id.
+
+    `repeats`: value -> the value of the forward pass that it repeats, where that is not kept for the backward pass (recompute.py).
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[Atom, ...]
+    eqns: tuple[FlatEqn, ...]
+    consts: dict[int, Any]
+    avals: dict[int, Any]
+    repeats: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def walk(self, trip_count: int = 1) -> Iterator[tuple[FlatEqn, int]]:
+        """Every equation with the number of times it runs in a step; a loop comes before its body."""
+        for eqn in self.eqns:
+            yield eqn, trip_count
+            if eqn.body is not None:
+                yield from eqn.body.walk(trip_count * eqn.params["length"])
+
+    @functools.cached_property
+    def leaves(self) -> tuple[FlatEqn, ...]:
+        """Every equation but the loops, bodies in place."""
+        return tuple(eqn for eqn, _ in self.walk() if eqn.body is None)
+
+    def aval(self, atom: Atom) -> Any:
+        return self.avals[atom] if isinstance(atom, int) else atom.aval
+
+
+class _Flattener:
+    def __init__(self, unroll: bool, has_rule: Callable[[str], bool]):
+        self.unroll, self.has_rule = unroll, has_rule
+        self.avals: dict[int, Any] = {}
+
+    def fresh(self, aval: Any) -> int:
+        self.avals[len(self.avals)] = aval
+        return len(self.avals) - 1
+
+    def inline(
+        self, jaxpr: Any, consts: list[Atom], args: list[Atom], stack: str, out: list[dict], *, barrier: bool = False,
+        in_scan: bool = False,
+    ) -> list[Atom]:  # fmt: skip
+        """Appends the equations of an open jaxpr to `out`; returns its outputs as atoms."""
+        env: dict[Any, Atom] = {}
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        if barrier:
+            args = self._barrier(args, stack, out)
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Atom:
+            return v if isinstance(v, jex_core.Literal) else env[v]
+
+        scope, path = None, ""  # neighbours mostly stand in one
+        for eqn in jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            if eqn.source_info.name_stack is not scope:
+                scope = eqn.source_info.name_stack
+                path = "/".join(p for p in (stack, str(scope)) if p)
+            name = eqn.primitive.name
+            if name in CALL_PRIMITIVES:
+                sub = eqn.params[CALL_PRIMITIVES[name]]
+                open_jaxpr = getattr(sub, "jaxpr", sub)
+                sub_consts = [self._const(c, out) for c in getattr(sub, "consts", ())]
+                # Without the barrier XLA merges the recomputation of remat with the original and the memory is kept. In a loop
+                # nothing can be merged (prevent_cse=False), but XLA's GPU compiler takes a trip out of it, and computes that layer
+                # again before the head's gradient is there: its activations would lie beside the logits.
+                is_again = name in ("remat2", "checkpoint") and eqn.params.get("differentiated", False)
+                keep = bool(is_again and (in_scan or eqn.params.get("prevent_cse", False)))
+                results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=keep, in_scan=in_scan)
+            elif name == "custom_linear_solve":  # differentiated already: what is left to run is the solver
+                closed, args = _solver(eqn.params, inputs)
+                results = self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, path, out, in_scan=in_scan)
+            elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
+                results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
+            elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
+                consts = [self._const(c, out) for c in closed.consts]
+                results = self.inline(closed.jaxpr, consts, inputs, path, out, in_scan=in_scan)
+            elif name == "scan" and self.unroll:
+                results = self._unrolled(eqn, inputs, path, out)
+            else:
+                results = [self.fresh(v.aval) for v in eqn.outvars]
+                body = self._body(eqn, path, out) if name == "scan" else None
+                out.append(
+                    dict(
+                        primitive=eqn.primitive,
+                        params=eqn.params,
+                        inputs=tuple(inputs),
+                        outputs=tuple(results),
+                        stack=path,
+                        ctx=eqn.ctx,
+                        body=body,
+                        effects=bool(eqn.effects),
+                        source_info=eqn.source_info,
+                    )
+                )
+            for var, atom in zip(eqn.outvars, results, strict=True):
+                env[var] = atom
+        return [read(v) for v in jaxpr.outvars]
+
+    def _reduced(self, name: str, axes: tuple[int, ...], a: Atom, stack: str, out: list[dict]) -> Atom:
+        """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
+        return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
+
+    def _traced(self, fn: Callable[..., Any], args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        """Inlines a small function of our own over atoms."""
+        structs = [jax.ShapeDtypeStruct(self._aval(a).shape, self._aval(a).dtype) for a in args]
+        closed = jax.make_jaxpr(fn)(*structs)
+        return self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, stack, out)
+
+    def _aval(self, atom: Atom) -> Any:
+        return self.avals[atom] if isinstance(atom, int) else atom.aval
+
+    def _barrier(self, args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+        index = [i for i, a in enumerate(args) if isinstance(a, int)]
+        if not index:
+            return args
+        held = self._traced(lambda *xs: jax.lax.optimization_barrier(xs), [args[i] for i in index], stack, out)
+        args = list(args)
+        for i, atom in zip(index, held, strict=True):
+            args[i] = atom
+        return args
+
+    def _const(self, value: Any, out: list[dict]) -> int:
+        ident = self.fresh(jax.typeof(value))
+        out.append(dict(const=ident, value=value))
+        return ident
+
+    def _body(self, eqn: Any, path: str, out: list[dict]) -> tuple[list[int], list[Atom], list[dict]]:
+        closed = eqn.params["jaxpr"]
+        inner: list[dict] = []
+        # Constants of the body are values of the outermost level: a body has no constants of its own.
+        consts = [self._const(c, out) for c in closed.consts]
+        args = [self.fresh(v.aval) for v in closed.jaxpr.invars]
+        results = self.inline(closed.jaxpr, list(consts), list(args), path, inner, in_scan=True)
+        out.extend(e for e in inner if "const" in e)
+        return args, results, [e for e in inner if "const" not in e]
+
+    def _unrolled(self, eqn: Any, inputs: list[Atom], path: str, out: list[dict]) -> list[Atom]:
+        p = eqn.params
+        num_consts, num_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+        closed = p["jaxpr"]
+        body_consts = [self._const(c, out) for c in closed.consts]
+        ys: list[list[Atom]] = [[] for _ in eqn.outvars[num_carry:]]
+        for t in reversed(range(length)) if p["reverse"] else range(length):
+            step = f"{path}/t{t}"
+            slices = [self._traced(lambda x, t=t: x[t], [x], step, out)[0] for x in xs]
+            results = self.inline(closed.jaxpr, body_consts, [*consts, *carry, *slices], step, out, in_scan=True)
+            carry = results[:num_carry]
+            for column, y in zip(ys, results[num_carry:], strict=True):
+                column.append(y)
+        stacked = []
+        for column in ys:
+            ordered = column[::-1] if p["reverse"] else column
+            stacked.append(self._stack(ordered, path, out))
+        return [*carry, *stacked]
+
+    def _stack(self, parts: list[Atom], path: str, out: list[dict]) -> Atom:
+        return self._traced(lambda *p: jax.numpy.stack(p), parts, path, out)[0]
+
+
+def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]]:
+    """The jaxpr that solves, of those of a linear solve, and what it is called with: its own constants and the right-hand sides."""
+    lengths = params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    own = inputs[start : start + lengths.solve]
+    return params["jaxprs"].solve, [*own, *inputs[start + lengths.solve + lengths.transpose_solve :]]
+
+
+def made_of(eqn: Any) -> Any:
+    """The jaxpr that another library's primitive stands for, by its own `def_impl`; None where that is no JAX code.
+
+    Such a primitive marks what it must not be (differentiated, batched), or carries derivatives of its own: after
+    differentiation only its value counts. JAX's own primitives are not made of others.
+    """
+    impl = eqn.primitive.impl
+    if getattr(getattr(impl, "func", impl), "__module__", "jax").split(".")[0] in ("jax", "jaxlib"):
+        return None
+    params = eqn.primitive.get_bind_params(eqn.params)
+    try:
+        structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+        closed = jax.make_jaxpr(lambda *args: impl(*args, **params))(*structs)
+    except Exception:  # it computes on numbers, calls a kernel, ...: whatever it is, it stays one equation
+        return None
+    is_same = [(a.shape, a.dtype) for a in closed.out_avals] == [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    return closed if is_same and all(e.primitive is not eqn.primitive for e in closed.eqns) else None
+
+
+def flatten(closed: Any, *, unroll: bool = False, has_rule: Callable[[str], bool] = lambda name: True) -> Program:
+    """The flat program of a ClosedJaxpr.
+
+    Args:
+      unroll: also unroll every scan into equations.
+      has_rule: whether a primitive of this name is planned as it stands; others are looked into where they can be.
+    """
+    f = _Flattener(unroll, has_rule)
+    args: list[Atom] = [f.fresh(v.aval) for v in closed.jaxpr.invars]
+    records: list[dict] = []
+    consts = [f._const(c, records) for c in closed.consts]
+    results = f.inline(closed.jaxpr, list(consts), args, "", records)
+    values = {r["const"]: r["value"] for r in records if "const" in r}
+    records = _own_casts(records, {a for a in args if isinstance(a, int)}, f)
+    eqns = _finish([r for r in records if "const" not in r], {a for a in results if isinstance(a, int)}, (), f.avals, values)
+    return Program(tuple(a for a in args if isinstance(a, int)), tuple(results), eqns, values, f.avals)
+
+
+def _own_casts(records: list[dict], inputs: set[int], f: _Flattener) -> list[dict]:
+    """Every reader of a cast input (mixed precision) gets a cast of its own.
+
+    Else the backward pass would read the forward pass' cast copy, which then stays whole and alive although the
+    parameter behind it is stored in shards. XLA merges casts that stay alike.
+    """
+    casts: dict[int, dict] = {}
+    out: list[dict] = []
+    for r in records:
+        if "const" in r:
+            out.append(r)
+            continue
+        changed = list(r["inputs"])
+        for k, a in enumerate(changed):
+            if isinstance(a, int) and a in casts:
+                copy = dict(casts[a], outputs=(f.fresh(f.avals[a]),), stack=r["stack"])
+                out.append(copy)
+                changed[k] = copy["outputs"][0]
+        r = dict(r, inputs=tuple(changed))
+        if r["body"] is not None:
+            args, results, inner = r["body"]
+            first = r["params"]["num_consts"] + r["params"]["num_carry"]
+            stable = set(args[: r["params"]["num_consts"]]) | set(args[first:])
+            r["body"] = (args, results, _own_casts(inner, stable, f))
+        elif r["primitive"].name == "convert_element_type" and isinstance(a := r["inputs"][0], int) and a in inputs:
+            casts[r["outputs"][0]] = r
+        out.append(r)
+    return out
+
+
+def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], avals, consts) -> tuple[FlatEqn, ...]:
+    """Drops dead equations (last to first) and numbers the rest."""
+    alive = []
+    for r in reversed(records):
+        if r["effects"] or any(o in needed for o in r["outputs"]):
+            needed.update(a for a in r["inputs"] if isinstance(a, int))
+            if r["body"] is not None:
+                args, results, inner = r["body"]
+                body_needed = {a for a in results if isinstance(a, int)}
+                live_inner = _collect_needed(inner, body_needed)
+                needed.update(live_inner - set(args))
+            alive.append(r)
+    alive.reverse()
+    eqns = []
+    for i, r in enumerate(alive):
+        address = (*prefix, i)
+        body = None
+        if r["body"] is not None:
+            args, results, inner = r["body"]
+            inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
+            body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
+        fields = (r[k] for k in ("primitive", "params", "inputs", "outputs", "stack", "ctx"))
+        eqns.append(FlatEqn(address, *fields, body, r["source_info"]))
+    return tuple(eqns)
+
+
+def _collect_needed(records: list[dict], needed: set[int]) -> set[int]:
+    """All value ids that a body reads, nested bodies included (its own and those of outer levels)."""
+    for r in reversed(records):
+        if r["effects"] or any(o in needed for o in r["outputs"]):
+            needed.update(a for a in r["inputs"] if isinstance(a, int))
+            if r["body"] is not None:
+                args, results, inner = r["body"]
+                needed |= _collect_needed(inner, {a for a in results if isinstance(a, int)}) - set(args)
+    return needed

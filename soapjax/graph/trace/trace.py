@@ -1,0 +1,204 @@
+"""From a step function and example arguments to a `TracedStep`: nothing is allocated or run.
+
+Arguments may be arrays or `jax.ShapeDtypeStruct`s. Leaves are named by readable
+paths, the first part being the parameter's name: `state.params.blk0.attn.query.kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.garbage import fewer_collections
+from soapjax.graph.rules.light_rules import is_known
+from soapjax.graph.trace.one_program import for_one_program
+from soapjax.graph.trace.program import Program, flatten
+from soapjax.graph.trace.source_lines import line_of_error
+from soapjax.own_config import traced_for_plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A traced step: its flat program, the paths of its leaves, and which outputs replace which inputs."""
+
+    program: Program
+    in_tree: Any
+    out_tree: Any
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    state_pairs: dict[int, int]  # input leaf -> the output leaf that becomes it in the next step
+    in_names: tuple[str, ...] = ()  # of the arguments
+    # As it was traced, and the fingerprint of that graph, where `program` recomputes something (recompute.py).
+    traced_program: Program | None = None
+    fingerprint: str = ""
+
+    @property
+    def in_avals(self) -> list[Any]:
+        return [self.program.avals[i] for i in self.program.inputs]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [self.program.aval(o) for o in self.program.outputs]
+
+    @functools.cached_property
+    def is_read(self) -> tuple[bool, ...]:
+        """Per input leaf whether an equation reads it, or the step returns it."""
+        read = {a for eqn, _ in self.program.walk() for a in eqn.inputs if isinstance(a, int)}
+        read.update(a for a in self.program.outputs if isinstance(a, int))
+        return tuple(i in read for i in self.program.inputs)
+
+
+def leaf_paths(tree: Any, prefix: str) -> list[str]:
+    """Readable paths of the leaves of a pytree."""
+    paths = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        inner = jax.tree_util.keystr(path, simple=True, separator=".")
+        paths.append(".".join(p for p in (prefix, inner) if p))
+    return paths
+
+
+def _abstract(x: Any) -> Any:
+    if isinstance(x, jax.Array) or (hasattr(x, "shape") and hasattr(x, "dtype")):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+    return x
+
+
+def check_leaves(args: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises: SoapjaxError naming every leaf that is neither an array nor a number."""
+    problems = []
+    for name, argument in zip(names, args, strict=False):
+        for path, x in zip(leaf_paths(argument, name), jax.tree_util.tree_leaves(argument), strict=True):
+            if isinstance(x, jax.ShapeDtypeStruct | jax.Array):
+                continue
+            try:
+                jax.typeof(x)
+            except TypeError:
+                kind = f"{type(x).__module__}.{type(x).__qualname__}"
+                value = f"{x!r}, a {type(x).__name__}" if isinstance(x, str | bytes) else f"a {kind}"
+                problems.append(Problem(f"argument {path}", value, "an array or a number", _instead(x, name)))
+    if problems:
+        raise SoapjaxError(problems)
+
+
+def _instead(x: Any, name: str) -> str:
+    if hasattr(x, "__array__") or hasattr(x, "numpy"):
+        return "convert it with np.asarray (a torch tensor: .numpy()) before the call"
+    return f"leave it out of what the step is given, or name {name!r} in static_argnames where all of it is constant"
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first `count` positional parameters, `arg0` where there is none."""
+    try:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in kinds]
+    except (TypeError, ValueError):
+        names = []
+    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
+
+
+@fewer_collections()
+def trace(
+    fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (),
+    axis_name: str | Sequence[str] = (), strip_constraints: bool = False, **kwargs: Any,
+) -> TracedStep:  # fmt: skip
+    """Traces `fn(*args, **kwargs)`; positions in `static_argnums` are compile-time constants.
+
+    Args:
+      axis_name: axes over which the step's collectives go, as for `jax.pmap`: the whole batch is their one member.
+      strip_constraints: leave the step's own sharding constraints out.
+    Raises: SoapjaxError where an argument is no array, and where the function cannot be traced: the cause is named, with its line,
+      and the exception is the error's `__cause__`.
+    """
+    static = {i % len(args) for i in static_argnums} if args else set()
+    all_names = argument_names(fn, len(args))
+    names = [n for i, n in enumerate(all_names) if i not in static]
+    check_leaves([*(a for i, a in enumerate(args) if i not in static), *kwargs.values()], [*names, *kwargs])
+    # Shapes only: an array's own sharding would leave its marks in the jaxpr.
+    dynamic = [jax.tree.map(_abstract, a) for i, a in enumerate(args) if i not in static]
+    kwargs = jax.tree.map(_abstract, kwargs)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+    @functools.wraps(fn)
+    def step(*dyn: Any, **kw: Any) -> Any:
+        it = iter(dyn)
+        return fn(*(a if i in static else next(it) for i, a in enumerate(args)), **kw)
+
+    try:
+        if axes:
+            axis_env = [(a, 1) for a in axes]
+            closed, out_info = jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*dynamic, **kwargs)
+        else:
+            with jax.disable_jit(False), traced_for_plan():
+                traced = jax.jit(step).trace(*dynamic, **kwargs)
+            closed, out_info = traced.jaxpr, traced.out_info
+    except SoapjaxError:
+        raise
+    except Exception as e:  # noqa: BLE001 - whatever the user's function raises is reported with its own words
+        raise SoapjaxError(_untraceable(fn, e)) from e
+    if axes or strip_constraints:
+        closed = for_one_program(closed, axes, strip_constraints=strip_constraints)
+    in_paths = [p for n, a in zip(names, dynamic, strict=True) for p in leaf_paths(a, n)]
+    in_paths += [p for k in sorted(kwargs) for p in leaf_paths(kwargs[k], k)]
+    out_paths = leaf_paths(out_info, "out")
+    program = flatten(closed, unroll=unroll, has_rule=is_known)
+    pairs = _state_pairs([*dynamic, *(kwargs[k] for k in sorted(kwargs))], out_info)
+    in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
+    out_tree = jax.tree_util.tree_structure(out_info)
+    return TracedStep(program, in_tree, out_tree, tuple(in_paths), tuple(out_paths), pairs, (*names, *sorted(kwargs)))
+
+
+def _untraceable(fn: Callable[..., Any], e: Exception) -> Problem:
+    """What a user's function raised while it was traced, at its own line."""
+    line = line_of_error(e)
+    place = getattr(fn, "__qualname__", str(fn)) + (f", {line}" if line else "")
+    message = " ".join(str(e).strip().split("\n\n")[0].split())
+    value = f"{type(e).__name__}: {message}" if message else type(e).__name__
+    if isinstance(e, NameError) and "unbound axis name" in message:
+        name = message.partition("unbound axis name: ")[2].split(".")[0]
+        expected = "an axis that is known under one program"
+        return Problem(place, value, expected, f"pass axis_name={name!r}: its one member is the whole batch then")
+    return Problem(place, value, "a function that jax.jit can trace with these arguments", "correct the step at that line")
+
+
+def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The tree, and shape and dtype of every leaf as JAX sees them: float32 for a float64 array, int32 for a Python int.
+
+    (Flax's `TrainState` starts at a step that is one.)
+    """
+
+    def dtype(x: Any) -> Any:
+        found = x.dtype if hasattr(x, "dtype") else jax.numpy.result_type(x)
+        return str(jax.dtypes.canonicalize_dtype(found, allow_extended_dtype=True))
+
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return structure, tuple((tuple(jax.numpy.shape(x)), dtype(x)) for x in leaves)
+
+
+def _state_pairs(args: list[Any], out: Any) -> dict[int, int]:
+    """An argument is state where an output (or the whole output) has its signature."""
+    outs = list(out) if isinstance(out, tuple | list) else [out]
+    offsets, total = [], 0
+    for o in outs:
+        offsets.append(total)
+        total += len(jax.tree_util.tree_leaves(o))
+    pairs: dict[int, int] = {}
+    taken: set[int] = set()
+    start = 0
+    for a in args:
+        n = len(jax.tree_util.tree_leaves(a))
+        candidates = [(offsets[j], o) for j, o in enumerate(outs)]
+        if len(outs) > 1:
+            candidates.append((0, out))
+        for offset, o in candidates:
+            if n and offset not in taken and signature(a) == signature(o):
+                taken.add(offset)
+                pairs.update({start + k: offset + k for k in range(n)})
+                break
+        start += n
+    return pairs

@@ -1,0 +1,270 @@
+"""Moves of a descent: each assigns something to many operators at once.
+
+Repeated operators (forty time steps of a recurrent layer, the blocks of a residual net) are best off alike, and a
+chain that moves one of them at a time crosses a ridge for every one. So these moves *assign*:
+
+* together: some axes of one operator, in all members of its group; and their storage;
+* carried: a dim on an axis, in all operators to which tensors carry that dim, in one layer or in all that repeat it, in the
+  whole graph or in a stretch of it;
+* ranked: on an axis, dims in random order of rank, and every operator takes the first that it has: whole layers go over
+  from one dim to a chain of others, as from the batch to Megatron's columns and rows; in a stretch of the graph, or in a module
+  as the names of operators tell it, once or wherever it repeats (one layer of a recurrent net, in all time steps);
+* alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
+* stored: one storage, in a group or in the whole graph;
+* single: one value on one axis, or one storage, in a group: all of these are numbered, and a sweep tries one after the other;
+* exchanged: two axes of one size change places in the whole graph;
+* reranked: some axes are ranked anew in the whole graph, all at once: another way to split the step, from which to descend again.
+
+They have no reverse, so no Markov chain is asked to balance them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from soapjax.search.chain.moves import choices_of, dim_flows
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+
+WEIGHTS = (0.35, 0.25, 0.15, 0.1, 0.15)  # of together, carried, ranked, alike, stored
+MAX_AXES = 3  # that one move of a group changes
+
+
+def look_alikes(space: SearchSpace) -> np.ndarray:
+    """int32 [N]: a number for each set of operators with the same dims and choices.
+
+    Wider than the groups of repeated operators: the ends of a chain of time steps have other neighbours, and so are
+    groups of their own, but they use the same parameter and want the same split.
+    """
+    ids: dict[object, int] = {}
+    keys = (
+        (tuple((d.size, d.kind, d.is_reduced) for d in op.dims), space.allowed[n].tobytes(), space.divisors[n].tobytes())
+        for n, op in enumerate(space.graph.operators)
+    )
+    return np.array([ids.setdefault(key, len(ids)) for key in keys], np.int32)
+
+
+def modules_of(names: Sequence[str]) -> tuple[np.ndarray, list[list[int]]]:
+    """Sets of operators bool [M, N] that belong together by their `names`, paths of modules; and which of them hold each operator.
+
+    All below one path, and all below one path whose number in one component may be any: "blk3/attn", "blk#/attn". None of one
+    operator, none twice.
+    """
+    found: dict[str, set[int]] = {}
+    for n, name in enumerate(names):
+        path = name.split("/")
+        for depth in range(1, len(path) + 1):
+            found.setdefault("/".join(path[:depth]), set()).add(n)
+            for i in range(depth):
+                any_number = re.sub(r"[0-9]+", "#", path[i])
+                if any_number != path[i]:
+                    found.setdefault("/".join((*path[:i], any_number, *path[i + 1 : depth])), set()).add(n)
+    sets = sorted({tuple(sorted(some)) for some in found.values() if len(some) > 1})
+    members = np.zeros((len(sets), len(names)), bool)
+    holding: list[list[int]] = [[] for _ in names]
+    for m, some in enumerate(sets):
+        members[m, list(some)] = True
+        for n in some:
+            holding[n].append(m)
+    return members, holding
+
+
+class Assignments:
+    """Draws of the moves above on one space, one in each of B strategies side by side."""
+
+    def __init__(self, space: SearchSpace):
+        self.space = space
+        self.values, self.counts = choices_of(space)
+        num_ops, num_axes = self.counts.shape
+        is_choice = np.arange(self.values.shape[2]) < self.counts[..., None]
+        self.lowest = int(self.values.min())
+        self.offers = np.zeros((num_ops, num_axes, int(self.values.max()) - self.lowest + 1), bool)  # by value - lowest
+        n, a, v = np.nonzero(is_choice)
+        self.offers[n, a, self.values[n, a, v] - self.lowest] = True
+        # Every set is as likely as any other: what repeats often is one choice.
+        free = (self.counts > 1).any(axis=1) | space.owns_parameters
+        self.groups, alike = np.array([o.group for o in space.graph.operators]), look_alikes(space)
+        movable = [free & (of == k) for of in (self.groups, alike) for k in np.unique(of[free])]
+        self.movable = np.array(movable, bool).reshape(-1, num_ops)
+        self.owning = np.flatnonzero((self.movable & space.owns_parameters).any(axis=1))  # of those
+        self.flows = dim_flows(space)
+        self.modules, self.modules_of_op = modules_of([o.name for o in space.graph.operators])
+        self.sizes = np.array(space.mesh.axis_sizes)
+        moves = (self._together, self._carried, self._ranked, self._alike, self._stored)
+        weights = np.array(WEIGHTS) * [True, True, True, space.num_axes > 1, len(self.owning) > 0 and len(space.storages) > 1]
+        self.moves, self.weights = moves, weights / weights.sum()
+        offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
+        self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
+        self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
+
+    @property
+    def num_single(self) -> int:
+        """How many moves assign one value on one axis, or one storage, to one set of operators."""
+        return len(self.values_of_sets) + len(self.storages_of_sets)
+
+    def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
+        """`strategy` after each of these moves, numbers below `num_single`."""
+        before = np.broadcast_to(strategy.axes, (len(which), *strategy.axes.shape))
+        axes, storage = before.copy(), np.repeat(strategy.storage[None], len(which), axis=0)
+        is_value = which < len(self.values_of_sets)
+        at = np.flatnonzero(is_value)
+        g, a, value = self.values_of_sets[which[at]].T
+        takes = self.movable[g] & self.offers[:, a, value].T
+        axes[at, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[at, :, a])
+        at = np.flatnonzero(~is_value)
+        g, k = self.storages_of_sets[which[at] - len(self.values_of_sets)].T
+        storage[at] = np.where(self.movable[self.owning[g]], k[:, None], storage[at])
+        return self._divided(before, axes, storage)
+
+    def reranked(
+        self, rng: np.random.Generator, strategy: Strategy, count: int, *, every_axis: bool = False
+    ) -> list[Strategy]:
+        """`count` strategies that have one to all of the axes of `strategy` ranked anew."""
+        num_ops, num_axes = strategy.axes.shape
+        before = np.broadcast_to(strategy.axes, (count, num_ops, num_axes))
+        axes = before.copy()
+        how_many = rng.integers(num_axes if every_axis else 1, num_axes + 1, size=count)
+        is_new = rng.random((count, num_axes)).argsort(axis=1) < how_many[:, None]
+        for a in range(num_axes):
+            members = np.broadcast_to(is_new[:, a, None], (count, num_ops))
+            axes[:, :, a] = self._first_ranks(rng, axes[:, :, a], np.full(count, a), members)
+        return self._divided(before, axes, np.repeat(strategy.storage[None], count, axis=0))
+
+    def exchanged(self, rng: np.random.Generator, strategy: Strategy) -> list[Strategy]:
+        """`strategy` with two axes of one size exchanged in the whole graph: every pair that differs, in random order."""
+        pairs = [
+            (a, b) for a, b in itertools.combinations(range(len(self.sizes)), 2)
+            if self.sizes[a] == self.sizes[b] and (strategy.axes[:, a] != strategy.axes[:, b]).any()
+        ]  # fmt: skip
+        order = np.tile(np.arange(len(self.sizes)), (len(pairs), 1))
+        for row, (a, b) in zip(order, rng.permutation(pairs), strict=True):
+            row[[a, b]] = b, a
+        before = np.broadcast_to(strategy.axes, (len(pairs), *strategy.axes.shape))
+        axes = strategy.axes[:, order].transpose(1, 0, 2)
+        return self._divided(before, self._offered(before, axes), np.repeat(strategy.storage[None], len(pairs), axis=0))
+
+    def _offered(self, before: np.ndarray, axes: np.ndarray) -> np.ndarray:
+        """Strategies' `axes` [B, N, A], values that are not offered on an axis as they were `before`."""
+        num_ops, num_axes = axes.shape[1:]
+        may = self.offers[np.arange(num_ops)[:, None], np.arange(num_axes), axes - self.lowest]
+        return np.where(may, axes, before)
+
+    def draw(self, rng: np.random.Generator, strategies: list[Strategy]) -> list[Strategy]:
+        """A move from each; operators whose degrees would not divide stay as they are."""
+        if not strategies:
+            return []
+        before = np.stack([s.axes for s in strategies])
+        axes, storage = before.copy(), np.stack([s.storage for s in strategies])
+        kinds = rng.choice(len(self.moves), size=len(strategies), p=self.weights)
+        for k, move in enumerate(self.moves):
+            at = np.flatnonzero(kinds == k)
+            if len(at):
+                axes[at], storage[at] = move(rng, axes[at], storage[at])
+        return self._divided(before, axes, storage)
+
+    def _divided(self, before: np.ndarray, axes: np.ndarray, storage: np.ndarray) -> list[Strategy]:
+        """The strategies [B, N, A] and [B, N]; operators whose degrees do not divide are as they were `before`."""
+        lane, n = np.nonzero((axes != before).any(axis=2))
+        changed = axes[lane, n]
+        split = np.ones((len(n), self.space.divisors.shape[1]), np.int64)
+        for a, size in enumerate(self.sizes):
+            at = np.flatnonzero(changed[:, a] >= 0)
+            split[at, changed[at, a]] *= size
+        wrong = (self.space.divisors[n] % split != 0).any(axis=1)
+        axes[lane[wrong], n[wrong]] = before[lane[wrong], n[wrong]]
+        return [Strategy(*one) for one in zip(axes, storage, strict=True)]
+
+    def _some_of(self, rng: np.random.Generator, members: np.ndarray) -> np.ndarray:
+        """int [B]: one of each set, bool [B, N]."""
+        return np.where(members, rng.random(members.shape), -1.0).argmax(axis=1)
+
+    def _stretch(self, rng: np.random.Generator, n: np.ndarray) -> np.ndarray:
+        """bool [B, N]: consecutive operators around `n` [B], few to many; half of the time all there are."""
+        count, num_ops = len(n), len(self.groups)
+        before, after = num_ops ** rng.random((2, count)) * np.where(rng.random(count) < 0.5, 1, num_ops)
+        ahead = np.arange(num_ops) - n[:, None]
+        return (ahead > -before[:, None]) & (ahead < after[:, None])
+
+    def _may_take(self, a: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """bool [B, N]: which operators offer `values` [B, N] on axes `a` [B]."""
+        return self.offers[np.arange(values.shape[1]), a[:, None], values - self.lowest]
+
+    def _chosen(self, rng: np.random.Generator, n: np.ndarray, a: np.ndarray) -> np.ndarray:
+        """A value of operators `n` on axes `a`, of the same shape."""
+        return self.values[n, a, rng.integers(self.counts[n, a])]
+
+    def _together(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, num_axes = len(axes), len(self.sizes)
+        lanes = np.arange(count)
+        members = self.movable[rng.integers(len(self.movable), size=count)]
+        model = self._some_of(rng, members)
+        # All that the group's model has, with new values on some axes: members that had drifted apart come together.
+        order = rng.random((count, num_axes)).argsort(axis=1)
+        is_new = order < rng.integers(1, MAX_AXES + 1, size=count)[:, None]
+        drawn = self._chosen(rng, model[:, None], np.arange(num_axes)[None])
+        rows = np.where(is_new, drawn, axes[lanes, model])
+        for a in range(num_axes):
+            values = np.broadcast_to(rows[:, a, None], members.shape)
+            takes = members & self._may_take(np.full(count, a), values)
+            axes[:, :, a] = np.where(takes, values, axes[:, :, a])
+        too = members & (rng.random(count) < 0.3)[:, None]
+        return axes, np.where(too, storage[lanes, model][:, None], storage)
+
+    def _carried(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count = len(axes)
+        n = self._some_of(rng, self.movable[rng.integers(len(self.movable), size=count)])
+        a = rng.integers(len(self.sizes), size=count)
+        value = np.maximum(self._chosen(rng, n, a), -1)
+        is_tied = rng.random(count) < 0.7
+        in_group = (value < 0) & (rng.random(count) < 0.5)
+        stretch = self._stretch(rng, n)
+        for flow, here in zip(self.flows, (~is_tied, is_tied), strict=True):
+            at = np.flatnonzero(here)
+            has = flow == flow[n[at], value[at] + 1][:, None, None]  # [b, N, D + 1]
+            members = stretch[at] & has.any(axis=2) & (~in_group[at, None] | (self.groups == self.groups[n[at], None]))
+            dims = (has.argmax(axis=2) - 1).astype(np.int8)
+            now = axes[at, :, a[at]]
+            axes[at, :, a[at]] = np.where(members & self._may_take(a[at], dims), dims, now)
+        return axes, storage
+
+    def _ranked(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, num_ops = axes.shape[:2]
+        n = rng.integers(num_ops, size=count)
+        members = self._stretch(rng, n)
+        for lane in np.flatnonzero(rng.random(count) < 0.5):
+            if held_by := self.modules_of_op[n[lane]]:
+                members[lane] = self.modules[held_by[rng.integers(len(held_by))]]
+        a = rng.integers(len(self.sizes), size=count)
+        lanes = np.arange(count)
+        axes[lanes, :, a] = self._first_ranks(rng, axes[lanes, :, a], a, members)
+        return axes, storage
+
+    def _first_ranks(self, rng: np.random.Generator, now: np.ndarray, a: np.ndarray, members: np.ndarray) -> np.ndarray:
+        """Values [B, N] of axes `a` [B]: `members` [B, N] take the first that they have of a random order, others stay at `now`."""
+        flow = self.flows[1]  # -1 where an operator has no such dim: never offered
+        rank = rng.random((len(a), flow.max() + 1))
+        offered = self.offers[:, a, -1 - self.lowest :].transpose(1, 0, 2)  # [B, N, D + 1], no pins
+        best = np.where(offered, rank[:, flow[:, : offered.shape[2]]], -1.0)
+        dims = (best.argmax(axis=2) - 1).astype(np.int8)
+        return np.where(members & offered.any(axis=2), dims, now)
+
+    def _alike(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count, num_axes = len(axes), len(self.sizes)
+        lanes, a = np.arange(count), rng.integers(num_axes, size=count)
+        b = (a + rng.integers(1, num_axes, size=count)) % num_axes
+        members = self.movable[rng.integers(len(self.movable), size=count)]
+        stretch = self._stretch(rng, rng.integers(members.shape[1], size=count))
+        members = np.where((rng.random(count) < 0.5)[:, None], stretch, members)
+        values = axes[lanes, :, b]
+        axes[lanes, :, a] = np.where(members & self._may_take(a, values), values, axes[lanes, :, a])
+        return axes, storage
+
+    def _stored(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        count = len(axes)
+        members = self.movable[self.owning[rng.integers(len(self.owning), size=count)]]
+        members = np.where((rng.random(count) < 0.3)[:, None], self.space.owns_parameters, members)
+        return axes, np.where(members, rng.integers(len(self.space.storages), size=(count, 1)), storage).astype(np.int8)

@@ -1,0 +1,197 @@
+"""Where chains begin, made good before they walk: descents in moves of many operators at once (assignments.py).
+
+A round takes a batch of strategies that were not judged before, half from random draws and half from a *sweep*: every value on
+every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
+the best if it is better; what else was better is tried on top of it in the next round.
+
+Where a whole sweep has not helped, *kicks* follow (iterated local search, Lourenço, Martin and Stützle 2003), of three kinds:
+
+* moved: a few moves at once from the best, whatever they cost, and a short descent from there;
+* exchanged: two mesh axes of one size change places in the whole graph. Of little consequence by itself, where their links are
+  alike, but the order of axes decides which sums can be scattered, and the descent that follows splits layers in another way;
+* reranked: some axes are ranked anew in the whole graph, and a whole descent follows; what keeps a descent from the best is most
+  often how many axes split the batch, how many the width, and no move of one axis gets from one to the other.
+
+What ends lower is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.search.descent.assignments import Assignments
+from soapjax.search.problem import Evaluation, PlanningProblem
+from soapjax.simulate.simulator import BATCH
+from soapjax.strategy.strategy import Strategy
+
+PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
+KICKED_MOVES = (2, 5)  # of one small kick, at least and at most
+KICKED_PATIENCE = 6  # of the descent after a small kick
+MOST_RERANKED = 5  # a kick of that kind takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
+_MOST_MERGED = 6  # improvements that are tried together
+# Moves that are made at once: the first take as long as forty more, which are of no use once something better is found.
+_AT_ONCE = BATCH // 2, 4 * BATCH  # right after that, and at most
+_TRIES = 8  # so many times, for as many as are wanted that were not judged before
+
+
+class Descent:
+    """One descent from `start`; what it judges depends on `rng` alone."""
+
+    def __init__(
+        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, *,
+        patience: int = PATIENCE, sweeps: bool = True,
+    ):  # fmt: skip
+        self.problem, self.best, self.rng, self.moves, self.patience = problem, start, rng, moves, patience
+        self.seen = {start.strategy.key()}
+        self.merged: list[Strategy] = []
+        self.drawn: list[Strategy] = []  # from the best, and not looked at yet
+        self.quiet = 0
+        self.is_over = False
+        self.order = rng.permutation(self.moves.num_single if sweeps else 0)  # of the moves of a sweep
+        self.next = self.since = 0  # of the sweep, and how many of its moves did not help
+
+    def round(self, limit: int = BATCH) -> int:
+        """Judges up to `limit` new strategies and gives their number."""
+        drawn = self._fresh(min(limit, BATCH))
+        if not drawn:
+            self.is_over = True
+            return 0
+        found = sorted(self.problem.evaluate(drawn), key=lambda e: e.cost)
+        better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
+        self.merged = _overlaid(self.best.strategy, better)
+        self.quiet = 0 if better else self.quiet + 1
+        self.since = 0 if better else self.since
+        self.drawn = [] if better else self.drawn
+        self.best = min(self.best, found[0], key=lambda e: e.cost)
+        self.is_over = self.quiet >= self.patience and self.since >= len(self.order)
+        return len(drawn)
+
+    def _fresh(self, count: int) -> list[Strategy]:
+        """Up to `count` strategies that were not judged before: what was merged, then half of the sweep and half draws."""
+        found = self._unseen(self.merged[:count])
+        self.merged = []
+        found += self._swept(-(-(count - len(found)) // 2))
+        return found + self._random(count - len(found))
+
+    def _unseen(self, strategies: list[Strategy]) -> list[Strategy]:
+        """Those of them that were not judged before; they count as judged from now on."""
+        fresh = []
+        for one in strategies:
+            if (key := one.key()) not in self.seen:
+                self.seen.add(key)
+                fresh.append(one)
+        return fresh
+
+    def _swept(self, count: int) -> list[Strategy]:
+        """The next `count` moves of the sweep, fewer once all of them have not helped."""
+        found: list[Strategy] = []
+        while len(found) < count and self.since < len(self.order):
+            some = min(_AT_ONCE[0], len(self.order) - self.since)
+            chosen = self.order[(self.next + np.arange(some)) % len(self.order)]
+            for one in self.moves.single(self.best.strategy, chosen):
+                self.next, self.since = (self.next + 1) % len(self.order), self.since + 1
+                found += self._unseen([one])
+                if len(found) == count:
+                    break
+        return found
+
+    def _random(self, count: int) -> list[Strategy]:
+        """`count` random moves, fewer where most of what is drawn was judged before."""
+        found: list[Strategy] = []
+        for tries in range(_TRIES):
+            if len(found) == count:
+                break
+            if not self.drawn:
+                at_once = min(_AT_ONCE[0] << (self.quiet + tries), _AT_ONCE[1])
+                self.drawn = self.moves.draw(self.rng, [self.best.strategy] * at_once)
+            while self.drawn and len(found) < count:
+                found += self._unseen([self.drawn.pop()])
+        return found
+
+
+class Kind(NamedTuple):
+    """The descent that follows a kick."""
+
+    patience: int
+    sweeps: bool
+    swept_if_better: bool = False  # goes on with a sweep if it ends below the best
+
+
+KINDS = {
+    "moved": Kind(KICKED_PATIENCE, sweeps=False),
+    "exchanged": Kind(PATIENCE // 2, sweeps=False, swept_if_better=True),
+    "reranked": Kind(PATIENCE, sweeps=True),
+}
+
+
+class Kicks:
+    """Kicks of some kinds in turn, from the best known, `start` at first, and descents from there.
+
+    What it judges depends on the best and `rng` alone.
+    """
+
+    def __init__(
+        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str]
+    ):
+        self.problem, self.best, self.rng, self.moves = problem, start, rng, moves
+        self.kinds, self.kind = itertools.cycle(kinds), KINDS[kinds[0]]
+        self.draws = {"moved": self._moved, "exchanged": self._exchanged, "reranked": self._reranked}
+        self.descent: Descent | None = None
+        self.failed = 0  # kicks in a row without an improvement
+        self.exchanges: list[Strategy] = []  # of the best, not tried yet
+
+    def offer(self, best: Evaluation) -> None:
+        """The next kick is from `best` if that is better."""
+        if best.cost < self.best.cost:
+            self.best, self.failed, self.exchanges = best, 0, []
+
+    def round(self, limit: int = BATCH) -> int:
+        """One round of the descent after a kick, or the kick itself; the number of strategies judged, `limit` at most."""
+        if limit < 1:
+            return 0
+        if self.descent is None:
+            name = next(self.kinds)
+            kicked, self.kind = self.draws[name](limit), KINDS[name]
+            start = min(self.problem.evaluate(kicked), key=lambda e: e.cost)
+            self.descent = Descent(
+                self.problem, start, self.rng, self.moves, patience=self.kind.patience, sweeps=self.kind.sweeps
+            )
+            return len(kicked)
+        judged = self.descent.round(limit)
+        if self.descent.is_over:
+            found, is_swept = self.descent.best, len(self.descent.order) > 0
+            goes_on = self.kind.swept_if_better and not is_swept and found.cost < self.best.cost
+            self.failed += not goes_on
+            self.offer(found)
+            self.descent = Descent(self.problem, found, self.rng, self.moves) if goes_on else None
+        return judged
+
+    def _moved(self, limit: int) -> list[Strategy]:
+        kicked = [self.best.strategy]
+        for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
+            kicked = self.moves.draw(self.rng, kicked)
+        return kicked
+
+    def _exchanged(self, limit: int) -> list[Strategy]:
+        """One exchange of the best, each of them once; axes are ranked anew where there is none."""
+        if not self.exchanges:
+            self.exchanges = self.moves.exchanged(self.rng, self.best.strategy)
+        return [self.exchanges.pop()] if self.exchanges else self._reranked(limit)
+
+    def _reranked(self, limit: int) -> list[Strategy]:
+        count = min(2 ** self.rng.integers(0, MOST_RERANKED + 1), limit)
+        return self.moves.reranked(self.rng, self.best.strategy, count)
+
+
+def _overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:
+    """The first of `better` with what the second changed of `before`, that with what the third changed, and so on."""
+    out = better[:1]
+    for other in better[1:]:
+        last = out[-1]
+        axes = np.where(other.axes != before.axes, other.axes, last.axes)
+        out.append(Strategy(axes, np.where(other.storage != before.storage, other.storage, last.storage)))
+    return out[1:]

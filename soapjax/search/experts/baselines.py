@@ -1,0 +1,185 @@
+"""The strategies that experts write by hand: data parallelism, FSDP, Megatron's tensor parallelism.
+
+Each is a planner of the common type that evaluates a few strategies and returns the
+best. A degree that does not divide is lowered to the largest that does, and a note says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jax import Array
+
+from soapjax.graph.operators import NOT_SPLIT
+from soapjax.graph.passes.phases import UPDATE
+from soapjax.search.problem import Budget, PlanningProblem, SearchResult
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import REPLICATE, Strategy, replicated
+
+
+def split_axes(space: SearchSpace, n: int, dim: int, axes: Iterable[int]) -> tuple[int, ...]:
+    """Which of `axes` split dim `dim` of operator `n`: as far as its size divides."""
+    may_split = tuple(a for a in axes if space.allowed[n, a, dim + 1])
+    return largest_split(space.graph.operators[n].dims[dim].divisor, may_split, space.mesh.axis_sizes)
+
+
+@functools.cache
+def largest_split(divisor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The subset of `axes` with the largest product that divides `divisor`; the first such, slowest axes first."""
+    best: tuple[int, ...] = ()
+    for r in range(len(axes), 0, -1):
+        for chosen in itertools.combinations(axes, r):
+            product = math.prod(sizes[a] for a in chosen)
+            if divisor % product == 0 and product > math.prod(sizes[a] for a in best):
+                best = chosen
+    return best
+
+
+def _sample_dim(space: SearchSpace, n: int, axes: Sequence[int]) -> int | None:
+    """The sample dim that `axes` split most, the first of equals: of four groups of sixteen the sixteen."""
+    op = space.graph.operators[n]
+    found = [k for k, d in enumerate(op.dims) if d.kind == "S"]
+    degree = {k: math.prod(space.mesh.axis_sizes[a] for a in split_axes(space, n, k, axes)) for k in found}
+    return max(found, key=lambda k: degree[k], default=None)
+
+
+def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None = None) -> tuple[Strategy, tuple[str, ...]]:
+    """Every operator split over its sample dim, everything else replicated; over `axes`, all by default."""
+    space, mesh = problem.space, problem.space.mesh
+    axes = range(space.num_axes) if axes is None else axes
+    strategy = replicated(problem.graph, mesh)
+    lowered = set()
+    wanted = math.prod(mesh.axis_sizes[a] for a in axes)
+    for n, op in enumerate(problem.graph.operators):
+        dim = _sample_dim(space, n, axes)
+        if op.fixed is not None:
+            strategy.axes[n] = _only_config(problem, n)
+        elif dim is not None:
+            chosen = split_axes(space, n, dim, axes)
+            strategy.axes[n, list(chosen)] = dim
+            reached = math.prod(mesh.axis_sizes[a] for a in chosen)
+            if reached < wanted:
+                lowered.add((op.dims[dim].divisor, reached))
+    notes = tuple(f"a sample dim of {size} does not split {wanted} ways: {reached} used" for size, reached in sorted(lowered))
+    return strategy, notes
+
+
+def _only_config(problem: PlanningProblem, n: int) -> np.ndarray:
+    return problem.space.allowed[n].argmax(axis=1) - 1
+
+
+def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, sequence_parallel: bool = False) -> Strategy:
+    """Megatron's pairs over `axes`, data parallelism over the others.
+
+    In program order: an operator whose input is split on what it sums over is split there too (row parallel, the result is
+    summed); one whose input is split elsewhere follows its input (heads, channels); a weighted operator with a whole
+    input is split on its output features (column parallel). Shoeybi et al., Megatron-LM (2019), section 3.
+
+    Args:
+      sequence_parallel: what is between two pairs (norms, dropout, the residual stream) is split along the sequence instead of
+        repeated by all of `axes`. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022),
+        section 4.2.2.
+    """
+    graph, space = problem.graph, problem.space
+    others = [a for a in range(space.num_axes) if a not in set(axes)]
+    strategy, _ = data_parallel_strategy(problem, others)
+    split_dim: dict[int, int] = {}  # tensor -> its dim that the tensor-parallel axes split
+    for n, op in enumerate(graph.operators):
+        if op.fixed is not None:
+            continue
+        first = graph.tasks[op.tasks[0]]
+        chosen = None
+        for access in sorted(first.reads, key=lambda a: -graph.tensors[a.tensor].size_bytes):
+            d = split_dim.get(access.tensor)
+            if d is not None and access.dims[d] != NOT_SPLIT and chosen is None:
+                chosen = access.dims[d]
+        if chosen is None and op.parameters and first.kind in ("dot", "conv"):
+            features = [k for k, d in enumerate(op.dims) if d.kind == "P" and not d.is_reduced]
+            chosen = next((k for k in features if _fits(problem, n, k, axes)), None)
+        is_pair = chosen is not None and _fits(problem, n, chosen, axes)
+        if not is_pair and sequence_parallel:
+            along = [k for k, d in enumerate(op.dims) if d.kind == "A" and not d.is_reduced]
+            chosen = next((k for k in along if _fits(problem, n, k, axes)), None)
+        if chosen is None or not _fits(problem, n, chosen, axes):
+            continue
+        strategy.axes[n, list(axes)] = chosen
+        for access in first.writes if is_pair else ():
+            if chosen in access.dims:
+                split_dim[access.tensor] = access.dims.index(chosen)
+    return strategy
+
+
+def _fits(problem: PlanningProblem, n: int, dim: int, axes: Sequence[int]) -> bool:
+    sizes = problem.space.mesh.axis_sizes
+    taken = math.prod(sizes[a] for a in axes)
+    return bool(problem.space.divisors[n, dim] % taken == 0 and problem.space.allowed[n, list(axes), dim + 1].all())
+
+
+def _result(problem: PlanningProblem, strategies: list[Strategy], start: float, notes: tuple[str, ...] = ()) -> SearchResult:
+    evaluations = problem.evaluate(strategies)
+    best = min(evaluations, key=lambda e: e.rank)
+    return SearchResult(best, len(strategies), time.monotonic() - start, "complete", (), notes)
+
+
+def data_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """Replicated parameters, split batch, gradients summed once."""
+    start = time.monotonic()
+    strategy, notes = data_parallel_strategy(problem)
+    return _result(problem, [strategy], start, notes)
+
+
+def fsdp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """Data parallelism with parameters, gradients and optimizer state sharded (ZeRO-3): kept or regathered, by cost."""
+    start = time.monotonic()
+    strategy, notes = data_parallel_strategy(problem)
+    variants = []
+    for k, storage in enumerate(problem.space.storages):
+        if any(storage.axes) or len(problem.space.storages) == 1:
+            chosen = np.where(problem.space.owns_parameters, k, 0).astype(np.int8)
+            variants.append(Strategy(_updated_in_shards(problem, strategy, storage.axes), chosen))
+    return _result(problem, variants, start, notes)
+
+
+def _updated_in_shards(problem: PlanningProblem, strategy: Strategy, stored: Sequence[bool]) -> np.ndarray:
+    """int8 [N, A]: what updates state, and is an operator because another one reads it, is split as the state is stored."""
+    space, axes = problem.space, strategy.axes.copy()
+    spread = [a for a, is_spread in enumerate(stored) if is_spread]
+    for n, op in enumerate(problem.graph.operators):
+        if op.fixed is None and {problem.graph.tasks[t].phase for t in op.tasks} == {UPDATE} and (axes[n] == REPLICATE).all():
+            splits = [split_axes(space, n, k, spread) for k in range(len(op.dims))]
+            degree = [math.prod(space.mesh.axis_sizes[a] for a in split) for split in splits]
+            if degree:
+                k = degree.index(max(degree))
+                axes[n, list(splits[k])] = k
+    return axes
+
+
+def tensor_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """Megatron's pairs over the fastest axes, every possible degree, with whole or sharded storage; the best by cost."""
+    start = time.monotonic()
+    num_axes = problem.space.num_axes
+    variants = []
+    for first in range(num_axes):
+        strategy = tensor_parallel_strategy(problem, range(first, num_axes))
+        for k in range(len(problem.space.storages)):
+            storage = np.where(problem.space.owns_parameters, k, 0).astype(np.int8)
+            variants.append(Strategy(strategy.axes, storage))
+    valid = [s for s in variants if problem.space.is_valid(s)] or [data_parallel_strategy(problem)[0]]
+    return _result(problem, valid, start)
+
+
+def replicate_all(problem: PlanningProblem) -> Strategy:
+    """One device's program on every device: always feasible to run, never fast."""
+    strategy = replicated(problem.graph, problem.space.mesh)
+    for n, op in enumerate(problem.graph.operators):
+        if op.fixed is not None:
+            strategy.axes[n] = _only_config(problem, n)
+    return strategy
+
+
+BASELINES = {"data_parallel": data_parallel, "fsdp": fsdp, "tensor_parallel": tensor_parallel}

@@ -1,0 +1,260 @@
+"""OptCNN's dynamic programming on the additive relaxation (Jia, Lin, Qi and Aiken, ICML 2018, section 5).
+
+The cost is the sum of all durations; nothing overlaps. Operators are eliminated one by one (elimination.py), exactly,
+while the tables stay small. Nets with few skips reduce to nothing. Where a kernel remains (unrolled recurrent nets are
+grids, their shared weights meet every step), operators with the most neighbours are held fixed, the others are solved
+exactly given these, and then these one at a time given the others, until nothing improves: a local optimum, as the notes say.
+
+It starts where repeated operators are tied to one choice: that problem is much smaller (`additive_start`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+
+from soapjax.costs.evaluate import Durations
+from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
+from soapjax.search.problem import Budget, PlanningProblem, SearchResult
+from soapjax.search.relaxation.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
+from soapjax.search.relaxation.relaxation import Pairwise, Relaxation, relax
+from soapjax.strategy.strategy import Strategy
+
+MAX_CANDIDATES = 64
+MAX_CONFIGS = 2_000  # of an operator, for a start: the relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, half a minute)
+_STARTS = 4
+_TIED_ROUNDS, _ROUNDS = 20, 8  # of descent, each with other operators held fixed
+_MEMORY_STEPS = 6  # of the prices of memory and of communication
+TOLL = 4.0  # how much more each of these steps makes of communication
+
+
+class Solution(NamedTuple):
+    choice: np.ndarray  # [N]: candidate indices
+    value: float
+    is_exact: bool
+
+
+def solve(
+    problem: Pairwise, starts: Sequence[np.ndarray] = (), *, rounds: int = 12, deadline: float = float("inf"),
+    max_entries: int = MAX_ENTRIES,
+) -> Solution:  # fmt: skip
+    """The minimum where elimination reaches it, else a local one.
+
+    From each start, and then from the best, with other operators held fixed in every round.
+    """
+    count = len(problem.costs)
+    order, cut = order_of(problem, max_entries=max_entries)
+    if not cut:
+        found = eliminate(factors_of(problem), order, max_entries=max_entries)
+        return Solution(found.choice({}, count), found.value, True)
+    near = _neighbours(problem)
+    rng = np.random.default_rng(0)
+
+    def improved(choice: np.ndarray, order: list[int], cut: list[int]) -> Solution:
+        fixed = {n: int(choice[n]) for n in cut}
+        choice = eliminate(factors_of(problem, fixed), order, max_entries=max_entries).choice(fixed, count)
+        for n in cut:
+            choice[n] = int(_conditional(problem, near, choice, n).argmin())
+        return Solution(choice, problem.value(choice), False)
+
+    first = [*sorted(starts, key=problem.value)[:_STARTS], np.array([int(c.argmin()) for c in problem.costs])]
+    best = min((improved(c, order, cut) for c in first), key=lambda s: s.value)
+    for _ in range(rounds):
+        if time.monotonic() > deadline:
+            break
+        best = min(best, improved(best.choice, *order_of(problem, max_entries=max_entries, rng=rng)), key=lambda s: s.value)
+    return best
+
+
+def _neighbours(problem: Pairwise) -> list[list[tuple[int, np.ndarray]]]:
+    """Per variable n: (neighbour m, table [Cm, Cn])."""
+    near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.costs]
+    for (a, b), table in problem.tables.items():
+        near[b].append((a, table))
+        near[a].append((b, table.T))
+    return near
+
+
+def _conditional(problem: Pairwise, near, choice: np.ndarray, n: int) -> np.ndarray:
+    """The cost of each class of `n` given all others."""
+    return problem.costs[n] + sum((t[choice[m]] for m, t in near[n]), start=np.zeros(len(problem.costs[n])))
+
+
+def conditional_costs(problem: Pairwise, choice: np.ndarray) -> list[np.ndarray]:
+    """N of [C]: what each class would cost, all others as in `choice`."""
+    near = _neighbours(problem)
+    return [_conditional(problem, near, choice, n) for n in range(len(choice))]
+
+
+def tied(problem: Pairwise, groups: list[int]) -> tuple[Pairwise, list[int]]:
+    """The problem in which operators of one group choose alike, and the variable of each operator.
+
+    Operators of a group that have other candidates (at the ends of a chain) stay apart.
+    """
+    ids: dict[object, int] = {}
+    variable = [ids.setdefault((g, of.tobytes()), len(ids)) for g, of in zip(groups, problem.labels, strict=True)]
+    costs: list[np.ndarray] = [None] * len(ids)  # type: ignore[list-item]
+    for v, c in zip(variable, problem.costs, strict=True):
+        costs[v] = c if costs[v] is None else costs[v] + c
+    repeats: dict[tuple[int, int, int], tuple[np.ndarray, int]] = {}
+    for (a, b), table in problem.tables.items():
+        key = (variable[a], variable[b], id(table))
+        repeats[key] = (table, repeats.get(key, (table, 0))[1] + 1)
+    tables: dict[tuple[int, int], np.ndarray] = {}
+    for (u, w, _), (table, times) in repeats.items():
+        if u == w:
+            costs[u] = costs[u] + times * np.diagonal(table)
+            continue
+        pair, table = ((u, w), table) if u < w else ((w, u), table.T)
+        tables[pair] = tables[pair] + times * table if pair in tables else times * table
+    labels = [problem.labels[variable.index(v)] for v in range(len(ids))]
+    return Pairwise(costs, tables, labels, costs), variable
+
+
+def seeds(problem: PlanningProblem) -> list[Strategy]:
+    """The baselines' strategies, and that which replicates all: their configs are always candidates."""
+    space = problem.space
+    plain = [replicate_all(problem), data_parallel_strategy(problem)[0]]
+    pairs = [tensor_parallel_strategy(problem, range(a, space.num_axes)) for a in range(space.num_axes)]
+    plain += [s for s in pairs if _divides(problem, s)]
+    storages = range(len(space.storages) if space.owns_parameters.any() else 1)
+    return [Strategy(s.axes, np.where(space.owns_parameters, k, 0).astype(np.int8)) for s in plain for k in storages]
+
+
+_last: list[Relaxation] = []  # planners that are compared ask for the same one, after each other
+
+
+def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> Relaxation:
+    """The relaxation on the best candidates, those of the baselines among them.
+
+    Raises: TimeoutError where it was not done by `deadline`, of `time.monotonic`.
+    """
+    if not _last or _last[0].problem is not problem:
+        _last[:] = [relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)]
+    return _last[0]
+
+
+def _divides(problem: PlanningProblem, strategy: Strategy) -> bool:
+    """Whether every degree divides its dim; all operators at once."""
+    space = problem.space
+    sizes = np.array(space.mesh.axis_sizes)
+    split = np.stack([np.where(strategy.axes == k, sizes, 1).prod(axis=1) for k in range(space.divisors.shape[1])], axis=1)
+    return bool((space.divisors % split == 0).all())
+
+
+def tied_solution(
+    relaxation: Relaxation, pairwise: Pairwise, starts: list[Strategy], deadline: float = math.inf
+) -> Solution:  # fmt: skip
+    """The best choice in which repeated operators choose alike."""
+    small, variable = tied(pairwise, [o.group for o in relaxation.problem.graph.operators])
+    members = [variable.index(v) for v in range(len(small.costs))]
+    begun = [c[members] for s in starts if (c := relaxation.choice(pairwise, s)) is not None]
+    found = solve(small, begun, rounds=_TIED_ROUNDS, deadline=deadline)
+    choice = found.choice[variable]
+    return Solution(choice, pairwise.value(choice), found.is_exact)
+
+
+def fitting(
+    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf
+) -> list[Strategy]:  # fmt: skip
+    """Minimisers at prices of memory and of communication that rise until one is feasible; the first is that without any.
+
+    No further ones after `deadline`, of `time.monotonic`.
+
+    Communication, which the relaxation knows in seconds, counts several times where the objective limits its bytes.
+    """
+    problem, objective = relaxation.problem, relaxation.problem.objective
+    found: list[Strategy] = []
+    price, toll = 0.0, 1.0
+    for _ in range(_MEMORY_STEPS):
+        pairwise = relaxation.pairwise(tolled(relaxation, toll), memory_price=price)
+        found.append(relaxation.strategy(pairwise, minimise(pairwise).choice))
+        evaluation = problem.evaluate(found[-1:])[0]
+        if evaluation.is_feasible or time.monotonic() > deadline:
+            break
+        if evaluation.sent_bytes > objective.max_bytes:
+            toll *= TOLL
+        if evaluation.memory_bytes > objective.memory_limit(problem.usable_memory_bytes):
+            price = 6 * price if price else 0.1 * evaluation.step_time_s / evaluation.memory_bytes
+    return found
+
+
+def tolled(relaxation: Relaxation, toll: float) -> Durations:
+    """Weights of all durations: those of communication count `toll` times."""
+    weights = relaxation.weights()
+    return Durations(weights.compute_s, *(np.float32(toll) * x for x in weights[1:]))
+
+
+def has_additive_start(problem: PlanningProblem) -> bool:
+    """Whether the relaxation is quick to make, as starts have to be: no pins, and few configs of every operator."""
+    return not problem.space.offers_pins and bool(problem.space.num_assignments.max(initial=1.0) <= MAX_CONFIGS)
+
+
+def additive_start_s(problem: PlanningProblem) -> float:
+    """About how long it takes, on a machine of the speed that compiling the simulator showed."""
+    tables = problem.simulator.tables
+    terms = tables.num_tasks + len(tables.sum_task) + len(tables.edge_task) + int(tables.may_be_partial.sum())
+    return max(problem.simulator.compile_s, 1.5) * (1 + terms / 2500)
+
+
+def additive_start(problem: PlanningProblem, *, deadline: float = math.inf) -> Strategy:
+    """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found.
+
+    Raises: TimeoutError where the relaxation was not done by `deadline`, of `time.monotonic`.
+    """
+    begun = seeds(problem)
+    relaxation = seeded_relaxation(problem, deadline)
+    evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun, deadline), deadline))
+    if not any(e.is_feasible for e in evaluations):
+        evaluations += problem.evaluate(begun)
+    return min(evaluations, key=lambda e: e.rank).strategy
+
+
+def optcnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+    """The minimum of the sum of all durations (of the relaxation), evaluated by the simulator."""
+    begin = time.monotonic()
+    deadline = begin + (budget.seconds if budget.seconds is not None else float("inf"))
+    begun = seeds(problem)
+    try:
+        relaxation = seeded_relaxation(problem, deadline)
+    except TimeoutError:
+        return not_relaxed(problem, begin)
+    exact: list[bool] = []
+
+    def minimise(p: Pairwise) -> Solution:
+        start = tied_solution(relaxation, p, begun, deadline).choice
+        found = solve(p, [start], rounds=_ROUNDS, deadline=deadline)
+        exact.append(found.is_exact)
+        return found
+
+    strategies = fitting(relaxation, minimise, deadline)
+    best = min(problem.evaluate(strategies), key=lambda e: e.rank)
+    how = "solved exactly by elimination" if exact[0] else f"a kernel of over {MAX_ENTRIES:,} entries was left: coordinate descent"
+    took_s, stopped_by = time.monotonic() - begin, "seconds" if time.monotonic() > deadline else "complete"
+    return SearchResult(best, len(strategies), took_s, stopped_by, (), notes_on(relaxation, strategies[0], how))
+
+
+def not_relaxed(problem: PlanningProblem, begin: float) -> SearchResult:
+    """What is left to a planner of the additive relaxation when time ends before there is one: the best of the baselines."""
+    found = problem.evaluate(seeds(problem))
+    note = "the additive relaxation was not made in time: this is the best of its seeds, the baselines and full replication"
+    return SearchResult(min(found, key=lambda e: e.rank), len(found), time.monotonic() - begin, "seconds", (), (note,))
+
+
+def notes_on(relaxation: Relaxation, strategy: Strategy, how: str) -> tuple[str, ...]:
+    kept = f"on {relaxation.num_candidates} candidates" if relaxation.is_pruned else "on all configs"
+    notes = (f"additive objective {relaxation.value(strategy):.6g} s, {how}, {kept}", *unproven(relaxation.problem))
+    return notes
+
+
+def unproven(problem: PlanningProblem) -> tuple[str, ...]:
+    """What a result of the additive relaxation does not speak of."""
+    pins = ("of plans without pins",) if problem.space.offers_pins else ()
+    if problem.objective.is_time:
+        return pins
+    return (*pins, "the sum of durations was minimised, its minimisers judged by mdpe: nothing is proven of mdpe")

@@ -1,0 +1,81 @@
+"""Conversions that may be shared: readers that want one tensor in the same layout convert it once.
+
+Who pays depends on many operators. A conversion that an earlier one of its own operator makes superfluous is free; of the
+others, each of the g operators that may want the layout is charged 1/g of the cost. All who want it together are then charged
+no more than the one conversion that is made. Where the backward pass gathers parameters again, it pays for itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.costs.tables.tables import CostTables
+from soapjax.search.relaxation.own_rows import OwnRows
+
+
+class Twins(NamedTuple):
+    """What a conversion is charged, given which earlier ones of its own operator want the same layout."""
+
+    equal: np.ndarray  # int16 [K, Q]: by candidate, for Q earlier conversions of the same operator
+    crosses: tuple[bool, ...]  # [Q]: from the forward pass into the backward pass
+    sharers: np.ndarray  # int16 [K, 2]: operators that may want this layout: in both passes, and in this pass alone
+
+    def charged(self, again: np.ndarray, equal: np.ndarray, sharers: np.ndarray) -> np.ndarray:
+        """Shares [n] of the cost; `again` where the backward pass gathers anew."""
+        is_free = (equal & ~(again.astype(bool)[:, None] & np.array(self.crosses, bool))).any(axis=1)
+        return np.where(is_free, 0.0, 1.0 / np.where(again, sharers[:, 1], sharers[:, 0]))
+
+
+def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
+    """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
+    is_backward = tables.edge_is_backward.tolist()
+    out = {}
+    seen: dict[bytes, frozenset[int]] = {}
+    for edges in tables.reader_groups():
+        if len(edges) == 1:
+            continue
+        ops = {e: int(rows.slot_op[tables.edge_slot[e]]) for e in edges}
+        p = int(tables.edge_parameter[edges[0]])
+        owner = int(tables.parameter_op[p]) if p >= 0 else -1
+        again = np.zeros((1, 1), np.int8)
+        if owner >= 0:
+            again = tables.storage_regather[rows.candidates[owner].storage][:, None].astype(np.int8)
+        # Copies of unequal size (a loop's slice and the whole): no more than the smallest may be charged.
+        least = min(float(tables.edge_bytes[e]) for e in edges), min(float(tables.edge_trips[e]) for e in edges)
+        packed = {e: rows.name(int(tables.edge_slot[e])) for e in edges}
+        layouts = {e: _distinct(packed[e], seen) for e in edges}
+        sides = [edges, [e for e in edges if not is_backward[e]], [e for e in edges if is_backward[e]]]
+        wanted = [_wanted(side, ops, layouts) for side in sides]
+        for i, e in enumerate(edges):
+            own = [x for x in edges[:i] if ops[x] == ops[e]]
+            equal = np.stack([packed[x] == packed[e] for x in own] or [np.zeros(len(packed[e]), bool)], axis=1)
+            both, alone = wanted[0], wanted[2 if is_backward[e] else 1]
+            sharers = np.array([(both[x], alone[x]) for x in packed[e].tolist()], np.int16)
+            crosses = tuple(is_backward[e] and not is_backward[x] for x in own)
+            twins = Twins(equal.astype(np.int16), crosses or (False,), sharers)
+            # An own earlier conversion to this layout makes this one free; any other may have paid in its place.
+            others = (x for x in edges[:i] if ops[x] != ops[e])
+            payers = (*(x for x in others if not layouts[x].isdisjoint(layouts[e])), e)
+            out[e] = (((owner, again), twins), payers, *least)
+    return out
+
+
+def _distinct(packed: np.ndarray, seen: dict[bytes, frozenset[int]]) -> frozenset[int]:
+    key = packed.tobytes()
+    if key not in seen:
+        seen[key] = frozenset(np.unique(packed).tolist())
+    return seen[key]
+
+
+def _wanted(edges: list[int], ops: dict[int, int], layouts: dict[int, frozenset[int]]) -> dict[int, int]:
+    """Packed layout -> how many operators may want it."""
+    by_op: dict[int, set[int]] = {}
+    for e in edges:
+        by_op.setdefault(ops[e], set()).update(layouts[e])
+    count: dict[int, int] = {}
+    for wanted in by_op.values():
+        for x in wanted:
+            count[x] = count.get(x, 0) + 1
+    return count

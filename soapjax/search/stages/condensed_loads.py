@@ -1,0 +1,120 @@
+"""Loads of the stages of a deep model, from its graph with few of its repeated blocks (graph/condense.py).
+
+A stage with more blocks than the condensed graph has is one with fewer, and for every block that is left out what one block more
+costs between two others. Of a model whose blocks do not repeat these are the loads themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from soapjax.graph.condense import MOST_KEPT, Condensed, condense
+from soapjax.search.stages.stage_figures import Figures, Inside
+from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
+from soapjax.simulate.pipeline import StageLoad, Transfer
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import FactorMesh
+
+
+class CondensedLoads:
+    """As `StageLoads`, by the bounds of the whole graph; strategies and figures are the condensed graph's.
+
+    Args:
+      crossing_bytes: [n + 1] what crosses forwards at each place between forward operators.
+    """
+
+    def __init__(self, whole: StageLoads, crossing_bytes: np.ndarray):
+        self.whole, self.topology = whole, whole.topology
+        self.condensed: Condensed | None = condense(whole.whole, crossing_bytes)
+        self.small = whole if self.condensed is None else StageLoads(
+            self.condensed.graph, whole.topology, whole.profile, sums_once=whole.sums_once
+        )  # fmt: skip
+
+    def choices(self, first: int, count: int, num: int) -> list[Inside]:
+        """The inner strategies that a stage on these devices may have; the first is data parallelism."""
+        return self.small.choices(first, count, num)
+
+    def mesh(self, first: int, count: int, num: int) -> FactorMesh:
+        return self.small.mesh(first, count, num)
+
+    def load(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int, *, overlap: bool = True
+    ) -> StageLoad:  # fmt: skip
+        """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
+        figures = self.choices(first, count, num)[inner].figures
+
+        def load_of(b: tuple[int, int]) -> StageLoad:
+            return self.small.load_of(b, first, count, num, figures, overlap=overlap)
+
+        load = StageLoad(*self._extended(bounds, load_of).tolist())._replace(sync_level=0)  # a whole number, and of replicas only
+        # Of more blocks another moment may be the fullest: the one at which all that is kept is there.
+        short = load_of(self._shortened(bounds)[0])
+        working_bytes = max(load.working_bytes, short.working_bytes + load.kept_bytes - short.kept_bytes)
+        load = load._replace(working_bytes=working_bytes)
+        if bounds[0] == 0:  # nobody waits for the backward pass of the first stage: nothing of it is put off
+            load = load._replace(inputs_s=load.backward_s, weights_s=0.0, between_bytes=0.0)
+        return load
+
+    def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
+        """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""
+        return self._extended(bounds, lambda b: self.small.sent_bytes(b, first, count, num, inner))
+
+    def split_flops(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
+        """FLOPs of a stage per micro-batch, and those that are split [2]."""
+        inside = self.choices(first, count, num)[inner]
+        return self._extended(bounds, lambda b: self.small.split_flops(b, first, count, num, inside.strategy, inside.figures))
+
+    def _extended(self, bounds: tuple[int, int], figures: Callable[[tuple[int, int]], Sequence[float]]) -> np.ndarray:
+        """Figures of a stage from those of the shorter one."""
+        short, left_out, pair = self._shortened(bounds)
+        found = np.array(figures(short), np.float64)
+        if not left_out:
+            return found
+        one, two = (np.array(figures(b), np.float64) for b in pair)
+        return found + left_out * np.maximum(two - one, 0.0)
+
+    def transfers(
+        self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> list[Transfer]:  # fmt: skip
+        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i]."""
+        return transfers_of(self.crossing(bounds, count, num, inside), self.topology, first, count)
+
+    def crossing(
+        self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> dict[tuple[int, int], CrossingBytes]:  # fmt: skip
+        """(earlier stage, later stage) -> what crosses."""
+        of = range(len(self.whole.whole.tensors)) if self.condensed is None else self.condensed.tensor_of
+        return sums_of(self.whole.flows(bounds), lambda f: inside[f.reader].shard_bytes[of[f.tensor]] * count[f.reader])
+
+    def strategy(self, inside: Strategy) -> Strategy:
+        """A strategy of the condensed graph for the whole one."""
+        if self.condensed is None:
+            return inside
+        of = self.condensed.operator_of
+        return Strategy(inside.axes[of], inside.storage[of])
+
+    def _shortened(self, bounds: tuple[int, int]) -> tuple[tuple[int, int], int, tuple[tuple[int, int], tuple[int, int]]]:
+        """Bounds in the condensed graph, how many blocks they leave out, and the bounds of one and of two blocks between others."""
+        if self.condensed is None:
+            return bounds, 0, (bounds, bounds)
+        blocks, removed = self.condensed.blocks, self.condensed.num_removed
+        first, period, (begin, end) = blocks.first, blocks.period, bounds
+        pair = (first + period, first + 2 * period), (first + period, first + 3 * period)
+        shift = removed * period  # of what stands behind the run
+        inside = min(end, blocks.end) - max(begin, first)  # operators of the run
+        if inside <= 0:
+            move = shift if begin >= blocks.end else 0
+            return (begin - move, end - move), 0, pair
+        if begin <= first and end >= blocks.end:
+            return (begin, end - shift), removed, pair
+        if begin <= first:
+            left_out = max(0, inside // period - (MOST_KEPT - 2))
+            return (begin, end - left_out * period), left_out, pair
+        if end >= blocks.end:
+            left_out = max(0, inside // period - (MOST_KEPT - 2))
+            return (begin - shift + left_out * period, end - shift), left_out, pair
+        left_out = max(0, (inside - 1) // period)
+        start = first + period + (begin - first) % period
+        return (start, start + inside - left_out * period), left_out, pair

@@ -1,0 +1,200 @@
+"""The grid that people tune by hand, swept by a closed formula: what the search of pipelines starts from.
+
+A point is a number of stages, the degree of tensor parallelism inside them (with or without sequence parallelism), how parameters
+are stored, the size of a micro-batch, the schedule, and whether stages compute their activations again; data parallelism takes
+the devices that are left. Its time and memory follow from two prices of the whole model per degree, on as many devices as the
+degree says (time and activations are straight lines in the size of the micro-batch), by formulas that thousands of points
+a second pass through:
+
+    step = (M + (S - 1) / V) * slowest stage + sums of gradients once, or parameters gathered every time + update
+    memory = state + gradients + micro-batches in flight * what one keeps + one micro-batch's own
+
+for S groups of devices with V stages each and M micro-batches (Narayanan et al. 2021, sections 2.2 and 3). They order the points;
+what a point costs is said by `StageProblem.price`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.search.stages.gpipe import balanced_partition
+from soapjax.search.stages.stage_figures import STORED, level_between
+from soapjax.search.stages.stage_problem import Choice, StageProblem
+from soapjax.simulate.pipeline import StageLoad
+from soapjax.strategy.pipeline import ScheduleName
+
+MOST_CHUNKS = 4  # stages of one group of devices in an interleaved schedule
+
+
+class Point(NamedTuple):
+    """One point of the grid; `inside` is the name of an inner strategy (stage_figures.py) without its storage."""
+
+    schedule: ScheduleName
+    groups: int
+    chunks: int  # stages of each group
+    inside: str
+    degree: int  # of tensor parallelism
+    storage: str  # a value of STORED
+    num_microbatches: int
+    rematerialise: bool
+
+    @property
+    def name(self) -> str:
+        again = ", rematerialised" if self.rematerialise else ""
+        return f"{self.schedule}{again}"
+
+
+class _Line(NamedTuple):
+    """The whole model on `degree` devices: figures of one sample per micro-batch, and what one sample more costs [fields]."""
+
+    one: np.ndarray
+    more: np.ndarray
+
+    def at(self, samples: np.ndarray) -> StageLoad:
+        """Figures for so many samples [points]."""
+        return StageLoad(*(self.one[:, None] + self.more[:, None] * (samples - 1)))
+
+
+class Grid:
+    """All points of a problem, best first."""
+
+    def __init__(self, problem: StageProblem):
+        self.problem, self.topology = problem, problem.topology
+        self.batch = problem.most_microbatches
+        self.layers = [problem.layers(self.batch, marks) for marks in dict.fromkeys((problem.joints, problem.cuts))]
+        self.bounds: dict[int, tuple[int, ...] | None] = {}
+
+    def choices(self) -> Iterator[tuple[str, Choice]]:
+        """Points as choices that the problem can price, with the name of their kind: what fits by the formula and is fast first."""
+        points = self._points()
+        if not points:
+            return
+        step_s, excess = self._figures(points)
+        for k in np.lexsort((step_s, excess)):
+            choice = self._choice(points[k])
+            if choice is not None and self.problem.is_valid(choice):
+                yield points[k].name, choice
+
+    def _points(self) -> list[Point]:
+        problem, devices = self.problem, self.topology.num_devices
+        found = []
+        for groups, (inside, degree), num in itertools.product(problem.stages, self._insides(), problem.microbatches):
+            if devices % groups or (devices // groups) % degree:
+                continue
+            data = devices // groups // degree
+            if (self.batch // num) % data:
+                continue  # devices would repeat each other's work
+            for schedule, chunks in self._schedules(groups, num):
+                for storage, again in itertools.product(dict.fromkeys(STORED.values()), (True, False)):
+                    if (storage and data == 1) or (problem.always_rematerialise and not again):
+                        continue
+                    found.append(Point(schedule, groups, chunks, inside, degree, storage, num, again))
+        return found
+
+    def _schedules(self, groups: int, num: int) -> Iterator[tuple[ScheduleName, int]]:
+        for schedule in self.problem.schedules:
+            if groups == 1 and schedule != "1f1b" and "1f1b" in self.problem.schedules:
+                continue  # the same order, or more micro-batches in flight
+            if schedule != "interleaved":
+                yield schedule, 1
+            elif groups > 1 and num % groups == 0:
+                yield from ((schedule, chunks) for chunks in range(2, MOST_CHUNKS + 1))
+
+    def _insides(self) -> list[tuple[str, int]]:
+        """Names of inner strategies as used, with their degrees: those that the largest stage may have."""
+        problem = self.problem
+        names = [x.name for x in problem.loads.choices(0, self._widest(), problem.microbatches[-1])]
+        plain = [n for n in names if not any(n.endswith(s) for s in STORED.values() if s)]
+        return [(n, int(n.split(",")[0].split("/")[1]) if "/" in n else 1) for n in plain]
+
+    def _widest(self) -> int:
+        return self.topology.num_devices // min(g for g in self.problem.stages if self.topology.num_devices % g == 0)
+
+    # The formula.
+
+    def _figures(self, points: list[Point]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a step, and bytes per device beyond what is usable, of every point."""
+        step_s, excess = np.full(len(points), np.inf), np.full(len(points), np.inf)
+        kinds: dict[tuple[str, int], list[int]] = {}
+        for k, p in enumerate(points):
+            kinds.setdefault((p.inside, p.degree), []).append(k)
+        for (inside, degree), mine in kinds.items():
+            line = self._line(inside, degree)
+            step_s[mine], excess[mine] = self._of_kind(line, degree, [points[k] for k in mine])
+        return step_s, excess
+
+    def _line(self, inside: str, degree: int) -> _Line:
+        problem = self.problem
+        everything = (0, len(problem.forward))
+        two = min(n for n in range(2, self.batch + 1) if self.batch % n == 0) if self.batch > 1 else 1
+        found = []
+        for samples in dict.fromkeys((1, two)):
+            num = self.batch // samples
+            names = [x.name for x in problem.loads.choices(0, degree, num)]
+            inner = names.index(inside) if inside in names else 0
+            found.append(np.array(problem.loads.load(everything, 0, degree, num, inner), np.float64))
+        return _Line(found[0], (found[-1] - found[0]) / max(two - 1, 1))
+
+    def _of_kind(self, line: _Line, degree: int, points: list[Point]) -> tuple[np.ndarray, np.ndarray]:
+        devices = self.topology.num_devices
+        groups, chunks, num = (np.array([getattr(p, f) for p in points], float) for f in ("groups", "chunks", "num_microbatches"))
+        again = np.array([p.rematerialise for p in points])
+        sharded, regathered = (np.array([word in p.storage for p in points]) for word in ("sharded", "regathered"))
+        data = devices / groups / degree
+        one = line.at(self.batch / num / data)
+        gather_s = self._ring_s(one.parameter_bytes / groups, data.astype(int), degree)
+        share = self._slowest_share((groups * chunks).astype(int))
+        pass_s = (one.forward_s * (1 + again) + one.backward_s) * share
+        pass_s += sharded * (2.0 + regathered) * gather_s / chunks
+        once_s = np.where(sharded, 0.0, 2 * gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1))
+        most = groups * np.where(chunks > 1, 2 - 1 / chunks, 1)
+        is_put_off = np.array([p.schedule == "zb-h1" for p in points])
+        in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, most))
+        # Gradients of weights, a third of a pass or so, fill the bubble at the end (Qi et al. 2023, section 2.3).
+        bubble_s = (groups - 1) * pass_s * np.where(is_put_off, 2 / 3, 1)
+        step_s = num * chunks * pass_s + bubble_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
+        held = np.where(again, one.input_bytes + one.batch_bytes, one.kept_bytes / groups)
+        whole = (one.state_bytes + one.gradient_bytes) / groups / np.where(sharded, data, 1)
+        whole += np.where(sharded & ~regathered, one.parameter_bytes / groups, 0)
+        memory = whole + in_flight * held + np.maximum(one.working_bytes, one.kept_bytes) / groups
+        return step_s, np.maximum(memory - self.problem.usable_bytes, 0)
+
+    def _ring_s(self, size_bytes: np.ndarray, data: np.ndarray, degree: int) -> np.ndarray:
+        """Seconds to gather parameters over data parallelism (costs/rules/links.py), over the slowest links between replicas."""
+        levels = [self.topology.levels[level_between(self.topology, 0, int(d) * degree - 1)] for d in data]
+        rate = np.array([level.achieved_bytes_per_s for level in levels])
+        latency = np.array([level.latency_s for level in levels])
+        return (data - 1) * latency + size_bytes * (data - 1) / data / rate
+
+    def _slowest_share(self, stages: np.ndarray) -> np.ndarray:
+        """Of the whole model's time, what the slowest of so many stages takes; all of it where it cannot be cut so often."""
+        layers, marks = self.layers[-1]
+        before = dict(zip(marks, np.r_[0.0, np.cumsum(layers.compute_s)] / layers.compute_s.sum(), strict=True))
+        shares = {g: max(np.diff([before[b] for b in self._bounds(g) or marks[:: len(marks) - 1]])) for g in set(stages.tolist())}
+        return np.array([shares[g] for g in stages.tolist()])
+
+    # From points to choices.
+
+    def _choice(self, p: Point) -> Choice | None:
+        bounds = self._bounds(p.groups * p.chunks)
+        if bounds is None:
+            return None
+        count = self.topology.num_devices // p.groups
+        names = [x.name for x in self.problem.loads.choices(0, count, p.num_microbatches)]
+        if p.inside + p.storage not in names:
+            return None
+        inner = names.index(p.inside + p.storage)
+        again = (p.rematerialise,) * (len(bounds) - 1)
+        return Choice(p.schedule, p.num_microbatches, bounds, (count,) * p.groups, (inner,) * p.groups, again)
+
+    def _bounds(self, stages: int) -> tuple[int, ...] | None:
+        """GPipe's balanced partition into so many stages; None where the model has too few places to cut."""
+        if stages not in self.bounds:
+            layers, marks = next((x for x in self.layers if stages <= x[0].num_layers), (None, ()))
+            parts = balanced_partition(layers, stages) if layers is not None else ()
+            self.bounds[stages] = (0, *(marks[p[-1] + 1] for p in parts)) if parts else None
+        return self.bounds[stages]

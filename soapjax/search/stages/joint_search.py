@@ -1,0 +1,221 @@
+"""The joint search of pipelines: stages, devices, the plan inside, micro-batches, schedule and rematerialisation at once.
+
+A choice is priced by the pipeline simulation of its stages' loads (stage_problem.py): a bubble is idle time there,
+recomputation is time, and what does not fit is penalised as in every search. Starts are the best points of the grid that experts
+tune by hand (grid.py), and for their numbers of stages PipeDream's dynamic program, which makes uneven stages; the best go on by
+Metropolis-Hastings. The number of stages is fixed within a chain, so every move has its reverse, as likely:
+
+    boundary    between two stages, some operators on or back
+    devices     of two groups, any split of their sum
+    inside      of one group, or of all by the same step: one of the inner strategies (stage_figures.py)
+    micro-batches, schedule, rematerialisation of one stage
+
+The asynchronous schedule of PipeDream trains other weights, so it is planned only where it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax import interrupts
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.search.stages.grid import Grid
+from soapjax.search.stages.pipedream import Memory, pipedream
+from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
+
+MOST_STARTS = 96  # points of the grid that are priced
+MOST_TRIED = 480  # where none of them fits
+STARTS_SHARE = 0.5  # of the seconds, for starts
+MOST_UNEVEN = 64  # devices of PipeDream's dynamic program, which takes minutes for more
+BETA = 100.0  # of the chain: a choice 1 % slower than the start is accepted with probability 1/e
+CHAINS = 3
+DEFAULT_PROPOSALS = 600
+
+
+class StageSearch(NamedTuple):
+    """What a search of pipelines found; `baselines` are the best of every start by its name, `seen` of every number of stages."""
+
+    best: Priced
+    baselines: dict[str, Priced]
+    seen: tuple[Priced, ...]
+    num_proposals: int
+    search_s: float
+    stopped_by: str
+
+
+def _starts(problem: StageProblem) -> Iterator[tuple[str, Choice]]:
+    """The grid's points, best first."""
+    yield from Grid(problem).choices()
+
+
+def _uneven(problem: StageProblem, like: Choice) -> Choice | None:
+    """PipeDream's partition into as many stages as a choice has, with its micro-batches and schedule, data parallelism inside."""
+    layers, marks = problem.layers(like.num_microbatches)
+    devices, stages = problem.topology.num_devices, like.num_stages
+    if not 1 < stages <= min(layers.num_layers, devices) or stages != len(like.counts) or devices > MOST_UNEVEN:
+        return None
+    found = pipedream(layers, problem.topology, memory=Memory(is_limited=False), num_stages=stages, chain=True)
+    bounds = (0, *(marks[s.layers[-1] + 1] for s in found.stages))
+    counts = tuple(len(s.devices) for s in found.stages)
+    return dataclasses.replace(like, bounds=bounds, counts=counts, inner=(0,) * len(counts))
+
+
+Move = Callable[[np.random.Generator, StageProblem, Choice], Choice | None]
+
+
+def _move_boundary(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
+    if c.num_stages < 2:
+        return None
+    i = int(rng.integers(1, c.num_stages))
+    step = int(rng.choice([1, 2, 4, 8])) * int(rng.choice([-1, 1]))
+    cuts = problem.cuts
+    at = int(np.searchsorted(cuts, c.bounds[i])) + step
+    if not 0 <= at < len(cuts) or not c.bounds[i - 1] < cuts[at] < c.bounds[i + 1]:
+        return None
+    return dataclasses.replace(c, bounds=(*c.bounds[:i], cuts[at], *c.bounds[i + 1 :]))
+
+
+def _move_devices(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
+    if len(c.counts) < 2:
+        return None
+    i, j = map(int, rng.choice(len(c.counts), 2, replace=False))
+    total = c.counts[i] + c.counts[j]
+    mine = int(rng.integers(1, total))
+    counts = list(c.counts)
+    counts[i], counts[j] = mine, total - mine
+    return dataclasses.replace(c, counts=tuple(counts))
+
+
+def _move_inside(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
+    inner = list(c.inner)
+    most = problem.most_inner
+    picked = int(rng.integers(most))
+    if rng.random() < 0.5:
+        inner = [(i + picked) % most for i in inner]
+    else:
+        inner[int(rng.integers(len(inner)))] = picked
+    return dataclasses.replace(c, inner=tuple(inner))
+
+
+def _move_microbatches(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
+    return dataclasses.replace(c, num_microbatches=int(rng.choice(problem.microbatches)))
+
+
+def _move_schedule(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
+    return dataclasses.replace(c, schedule=str(rng.choice(problem.schedules)))
+
+
+def _move_memory(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
+    again = list(c.rematerialise)
+    i = int(rng.integers(len(again)))
+    again[i] = not again[i]
+    return dataclasses.replace(c, rematerialise=tuple(again))
+
+
+MOVES: tuple[Move, ...] = (
+    _move_boundary, _move_boundary, _move_devices, _move_inside, _move_microbatches, _move_schedule, _move_memory,
+)  # fmt: skip
+
+
+class _Best:
+    """The best choices so far: of all, by the name of a start, by the number of stages."""
+
+    def __init__(self):
+        self.of_name: dict[str, Priced] = {}
+        self.of_stages: dict[int, Priced] = {}
+        self.best: Priced | None = None
+
+    def see(self, found: Priced, name: str | None = None) -> None:
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
+        for table, key in ((self.of_name, name), (self.of_stages, found.choice.num_stages)):
+            if key is not None and (key not in table or found.rank < table[key].rank):
+                table[key] = found
+
+    @property
+    def fits(self) -> bool:
+        return self.best is not None and self.best.is_feasible
+
+
+def search_stages(
+    problem: StageProblem, *, seed: int = 0, num_proposals: int | None = None, seconds: float | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> StageSearch:  # fmt: skip
+    """The best pipeline found: from the best points of the grid, then by chains from the best of them.
+
+    Args:
+      num_proposals: of the chains; DEFAULT_PROPOSALS where neither it nor `seconds` is given.
+      seconds: of all of the search; a start that fits is looked for beyond them. Ctrl-C ends it early.
+    Raises: SoapjaxError where no pipeline is possible; KeyboardInterrupt where none has been priced yet.
+    """
+    begin = time.monotonic()
+    if num_proposals is None and seconds is None:
+        num_proposals = DEFAULT_PROPOSALS
+    seen, done, stopped = _Best(), 0, "proposals"
+    try:
+        with interrupts.searching():
+            _price_starts(problem, seen, math.inf if seconds is None else begin + STARTS_SHARE * seconds)
+            if seen.best is None:
+                raise SoapjaxError(_impossible(problem))
+            seeds = sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]
+            rng = np.random.default_rng(seed)
+            for k, at in enumerate(seeds):
+                share = STARTS_SHARE + (1 - STARTS_SHARE) * (k + 1) / len(seeds)
+                until = math.inf if seconds is None else begin + share * seconds
+                most = math.inf if num_proposals is None else -(-num_proposals // len(seeds))
+                for step, found in enumerate(_chain(problem, rng, at, seeds[0].cost)):
+                    done += 1
+                    seen.see(found)
+                    if progress is not None and done % 16 == 0:
+                        progress(done, seen.best.timeline.step_time_s, time.monotonic() - begin)
+                    if step + 1 >= most:
+                        break
+                    if time.monotonic() >= until:
+                        stopped = "seconds"
+                        break
+    except KeyboardInterrupt:
+        if seen.best is None:
+            raise
+        stopped = "interrupted"
+    return StageSearch(seen.best, seen.of_name, tuple(seen.of_stages.values()), done, time.monotonic() - begin, stopped)
+
+
+def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
+    """Prices the grid's best, and beside them uneven stages; until one fits, or MOST_TRIED, beyond the clock and MOST_STARTS."""
+    for k, (name, choice) in enumerate(_starts(problem)):
+        if k >= MOST_TRIED or (seen.fits and (k >= MOST_STARTS or time.monotonic() >= until)):
+            break
+        seen.see(problem.price(choice), name)
+        interrupts.check()
+    for like in [p.choice for p in sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]]:
+        if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
+            seen.see(problem.price(choice), f"{choice.schedule}, uneven")
+        interrupts.check()
+
+
+def _impossible(problem: StageProblem) -> Problem:
+    stages, batches = (" or ".join(map(str, x[:8])) for x in (problem.stages, problem.microbatches))
+    value = f"{stages} stages and {batches} micro-batches on {problem.topology.num_devices} devices"
+    remedy = "ask for another number of stages or micro-batches, or for more devices"
+    return Problem("pipeline", value, f"what {' or '.join(problem.schedules)} can run", remedy)
+
+
+def _chain(problem: StageProblem, rng: np.random.Generator, at: Priced, reference_s: float) -> Iterator[Priced]:
+    """Where a chain stands after each of its steps, without end."""
+    while True:
+        move = MOVES[int(rng.integers(len(MOVES)))](rng, problem, at.choice)
+        uniform = rng.random()
+        if move is not None and problem.is_valid(move):
+            found = problem.price(move)
+            if uniform < math.exp(min(0.0, BETA * (at.cost - found.cost) / reference_s)):
+                at = found
+            yield found
+        else:
+            yield at
+        interrupts.check()

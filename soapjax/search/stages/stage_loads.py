@@ -1,0 +1,302 @@
+"""What a stage costs: seconds of its forward, backward and update programs and the bytes that it keeps, per micro-batch.
+
+A stage is a run of operators on n devices with a plan inside: a strategy of the whole graph at micro-batch size on n devices.
+The cost model prices the whole graph once per strategy and micro-batch size; a stage is the part of the static schedule that
+its operators own (stage_part.py). So one stage of all operators and one micro-batch takes exactly the time that the SPMD simulator
+gives for the same strategy (tested). Memory is an upper bound: a part's gradients count from the start of its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.costs.itemize import Sent, described_items, sent_items
+from soapjax.costs.measured.measured import ComputeRates, linked, without_links
+from soapjax.costs.measured.profile import Profile
+from soapjax.costs.split_share import split_flops
+from soapjax.graph.condense import forward_operators
+from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.microbatch import micro_batch
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
+from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_between, part_of
+from soapjax.search.stages.stage_part import Ownership, StagePart
+from soapjax.simulate.pipeline import StageLoad, Transfer
+from soapjax.strategy.plan import SentPart
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology, FactorMesh
+
+OF_UPDATE = -1  # the position of an operator that has tasks in the update alone
+
+
+def positions(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
+    """int [N]: the place of every operator among the `forward` ones.
+
+    Operators of the backward pass alone stand where the earliest of those stand that they read from; OF_UPDATE.
+    """
+    position = np.full(graph.num_operators, OF_UPDATE)
+    position[list(forward)] = np.arange(len(forward))
+    made = {a.tensor: t.operator for t in graph.tasks for a in t.writes}
+    is_forward = position >= 0
+    for task in graph.tasks:
+        if not is_forward[task.operator] and position[task.operator] < 0 and task.phase != UPDATE:
+            read = [position[made[a.tensor]] for a in task.reads if a.tensor in made and position[made[a.tensor]] >= 0]
+            position[task.operator] = min(read, default=0)
+    return position
+
+
+def stage_of_operators(graph: OperatorGraph, bounds: Sequence[int], forward: Sequence[int]) -> np.ndarray:
+    """The stage [N] of every operator: stage i has the forward operators bounds[i] : bounds[i + 1]; OF_UPDATE."""
+    return _stages(positions(graph, forward), bounds)
+
+
+def _stages(position: np.ndarray, bounds: Sequence[int]) -> np.ndarray:
+    return np.where(position < 0, OF_UPDATE, np.searchsorted(np.asarray(bounds), position, side="right") - 1)
+
+
+class Flow(NamedTuple):
+    """A tensor that one stage makes, or holds, and another reads."""
+
+    source: int
+    reader: int
+    tensor: int
+    kind: str  # a field of `CrossingBytes`
+
+
+class CrossingBytes(NamedTuple):
+    """Bytes between two stages, all devices together."""
+
+    forward: float = 0.0  # per micro-batch
+    backward: float = 0.0
+    parameters: float = 0.0  # per step: what the earlier stage holds and the later one reads too
+    sums: float = 0.0  # per step: of the gradients of these
+
+
+class StageLoads:
+    """Loads of any stages of one graph on one topology; everything is kept once it is known.
+
+    Args:
+      profile: measurements to cost with; `topology` then has its links as measured.
+      sums_once: whether devices sum up gradients once per step; in PipeDream every minibatch is a step.
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None = None, *, sums_once: bool = True
+    ):
+        micro_batch(graph, 1)  # refuses what cannot be a pipeline
+        self.whole, self.topology, self.profile = graph, linked(topology, profile), without_links(profile)
+        self.sums_once = sums_once
+        self.forward = forward_operators(graph)
+        self.position = positions(graph, self.forward)
+        self.lives = lifetimes(graph)  # as those of its micro-batches
+        self._graphs: dict[int, OperatorGraph] = {}
+        self._fabrics: dict[tuple, tuple[Fabric, Ownership]] = {}
+        self._loads: dict[tuple, tuple[Figures, StageLoad]] = {}
+        self._sent: dict[tuple, np.ndarray] = {}  # [phases, K + 1] by an inner strategy
+        self._described: dict[int, tuple[Figures, list[tuple[Sent, SentPart]]]] = {}
+        self._flows: dict[tuple[int, ...], list[Flow]] = {}
+        self._figures: dict[tuple, Figures] = {}
+
+    def graph(self, num_microbatches: int) -> OperatorGraph:
+        if num_microbatches not in self._graphs:
+            self._graphs[num_microbatches] = micro_batch(self.whole, num_microbatches)
+        return self._graphs[num_microbatches]
+
+    def _fabric(self, first: int, count: int, num: int) -> tuple[Fabric, Ownership]:
+        part = part_of(self.topology, first, count)
+        links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
+        if (links, num) not in self._fabrics:
+            fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1)
+            self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
+        return self._fabrics[links, num]
+
+    def choices(self, first: int, count: int, num: int) -> list[Inside]:
+        """The inner strategies that a stage on these devices may have; the first is data parallelism."""
+        return self._fabric(first, count, num)[0].choices
+
+    def mesh(self, first: int, count: int, num: int) -> FactorMesh:
+        return self._fabric(first, count, num)[0].mesh
+
+    def space(self, first: int, count: int, num: int) -> SearchSpace:
+        return self._fabric(first, count, num)[0].space
+
+    def figures(self, first: int, count: int, num: int, strategy: Strategy) -> Figures:
+        """Of any strategy of the graph on the stage's mesh."""
+        fabric = self._fabric(first, count, num)[0]
+        key = id(fabric), strategy.axes.tobytes(), strategy.storage.tobytes()
+        if key not in self._figures:
+            self._figures[key] = fabric.figures(strategy)
+        return self._figures[key]
+
+    def load(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> StageLoad:
+        """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
+        return self.load_of(bounds, first, count, num, self.choices(first, count, num)[inner].figures)
+
+    def load_of(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, figures: Figures, *, overlap: bool = True
+    ) -> StageLoad:  # fmt: skip
+        """As `load`, for any strategy of the graph on the stage's mesh, by its figures; `overlap` False: one thing at a time."""
+        own = self._fabric(first, count, num)[1]
+        key = bounds, id(own), id(figures), overlap
+        if key not in self._loads:
+            part = StagePart(own, figures, self._mine(bounds), overlap=overlap, sums_once=self.sums_once and num > 1)
+            self._loads[key] = figures, self._summing(part.load(), num)  # the figures live as long as their id is a key
+        return self._loads[key][1]
+
+    def _mine(self, bounds: tuple[int, int]) -> np.ndarray:
+        """bool [N]: the operators of a stage; the last one has those of the update alone."""
+        is_last = bounds[1] == len(self.forward)
+        return (self.position >= bounds[0]) & (self.position < bounds[1]) | ((self.position == OF_UPDATE) & is_last)
+
+    def _summing(self, load: StageLoad, num: int) -> StageLoad:
+        """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written.
+
+        Compilers for GPUs let the product that makes a gradient add to the sum in place: only the sum is read besides.
+        """
+        if num == 1 or not self.sums_once:
+            return load
+        once_s = load.gradient_bytes / ComputeRates(self.topology, self.profile).memory_bytes_per_s
+        in_place = self.topology.device.platform != "cpu"
+        summing_s = (1 if in_place else 3) * once_s
+        is_split = load.weights_s > 0
+        return load._replace(
+            backward_s=load.backward_s + summing_s, update_s=load.update_s + once_s,
+            weights_s=load.weights_s + is_split * summing_s, inputs_s=load.inputs_s + (not is_split) * summing_s,
+            unsummed_bytes=0.0 if in_place else load.gradient_bytes,
+        )  # fmt: skip
+
+    def split_flops(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
+    ) -> tuple[float, float]:  # fmt: skip
+        """FLOPs of a stage per micro-batch, and those that are split (costs/split_share.py)."""
+        tables = self._fabric(first, count, num)[0].tables
+        every = split_flops(tables, strategy.axes, figures.layouts.slots, num_devices=self.topology.num_devices)
+        flops, split = (x[self._mine(bounds)].sum() for x in every)
+        return flops, split
+
+    def sends(
+        self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
+    ) -> list[tuple[str, SentPart]]:  # fmt: skip
+        """What each device of such a stage sends in one pass over one micro-batch, and in an update, with the program of each."""
+        fabric, own = self._fabric(first, count, num)
+        mine, is_last = self._mine(bounds), bounds[1] == len(self.forward)
+        late = self._summed_late(fabric, figures, num)
+        weights = StagePart(own, figures, mine).weights
+        end = len(fabric.tables.graph.tasks)
+        found = []
+        if id(figures) not in self._described:
+            self._described[id(figures)] = figures, described_items(fabric.tables, figures.layouts, strategy)
+        for item, sent in self._described[id(figures)][1]:
+            if mine[own.operator[item.task]] if item.task < end else is_last:
+                is_late = item.task == end or (item.reason == "resolve" and item.tensor in late)
+                phase = UPDATE if is_late else fabric.tables.graph.tasks[item.task].phase
+                found.append(("weights" if phase == BACKWARD and item.task in weights else PHASE_NAMES[phase], sent))
+        return found
+
+    def _summed_late(self, fabric: Fabric, figures: Figures, num: int) -> set[int]:
+        """Gradients that devices sum up with the update."""
+        late = zip(fabric.tables.graph.parameters, figures.may_sum_late, strict=True)
+        return {p.gradient for p, is_late in late if is_late and self.sums_once and num > 1}
+
+    def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
+        """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""
+        fabric, own = self._fabric(first, count, num)
+        key = id(fabric), inner
+        tables = fabric.tables
+        if key not in self._sent:
+            inside = fabric.choices[inner]
+            late = self._summed_late(fabric, inside.figures, num)
+            self._sent[key] = every = np.zeros((3, tables.num_tasks + 1))
+            for item in sent_items(tables, inside.figures.layouts, inside.strategy):
+                is_late = item.task == tables.num_tasks or (item.reason == "resolve" and item.tensor in late)
+                every[UPDATE if is_late else tables.graph.tasks[item.task].phase, item.task] += sum(item.bytes.values())
+        return self._sent[key] @ np.append(self._mine(bounds)[own.operator], bounds[1] == len(self.forward)).astype(np.float64)
+
+    def transfers(
+        self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> list[Transfer]:  # fmt: skip
+        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i].
+
+        Args:
+          inside: of every stage the figures of its strategy; a tensor is sent as the stage that gets it keeps it.
+        """
+        return transfers_of(self.crossing(bounds, count, num, inside), self.topology, first, count)
+
+    def crossing(
+        self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> dict[tuple[int, int], CrossingBytes]:  # fmt: skip
+        """(earlier stage, later stage) -> what crosses."""
+        return sums_of(self.flows(bounds), lambda f: inside[f.reader].shard_bytes[f.tensor] * count[f.reader])
+
+    def flows(self, bounds: Sequence[int]) -> list[Flow]:
+        """What crosses between stages; every tensor once per stage that reads it."""
+        key = tuple(bounds)
+        if key not in self._flows:
+            self._flows[key] = flows_between(self.whole, _stages(self.position, bounds))
+        return self._flows[key]
+
+
+def flows_between(graph: OperatorGraph, stage: np.ndarray) -> list[Flow]:
+    """What crosses between stages [N] of operators; every tensor once per stage that reads it.
+
+    A parameter that several stages read lives on the first of them; what the others add to its gradient is summed over their
+    micro-batches before it comes there (execute/streams/stage_cut.py).
+    """
+    made = {a.tensor: task for task in graph.tasks for a in task.writes}
+    tied = {i for s in graph.accumulations for i in (*s.summands, *s.running, s.total)}
+    parameters = {p.tensor for p in graph.parameters}
+    home: dict[int, int] = {}
+    stage = stage.tolist()
+    seen: set[tuple[int, int]] = set()
+    found = []
+    for task in graph.tasks:
+        reader = stage[task.operator]
+        for access in task.reads if task.phase != UPDATE else ():
+            source = stage[made[access.tensor].operator] if access.tensor in made else OF_UPDATE
+            if access.tensor in parameters:
+                source = home.setdefault(access.tensor, reader)
+            if source < 0 or source == reader or (access.tensor, reader) in seen:
+                continue
+            seen.add((access.tensor, reader))
+            if access.tensor in parameters:
+                kind = "parameters"
+            elif access.tensor in tied:
+                kind = "sums"
+            else:
+                kind = "backward" if source > reader or made[access.tensor].phase == BACKWARD else "forward"
+            found.append(Flow(source, reader, access.tensor, kind))
+    return found
+
+
+def sums_of(flows: Sequence[Flow], size: Callable[[Flow], float]) -> dict[tuple[int, int], CrossingBytes]:
+    """(earlier stage, later stage) -> what crosses, by the size of each flow in bytes."""
+    found: dict[tuple[int, int], CrossingBytes] = {}
+    for f in flows:
+        pair = min(f.source, f.reader), max(f.source, f.reader)
+        before = found.get(pair, CrossingBytes())
+        found[pair] = before._replace(**{f.kind: getattr(before, f.kind) + float(size(f))})
+    return found
+
+
+def crossing_bytes(graph: OperatorGraph, stage: np.ndarray) -> dict[tuple[int, int], CrossingBytes]:
+    """`sums_of` of whole tensors."""
+    return sums_of(flows_between(graph, stage), lambda f: graph.tensors[f.tensor].size_bytes * graph.tensors[f.tensor].copies)
+
+
+def transfers_of(
+    crossing: dict[tuple[int, int], CrossingBytes], topology: DeviceTopology, first: Sequence[int], count: Sequence[int]
+) -> list[Transfer]:  # fmt: skip
+    """What crosses, over the slowest link between the devices of two stages; all devices of the smaller one send or receive."""
+    found = []
+    for (a, b), sizes in sorted(crossing.items()):
+        ends = (min(first[a], first[b]), max(first[a] + count[a], first[b] + count[b]) - 1)
+        level = level_between(topology, *ends)
+        link = topology.levels[level]
+        rate = link.achieved_bytes_per_s * min(count[a], count[b])
+        seconds = [link.latency_s + size / rate if size else 0.0 for size in sizes]
+        found.append(Transfer(a, b, level, *seconds))
+    return found

@@ -1,0 +1,298 @@
+"""A part of a step's static schedule: the tasks of some operators under one strategy, run by the simulators' rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+
+from soapjax.costs.layouts import waiting_spans
+from soapjax.costs.tables.tables import CostTables
+from soapjax.graph.lifetimes import Lifetimes
+from soapjax.graph.operators import HEAVY_RESULT
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.search.stages.stage_figures import Figures
+from soapjax.simulate.pipeline import StageLoad
+from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ownership:
+    """Of the tasks of a schedule and the tensors of its graph, which operators they belong to; the same for all strategies."""
+
+    tables: CostTables
+    schedule: Schedule
+    lives: Lifetimes
+
+    @cached_property
+    def maker(self) -> np.ndarray:
+        """The task [tensors] that writes each tensor, -1 where none does."""
+        maker = np.full(len(self.tables.tensor_bytes), -1)
+        for k, task in enumerate(self.tables.graph.tasks):
+            for access in task.writes:
+                maker[access.tensor] = k
+        return maker
+
+    @cached_property
+    def operator(self) -> np.ndarray:
+        """The operator of each of the graph's tasks; of an update the one that owns the parameter."""
+        tables = self.tables
+        if not len(tables.parameter_op):
+            return tables.task_op
+        owner = tables.parameter_op[np.maximum(tables.task_parameter, 0)]
+        return np.where(tables.task_parameter >= 0, owner, tables.task_op)
+
+    @cached_property
+    def tasks_of(self) -> list[list[int]]:
+        """The graph's tasks of every operator."""
+        found: list[list[int]] = [[] for _ in self.tables.graph.operators]
+        for k, n in enumerate(self.operator.tolist()):
+            found[n].append(k)
+        return found
+
+    @cached_property
+    def tensors_of(self) -> list[list[int]]:
+        """What the tasks of every operator make."""
+        found: list[list[int]] = [[] for _ in self.tables.graph.operators]
+        for i, k in enumerate(self.maker.tolist()):
+            if k >= 0:
+                found[self.operator[k]].append(i)
+        return found
+
+    @cached_property
+    def parameter_of_gradient(self) -> np.ndarray:
+        """The parameter [tensors] whose gradient a tensor is, -1 of all others."""
+        found = np.full(len(self.tables.tensor_bytes), -1)
+        for p, parameter in enumerate(self.tables.graph.parameters):
+            found[parameter.gradient] = p
+        return found
+
+    @cached_property
+    def graph_task(self) -> np.ndarray:
+        """The graph's task that each scheduled task stands beside, -1 of a barrier."""
+        num_k, schedule = self.tables.num_tasks, self.schedule
+        by_kind = {
+            COMPUTE: np.arange(num_k), SUM: self.tables.sum_task, RESOLVE: self.maker,
+            CONVERT: np.minimum(self.tables.edge_task, num_k - 1),
+        }  # fmt: skip
+        found = np.full(schedule.num_tasks, -1)
+        for kind, tasks in by_kind.items():
+            where = schedule.kind == kind
+            if where.any():
+                found[where] = np.asarray(tasks)[schedule.source[where]]
+        return np.where(schedule.kind == BARRIER, -1, found)
+
+    @cached_property
+    def summed_parameter(self) -> np.ndarray:
+        """The parameter whose gradient each scheduled task sums over devices, -1 of all others."""
+        is_sum = self.schedule.kind == RESOLVE
+        return np.where(is_sum, self.parameter_of_gradient[np.where(is_sum, self.schedule.source, 0)], -1)
+
+    @cached_property
+    def phase(self) -> np.ndarray:
+        phase = np.array([t.phase for t in self.tables.graph.tasks])
+        return np.where(self.graph_task >= 0, phase[np.maximum(self.graph_task, 0)], -1)
+
+    @cached_property
+    def needs(self) -> list[list[int]]:
+        return self.schedule.needs()
+
+    def streams(self, *, overlap: bool) -> list[list[int]]:
+        """What each scheduled task occupies; without overlap communication also the stream that computes."""
+        return self._overlapping if overlap else self._alone
+
+    @cached_property
+    def _overlapping(self) -> list[list[int]]:
+        return [np.flatnonzero(row).tolist() for row in self.schedule.occupies]
+
+    @cached_property
+    def _alone(self) -> list[list[int]]:
+        return [np.flatnonzero(row).tolist() for row in self.schedule.without_overlap().occupies]
+
+    @cached_property
+    def backward_readers(self) -> list[set[int]]:
+        """The operators [tensors] whose backward tasks read each tensor; none of what is added to a gradient on several stages."""
+        graph = self.tables.graph
+        found: list[set[int]] = [set() for _ in graph.tensors]
+        for k, task in enumerate(graph.tasks):
+            for access in task.reads if task.phase == BACKWARD else ():
+                found[access.tensor].add(int(self.operator[k]))
+        for s in graph.accumulations:
+            for i in (*s.summands, *s.running, s.total):
+                found[i] = set()
+        return found
+
+    @cached_property
+    def edges_of(self) -> list[list[int]]:
+        """The conversions before the tasks of every operator, but those of the update."""
+        found: list[list[int]] = [[] for _ in self.tables.graph.operators]
+        for e, k in enumerate(self.tables.edge_task.tolist()):
+            if k < self.tables.num_tasks and self.tables.graph.tasks[k].phase != UPDATE:
+                found[self.operator[k]].append(e)
+        return found
+
+
+class StagePart:
+    """The scheduled tasks of some operators under one strategy.
+
+    Args:
+      mine: bool [N], the operators.
+      sums_once: whether gradients are summed over devices with the update, where `Figures.may_sum_late` says so.
+    """
+
+    def __init__(self, own: Ownership, figures: Figures, mine: np.ndarray, *, overlap: bool = True, sums_once: bool = False):
+        self.own, self.figures, self.mine, self.overlap = own, figures, mine, overlap
+        self.tables, self.graph, self.lives = own.tables, own.tables.graph, own.lives
+        self.sums_late = figures.may_sum_late & sums_once  # [P]
+        parameter = own.summed_parameter
+        is_late = parameter >= 0
+        if len(self.sums_late):
+            is_late &= self.sums_late[np.maximum(parameter, 0)]
+        self.phase = np.where(is_late, UPDATE, own.phase)
+        self.owned = (own.graph_task >= 0) & mine[own.operator[np.maximum(own.graph_task, 0)]]
+        self.tasks = sorted(k for n in np.flatnonzero(mine) for k in own.tasks_of[n])
+
+    def seconds(self, phase: int, tasks: set[int] | None = None) -> float:
+        """Makespan of one phase's tasks, or of those of the graph's `tasks`, each stream in program order."""
+        needs, streams, durations = self.own.needs, self.own.streams(overlap=self.overlap), self.figures.seconds
+        free = [0.0] * self.own.schedule.occupies.shape[1]
+        end: dict[int, float] = {}
+        last = 0.0
+        for t in np.flatnonzero(self.owned & (self.phase == phase)).tolist():
+            if tasks is not None and int(self.own.graph_task[t]) not in tasks:
+                continue
+            ready = max((end.get(p, 0.0) for p in needs[t]), default=0.0)
+            took = float(durations[t])
+            if took > 0:
+                ready = max([ready, *(free[s] for s in streams[t])])
+                for s in streams[t]:
+                    free[s] = ready + took
+            end[t] = ready + took
+            last = max(last, end[t])
+        return last
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """The backward tasks that no earlier stage waits for: gradients of weights; none where no stage is earlier."""
+        graph, own = self.graph, self.own
+        backward = [k for k in self.tasks if graph.tasks[k].phase == BACKWARD]
+        leaving = {
+            a.tensor for k in backward for a in graph.tasks[k].writes
+            if any(not self.mine[n] for n in own.backward_readers[a.tensor])
+        }  # fmt: skip
+        if not leaving:
+            return set()
+        needed = set()
+        for k in reversed(backward):
+            if any(a.tensor in leaving for a in graph.tasks[k].writes):
+                needed.add(k)
+                leaving |= {a.tensor for a in graph.tasks[k].reads}
+        return set(backward) - needed
+
+    def _between_bytes(self) -> float:
+        """What gradients of weights read of the rest of the backward pass."""
+        graph, own = self.graph, self.own
+        read = {a.tensor for k in self.weights for a in graph.tasks[k].reads}
+        made = [
+            i for i in read
+            if own.maker[i] >= 0 and graph.tasks[own.maker[i]].phase == BACKWARD and int(own.maker[i]) not in self.weights
+        ]  # fmt: skip
+        return float(self.figures.shard_bytes[made].sum())
+
+    def _kept(self) -> set[int]:
+        """Forward tensors that the backward pass reads, or from which it computes what is not stored (graph/lifetimes.py)."""
+        graph, lives, maker = self.graph, self.lives, self.own.maker
+        queue = [
+            a.tensor for k in self.tasks if graph.tasks[k].phase == BACKWARD for a in graph.tasks[k].reads if maker[a.tensor] >= 0
+        ]  # fmt: skip
+        seen, kept = set(queue), set()
+        while queue:
+            tensor = queue.pop()
+            task = graph.tasks[maker[tensor]]
+            if task.phase != FORWARD:
+                continue
+            if lives.is_stored[tensor] or not self.mine[self.own.operator[maker[tensor]]]:
+                kept.add(tensor)
+                continue
+            position = [a.tensor for a in task.writes].index(tensor)
+            for s in task.recomputed_from[position] or ():
+                if s == HEAVY_RESULT:
+                    s = next(a.tensor for a in task.writes if lives.is_stand_in[a.tensor])
+                if s not in seen and maker[s] >= 0:
+                    seen.add(s)
+                    queue.append(s)
+        return kept
+
+    def load(self) -> StageLoad:
+        """Seconds of its programs, and the bytes that it keeps."""
+        tables, figures, graph = self.tables, self.figures, self.graph
+        owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
+        gradients = [p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]
+        inputs = {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights
+        return StageLoad(
+            forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
+            parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
+            gradient_bytes=float(figures.shard_bytes[gradients].sum()), inputs_s=self.seconds(BACKWARD, inputs),
+            weights_s=self.seconds(BACKWARD, self.weights), between_bytes=self._between_bytes(), **self._activations(),
+        )  # fmt: skip
+
+    def _activations(self) -> dict[str, float]:
+        """What arrives and is kept per micro-batch, and the peak while it is computed with."""
+        tables, figures, graph, own = self.tables, self.figures, self.graph, self.own
+        reads: dict[int, list[int]] = {}  # tensor -> tasks of this part that read it
+        for k in self.tasks:
+            if graph.tasks[k].parameter < 0:
+                for access in graph.tasks[k].reads:
+                    reads.setdefault(access.tensor, []).append(k)
+        made = {i for n in np.flatnonzero(self.mine) for i in own.tensors_of[n]}
+        parameters = {p.tensor for p in graph.parameters}
+        state = {leaf for leaf, _ in graph.state_pairs}
+        is_kept = self._kept()
+        kept = arrives = batch = 0.0
+        steps = np.zeros(tables.num_tasks + 2)
+        for tensor in sorted({*reads, *made}):
+            size, k, mine = figures.shard_bytes[tensor], int(own.maker[tensor]), reads.get(tensor, [])
+            made_here = tensor in made
+            if tensor in parameters or own.parameter_of_gradient[tensor] >= 0 or (k >= 0 and graph.tasks[k].phase == UPDATE):
+                continue
+            if not made_here and tables.tensor_death[tensor] < 0:
+                continue
+            if k < 0:
+                batch += size if graph.tensors[tensor].input_leaf not in state else 0.0
+                steps[0] += tables.working.more[tensor] * size
+                steps[max(mine) + 1] -= tables.working.more[tensor] * size
+                continue
+            if made_here and not self.lives.is_stored[tensor]:
+                continue
+            if graph.tasks[k].phase == FORWARD and not made_here and any(graph.tasks[r].phase != UPDATE for r in mine):
+                arrives += size
+            if tensor in is_kept:
+                kept += size
+            birth = k if made_here else min(mine)
+            size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
+            steps[birth] += size
+            # What XLA fuses into its readers keeps its own operands alive until these run.
+            steps[max([birth, *mine, int(tables.tensor_death[tensor])]) + 1] -= size
+        for n in np.flatnonzero(self.mine):
+            for e in own.edges_of[n]:
+                steps[figures.copy_since[e]] += figures.copy_bytes[e]
+                steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
+        is_made = sorted(made)
+        passing = np.zeros(len(steps))
+        np.add.at(passing, own.maker[is_made], figures.passing_bytes[is_made])
+        working = float((np.cumsum(steps) + self._waiting(is_made) + passing).max(initial=0.0))
+        return {"batch_bytes": batch, "input_bytes": arrives, "kept_bytes": kept, "working_bytes": working}
+
+    def _waiting(self, made: list[int]) -> np.ndarray:
+        """Bytes [tasks + 2] of gradients that wait to be summed in one collective of their pass."""
+        own, tables, figures = self.own, self.tables, self.figures
+        merging = np.zeros((tables.num_tasks + 2, 2))
+        gradients = [i for i in made if (p := own.parameter_of_gradient[i]) >= 0 and not self.sums_late[p]]
+        merged_at = int(max((own.maker[i] for i in gradients), default=-1)) + 1
+        for i in gradients:
+            k = int(own.maker[i])
+            for waiting, since in waiting_spans(figures.merging_bytes[i], k, tables.working.operand_share, merged_at):
+                merging[since] += waiting
+                merging[max(int(tables.tensor_death[i]) + 1, since)] -= waiting
+        return np.minimum(np.cumsum(merging, 0), tables.working.most_waiting).sum(1)

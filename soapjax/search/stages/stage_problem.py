@@ -1,0 +1,319 @@
+"""Pipelines of one graph on one topology: what may be chosen, and what a choice costs.
+
+A `Choice` is small, frozen data; `StageProblem.price` simulates it (simulate/pipeline.py) with the loads of its stages
+(stage_loads.py), and `StageProblem.pipeline` is the pipeline that a plan file has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.costs.measured.layers import LayerGraph
+from soapjax.costs.measured.profile import Profile
+from soapjax.costs.split_share import share_of
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.condense import repeated_blocks
+from soapjax.graph.microbatch import micro_batch, sample_divisor
+from soapjax.graph.operators import OperatorGraph
+from soapjax.search.front import Front
+from soapjax.search.objective import TIME, Objective
+from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.stage_figures import part_of
+from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
+from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, predicted_times
+from soapjax.simulate.simulator import Scores
+from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
+from soapjax.strategy.plan import StrategyFigures
+from soapjax.strategy.schedules import SCHEDULES
+from soapjax.topology import DeviceTopology
+
+SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")  # that are searched
+MAX_BOUNDARIES = 160  # places to cut at that the planners consider
+MAX_MICROBATCHES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One pipeline: S stages on G groups of devices, stage i on group i mod G."""
+
+    schedule: ScheduleName
+    num_microbatches: int
+    bounds: tuple[int, ...]  # [S + 1]: stage i has the forward operators bounds[i] : bounds[i + 1]
+    counts: tuple[int, ...]  # [G]: devices of each group, one after the other
+    inner: tuple[int, ...]  # [G]: index into the group's inner strategies
+    rematerialise: tuple[bool, ...]  # [S]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def group(self, stage: int) -> tuple[int, int, int]:
+        """(first device, devices, inner strategy) of a stage."""
+        g = stage % len(self.counts)
+        return sum(self.counts[:g]), self.counts[g], self.inner[g]
+
+
+class Priced(NamedTuple):
+    choice: Choice
+    timeline: PipelineTimeline
+    memory_bytes: float  # of the fullest device
+    is_feasible: bool  # fits the devices, and meets the objective's limits
+    cost: float  # seconds, by the objective
+    sent_bytes: float = 0.0  # in a step by the device that sends most; 0 where nobody asks
+    excess: float = 0.0  # over the objective's limits; inf where it does not fit the devices
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """By this the best is the least, as in search/problem.py."""
+        return not self.is_feasible, self.excess, self.cost
+
+
+class StageProblem:
+    """A graph and a topology to be cut into stages; prices choices."""
+
+    def __init__(
+        self, graph: OperatorGraph, topology: DeviceTopology, *, schedules: Sequence[ScheduleName] = SYNCHRONOUS,
+        num_stages: int | None = None, num_microbatches: int | None = None, always_rematerialise: bool = False,
+        profile: Profile | None = None, objective: Objective = TIME, keeps_front: bool = False,
+    ):  # fmt: skip
+        self.objective = objective
+        self.front = Front(topology.device.usable_memory_bytes, dataclasses.astuple) if keeps_front else None
+        self.exact = StageLoads(graph, topology, profile, sums_once=all(SCHEDULES[s].is_synchronous for s in schedules))
+        self.forward = self.exact.forward
+        self.crossing_bytes = prefix_crossing(graph, self.forward)
+        self.loads = CondensedLoads(self.exact, self.crossing_bytes)
+        self.graph, self.topology = graph, self.loads.topology
+        self.schedules, self.always_rematerialise = tuple(schedules), always_rematerialise
+        self.usable_bytes = topology.device.usable_memory_bytes
+        if num_microbatches is not None:
+            micro_batch(graph, num_microbatches)  # refuses what does not divide
+        self.most_microbatches = sample_divisor(graph)  # one sample each
+        every = [n for n in range(2, min(self.most_microbatches, MAX_MICROBATCHES) + 1) if self.most_microbatches % n == 0] or [1]
+        self.microbatches = [num_microbatches] if num_microbatches is not None else every
+        self.cuts = self._boundaries()
+        self.stages = self._numbers_of_stages(num_stages)
+        self._transfers: dict[tuple, list[Transfer]] = {}
+        self._priced: dict[Choice, Priced] = {}
+
+    def _numbers_of_stages(self, given: int | None) -> list[int]:
+        most = len(self.forward)
+        devices = self.topology.num_devices
+        if given is not None:
+            problems = []
+            if not 1 <= given <= most:
+                value, expected = str(given), f"1 to {most}, the operators of the forward pass"
+                problems.append(Problem("stages", value, expected, "ask for fewer stages"))
+            if given > devices:
+                problems.append(Problem("stages", str(given), f"at most {devices}, the devices", "ask for fewer stages"))
+            if problems:
+                raise SoapjaxError(problems)
+            return [given]
+        # One stage, and several micro-batches: one program's way to need less memory.
+        least = 1 if self.schedules == SYNCHRONOUS else 2
+        return [k for k in range(least, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
+
+    @functools.cached_property
+    def most_inner(self) -> int:
+        """How many inner strategies a stage has at the most."""
+        return len(self.loads.choices(0, self.topology.num_devices, self.microbatches[-1]))
+
+    def _boundaries(self) -> tuple[int, ...]:
+        """Where to cut: all places between forward operators, or in long models the cheapest of each of MAX_BOUNDARIES runs."""
+        n = len(self.forward)
+        if n <= MAX_BOUNDARIES:
+            return tuple(range(n + 1))
+        edges = np.linspace(1, n, MAX_BOUNDARIES + 1).astype(int)
+        inside = {a + int(np.argmin(self.crossing_bytes[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a}
+        return self._joints(inside) if self.loads.condensed is not None else (0, *sorted(inside - {0, n}), n)
+
+    @functools.cached_property
+    def joints(self) -> tuple[int, ...]:
+        """Places to cut at as people do: between blocks that repeat, and anywhere outside them."""
+        return self._joints(set(self.cuts))
+
+    def _joints(self, places: set[int]) -> tuple[int, ...]:
+        if (blocks := repeated_blocks(self.graph, self.crossing_bytes)) is not None:
+            places = {k for k in places if not blocks.first < k < blocks.end}
+            places |= set(range(blocks.first, blocks.end + 1, blocks.period))
+        return tuple(sorted(places | {0, len(self.forward)}))
+
+    def layers(self, num: int, marks: Sequence[int] | None = None) -> tuple[LayerGraph, tuple[int, ...]]:
+        """Runs of operators between `marks` (all boundaries) as layers on one device, at `num` micro-batches; and the marks."""
+        marks = self.cuts if marks is None else tuple(marks)
+        loads = [self.loads.load((a, b), 0, 1, num, 0) for a, b in zip(marks, marks[1:], strict=False)]
+        graph = micro_batch(self.graph, num)
+        crossing = prefix_crossing(graph, self.forward)
+        graph = LayerGraph(
+            names=tuple(self.graph.operators[self.forward[a]].name for a in marks[:-1]),
+            forward_s=[x.forward_s for x in loads],
+            backward_s=[x.backward_s for x in loads],
+            activation_bytes=[crossing[b] for b in marks[1:]],
+            parameter_bytes=[x.parameter_bytes for x in loads],
+            kept_bytes=[x.kept_bytes for x in loads],
+            edges=tuple((i, i + 1) for i in range(len(loads) - 1)),
+        )
+        return graph, marks
+
+    def price(self, choice: Choice) -> Priced:
+        """Raises: SoapjaxError where the schedule does not fit."""
+        if choice not in self._priced:
+            num = choice.num_microbatches
+            loads = [
+                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
+                for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
+            ]
+            self._priced[choice] = self._simulated(choice, loads)
+        return self._priced[choice]
+
+    def _simulated(self, choice: Choice, loads: list[StageLoad]) -> Priced:
+        timeline = predicted_times(outline(choice), loads, self._transfers_of(choice))
+        memory = max(timeline.memory_bytes)
+        sent = float(self._sent_bytes(choice).max()) if self.objective.limits_bytes or self.front is not None else 0.0
+        scores = Scores(*(np.array([x], np.float64) for x in (timeline.step_time_s, memory, 0, sent)))
+        if self.front is not None:
+            self.front.offer(scores, [choice])
+        found = self.objective.standing(scores, self.usable_bytes)
+        return Priced(choice, timeline, memory, bool(found.is_feasible[0]), float(found.cost[0]), sent, float(found.excess[0]))
+
+    def _transfers_of(self, choice: Choice) -> list[Transfer]:
+        num = choice.num_microbatches
+        key = (num, choice.bounds, choice.counts, choice.inner)
+        if key not in self._transfers:
+            groups = [choice.group(i) for i in range(choice.num_stages)]
+            inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+            first, counts = [g[0] for g in groups], [g[1] for g in groups]
+            self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num, inside)
+        return self._transfers[key]
+
+    def _sent_bytes(self, choice: Choice) -> np.ndarray:
+        """What each device of every group [G] sends in one step, inside its stages and to others."""
+        num = choice.num_microbatches
+        groups = [choice.group(i) for i in range(choice.num_stages)]
+        sent = np.zeros(len(choice.counts))
+        for i, (first, count, inner) in enumerate(groups):
+            own = self.loads.sent_bytes((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
+            passes = (num * (1 + choice.rematerialise[i]), num, 1)
+            sent[i % len(sent)] += float(own @ passes)
+        inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+        counts = [count for _, count, _ in groups]
+        for (a, b), sizes in self.loads.crossing(choice.bounds, counts, num, inside).items():
+            if a % len(sent) != b % len(sent):
+                sent[a % len(sent)] += (num * sizes.forward + sizes.parameters) / counts[a]
+                sent[b % len(sent)] += (num * sizes.backward + sizes.sums) / counts[b]
+        return sent
+
+    def figures(self, priced: Priced) -> StrategyFigures:
+        """A choice as plans are compared."""
+        choice, num = priced.choice, priced.choice.num_microbatches
+        where = [
+            ((choice.bounds[i], choice.bounds[i + 1]), *choice.group(i)[:2], num, choice.group(i)[2])
+            for i in range(choice.num_stages)
+        ]
+        alone = [self.loads.load(*w, overlap=False) for w in where]
+        serial = predicted_times(outline(choice), alone, self._transfers_of(choice), overlap=False)
+        sent = self._sent_bytes(choice)
+        return StrategyFigures(
+            step_time_s=priced.timeline.step_time_s, without_overlap_s=serial.step_time_s,
+            split_flops_share=share_of(*np.array([self.loads.split_flops(*w) for w in where]).T),
+            memory_bytes_per_device=int(priced.memory_bytes), feasible=priced.memory_bytes <= self.usable_bytes,
+            sent_bytes=int(sent @ choice.counts) // self.topology.num_devices, peak_sent_bytes=int(sent.max()),
+        )  # fmt: skip
+
+    def sentence(self, choice: Choice) -> str:
+        """A choice in the words of those who tune such grids by hand."""
+        groups, chunks = len(choice.counts), choice.num_stages // len(choice.counts)
+        stages = "one stage" if choice.num_stages == 1 else f"{choice.num_stages} stages"
+        if chunks > 1:
+            stages += f", {chunks} on each of {groups} groups"
+        kinds = dict.fromkeys(map(self._inside, range(groups), [choice] * groups))
+        again = sum(choice.rematerialise)
+        passes = {0: "", choice.num_stages: ", every stage computed again"}.get(again, f", {again} stages computed again")
+        own = f"{choice.num_microbatches} micro-batches, {choice.schedule}{passes}"
+        return f"{stages} of {' or '.join(kinds)}; {own}"
+
+    def _inside(self, group: int, choice: Choice) -> str:
+        first, count, inner = choice.group(group)
+        name = self.loads.choices(first, count, choice.num_microbatches)[inner].name
+        degree, *others = name.removeprefix("tensor/").split(", ")
+        tensor = int(degree) if degree.isdecimal() else 1
+        words = {"sequence": "sequence parallelism", "sharded": "sharded parameters", "regathered": "gathered for each pass"}
+        return ", ".join([f"tensor {tensor} x data {count // tensor}", *(words[o] for o in others)])
+
+    def is_valid(self, choice: Choice) -> bool:
+        """Whether a choice is in the space: groups of whole units, inner strategies that exist, a schedule that fits."""
+        groups = len(choice.counts)
+        if sum(choice.counts) > self.topology.num_devices or choice.num_microbatches not in self.microbatches:
+            return False
+        if choice.schedule == "interleaved" and (choice.num_microbatches % groups or choice.num_stages % groups):
+            return False
+        if not SCHEDULES[choice.schedule].may_share_devices and choice.num_stages != groups:
+            return False
+        if self.always_rematerialise and not all(choice.rematerialise):
+            return False
+        first = 0
+        for count, inner in zip(choice.counts, choice.inner, strict=True):
+            if not _is_regular(self.topology, first, count):
+                return False
+            if inner >= len(self.loads.choices(first, count, choice.num_microbatches)):
+                return False
+            first += count
+        return True
+
+    def pipeline(self, choice: Choice) -> Pipeline:
+        """The pipeline as a plan has it."""
+        stage = stage_of_operators(self.graph, choice.bounds, self.forward)
+        stages = []
+        for i in range(choice.num_stages):
+            first, count, _ = choice.group(i)
+            mesh = self.loads.mesh(first, count, choice.num_microbatches)
+            stages.append(
+                Stage(
+                    operators=tuple(self.graph.operators[n].name for n in np.flatnonzero(stage == i)),
+                    devices=tuple(range(first, first + count)),
+                    mesh=dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+                    rematerialise=choice.rematerialise[i],
+                )
+            )
+        return Pipeline(schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages))
+
+
+def outline(choice: Choice) -> Pipeline:
+    """The pipeline of a choice without its operators, for the simulation."""
+    stages = []
+    for i in range(choice.num_stages):
+        first, count, _ = choice.group(i)
+        stages.append(Stage.model_construct(
+            operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=choice.rematerialise[i]
+        ))  # fmt: skip
+    return Pipeline.model_construct(
+        schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False, order=()
+    )
+
+
+def prefix_crossing(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
+    """Bytes [n + 1] that cross forwards where the first k forward operators are one stage and the others the next."""
+    place = {op: k for k, op in enumerate(forward)}
+    made = {a.tensor: t.operator for t in graph.tasks if t.phase == 0 for a in t.writes}
+    last: dict[int, int] = {}
+    for task in graph.tasks:
+        for access in task.reads:
+            if access.tensor in made and task.operator in place and task.parameter < 0:
+                last[access.tensor] = max(last.get(access.tensor, 0), place[task.operator])
+    steps = np.zeros(len(forward) + 2)
+    for tensor, k in last.items():
+        begin = place.get(made[tensor], len(forward))
+        if begin < k:
+            steps[begin + 1] += graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
+            steps[k + 1] -= graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
+    return np.cumsum(steps)[: len(forward) + 1]
+
+
+def _is_regular(topology: DeviceTopology, first: int, count: int) -> bool:
+    """Whether devices are whole units: their mesh then has the links that it seems to have."""
+    part = part_of(topology, first, count)
+    return count == 1 or len(part.levels) > 1 or topology.levels[-1].size % count == 0 or len(topology.levels) == 1
