@@ -132,7 +132,14 @@ def moved(
         storage=put(base.storage, n, jnp.where(is_wanted, storage, row(base.storage, n))),
     )  # fmt: skip
     base = lax.fori_loop(0, count, one_row, base)
-    first_g, count_g = counted(4)
+    return paid_anew(p, own, base, (first, count), counted(4))
+
+
+def paid_anew(
+    p: CostArrays, own: OwnRecords, base: Base, rows: tuple[Array, Array], groups: tuple[Array, Array]
+) -> Base:
+    """`base` with who pays for copies looked up anew, for some rows and groups of readers (first and number)."""
+    (first, count), (first_g, count_g), num_t = rows, groups, p.counts[3]
 
     def group(g: Array, previous: Array) -> Array:
         begin, number = row(own.group, first_g + g)[0], row(own.group, first_g + g)[1]

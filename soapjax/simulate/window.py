@@ -120,12 +120,17 @@ def window_times(
         )  # fmt: skip
         free, gathered, last_end, last_place, longest, places = lax.fori_loop(begin, stop + 1, step, start)
         places = put(places, last_place, last_end)
-        behind = jnp.maximum(stop, 0)
-        longest = jnp.maximum(longest, gathered + row(trace.rest_of_gathered, behind))
-        rest = row(trace.rest_of_free, behind)
-        for s in range(num_streams):
-            path = free[s] + (rest[s][:, None] if pins else rest[s])
-            longest = jnp.maximum(longest, path.max(0) if pins else path)
+        longest = _longest_behind(trace, jnp.maximum(stop, 0), free, gathered, longest, pins)
         return total + jnp.where(begin <= stop, longest, row(trace.length, f)), places
 
     return lax.fori_loop(0, items.num_phases, phase, (jnp.zeros(q, dtype), places))
+
+
+def _longest_behind(trace: Trace, last: Array, free: Array, gathered: Array, longest: Array, pins: bool) -> Array:
+    """The longest path [Q] of a phase: `longest`, or one that goes on behind item `last` from its streams."""
+    longest = jnp.maximum(longest, gathered + row(trace.rest_of_gathered, last))
+    rest = row(trace.rest_of_free, last)
+    for s in range(free.shape[0]):
+        path = free[s] + (rest[s][:, None] if pins else rest[s])
+        longest = jnp.maximum(longest, path.max(0) if pins else path)
+    return longest

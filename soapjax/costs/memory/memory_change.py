@@ -7,6 +7,7 @@ strategy, with the bytes that changes since then may have added at the most.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -109,34 +110,60 @@ def peaks_after(
 
     `steps` [K + 2, G, Q] and [K + 2, 2, G, Q] are zeros: to be used again, since to make so many anew takes as long as all else.
     """
-    readers = Readers(p, own, base, into, n)
-    first, count = span(own, n, 3)
-    num_t, q = p.counts[3], into.pays.shape[1]
-    groups = base.on.shape[1]
+    change = _Steps(p, own, base, into, n)
+    diff, waiting = lax.fori_loop(0, change.count, change.own_row, steps)
+    diff = lax.fori_loop(0, change.num_groups, change.group, diff)
+    return _peaks(p, alive, diff, waiting)
 
-    def pays_before(e: Array) -> Array:
-        return row(base.previous, e) < 0
 
-    def tensor(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+class _Steps:
+    """By how much more is alive from each task on [K + 2, G, Q], under each candidate than in the base.
+
+    What is alive at every task is what was before it, and these steps up to it.
+    """
+
+    def __init__(self, p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array):
+        self.p, self.own, self.base, self.into = p, own, base, into
+        self.readers = Readers(p, own, base, into, n)
+        self.first, self.count = span(own, n, 3)
+        self.num_tensors, self.q = p.counts[3], into.pays.shape[1]
+        self.first_group, self.num_groups = span(own, n, 4)
+
+    def own_row(self, j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        """One of the operator's rows: a tensor, or a conversion that no group of its readers touches; others follow in groups."""
+        p, num_t = self.p, self.num_tensors
+        x = row(self.own.records.row, self.first + j)[0]
+        state = lax.fori_loop(0, (x < num_t).astype(jnp.int32), lambda _, s: self._tensor(j, s), state)
+        is_edge = (x >= num_t) & (x < num_t + p.counts[4])
+        e = jnp.where(is_edge, x - num_t, 0)
+
+        def alone(_: Array, diff: Array) -> Array:
+            """It begins when it did."""
+            base, into = self.base, self.into
+            more = row(into.copy, 1 + j) * row(into.on_kept, 1 + j) - (row(base.copy, e) * row(base.on_kept, x))[:, None]
+            return added_at(diff, (begin_of(p, base, e), row(p.edge_life, e)[0] + 1), (more, -more))
+
+        is_alone = is_edge & ~self._is_touched(e)
+        return lax.fori_loop(0, is_alone.astype(jnp.int32), alone, state[0]), state[1]
+
+    def _is_touched(self, e: Array) -> Array:
+        begin, groups = row(self.p.edge_group, e)[0], self.own.group
+        return lax.fori_loop(
+            0, self.num_groups, lambda g, found: found | (row(groups, self.first_group + g)[0] == begin), False
+        )  # fmt: skip
+
+    def _tensor(self, j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        """A tensor: kept until the last of its readers that needs it, and what passes or waits while it is made."""
+        p, base, into = self.p, self.base, self.into
         diff, waiting = state
-        t, r = row(own.records.row, first + j)[0], 1 + j
+        t, r = row(self.own.records.row, self.first + j)[0], 1 + j
         birth, death, at_least, begin, number = (row(p.tensor_life, t)[i] for i in range(5))
         waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
         home, base_home = row(into.on_kept, r), row(base.on_kept, t)[:, None]
         passing = row(into.passing, r) * row(into.on, r) - row(base.passing, t) * row(base.on, t)[:, None]
         held, base_held = row(into.held, r) * home * is_counted, row(base.held, t) * base_home * is_counted
         diff = added_at(diff, (birth, birth + 1), (held - base_held + passing, -passing))
-
-        def reader(c: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
-            e = row(p.edges_of, c)
-            of = readers.row_of(e)
-            was = needed_until(p, e, row(base.is_sent, e), ~pays_before(e))
-            is_own = (of > 0) & (of <= count)
-            is_sent = jnp.where(is_own, row(into.is_sent, of), row(base.is_sent, e))
-            pays = jnp.where(of > 0, row(into.pays, of) > 0, pays_before(e))
-            return jnp.maximum(last[0], needed_until(p, e, is_sent, ~pays)), jnp.maximum(last[1], was)
-
-        last, base_last = lax.fori_loop(begin, begin + number, reader, (jnp.full(q, -1, jnp.int32), jnp.int32(-1)))
+        last, base_last = self._last_needed(begin, number)
 
         def until(last: Array) -> Array:
             return jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
@@ -151,65 +178,67 @@ def peaks_after(
         bytes_ = row(into.waiting, r)[:, None] * home[None] - row(base.waiting, t)[:, None, None] * base_home[None]
         return diff, waited(p, waiting, t, birth, death, bytes_)
 
-    def own_row(j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        x = row(own.records.row, first + j)[0]
-        state = lax.fori_loop(0, (x < num_t).astype(jnp.int32), lambda _, s: tensor(j, s), state)
-        is_edge = (x >= num_t) & (x < num_t + p.counts[4])
-        e = jnp.where(is_edge, x - num_t, 0)
+    def _last_needed(self, begin: Array, number: Array) -> tuple[Array, Array]:
+        """The last task [Q] that needs a tensor with these conversions, and in the base."""
+        p, base, into, readers = self.p, self.base, self.into, self.readers
 
-        def alone(_: Array, diff: Array) -> Array:
-            """A conversion that no group of the operator's readers touches: it begins when it did."""
-            more = row(into.copy, 1 + j) * row(into.on_kept, 1 + j) - (row(base.copy, e) * row(base.on_kept, x))[:, None]
-            return added_at(diff, (begin_of(p, base, e), row(p.edge_life, e)[0] + 1), (more, -more))
+        def pays_before(e: Array) -> Array:
+            return row(base.previous, e) < 0
 
-        is_alone = is_edge & ~is_touched(e)
-        return lax.fori_loop(0, is_alone.astype(jnp.int32), alone, state[0]), state[1]
+        def reader(c: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:
+            e = row(p.edges_of, c)
+            of = readers.row_of(e)
+            was = needed_until(p, e, row(base.is_sent, e), ~pays_before(e))
+            is_own = (of > 0) & (of <= self.count)
+            is_sent = jnp.where(is_own, row(into.is_sent, of), row(base.is_sent, e))
+            pays = jnp.where(of > 0, row(into.pays, of) > 0, pays_before(e))
+            return jnp.maximum(last[0], needed_until(p, e, is_sent, ~pays)), jnp.maximum(last[1], was)
 
-    first_g, num_g = span(own, n, 4)
+        return lax.fori_loop(begin, begin + number, reader, (jnp.full(self.q, -1, jnp.int32), jnp.int32(-1)))
 
-    def is_touched(e: Array) -> Array:
-        begin = row(p.edge_group, e)[0]
-        return lax.fori_loop(0, num_g, lambda g, found: found | (row(own.group, first_g + g)[0] == begin), False)
+    def group(self, g: Array, diff: Array) -> Array:
+        """The copies of one group of readers, of which one wants another layout."""
+        begin, number = row(self.own.group, self.first_group + g)[0], row(self.own.group, self.first_group + g)[1]
+        return lax.fori_loop(begin, begin + number, functools.partial(self._member, begin), diff)
 
-    def group(g: Array, diff: Array) -> Array:
-        begin, number = row(own.group, first_g + g)[0], row(own.group, first_g + g)[1]
+    def _member(self, begin: Array, c: Array, diff: Array) -> Array:
+        """A reader of a group: its copy begins behind the last reader before it of the same copy, or where it is made."""
+        p, base, into, readers = self.p, self.base, self.into, self.readers
+        e = row(p.members, c)
+        r, x, place = readers.row_of(e), self.num_tensors + e, row(p.edge_group, e)[1]
+        is_own, is_keyed = (r > 0) & (r <= self.count), readers.is_keyed(e)
+        base_bytes = (row(base.copy, e) * row(base.on_kept, x))[:, None]
+        bytes_ = jnp.where(is_own, row(into.copy, r) * row(into.on_kept, r), base_bytes)
+        last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
+        before = readers.before(e)
 
-        def member(c: Array, diff: Array) -> Array:
-            e = row(p.members, c)
-            r, x, place = readers.row_of(e), num_t + e, row(p.edge_group, e)[1]
-            is_own, is_keyed = (r > 0) & (r <= count), readers.is_keyed(e)
-            base_bytes = (row(base.copy, e) * row(base.on_kept, x))[:, None]
-            bytes_ = jnp.where(is_own, row(into.copy, r) * row(into.on_kept, r), base_bytes)
-            last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-            before = readers.before(e)
+        # The last reader before it of the same copy: an unchanged one, or one of the operator's.
+        def earlier(d: Array, since: Array) -> Array:
+            y = row(p.members, d)
+            y_keyed = readers.is_keyed(y)
+            task = row(p.edge_life, y)[2]
+            asks = y_keyed | is_keyed
+            same = jnp.where(is_keyed, readers.same(y, jnp.where(is_keyed, e, y)), readers.same(e, jnp.where(y_keyed, y, e)))
+            same = jnp.where(asks, same, y == before)
+            return jnp.where(same, task, since)
 
-            # The last reader before it of the same copy: an unchanged one, or one of the operator's.
-            def earlier(d: Array, since: Array) -> Array:
-                y = row(p.members, d)
-                y_keyed = readers.is_keyed(y)
-                task = row(p.edge_life, y)[2]
-                asks = y_keyed | is_keyed
-                same = jnp.where(is_keyed, readers.same(y, jnp.where(is_keyed, e, y)), readers.same(e, jnp.where(y_keyed, y, e)))
-                same = jnp.where(asks, same, y == before)
-                return jnp.where(same, task, since)
+        since = lax.fori_loop(begin, place, earlier, jnp.zeros(self.q, jnp.int32))
 
-            since = lax.fori_loop(begin, place, earlier, jnp.zeros(q, jnp.int32))
+        def begins(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d, left, diff = state
+            task = row(p.edge_life, row(p.members, d))[2]
+            here = left & (since == task)
+            return d - 1, left & ~here, added(diff, jnp.minimum(task, last), bytes_ * here)
 
-            def begins(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                d, left, diff = state
-                task = row(p.edge_life, row(p.members, d))[2]
-                here = left & (since == task)
-                return d - 1, left & ~here, added(diff, jnp.minimum(task, last), bytes_ * here)
+        places = begin_of(p, base, e), last + 1, made
+        values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
+        diff = added_at(diff, places, values)
+        return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
 
-            places = begin_of(p, base, e), last + 1, made
-            values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
-            diff = added_at(diff, places, values)
-            return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
 
-        return lax.fori_loop(begin, begin + number, member, diff)
-
-    diff, waiting = lax.fori_loop(0, count, own_row, steps)
-    diff = lax.fori_loop(0, num_g, group, diff)
+def _peaks(p: CostArrays, alive: Alive, diff: Array, waiting: Array) -> tuple[Array, tuple[Array, Array]]:
+    """The peak [G, Q] of what is alive with these steps, which are zeros again afterwards."""
+    groups, q = diff.shape[1:]
     none, no_waits, nowhere = jnp.zeros((groups, q)), jnp.zeros((2, groups, q)), diff.shape[0] - 1
 
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -118,16 +118,21 @@ def paying(
 
     pays, heir, count = lax.fori_loop(0, num_g, group, (pays, into.heir, jnp.int32(0)))
 
-    def placed(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        """What heirs pay, if they do, is as before; only whether they do is not."""
-        r = 1 + readers.count + i
+    row_of, *figures = _placed(base, into, heir, 1 + readers.count, count, names)
+    return (pays, row_of, heir, count), figures
+
+
+def _placed(base: Base, into: Change, heir: Array, first: Array, count: Array, names: tuple[str, ...]) -> tuple[Array, ...]:
+    """`row_of` of `Change` and its figures `names` with heirs from row `first` on: what they pay, if they do, is as before."""
+
+    def one(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        r = first + i
         x, (row_of, *figures) = row(heir, r), state
         of_base = (row(getattr(base, name), x)[..., None] for name in names)
         same = (jnp.broadcast_to(z, y.shape[1:]) for z, y in zip(of_base, figures, strict=True))
         return put(row_of, x, r), *(put(y, r, z) for y, z in zip(figures, same, strict=True))
 
-    row_of, *figures = lax.fori_loop(0, count, placed, (into.row_of, *(getattr(into, name) for name in names)))
-    return (pays, row_of, heir, count), figures
+    return lax.fori_loop(0, count, one, (into.row_of, *(getattr(into, name) for name in names)))
 
 
 def previous_in(p: CostArrays, layout: Array, storage: Array, begin: Array, number: Array, previous: Array) -> Array:

@@ -86,40 +86,37 @@ class Moves(NamedTuple):
     permutes: Array  # float32 [Q]
 
 
+def compared(mesh: Mesh, shape: Array, source: Array, target: Array) -> tuple[Array, ...]:
+    """Two layouts of a tensor: what splits each dim before the first gather, after it, and in the end [D, Q]; and sets of axes [Q].
+
+    The sets: partial sums that are resolved, axes that are replicated, that change, that the first gather takes; those whose
+    blocks move with it, and those over which pinned blocks are sent.
+    """
+    dims = shape.shape[0]
+    pins = source.shape[0] > dims + 1
+    pinned = source[dims + 1] | target[dims + 1] if pins else jnp.zeros_like(source[0])
+    s, t, partial, still_partial = source[:dims] & ~pinned, target[:dims] & ~pinned, source[dims], target[dims]
+    replicated = (mesh.all_axes & ~union(t) & ~still_partial) | (partial & still_partial) | pinned
+    changes = union(source[: dims + 1] ^ target[: dims + 1]) & ~pinned
+    partial = partial & ~still_partial & ~pinned
+    # What small dims cannot hold is gathered before.
+    of = parts_of(mesh, jnp.stack([s, t]))
+    is_whole = every(of[0] == of[1]) & (partial == 0)
+    gathered = only_if(~is_whole, union(only_if(~divides(mesh, s | t, shape), s & ~t)))
+    follow = union(s & behind(s & gathered)) & ~gathered
+    changes = (changes & ~gathered) | (gathered & ~replicated)
+    sent = union(source[:dims]) & pinned
+    return s, s & ~gathered, t, partial, replicated, changes, gathered, follow, sent
+
+
 def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
     """Of layouts [W, Q] and shapes int32 [D, 1]; a dim of size 0 can be split in any way."""
     dims = shape.shape[0]
-    pins = source.shape[0] > dims + 1
-
-    def begin(source: Array, target: Array):
-        pinned = source[dims + 1] | target[dims + 1] if pins else jnp.zeros_like(source[0])
-        s, t, partial, still_partial = source[:dims] & ~pinned, target[:dims] & ~pinned, source[dims], target[dims]
-        replicated = (mesh.all_axes & ~union(t) & ~still_partial) | (partial & still_partial) | pinned
-        changes = union(source[: dims + 1] ^ target[: dims + 1]) & ~pinned
-        partial = partial & ~still_partial & ~pinned
-        # What small dims cannot hold is gathered before.
-        of = parts_of(mesh, jnp.stack([s, t]))
-        is_whole = every(of[0] == of[1]) & (partial == 0)
-        gathered = only_if(~is_whole, union(only_if(~divides(mesh, s | t, shape), s & ~t)))
-        follow = union(s & behind(s & gathered)) & ~gathered
-        changes = (changes & ~gathered) | (gathered & ~replicated)
-        sent = union(source[:dims]) & pinned
-        return s, s & ~gathered, t, partial, replicated, changes, gathered, follow, sent
-
-    given, s, t, partial, replicated, changes, gathered, follow, sent = stage(mesh, begin, source, target)
+    given, s, t, partial, replicated, changes, gathered, follow, sent = stage(
+        mesh, functools.partial(compared, mesh, shape), source, target
+    )  # fmt: skip
     exchanged = union(s) & union(t) & changes
-
-    def choose(a: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """Axis by axis, none that clashes with one chosen before."""
-        early, left, entered = state
-        axis = jnp.left_shift(jnp.ones((), SET), a.astype(SET))
-        was, is_now = (s & axis) != 0, (t & axis) != 0
-        clash = (was & entered) | (is_now & left)
-        is_free = ((exchanged & axis) != 0) & ~functools.reduce(jnp.logical_or, [clash[d] for d in range(dims)])
-        return early | only_if(is_free, axis), left | (is_free & was), entered | (is_free & is_now)
-
-    nobody = jnp.zeros(s.shape, bool)
-    early, _, _ = lax.fori_loop(0, mesh.num_axes, choose, (jnp.zeros_like(exchanged), nobody, nobody))
+    early = exchanged_first(mesh, s, t, exchanged)
 
     def order(early: Array):
         split, wanted = union(s), union(t)
@@ -163,6 +160,22 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
     return Moves(*stage(mesh, steps), gathered | follow, (follow != 0).astype(jnp.float32), moved, times)
 
 
+def exchanged_first(mesh: Mesh, s: Array, t: Array, exchanged: Array) -> Array:
+    """Those of the axes in `exchanged` [Q] that the first of two all-to-alls moves, from dims `s` to dims `t` [D, Q]."""
+
+    def choose(a: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Axis by axis, none that clashes with one chosen before."""
+        early, left, entered = state
+        axis = jnp.left_shift(jnp.ones((), SET), a.astype(SET))
+        was, is_now = (s & axis) != 0, (t & axis) != 0
+        clash = (was & entered) | (is_now & left)
+        is_free = ((exchanged & axis) != 0) & ~functools.reduce(jnp.logical_or, [clash[d] for d in range(s.shape[0])])
+        return early | only_if(is_free, axis), left | (is_free & was), entered | (is_free & is_now)
+
+    nobody = jnp.zeros(s.shape, bool)
+    return lax.fori_loop(0, mesh.num_axes, choose, (jnp.zeros_like(exchanged), nobody, nobody))[0]
+
+
 def reshard(
     mesh: Mesh, network: Network, source: Array, target: Array, shape: Array, size_bytes: Array, latency_share: Array
 ) -> tuple[Array, Array, Array]:
@@ -177,10 +190,9 @@ def reshard(
     dims, num_levels = shape.shape[0], network.level_axes.shape[0]
     pins = source.shape[0] > dims + 1
     of = moves_of(mesh, source, target, shape)
-    levels = network.level_axes
 
     def parts():
-        by_level = parts_of(mesh, of.steps[:, None] & levels[:, None])  # [6, L, Q]
+        by_level = parts_of(mesh, of.steps[:, None] & network.level_axes[:, None])  # [6, L, Q]
         shares = shares_of(network, jnp.concatenate([of.steps, jnp.stack([of.first_permuted, of.permuted])]))
         return by_level, parts_of(mesh, jnp.stack([of.given, of.held, of.steps[1]])), shares
 
@@ -192,38 +204,13 @@ def reshard(
         ended = local
         if pins:
             message_s, message_bytes, gathered, ended = transfers(mesh, network, source, target, local, latency_share, dims)
-        of_level = [[jnp.zeros_like(local)] * num_levels for _ in STEPS]
-        moved_of = []
-        for j, size in enumerate((part, held, local, local, local, ended)):
-            kind, times = COLLECTIVES.index(STEPS[j]), 2 if STEPS[j] == "all-reduce" else 1
-            total = jnp.zeros_like(local)
-            for lv in range(num_levels) if IS_SPREAD[j] else reversed(range(num_levels)):
-                n = by_level[j, lv]
-                if STEPS[j] == "all-gather":
-                    size = size * n
-                moved = times * size * (n - 1) / n
-                rate = network.rate[kind, lv] * shares[j, lv]
-                of_level[j][lv] = times * (n - 1) * network.latency_s[lv] * latency_share + moved / rate
-                total = total + moved
-                if STEPS[j] != "all-gather":
-                    size = size / n
-            moved_of.append(total)
+        of_level, moved_of = by_levels(network, by_level, shares, (part, held, local, local, local, ended), latency_share)
         seconds = jnp.stack([functools.reduce(jnp.add, [of_level[j][lv] for j in IN_RINGS]) for lv in range(num_levels)])
-        moved_of = jnp.stack(moved_of)
         rings = functools.partial(in_rings, network, of.steps, by_level, shares, moved_of, latency_share)
         seconds = lax.fori_loop(0, network.is_ring, lambda _, __: rings(), seconds)
-        # Permutes, over the slowest links that any of their axes crosses.
-        permutes = [
-            (of.first_permuted, of.first_permutes, part, shares[6]), (of.permuted, of.permutes, local, shares[7])
-        ]  # fmt: skip
         rows = [seconds[lv] + of_level[3][lv] + of_level[4][lv] for lv in range(num_levels)]
-        for axes, times, size, share in permutes:
-            slower = jnp.zeros(axes.shape, bool)
-            for lv in range(num_levels):
-                crosses = (axes & levels[lv]) != 0
-                message = network.latency_s[lv] * latency_share + size / (network.rate[PERMUTE, lv] * share[lv])
-                rows[lv] = rows[lv] + jnp.where(crosses & ~slower, times * message, 0.0)
-                slower |= crosses
+        rows = with_permutes(rows, network, of.first_permuted, of.first_permutes, part, shares[6], latency_share)
+        rows = with_permutes(rows, network, of.permuted, of.permutes, local, shares[7], latency_share)
         if pins:
             rows = [rows[lv] + message_s[lv] for lv in range(num_levels)]
         by_kind = {kind: jnp.zeros_like(local) for kind in COLLECTIVES}
@@ -236,6 +223,43 @@ def reshard(
         return jnp.stack(rows), jnp.stack([by_kind[kind] for kind in COLLECTIVES]), late
 
     return stage(mesh, paid)
+
+
+def by_levels(
+    network: Network, by_level: Array, shares: Array, sizes: tuple[Array, ...], latency_share: Array
+) -> tuple[list[list[Array]], Array]:
+    """Of each of STEPS, run level by level on `sizes` [Q] bytes per device: seconds by level, and bytes sent [6, Q]."""
+    num_levels = network.level_axes.shape[0]
+    of_level = [[jnp.zeros_like(sizes[2])] * num_levels for _ in STEPS]
+    moved_of = []
+    for j, size in enumerate(sizes):
+        kind, times = COLLECTIVES.index(STEPS[j]), 2 if STEPS[j] == "all-reduce" else 1
+        total = jnp.zeros_like(sizes[2])
+        for lv in range(num_levels) if IS_SPREAD[j] else reversed(range(num_levels)):
+            n = by_level[j, lv]
+            if STEPS[j] == "all-gather":
+                size = size * n
+            moved = times * size * (n - 1) / n
+            rate = network.rate[kind, lv] * shares[j, lv]
+            of_level[j][lv] = times * (n - 1) * network.latency_s[lv] * latency_share + moved / rate
+            total = total + moved
+            if STEPS[j] != "all-gather":
+                size = size / n
+        moved_of.append(total)
+    return of_level, jnp.stack(moved_of)
+
+
+def with_permutes(
+    rows: list[Array], network: Network, axes: Array, times: Array, size: Array, share: Array, latency_share: Array
+) -> list[Array]:
+    """Seconds by level, and those of `times` permutes of `size` bytes, over the slowest links that any of `axes` crosses."""
+    found, slower = [], jnp.zeros(axes.shape, bool)
+    for lv, row_s in enumerate(rows):
+        crosses = (axes & network.level_axes[lv]) != 0
+        message = network.latency_s[lv] * latency_share + size / (network.rate[PERMUTE, lv] * share[lv])
+        found.append(row_s + jnp.where(crosses & ~slower, times * message, 0.0))
+        slower |= crosses
+    return found
 
 
 def shares_of(network: Network, sets: Array) -> Array:
