@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.graph.rules.flops import conv_flops_by_shape, flops_of, window_pairs
 
@@ -109,7 +109,7 @@ def _conv_flops(out: tuple[int, ...], operands: list[str], shapes: dict, rest: s
     return Flops(by_shape, met)
 
 
-def planned_flops(program: Program, task: int) -> Flops:
+def planned_flops(program: BoundStep, task: int) -> Flops:
     """Local FLOPs of a task's heavy equation under the plan."""
     graph, plan = program.graph, program.plan
     found = graph.tasks[task]
@@ -124,7 +124,7 @@ def planned_flops(program: Program, task: int) -> Flops:
     return Flops(by_shape / ways, flops_of(eqn, program.step.program) / ways)
 
 
-def check_ops(program: Program, text: str, tasks: Iterable[int] | None = None) -> OpsCheck:
+def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None) -> OpsCheck:
     """Finds every planned dot and convolution in the compiled program and compares its local FLOPs.
 
     Args:
@@ -233,7 +233,7 @@ def namesakes(text: str) -> list[str]:
     return found
 
 
-def replicated_tasks(program: Program, text: str) -> list[str]:
+def replicated_tasks(program: BoundStep, text: str) -> list[str]:
     """Operators that make a planned split result whole on every device: its full shape is there, its local one is not."""
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for line in text.splitlines():

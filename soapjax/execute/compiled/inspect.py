@@ -18,7 +18,7 @@ import jax
 
 from soapjax.execute.compiled.collectives import KINDS, Collective, collectives_of
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops, replicated_tasks
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 
 _REMATERIALISED = re.compile(r"Involuntary full rematerialization.*?HLO operation %?([\w.\-]+).*?(?:op_name=\"([^\"]*)\")?", re.S)
 
@@ -39,7 +39,7 @@ class Inspection(NamedTuple):
         return {k: round(sum(c.step_bytes for c in self.collectives if c.kind == k)) for k in KINDS}
 
 
-def inspect(program: Program) -> Inspection:
+def inspect(program: BoundStep) -> Inspection:
     """Compiles the step under the plan, the state donated, and reads the result.
 
     Raises: SoapjaxError where the program has collectives of an unknown kind.

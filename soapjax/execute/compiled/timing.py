@@ -14,7 +14,7 @@ import numpy as np
 
 from soapjax.execute.compiled.measure_links import largest_of_processes
 from soapjax.execute.spmd.compiled_step import CompiledStep
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 
 WARM_UP_STEPS = 2
 
@@ -36,7 +36,7 @@ def processor_name() -> str:
     return f"{names[0] if names else platform.machine()}, {cores} cores"
 
 
-def example_arguments(program: Program) -> list[Any]:
+def example_arguments(program: BoundStep) -> list[Any]:
     """Arguments of the step's types where none are at hand: small numbers, zero indices."""
     made = []
     for aval in program.step.in_avals:
@@ -50,7 +50,7 @@ def example_arguments(program: Program) -> list[Any]:
     return made
 
 
-def time_steps(program: Program, leaves: Sequence[Any] | None = None, *, num_steps: int = 5) -> float:
+def time_steps(program: BoundStep, leaves: Sequence[Any] | None = None, *, num_steps: int = 5) -> float:
     """Median seconds of a step after warming up, the slowest process' where there are several.
 
     Args:

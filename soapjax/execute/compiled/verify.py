@@ -21,7 +21,7 @@ import numpy as np
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
 from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.execute.spmd.evaluate import ProgramEvaluator
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placement import PlacedStep
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.trace import TracedStep
@@ -78,12 +78,12 @@ class Reference(NamedTuple):
     arguments: list[Any]
 
 
-def reference(program: Program, arguments: list[Any]) -> Reference:
+def reference(program: BoundStep, arguments: list[Any]) -> Reference:
     """Runs the step on one device; one reference serves every plan of the same step and arguments."""
     return reference_of(program.step, arguments, gradient_ids(program.step, program.binding))
 
 
-def verify(program: Program, arguments: list[Any], single: Reference | None = None) -> Verification:
+def verify(program: BoundStep, arguments: list[Any], single: Reference | None = None) -> Verification:
     """Runs the step under the plan, in its own precision and in float64, on flat `arguments`, and compares."""
     step = program.step
     gradients = gradient_ids(program.step, program.binding)
@@ -182,7 +182,7 @@ def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, .
     return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
 
 
-def _run_plan(evaluator: ProgramEvaluator, program: Program, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
+def _run_plan(evaluator: ProgramEvaluator, program: BoundStep, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
     """Outputs and the values `also` under a plan, and the compiled text."""
     with jax.enable_x64(evaluator.is_float64):
         shardings = tuple(program.in_shardings())

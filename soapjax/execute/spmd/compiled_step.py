@@ -17,7 +17,7 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.inspect import compiled_for, peak_memory_bytes
 from soapjax.execute.spmd.arrivals import place_all, require_arrays
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.graph.trace.trace import check_leaves, signature
 from soapjax.own_config import compiled_as_planned
 
@@ -56,7 +56,7 @@ class CompiledStep:
         stays the caller's.
     """
 
-    def __init__(self, program: Program, *, donate: bool | Sequence[int] = True):
+    def __init__(self, program: BoundStep, *, donate: bool | Sequence[int] = True):
         self.program = program
         step = program.step
         positional, named = step.in_tree.children()

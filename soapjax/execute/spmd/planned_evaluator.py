@@ -37,7 +37,7 @@ from soapjax.strategy.plan import MeshPlan, Plan, TaskPart, parse_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class BoundStep:
     """A step and a plan that belong together, ready to be traced by `jax.jit`."""
 
     step: TracedStep
@@ -117,7 +117,7 @@ def not_executable(plan: Plan, *, place: str = "plan") -> list[Problem]:
     return [Problem(f"{place}: executable", value, "one update, and the operators of each loop on the same devices", remedy)]
 
 
-def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> Program:
+def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> BoundStep:
     """Puts a traced step and a plan together.
 
     Raises: SoapjaxError where the plan is for another step, or cannot be executed here.
@@ -139,13 +139,13 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None)
         problems.append(Problem("plan: pipeline", f"{len(plan.pipeline.stages)} stages", expected, remedy))
     if problems:
         raise SoapjaxError(problems)
-    return Program(step, plan, graph, binding, mesh_of(plan, devices))
+    return BoundStep(step, plan, graph, binding, mesh_of(plan, devices))
 
 
 class PlannedEvaluator(ProgramEvaluator):
     """Evaluates a program under a plan's constraints."""
 
-    def __init__(self, program: Program, *, is_float64: bool = False, keeps_sums: bool = True):
+    def __init__(self, program: BoundStep, *, is_float64: bool = False, keeps_sums: bool = True):
         super().__init__(program.step.program, is_float64=is_float64)
         self.bound, self.graph, self.binding = program, program.graph, program.binding
         self.values = program.binding.values

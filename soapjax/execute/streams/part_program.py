@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from soapjax.execute.spmd.gradient_sums import DeferredSum
-from soapjax.execute.spmd.planned_evaluator import PlannedEvaluator, Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.streams.cut import Part
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
@@ -30,7 +30,7 @@ class Place:
       bound: the step, a plan for the place's devices, and their mesh.
     """
 
-    def __init__(self, bound: Program, *, is_float64: bool = False):
+    def __init__(self, bound: BoundStep, *, is_float64: bool = False):
         self.bound, self.mesh, self.is_float64 = bound, bound.mesh, is_float64
         self.values = bound.binding.values
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))

@@ -7,6 +7,7 @@ on disjoint devices, run at the same time. A parameter is updated where its owne
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.arrivals import place_all
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.streams.part_program import Place, jit_part
 from soapjax.execute.streams.stage_cut import Cutter, cut_updates
@@ -50,16 +51,14 @@ class PlacedStep:
     Raises: SoapjaxError where the operators of one loop are on different devices.
     """
 
-    def __init__(self, program: Program, *, donate: bool = True, is_float64: bool = False):
+    def __init__(self, program: BoundStep, *, donate: bool = True, is_float64: bool = False):
         self.program, self.step, self.donate = program, program.step, donate
         graph = program.graph
         found = [pins_of(program.plan, op.name) for op in graph.operators]
         self._keys = list(dict.fromkeys(found))
         self._place_of = [self._keys.index(p) for p in found]
-        self.places = [
-            Place(Program(program.step, program.plan, graph, program.binding, sub_mesh(program.mesh, pins)), is_float64=is_float64)
-            for pins in self._keys
-        ]
+        bound = (dataclasses.replace(program, mesh=sub_mesh(program.mesh, pins)) for pins in self._keys)
+        self.places = [Place(b, is_float64=is_float64) for b in bound]
         self.parts, self.updates = self._cut()
         self.in_shardings = [self.places[self.updates.home[v]].sharding(v) for v in self.step.program.inputs]
 

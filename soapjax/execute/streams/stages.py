@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.microbatches import MicroStep, micro_step
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipedream import PipeDreamStep
@@ -77,7 +77,7 @@ def places_of(
         for r in range(stage.replicas):
             mine = np.array([devices[d] for d in stage.devices[r * width : (r + 1) * width]])
             mesh = Mesh(mine.reshape(plan.mesh.axis_sizes), plan.mesh.axis_names)
-            replicas.append(Place(Program(micro.step, plan, graph, binding, mesh), is_float64=is_float64))
+            replicas.append(Place(BoundStep(micro.step, plan, graph, binding, mesh), is_float64=is_float64))
         found.append(replicas)
     return found
 

@@ -10,7 +10,7 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.arrivals import require_arrays
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
-from soapjax.execute.spmd.planned_evaluator import Program
+from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pieces import on_every_process, piecewise
 from soapjax.execute.streams.placement import PlacedStep
@@ -102,7 +102,7 @@ class StreamStep:
         raise SoapjaxError(Problem("lower", value, expected, "plan without pins and pipeline to read the compiled program"))
 
 
-def compile_step(program: Program, *, donate: bool | Sequence[int] = True) -> CompiledStep | StreamStep:
+def compile_step(program: BoundStep, *, donate: bool | Sequence[int] = True) -> CompiledStep | StreamStep:
     """A bound plan as a function: one program, or several where operators are pinned to parts of the devices.
 
     Args:
