@@ -67,12 +67,7 @@ class Blocks:
                 w = candidates[int(rng.choice(len(candidates), p=weight / weight.sum()))]
                 had = domains.get(w, np.arange(self.core.sizes[w]))
                 keep = max(0, min(int(len(had) * share), len(had) - 2))
-                others = had[had != choice[w]]
-                if keep and beliefs is not None:
-                    others = others[np.argpartition(beliefs[self.core.offsets[w] + others], keep - 1)[:keep]]
-                else:
-                    others = rng.choice(others, keep, replace=False) if keep else others[:0]
-                domains[w] = np.sort(np.append(others, choice[w]))
+                domains[w] = self._fewer(rng, w, had[had != choice[w]], choice[w], keep, beliefs)
                 log_sizes[w] = math.log(keep + 1)
                 changed = neighbours[w]
                 if keep == 0:
@@ -94,6 +89,16 @@ class Blocks:
         # Neighbours that were fixed later are constants.
         is_left = {v for v, _ in order}
         return EliminationOrder([(v, tuple([w for w in around if w in is_left])) for v, around in order], domains)
+
+    def _fewer(
+        self, rng: np.random.Generator, w: int, others: np.ndarray, chosen: int, keep: int, beliefs: np.ndarray | None
+    ) -> np.ndarray:  # fmt: skip
+        """The `chosen` strategy of node `w`, and so many of the others."""
+        if keep and beliefs is not None:
+            others = others[np.argpartition(beliefs[self.core.offsets[w] + others], keep - 1)[:keep]]
+        else:
+            others = rng.choice(others, keep, replace=False) if keep else others[:0]
+        return np.sort(np.append(others, chosen))
 
     def solve(self, plan: EliminationOrder, choice: np.ndarray, unary: np.ndarray) -> np.ndarray:
         """The best choice within the plan's domains for these node costs [sum of K]; all else as in `choice`."""

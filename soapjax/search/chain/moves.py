@@ -149,6 +149,17 @@ def pick(u: Array, count: Array | int) -> Array:
 NUM_UNIFORMS = 10  # of a leap
 
 
+def swap(x: Array, u: Array, v: Array, where: Array) -> Array:
+    """`x` with values `u` and `v` exchanged."""
+    return jnp.where(where & (x == u), v, jnp.where(where & (x == v), u, x))
+
+
+def may_take(m: MoveTables, a: Array, value: Array) -> Array:
+    """bool [N]: whether each operator may take its `value` [N] on axis `a`."""
+    options = jnp.arange(m.values.shape[2]) < m.counts[:, a][:, None]
+    return ((m.values[:, a] == value[:, None]) & options).any(1)
+
+
 def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
     """The mixture of moves; all randomness of a move is one vector `u` of uniforms: one generator call to compile."""
     index = jnp.arange(s.axes.shape[0])
@@ -160,16 +171,10 @@ def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
     def draw_operator(u: Array) -> Array:
         return m.movable[pick(u, m.num_movable)]
 
-    def draw_storage(u: Array) -> Array:
-        return pick(u, m.num_storages).astype(jnp.int8)
-
     def run(u: Array) -> Array:
         """All operators, or a run of consecutive ones; takes three uniforms."""
         ends = jnp.stack([pick(u[0], m.num_ops + 1), pick(u[1], m.num_ops + 1)])
         return exists & ((u[2] < 0.5) | ((index >= ends.min()) & (index < ends.max())))
-
-    def swap(x: Array, u: Array, v: Array, where: Array) -> Array:
-        return jnp.where(where & (x == u), v, jnp.where(where & (x == v), u, x))
 
     def tied(u: Array) -> State:
         n, a = draw_operator(u[0]), pick(u[1], m.num_axes)
@@ -179,7 +184,8 @@ def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
 
     def tied_storage(u: Array) -> State:
         members = m.groups == m.groups[m.owners[pick(u[0], m.num_owners)]]
-        return s._replace(storage=swap(s.storage, draw_storage(u[1]), draw_storage(u[2]), members))
+        one, other = (pick(v, m.num_storages).astype(jnp.int8) for v in (u[1], u[2]))
+        return s._replace(storage=swap(s.storage, one, other, members))
 
     def flow(u: Array) -> State:
         ids = m.flows[(u[7] < 0.5).astype(jnp.int32)]
@@ -193,11 +199,6 @@ def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
         x, y = (jnp.argmax(has, axis=1).astype(jnp.int8) - 1 for has in (has_first, has_second))
         return s._replace(axes=s.axes.at[:, a].set(swap(s.axes[:, a], x, y, where)))
 
-    def may_take(a: Array, value: Array) -> Array:
-        """bool [N]: whether each operator may take its `value` [N] on axis `a`."""
-        options = jnp.arange(m.values.shape[2]) < m.counts[:, a][:, None]
-        return ((m.values[:, a] == value[:, None]) & options).any(1)
-
     def pinned(u: Array) -> State:
         a = pick(u[1], m.num_axes)
         one, other = (FIRST_PIN - pick(v, m.sizes[a]).astype(jnp.int8) for v in (u[2], u[3]))
@@ -210,7 +211,7 @@ def leap(m: MoveTables, u: Array, s: State, *, pins: bool) -> State:
         inside = run(u[4:7])
         # Only where both axes may take both values: else the reverse would not exist.
         va, vb = s.axes[:, a], s.axes[:, b]
-        both = may_take(a, vb) & may_take(b, va)
+        both = may_take(m, a, vb) & may_take(m, b, va)
         inside &= (both | ~inside).all()
         axes = s.axes.at[:, a].set(jnp.where(inside, vb, va))
         return s._replace(axes=axes.at[:, b].set(jnp.where(inside, va, axes[:, b])))
