@@ -21,8 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # many tests make the same programs
     # Nothing of a test stays in the user's folders; processes that tests start load the planner's programs from here.
     os.environ["SOAPJAX_PROGRAM_CACHE"] = os.path.join(cache, "programs")
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
-# The older emitters of loops take a third less time to compile; what is split, sent and kept is decided before them.
-os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false"])
+os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 
 import gc  # noqa: E402
 
