@@ -13,13 +13,12 @@ from soapjax import progress
 from soapjax.execute.processes import jointly
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace.trace import TracedStep, trace
 from soapjax.options import objective
 from soapjax.planning import entry
 from soapjax.planning.auto_pipeline import plan_one_or_pipeline
-from soapjax.planning.given_pipeline import PipelineOptions, pipelined
+from soapjax.planning.given_pipeline import PipelineOptions, pipelined, planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan

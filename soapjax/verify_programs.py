@@ -19,9 +19,9 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.cut import keys_of
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.placement import PlacedStep
-from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.graph.trace.trace import TracedStep
 from soapjax.model_source import Model
+from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.strategy.plan import Plan, SentPart
 
 AT_LEAST = 0.01  # of all that is sent: programs that differ by less are not listed

@@ -24,12 +24,12 @@ from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.compiled.verify import verify
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan, not_executable
-from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.planning import entry
+from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.report.tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.strategy.plan import ModelSource, Plan

@@ -1,4 +1,4 @@
-"""What a user says of a pipeline, and the step of one whose stages the user gives."""
+"""What a user says of a pipeline, and the steps of pipelines: of one whose stages the user gives, and of one that is planned."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem
+from soapjax.execute.streams import stages
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.stages import places_of, staged_step
 from soapjax.execute.streams.stream_step import StreamStep
+from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.plan import MeshPlan, Plan
+from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology
 
 
@@ -70,3 +74,14 @@ def pipelined(
     plans = plans_of_stages(graph, pipeline, topology, axes, storage)
     places = places_of(micro, graph, binding, pipeline, plans, devices, is_float64=is_float64)
     return staged_step(micro, pipeline, places, reduction=reduction, donate=donate)
+
+
+def planned_pipeline(fn: Any, *args: Any, plan: Plan, **options: Any) -> StreamStep:
+    """As `execute/streams/stages.py`: specs that do not fit the micro-batched step are made anew from `axes` and `storage`."""
+    axes = {name: part.axes for name, part in plan.operators.items() if part.axes}
+    storage = {name: part.storage for name, part in plan.operators.items()}
+
+    def anew(graph: OperatorGraph) -> list[MeshPlan]:
+        return plans_of_stages(graph, plan.pipeline, topology_of(plan)[0], axes, storage)
+
+    return stages.planned_pipeline(fn, *args, plan=plan, anew=anew, **options)

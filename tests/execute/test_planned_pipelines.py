@@ -15,6 +15,7 @@ from soapjax.execute.compiled.verify_pipeline import verify_pipeline
 from soapjax.execute.streams.stages import planned_pipeline
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
+from soapjax.planning import given_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.strategy.plan import Plan
@@ -89,6 +90,17 @@ def test_running_a_plan_asks_no_planner(planned, step):
     finally:
         sys.setprofile(None)
     assert not called
+
+
+def test_micro_batches_of_one_sample_are_laid_out_anew():
+    """JAX leaves dims of size 1 out: the traced micro-batch reads other operands than the whole batch scaled down."""
+    step = mlp.make(batch=4, width=24, layers=3, features=8, classes=4)
+    plan = soapjax.plan_pipeline(*step, pipeline="1f1b", topology="cpu8", stages=2, microbatches=4, proposals=10)[0]
+    with pytest.raises(SoapjaxError, match="tasks: got specs of"):
+        planned_pipeline(*step, plan=plan)
+    _, wanted = jax.jit(step[0])(*step[1:])
+    _, found = given_pipeline.planned_pipeline(*step, plan=plan, donate=False)(*step[1:])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
 
 
 def test_specs_that_are_not_there_are_named(planned, step):

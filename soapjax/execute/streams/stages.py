@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,12 +25,15 @@ from soapjax.strategy.schedules import kind_of
 
 def planned_pipeline(
     fn: Any, *args: Any, plan: Plan, devices: Sequence[Any] | None = None, reduction: str = "mean",
-    static_argnums: Sequence[int] = (), donate: bool = True, is_float64: bool = False, **tracing: Any,
+    static_argnums: Sequence[int] = (), donate: bool = True, is_float64: bool = False,
+    anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, **tracing: Any,
 ) -> StreamStep:  # fmt: skip
     """`fn(*args)` as a pipeline's plan says, on `devices` (all that JAX sees by default).
 
     Args:
       reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+      anew: what holds on the mesh of every stage, for a micro-batch whose trace has other operands than the whole batch's: of
+        one sample, say, whose dims of size 1 JAX leaves out.
       tracing: `axis_name` and `strip_constraints` of `trace`.
     Raises: SoapjaxError where plan, step, batch and devices do not go together.
     """
@@ -39,7 +42,9 @@ def planned_pipeline(
     graph, binding = build_graph(micro.step)
     stages = [plan.on_stage(i) for i in range(len(plan.pipeline.stages))]
     if problems := _misfits(stages, graph):
-        raise SoapjaxError(problems[:5])
+        if anew is None:
+            raise SoapjaxError(problems[:5])
+        stages = anew(graph)
     places = places_of(micro, graph, binding, plan.pipeline, stages, devices, is_float64=is_float64)
     return staged_step(micro, plan.pipeline, places, reduction=reduction, donate=donate)
 
