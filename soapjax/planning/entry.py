@@ -111,11 +111,7 @@ def plan(
         strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules, objective=objective, pareto=pareto,
         simplicity=simplicity, check=check,
     )  # fmt: skip
-    options.check(given, also=options.check_step(fn))
-    objective = options.objective(objective)
-    static_argnums = listed(static_argnums)
-    topology = _topology(topology, devices)
-    profile, remarks = find_profile(profile, topology)
+    objective, static_argnums, topology, profile, remarks = _understood(fn, given)
     if check == "compile":
         to_compile_for = devices_to_compile_for(topology, devices)
         topology = topology.usable_up_to(topology.device.available_memory_bytes)
@@ -192,11 +188,7 @@ def plan_pipeline(
         seconds=seconds, unroll=unroll, static_argnums=static_argnums, profile=profile, devices=devices, axis_name=axis_name,
         strip_constraints=strip_constraints, objective=objective, pareto=pareto,
     )  # fmt: skip
-    options.check(given, also=options.check_step(fn))
-    objective = options.objective(objective)
-    static_argnums = listed(static_argnums)
-    topology = _topology(topology, devices)
-    profile, remarks = find_profile(profile, topology)
+    objective, static_argnums, topology, profile, remarks = _understood(fn, given)
     how = dict(unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints)
     with on_cpu():
         graph = build_graph(trace(fn, *args, **how))[0] if graph is None else graph
@@ -211,6 +203,19 @@ def plan_pipeline(
     with on_cpu():
         made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
     return made, found
+
+
+def _understood(
+    fn: Callable[..., Any], given: dict[str, Any]
+) -> tuple[Objective, Sequence[int], DeviceTopology, Profile | None, tuple[str, ...]]:  # fmt: skip
+    """What options of either kind of plan mean: objective, static arguments, topology, profile, and remarks on the profile.
+
+    Raises: SoapjaxError for every option that does not fit.
+    """
+    options.check(given, also=options.check_step(fn))
+    topology = _topology(given["topology"], given["devices"])
+    found = find_profile(given["profile"], topology)
+    return options.objective(given["objective"]), listed(given["static_argnums"]), topology, *found
 
 
 def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> DeviceTopology:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem
-from soapjax.execute.streams import stages
 from soapjax.execute.streams.microbatches import micro_step
-from soapjax.execute.streams.stages import places_of, staged_step
+from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
@@ -77,11 +76,11 @@ def pipelined(
 
 
 def planned_pipeline(fn: Any, *args: Any, plan: Plan, **options: Any) -> StreamStep:
-    """As `execute/streams/stages.py`: specs that do not fit the micro-batched step are made anew from `axes` and `storage`."""
+    """As `step_of_plan`; specs that do not fit the micro-batched step are made anew from `axes` and `storage`."""
     axes = {name: part.axes for name, part in plan.operators.items() if part.axes}
     storage = {name: part.storage for name, part in plan.operators.items()}
 
     def anew(graph: OperatorGraph) -> list[MeshPlan]:
         return plans_of_stages(graph, plan.pipeline, topology_of(plan)[0], axes, storage)
 
-    return stages.planned_pipeline(fn, *args, plan=plan, anew=anew, **options)
+    return step_of_plan(fn, *args, plan=plan, anew=anew, **options)

@@ -27,7 +27,7 @@ from soapjax.graph.figures import figures_of, figures_sha256, figures_text
 from soapjax.graph.operators import OperatorGraph
 from soapjax.strategy import plan_words
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.pipeline import Pipeline, Stage
 
 SCHEMA_VERSION = 1
 MAX_PLAN_BYTES = 32 * 2**20  # some 20,000 operators
@@ -235,7 +235,7 @@ class Plan(MeshPlan):
     """One plan. `Plan.load(path)` reads and checks the file; `plan.save(path)` writes it atomically.
 
     In a plan of a pipeline every operator is told what to do on the mesh of its own stage, and arguments and results lie on that
-    of the stage that holds them; `on_stage` gives the plan of one stage.
+    of the stage that holds them; `on_stages` gives the plan of each stage.
     """
 
     schema_version: Literal[1] = 1
@@ -262,14 +262,15 @@ class Plan(MeshPlan):
         """For notebooks; None, and so the plain `repr`, where soapjax.report.html was not imported."""
         return None if Plan.notebook_html is None else Plan.notebook_html(self)
 
-    def on_stage(self, i: int) -> MeshPlan:
-        """What holds on the mesh of a pipeline's stage `i`."""
-        mesh = self.pipeline.stages[i].mesh
-        order = tuple(range(math.prod(mesh.values())))
-        part = MeshPart(axis_names=tuple(mesh), axis_sizes=tuple(mesh.values()), device_order=order)
-        found = [self, *(p for p in self.elsewhere if p.mesh == part)]  # the latter's entries go before
-        layers = {name: {k: v for p in found for k, v in getattr(p, name).items()} for name in _ON_A_MESH}
-        return MeshPlan(mesh=part, **layers)
+    def on_stages(self) -> list[MeshPlan]:
+        """What holds on the mesh of every stage of a pipeline; stages with equal meshes share one plan."""
+        plans: dict[MeshPart, MeshPlan] = {}
+        for stage in self.pipeline.stages:
+            if (mesh := _mesh_of(stage)) not in plans:
+                found = [self, *(p for p in self.elsewhere if p.mesh == mesh)]  # the latter's entries go before
+                layers = {name: {k: v for p in found for k, v in getattr(p, name).items()} for name in _ON_A_MESH}
+                plans[mesh] = MeshPlan(mesh=mesh, **layers)
+        return [plans[_mesh_of(stage)] for stage in self.pipeline.stages]
 
     def logical_axis_rules(self) -> list[tuple[str, tuple[str, ...] | None]]:
         """As Flax's `logical_axis_rules`, where one rule per name says the plan (soapjax/strategy/plan_words.py).
@@ -336,6 +337,11 @@ class Plan(MeshPlan):
                 )
                 for error in e.errors()[:20]
             ) from None  # fmt: skip
+
+
+def _mesh_of(stage: Stage) -> MeshPart:
+    order = tuple(range(math.prod(stage.mesh.values())))
+    return MeshPart(axis_names=tuple(stage.mesh), axis_sizes=tuple(stage.mesh.values()), device_order=order)
 
 
 def _sha256(data: Any) -> str:

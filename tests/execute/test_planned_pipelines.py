@@ -12,10 +12,10 @@ from models import mlp
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.execute.compiled.verify_pipeline import verify_pipeline
-from soapjax.execute.streams.stages import planned_pipeline
+from soapjax.execute.streams.stages import step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning import given_pipeline
+from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.strategy.plan import Plan
@@ -68,7 +68,7 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
     )
 
     def made(is_float64):
-        return planned_pipeline(*step, plan=plan, donate=False, is_float64=is_float64).streamed
+        return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64).streamed
 
     run = made(False)
     ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
@@ -86,7 +86,7 @@ def test_running_a_plan_asks_no_planner(planned, step):
 
     sys.setprofile(look)
     try:
-        planned_pipeline(*step, plan=Plan.loads(planned.dumps()))(*step[1:])
+        step_of_plan(*step, plan=Plan.loads(planned.dumps()))(*step[1:])
     finally:
         sys.setprofile(None)
     assert not called
@@ -97,9 +97,9 @@ def test_micro_batches_of_one_sample_are_laid_out_anew():
     step = mlp.make(batch=4, width=24, layers=3, features=8, classes=4)
     plan = soapjax.plan_pipeline(*step, pipeline="1f1b", topology="cpu8", stages=2, microbatches=4, proposals=10)[0]
     with pytest.raises(SoapjaxError, match="tasks: got specs of"):
-        planned_pipeline(*step, plan=plan)
+        step_of_plan(*step, plan=plan)
     _, wanted = jax.jit(step[0])(*step[1:])
-    _, found = given_pipeline.planned_pipeline(*step, plan=plan, donate=False)(*step[1:])
+    _, found = planned_pipeline(*step, plan=plan, donate=False)(*step[1:])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
 
 
@@ -108,11 +108,11 @@ def test_specs_that_are_not_there_are_named(planned, step):
     name = next(iter(planned.operators))
     older = planned.operators | {name: planned.operators[name].model_copy(update={"tasks": ()})}
     with pytest.raises(SoapjaxError, match=rf"operators.{name}.tasks: got specs of 0 tasks.*expected.*load_plan"):
-        planned_pipeline(*step, plan=planned.model_copy(update={"operators": older}))
+        step_of_plan(*step, plan=planned.model_copy(update={"operators": older}))
     again = recost(planned.model_copy(update={"operators": older}), soapjax.trace(*step))
     assert again.plan_sha256 == planned.plan_sha256
 
 
 def test_a_device_that_is_not_there_is_named(planned, step):
     with pytest.raises(SoapjaxError, match="devices: got 3 devices; expected the 8 that the pipeline is for"):
-        planned_pipeline(*step, plan=planned, devices=jax.devices()[:3])
+        step_of_plan(*step, plan=planned, devices=jax.devices()[:3])

@@ -19,11 +19,11 @@ from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.strategy.plan import MeshPlan, Plan
+from soapjax.strategy.plan import MeshPlan, Plan, parse_spec
 from soapjax.strategy.schedules import kind_of
 
 
-def planned_pipeline(
+def step_of_plan(
     fn: Any, *args: Any, plan: Plan, devices: Sequence[Any] | None = None, reduction: str = "mean",
     static_argnums: Sequence[int] = (), donate: bool = True, is_float64: bool = False,
     anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, **tracing: Any,
@@ -40,7 +40,7 @@ def planned_pipeline(
     num = plan.pipeline.num_microbatches
     micro = micro_step(fn, *args, num_microbatches=num, static_argnums=static_argnums, unroll=plan.unroll, **tracing)
     graph, binding = build_graph(micro.step)
-    stages = [plan.on_stage(i) for i in range(len(plan.pipeline.stages))]
+    stages = plan.on_stages()
     if problems := _misfits(stages, graph):
         if anew is None:
             raise SoapjaxError(problems[:5])
@@ -89,23 +89,24 @@ def places_of(
 
 def _misfits(stages: Sequence[MeshPlan], graph: OperatorGraph) -> list[Problem]:
     """Where plans of stages do not say what the tasks of the step, traced with one micro-batch, do with their tensors."""
-    wanted: dict[str, list[tuple[int, int]]] = {op.name: [] for op in graph.operators}
+    wanted: dict[str, list[list[int]]] = {op.name: [] for op in graph.operators}
     for task in graph.tasks:
         if task.parameter < 0:
-            wanted[graph.operators[task.operator].name].append((len(task.reads), len(task.writes)))
+            wanted[graph.operators[task.operator].name].append([len(a.dims) for a in (*task.reads, *task.writes)])
+    plans = list({id(plan): plan for plan in stages}.values())
     problems = []
-    for name, sizes in wanted.items():
-        for plan in stages:
+    for name, ranks in wanted.items():
+        for plan in plans:
             part = plan.operators.get(name)
-            found = [] if part is None else [(len(t.operands), len(t.results)) for t in part.tasks]
-            if found != sizes:
-                value = "missing" if part is None else f"specs of {len(found)} tasks, (operands, results) {found}"[:150]
-                expected = f"specs of {len(sizes)} tasks, {sizes}"[:150]
+            found = [] if part is None else [[len(parse_spec(s)) for s in (*t.operands, *t.results)] for t in part.tasks]
+            if found != ranks:
+                value = "missing" if part is None else f"specs of {len(found)} tasks, of tensors of {found} dims"[:150]
+                expected = f"specs of {len(ranks)} tasks, of {ranks} dims"[:150]
                 remedy = "load the plan with soapjax.load_plan, which makes them anew, or plan with another number of micro-batches"
                 problems.append(Problem(f"plan: operators.{name}.tasks", value, expected, remedy))
                 break
     for path in graph.in_paths:
-        if any(path not in plan.arguments for plan in stages):
+        if any(path not in plan.arguments for plan in plans):
             expected = "the layout of every argument"
             problems.append(Problem(f"plan: arguments.{path}", "missing", expected, "restore it, or plan anew"))
     return problems
