@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ import jax
 from soapjax import nnx_steps, progress
 from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
-from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes import jointly
 from soapjax.execute.spmd.arrivals import place_all
@@ -29,30 +28,29 @@ from soapjax.execute.streams.stream import Event
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.trace.trace import argument_names, signature, trace
 from soapjax.making import Maker
-from soapjax.options import OPTIONS, check_step
 from soapjax.options import check as check_options
+from soapjax.options import check_step
 from soapjax.planning.compile_check import over_memory
-from soapjax.planning.given_pipeline import PipelineOptions
-from soapjax.search.objective import Objective
+from soapjax.planning.request import PlanRequest, takes_options
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
-from soapjax.topology import DeviceTopology
 
 log = logging.getLogger("soapjax")
+BESIDE_A_PLAN = {  # option -> what to do
+    "pipeline": "drop it", "fixed": "plan anew, or edit the plan file's own layouts", "objective": "plan anew, or drop it"
+}  # fmt: skip
 
 
 class SoapShard:
     """A step function that plans itself; made by `soap_shard`. Feels like `jax.jit`'s result."""
 
-    def __init__(self, fn: Callable[..., Any], **options: Any):
+    def __init__(self, fn: Callable[..., Any], *, request: PlanRequest, plan: str | Plan | None, **of_jit: Any):
+        """`of_jit` are `static_argnames`, `donate_argnums` and `donate_argnames`."""
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)  # a functools.partial has none
-        self._fn = fn
-        self._given = dict(options)
-        self._donate = options.pop("donate")
-        jit_options = {k: options.pop(k) for k in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")}
-        self._calling = Calling(fn, **jit_options)
-        self._maker = Maker(self.__name__, **options)
+        self._fn, self._of_jit = fn, of_jit
+        self._calling = Calling(fn, static_argnums=request.static_argnums, **of_jit)
+        self._maker = Maker(self.__name__, request, plan)
         self._by_shapes: dict[Any, tuple[Plan | None, CompiledStep | StreamStep]] = {}
         self._agreed: set[CompiledStep | StreamStep] = set()  # by all processes, where there are several
         self._last: CompiledStep | StreamStep | None = None
@@ -114,11 +112,11 @@ class SoapShard:
         key = f"_soap_shard_{self.__name__}"
         found = self._methods.get(id(instance), (None, None))[1] if store is None else store.get(key)
         if found is None or found._fn.__func__ is not self._fn:
-            options = dict(self._given)
-            for name in ("static_argnums", "donate_argnums"):
-                if options[name] is not None:
-                    options[name] = tuple(i - 1 if i > 0 else i for i in options[name] if i != 0)
-            found = SoapShard(types.MethodType(self._fn, instance), **options)
+            constants, given_away = (
+                None if n is None else tuple(i - 1 if i > 0 else i for i in n if i != 0)
+                for n in (self._maker.request.static_argnums, self._of_jit["donate_argnums"])
+            )
+            found = self._like(types.MethodType(self._fn, instance), constants, donate_argnums=given_away)
             if store is None:
                 self._methods[id(instance)] = instance, found
             else:
@@ -130,16 +128,21 @@ class SoapShard:
         graph, arrays = nnx_steps.split(args, positions)
         key = graph, positions, form.names, len(args)
         if key not in self._of_objects:
-            options = self._given | {"static_argnames": (), "donate_argnames": None}
-            options |= {"static_argnums": form.positions, "donate_argnums": None}
+            given_away = None
             if self._calling.gives_away:
                 kept = [i for i in range(len(args)) if i not in form.positions]
-                options["donate_argnums"] = tuple(kept[k] for k in self._calling.given_away(form, len(args)))
+                given_away = tuple(kept[k] for k in self._calling.given_away(form, len(args)))
             fn = nnx_steps.functional(self._calling.function(form, len(args)), graph, positions)
-            self._of_objects[key] = SoapShard(fn, **options)
+            by_position = dict(static_argnames=(), donate_argnums=given_away, donate_argnames=None)
+            self._of_objects[key] = self._like(fn, form.positions, **by_position)
         step = self._of_objects[key]
         self._of_objects[key] = self._of_objects.pop(key)  # the last one last
         return step, arrays
+
+    def _like(self, fn: Callable[..., Any], constants: Sequence[int], **of_jit: Any) -> SoapShard:
+        """Another function, planned as this one is, with constants at other positions."""
+        request = self._maker.request.but(static_argnums=constants)
+        return SoapShard(fn, request=request, plan=self._maker.source, **self._of_jit | of_jit)
 
     def _names(self, args: tuple[Any, ...], form: CallForm) -> tuple[str, ...]:
         """Of the arguments that are no constants."""
@@ -168,7 +171,7 @@ class SoapShard:
                 args = tuple(a if i in form.positions else jax.tree.map(_struct, a) for i, a in enumerate(args))
             with jax.ensure_compile_time_eval() if inside else contextlib.nullcontext():
                 given_away = self._calling.given_away(form, len(args))
-                donate = self._donate if given_away is None else given_away
+                donate = self._maker.request.donate if given_away is None else given_away
                 self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate, runs=runs)
         self._last_plan, self._last = self._by_shapes[key]
         self._last_form = form
@@ -258,7 +261,7 @@ class SoapShard:
         """As `jax.jit(fn).eval_shape`: shapes and types of the results; nothing is planned."""
         step, args, form = self._bound(args, kwargs)
         fn = step._calling.function(form, len(args))
-        traced = trace(fn, *args, static_argnums=form.positions, **self._maker.tracing)
+        traced = trace(fn, *args, **self._maker.request.but(static_argnums=form.positions, unroll=False).tracing)
         return traced.out_tree.unflatten([jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.out_avals])
 
     def _cache_size(self) -> int:
@@ -285,17 +288,11 @@ def _struct(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
+@takes_options("space", "pareto", "model", "progress")
 def soap_shard(
-    fn: Callable[..., Any] | None = None, *, topology: str | DeviceTopology = "local", plan: str | Plan | None = None,
-    planner: str = "mcmc", seconds: float | None = None, proposals: int | None = None, seed: int = 0,
-    fixed: Mapping[str, Any] | None = None, unroll: bool = False, static_argnums: int | Sequence[int] = (),
+    fn: Callable[..., Any] | None = None, *, plan: str | Plan | None = None, static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (), donate: bool = True, donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
-    logical_axis_rules: Sequence[tuple[str, Any]] | None = None, devices: Sequence[Any] | None = None,
-    profile: str | Profile | None = None, verify_top: int = 0,
-    pipeline: str | Pipeline | None = None, microbatches: int | str = "auto", stages: int | str = "auto",
-    microbatch_reduction: str = "mean", objective: str | Objective = "time", simplicity: float = 0.5,
-    check: str = "compile",
+    donate_argnames: str | Sequence[str] | None = None, check: str = "compile", **options: Any,
 ) -> Any:  # fmt: skip
     """Shards a step function by a searched (or given) plan. Bare or with arguments.
 
@@ -303,43 +300,26 @@ def soap_shard(
 
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
-      topology, planner, seconds, proposals, seed, fixed, unroll, profile, verify_top, simplicity: as for `soapjax.plan`.
       plan: a plan file (or `Plan`) to execute instead of searching.
       static_argnums, static_argnames: compile-time constants, by position or name, as for `jax.jit`.
       donate: give the memory of state arguments (what the step returns anew) to the results.
       donate_argnums, donate_argnames: the arguments whose memory is given away instead, as for `jax.jit`. Arrays that are not yet
         laid out as planned are copied, and stay the caller's.
-      axis_name: axes over which the step's collectives go, as for `jax.pmap` (`jax.lax.pmean(grads, "batch")`, BatchNorm's
-        `axis_name`). The step gets the global batch, which is the one member of the axis: means and sums are those over the whole
-        batch (soapjax/graph/trace/one_program.py).
-      strip_constraints: ignore the step's own `with_sharding_constraint`, such as one on a mesh of its own.
-      logical_axis_rules: (logical name, mesh axis, several or None) pairs, as Flax has them, for the logical names in Flax's
-        partitioning metadata. Names that nothing maps to axes of the plan's mesh are ignored, with one note.
-      devices: the devices to run on; the first of `jax.devices()` by default. "local" means these, where they are given.
-      pipeline: a `Pipeline` to run, or what to plan: a schedule ("gpipe", "1f1b", "interleaved", "pipedream"), or "auto": the
-        best synchronous one, where it is faster than one program.
-      microbatches, stages: of a pipeline that is planned, a number or "auto".
-      microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
-      objective: "time", or an `Objective` with limits of communication and memory; where no plan meets these, the one that violates
-        them least runs, and a warning names them.
       check: "compile": what a call plans (not `prepare`, nor several processes) is compiled at once, as the call would do anyway;
         where it does not fit the device, the search goes on with less memory, and `InfeasibleError` says so where nothing fits.
         With "none", and of what is not compiled, plans keep a margin of memory.
+      options: of planning, as `PlanRequest` (soapjax/planning/request.py) has them: topology, planner, seconds, proposals, seed,
+        objective, simplicity, fixed, logical_axis_rules, strip_constraints, axis_name, unroll, profile, verify_top, devices,
+        pipeline, microbatches, stages, microbatch_reduction. Limits of an objective that no plan meets are named by a warning.
     """
-    beside = PipelineOptions.problems(pipeline, microbatches, stages, plan=plan, fixed=fixed)
-    if plan is not None and fixed is not None:
-        beside.append(Problem("fixed", "given beside a plan", "one of them", "plan anew, or edit the plan file's own layouts"))
-    if plan is not None and objective != "time":
-        beside.append(Problem("objective", "given beside a plan", "one of them", "plan anew, or drop it"))
-    given = {k: v for k, v in locals().items() if k in OPTIONS}
-    check_options(given, also=beside if fn is None else [*check_step(fn), *beside])
-    options = dict(
-        topology=topology, plan=plan, planner=planner, seconds=seconds, proposals=proposals, seed=seed, fixed=fixed, unroll=unroll,
-        static_argnums=listed(static_argnums), static_argnames=listed(static_argnames), donate=donate,
-        donate_argnums=None if donate_argnums is None else listed(donate_argnums),
-        donate_argnames=None if donate_argnames is None else listed(donate_argnames),
-        devices=devices, profile=profile, verify_top=verify_top, axis_name=listed(axis_name), strip_constraints=strip_constraints,
-        logical_axis_rules=logical_axis_rules, objective=objective, simplicity=simplicity, check=check,
-        pipeline=PipelineOptions.of(pipeline, microbatches, stages, microbatch_reduction),
-    )  # fmt: skip
-    return functools.partial(SoapShard, **options) if fn is None else SoapShard(fn, **options)
+    request = PlanRequest(static_argnums=static_argnums, donate=donate, check=check, **options)
+    beside = request.problems()
+    if plan is not None:
+        asked = (name for name in BESIDE_A_PLAN if getattr(request, name) != getattr(PlanRequest, name))
+        beside += [Problem(name, "given beside a plan", "one of them", BESIDE_A_PLAN[name]) for name in asked]
+    of_jit = dict(static_argnames=static_argnames, donate_argnums=donate_argnums, donate_argnames=donate_argnames)
+    check_options({**request.values(), "plan": plan, **of_jit}, also=beside if fn is None else [*check_step(fn), *beside])
+    given = {k: None if v is None else listed(v) for k, v in of_jit.items()} | {"static_argnames": listed(static_argnames)}
+    request = request.but(static_argnums=listed(static_argnums), axis_name=listed(request.axis_name))
+    made = functools.partial(SoapShard, request=request, plan=plan, **given)
+    return made if fn is None else made(fn)

@@ -27,6 +27,7 @@ from soapjax.graph.trace.trace import trace
 from soapjax.model_source import abstract_model, model_source
 from soapjax.planning import entry, plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
+from soapjax.planning.request import find_profile
 from soapjax.planning.verify_top import require_real_devices
 from soapjax.report.tables import seconds
 from soapjax.report.text_table import TextTable
@@ -104,7 +105,7 @@ def calibrate_command(command: CalibrateCommand) -> Result:
             raise SoapjaxError(Problem(f"{path}: topology", value, f"the topology of {first}", "calibrate one cluster at a time"))
         require_real_devices(topology, jax.devices(), place=path)
         plan, model, step = loaded(plan, path, required_source(command, plan, place=path), concrete=True)
-        base = entry.find_profile(command.profile, topology)[0]
+        base = find_profile(command.profile, topology)[0]
         if base is None and plan.profile is not None:
             base = profile_of(plan.profile, place=f"{path}: profile")
         base = _plain(base)

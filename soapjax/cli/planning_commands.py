@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
@@ -16,11 +15,11 @@ from soapjax.cli.results import Progress, Result, closing, opened, output_proble
 from soapjax.cli.step_source import chosen_source
 from soapjax.devices import devices_of_backend, devices_of_target
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.model_source import Model, abstract_model, model_source
-from soapjax.planning import entry, plan_files
-from soapjax.planning.auto_pipeline import Chosen, plan_one_or_pipeline
-from soapjax.planning.fronts import rows_of_pipelines, rows_of_planned
-from soapjax.report.front import FrontRow, front_view
+from soapjax.model_source import abstract_model, model_source
+from soapjax.planning import plan_files
+from soapjax.planning.choosing import Chosen, as_asked
+from soapjax.planning.request import PlanRequest
+from soapjax.report.front import front_view
 from soapjax.report.perfetto import write_trace
 from soapjax.report.tables import plan_report
 from soapjax.search.objective import Objective, objective_of
@@ -35,26 +34,17 @@ def plan_problems(command: PlanCommand) -> list[Problem]:
 
 
 def plan_command(command: PlanCommand, progress: Progress = None) -> Result:
-    numbers = {k: None if (n := getattr(command, k)) == "auto" else int(n) for k in ("microbatches", "stages")}
     topology = wanted_topology(command)
     get_planner(command.planner, space=command.space)
     model = abstract_model(model_source(command.model, command.set))
-    if command.pipeline is not None and command.pipeline != "auto":
-        return _pipeline_command(command, model, topology, numbers, progress)
-    options = dict(
-        topology=topology, planner=command.planner, seed=command.seed, proposals=command.proposals, seconds=command.seconds,
-        unroll=command.unroll, space=command.space, model=model.source, progress=progress, profile=command.profile,
-        verify_top=command.verify_top, objective=_objective(command)[0], pareto=command.pareto,
-        simplicity=command.simplicity, check=command.check, devices=_devices_to_compile_for(command, topology),
-    )  # fmt: skip
+    alike = {name: value for name, value in vars(command).items() if hasattr(PlanRequest, name)}
+    numbers = {name: n if (n := getattr(command, name)) == "auto" else int(n) for name in ("microbatches", "stages")}
+    meant = dict(topology=topology, objective=_objective(command)[0], devices=_devices_to_compile_for(command, topology), **numbers)
+    request = PlanRequest(**alike | meant | {"model": model.source, "progress": progress})
     begin = time.monotonic()
     with closing(progress):
-        if command.pipeline is not None:
-            chosen = plan_one_or_pipeline(model.step, *model.arguments, **numbers, **options)
-        else:
-            found = entry.plan(model.step, *model.arguments, **options)
-            chosen = Chosen(found.plan, found.result.stopped_by, rows_of_planned(found))
-    return _planned(command, *chosen, search_s=time.monotonic() - begin)
+        chosen = as_asked(request, model.step, *model.arguments)
+    return _planned(command, chosen, search_s=time.monotonic() - begin)
 
 
 def _devices_to_compile_for(command: PlanCommand, topology: DeviceTopology) -> list[Any] | None:
@@ -81,9 +71,9 @@ def _objective(command: PlanCommand) -> tuple[Objective, list[Problem]]:
     return objective_of(command.objective, command.max_bytes, command.max_memory, command.weights)
 
 
-def _planned(command: PlanCommand, plan: Plan, stopped_by: str, front: Sequence[FrontRow], *, search_s: float) -> Result:
+def _planned(command: PlanCommand, chosen: Chosen, *, search_s: float) -> Result:
     """Saves a plan and reports it, with the seconds that planning took, which no file keeps."""
-    stopped_by = "interrupted" if interrupts.came() else stopped_by
+    plan, stopped_by = chosen.plan, "interrupted" if interrupts.came() else chosen.stopped_by
     if command.output is not None:
         with_output(command.output, plan.save)
     result = plan_result(plan) | {"stopped_by": stopped_by, "output": command.output, "search_s": round(search_s, 3)}
@@ -97,9 +87,9 @@ def _planned(command: PlanCommand, plan: Plan, stopped_by: str, front: Sequence[
     if stopped_by == "interrupted":
         lines.append("interrupted: this is the best so far")
         status = interrupts.STATUS
-    views = [front_view(front)] if command.pareto else []
+    views = [front_view(chosen.front)] if command.pareto else []
     if command.pareto:
-        result |= {"front": [row._asdict() for row in front]}
+        result |= {"front": [row._asdict() for row in chosen.front]}
     return result, Group(plan_report(plan), *views, Text("\n".join(lines))), status
 
 
@@ -116,19 +106,6 @@ def _pipeline_problems(command: PlanCommand) -> list[Problem]:
         expected, remedy = "no pipeline, or auto: only plans of one program are compared", "drop one of them"
         problems.append(Problem("--verify-top", str(command.verify_top), expected, remedy))
     return problems
-
-
-def _pipeline_command(
-    command: PlanCommand, model: Model, topology: DeviceTopology, numbers: dict[str, int | None], progress: Progress
-) -> Result:
-    begin = time.monotonic()
-    with closing(progress):
-        plan, found = entry.plan_pipeline(
-            model.step, *model.arguments, pipeline=command.pipeline, topology=topology, seed=command.seed,
-            proposals=command.proposals, seconds=command.seconds, unroll=command.unroll, model=model.source, progress=progress,
-            profile=command.profile, objective=_objective(command)[0], pareto=command.pareto, **numbers,
-        )  # fmt: skip
-    return _planned(command, plan, found.stopped_by, rows_of_pipelines(found), search_s=time.monotonic() - begin)
 
 
 def simulate_command(command: SimulateCommand) -> Result:

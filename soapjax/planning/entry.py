@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax import interrupts, options
-from soapjax.calling import listed
+from soapjax import interrupts
 from soapjax.costs.by_operator import operator_costs
-from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, carried, load_profile, mismatches
+from soapjax.costs.measured.profile import Profile, carried
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
@@ -30,8 +29,9 @@ from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
 from soapjax.planning.pipelines import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
-from soapjax.planning.profiling import compute_figures, device_at_hand
+from soapjax.planning.profiling import compute_figures
 from soapjax.planning.remarks import repeated_remarks, structure_remarks
+from soapjax.planning.request import PlanRequest, takes_options
 from soapjax.planning.searching import Search, Searched
 from soapjax.planning.user_shardings import check_constraints, logical_axes, user_layouts
 from soapjax.planning.verify_top import measured_best, require_real_devices, shortlist
@@ -47,10 +47,11 @@ from soapjax.strategy.plan import CompiledFigures, ModelSource, Plan, Provenance
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import has_pins, search_space
 from soapjax.strategy.strategy import Strategy
-from soapjax.topology import DeviceTopology, factor_mesh, load_topology
-from soapjax.topology.local import local_topology
+from soapjax.topology import DeviceTopology, factor_mesh
 
 DEFAULT_PROPOSALS = 100_000
+OF_PIPELINES = "pipeline", "microbatches", "stages", "microbatch_reduction"
+OF_ONE_PROGRAM = "planner", "space", "simplicity", "check", "verify_top", "fixed", "logical_axis_rules", "donate"
 
 
 class Planned(NamedTuple):
@@ -74,155 +75,123 @@ class Planned(NamedTuple):
             return framed(self.plan, page(self.plan, extras_of(self.problem.simulator, self.result.best.strategy)))
 
 
-def plan(
-    fn: Callable[..., Any], *args: Any, topology: str | DeviceTopology = "local", planner: str = "mcmc", seed: int = 0,
-    proposals: int | None = None, seconds: float | None = None, fixed: Mapping[str, Any] | None = None, unroll: bool = False,
-    static_argnums: Sequence[int] = (), space: str = "soap", model: ModelSource | None = None,
-    progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None, verify_top: int = 0,
-    devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
-    logical_axis_rules: Sequence[tuple[str, Any]] | None = None, objective: str | Objective = "time", pareto: bool = False,
-    simplicity: float = 0.5, check: str = "none", donate: bool | Sequence[int] = True,
-) -> Planned:  # fmt: skip
+@takes_options(*OF_PIPELINES)
+def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Planned:
     """Plans `fn(*args)` for a topology. Nothing of the model is allocated; `args` may be `jax.ShapeDtypeStruct`s.
 
-    Args:
-      topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
-      planner: a name in `soapjax.PLANNERS`.
-      seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan. Compiling is part of the seconds.
-      fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
-      unroll: plan every step of a scan on its own.
-      space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
-      progress: called between rounds with (proposals, best step time, elapsed seconds).
-      profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
-      verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
-      devices: those to run on for that, to compile for, and those that "local" means; `jax.devices()` by default.
-      axis_name, strip_constraints, logical_axis_rules: as for `soap_shard`.
-      objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
-        the one that violates them least is returned, with a note; `objective.unmet` names them.
-      pareto: keep the front of time, communication and memory of all that the search judged.
-      simplicity: of plans within so many percent of the best step time, the simplest is taken; 0 takes the best.
-      check: "compile": compile the best plan, and search on with less memory where it does not fit; `donate` as for `soap_shard`.
-        With "none" plans keep a margin of memory for the error of their prediction.
+    Options are those of `PlanRequest` (soapjax/planning/request.py), those of pipelines excepted.
+
     Raises: SoapjaxError for every input that does not fit; InfeasibleError where no plan fits as compiled.
     """
-    given = dict(
-        topology=topology, planner=planner, seed=seed, proposals=proposals, seconds=seconds, fixed=fixed, unroll=unroll,
-        static_argnums=static_argnums, space=space, profile=profile, verify_top=verify_top, devices=devices, axis_name=axis_name,
-        strip_constraints=strip_constraints, logical_axis_rules=logical_axis_rules, objective=objective, pareto=pareto,
-        simplicity=simplicity, check=check,
-    )  # fmt: skip
-    objective, static_argnums, topology, profile, remarks = _understood(fn, given)
-    if check == "compile":
-        to_compile_for = devices_to_compile_for(topology, devices)
-        topology = topology.usable_up_to(topology.device.available_memory_bytes)
-    if verify_top:
-        require_real_devices(topology, jax.devices() if devices is None else list(devices))
-    search = get_planner(planner, space=space)
-    step = trace(
-        fn, *args, unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints
-    )  # fmt: skip
-    begin = time.monotonic()
-    static = {i % len(args) for i in static_argnums} if args else set()
+    return plan_one_program(PlanRequest(**options), fn, *args)
+
+
+@takes_options("microbatch_reduction", *OF_ONE_PROGRAM)
+def plan_pipeline(fn: Callable[..., Any], *args: Any, pipeline: str, **options: Any) -> tuple[Plan, FoundPipeline]:
+    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
+
+    Options are those of `PlanRequest` (soapjax/planning/request.py), those of one program excepted; numbers of micro-batches and
+    stages that are not given are searched.
+
+    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
+    """
+    return plan_staged(PlanRequest(pipeline=pipeline, **options), fn, *args)
+
+
+def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Planned:
+    """As `plan`."""
+    asked, remarks = request.understood(fn)
+    topology, looks = asked.topology, asked.check == "compile"
+    if looks:
+        to_compile_for = devices_to_compile_for(topology, asked.devices)
+        asked = asked.but(topology=topology.usable_up_to(topology.device.available_memory_bytes))
+    if asked.verify_top:
+        require_real_devices(topology, jax.devices() if asked.devices is None else list(asked.devices))
+    planner = get_planner(asked.planner, space=asked.space)
+    step = trace(fn, *args, **asked.tracing)
+    deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+    static = {i % len(args) for i in asked.static_argnums} if args else set()
     given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
-    layouts = user_layouts(given, step.in_paths, fixed, axis_names=axis_names, rules=logical_axis_rules)
-    problem = planning_problem(step, topology, layouts, space=space, profile=profile, objective=objective)
-    if pareto or not objective.is_time:
+    layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
+    problem = _problem_of(asked, step, layouts)
+    if asked.pareto or not asked.objective.is_time:
         problem = problem.keeping_front()
     remarks = (*remarks, *structure_remarks(problem.graph))
-    deadline = math.inf if seconds is None else begin + seconds
-    if proposals is None and seconds is None:
-        proposals = DEFAULT_PROPOSALS
-    looks, recomputation = check == "compile", Recomputation(step)
-
-    def recomputing(as_it_is: PlanningProblem, limit_bytes: float) -> Recomputing:
-        def problem_of(recomputed: frozenset[str]) -> PlanningProblem:
-            other = recomputation.step(recomputed)
-            made = planning_problem(other, topology, layouts, space=space, profile=profile, objective=objective)
-            return made.usable_up_to(limit_bytes)
-
-        return Recomputing(as_it_is, recomputation, problem_of)
-
-    run = Search(planner, search, seed, proposals, deadline, progress, simplicity / 100, recomputing, may_go_on=looks)
+    run = Search(
+        asked.planner, planner, asked.seed, _proposals(asked), deadline, asked.progress, asked.simplicity / 100,
+        _recomputing(asked, step, layouts), may_go_on=looks,
+    )  # fmt: skip
 
     def plan_of(found: Searched, **more: Any) -> Plan:
-        return plan_of_strategy(found.problem, found.result.best.strategy, model=model, unroll=unroll, **more)
+        return plan_of_strategy(found.problem, found.result.best.strategy, model=asked.model, unroll=asked.unroll, **more)
 
     program, compiled, table = None, (), ()
     with on_cpu():
         found = run(problem)
         if looks and found.result.stopped_by != "interrupted":
-            found, compiled, program = checked(run, found, plan_of, lambda p: compiled_plan(step, p, to_compile_for, donate))
-        if verify_top and found.result.stopped_by != "interrupted":
-            leaves = jax.tree_util.tree_leaves([a for i, a in enumerate(args) if i not in static])
-            found, table, notes = _verified(verify_top, found, step, planner, leaves, devices)
+            found, compiled, program = checked(
+                run, found, plan_of, lambda p: compiled_plan(step, p, to_compile_for, asked.donate)
+            )  # fmt: skip
+        if asked.verify_top and found.result.stopped_by != "interrupted":
+            found, table, notes = _verified(asked, found, step, jax.tree_util.tree_leaves(given))
             remarks = (*remarks, *notes)
             program = None  # it may be another strategy's
         remarks = (*remarks, *repeated_remarks(found.problem, found.result.best.strategy))
-        provenance = _provenance(planner, space, seed, found, remarks, table, compiled)
-        made = plan_of(found, provenance=provenance)
+        made = plan_of(found, provenance=_provenance(asked, found, remarks, table, compiled))
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
-    front = found.problem.front.points() if pareto else ()
+    front = found.problem.front.points() if asked.pareto else ()
     return Planned(made, found.result, found.baselines, found.problem, step, front, program)
 
 
-def plan_pipeline(
-    fn: Callable[..., Any], *args: Any, pipeline: str, topology: str | DeviceTopology = "local", microbatches: int | None = None,
-    stages: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None, unroll: bool = False,
-    static_argnums: Sequence[int] = (), model: ModelSource | None = None,
-    progress: Callable[[int, float, float], None] | None = None, profile: str | Profile | None = None,
-    devices: Sequence[Any] | None = None, axis_name: str | Sequence[str] = (), strip_constraints: bool = False,
-    objective: str | Objective = "time", pareto: bool = False, graph: OperatorGraph | None = None, slower_than_s: float = math.inf,
+def plan_staged(
+    request: PlanRequest, fn: Callable[..., Any], *args: Any, graph: OperatorGraph | None = None, slower_than_s: float = math.inf
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
-    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
+    """As `plan_pipeline`.
 
     Args:
-      microbatches, stages: their numbers, searched where they are not given; others as for `plan`.
       graph: of the step, where it has been traced before.
       slower_than_s: a step time that the pipeline is to come near.
-    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory; `Beaten` where the best is
-      slower than `slower_than_s`, before it is priced on the whole graph.
+    Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
-    given = dict(
-        topology=topology, pipeline=pipeline, microbatches=microbatches, stages=stages, seed=seed, proposals=proposals,
-        seconds=seconds, unroll=unroll, static_argnums=static_argnums, profile=profile, devices=devices, axis_name=axis_name,
-        strip_constraints=strip_constraints, objective=objective, pareto=pareto,
-    )  # fmt: skip
-    objective, static_argnums, topology, profile, remarks = _understood(fn, given)
-    how = dict(unroll=unroll, static_argnums=static_argnums, axis_name=axis_name, strip_constraints=strip_constraints)
+    asked, remarks = request.understood(fn)
     with on_cpu():
-        graph = build_graph(trace(fn, *args, **how))[0] if graph is None else graph
+        graph = build_graph(trace(fn, *args, **asked.tracing))[0] if graph is None else graph
         require_operators(graph)
         found = find_pipeline(
-            graph, topology, schedule=pipeline, num_stages=stages, num_microbatches=microbatches, seed=seed, proposals=proposals,
-            seconds=seconds, progress=progress, profile=profile, objective=objective, pareto=pareto, slower_than_s=slower_than_s,
+            graph, asked.topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
+            seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
+            objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
     found = found._replace(notes=(*remarks, *found.notes))
-    base = Provenance(versions=_versions(), objective=objective.describe())
-    provenance = provenance_of(found, base, planner=f"pipeline {pipeline}", seed=seed)
+    base = Provenance(versions=_versions(), objective=asked.objective.describe())
+    provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
+    how = dict(model=asked.model, provenance=provenance, unroll=asked.unroll, profile=asked.profile)
     with on_cpu():
-        made = pipeline_plan(graph, topology, found.times, model=model, provenance=provenance, unroll=unroll, profile=profile)
-    return made, found
+        return pipeline_plan(graph, asked.topology, found.times, **how), found
 
 
-def _understood(
-    fn: Callable[..., Any], given: dict[str, Any]
-) -> tuple[Objective, Sequence[int], DeviceTopology, Profile | None, tuple[str, ...]]:  # fmt: skip
-    """What options of either kind of plan mean: objective, static arguments, topology, profile, and remarks on the profile.
-
-    Raises: SoapjaxError for every option that does not fit.
-    """
-    options.check(given, also=options.check_step(fn))
-    topology = _topology(given["topology"], given["devices"])
-    found = find_profile(given["profile"], topology)
-    return options.objective(given["objective"]), listed(given["static_argnums"]), topology, *found
+def _proposals(asked: PlanRequest) -> int | None:
+    return DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
 
 
-def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> DeviceTopology:
-    """The topology that is meant; "local" is that of the devices to run on."""
-    if topology == "local":
-        return local_topology(devices)
-    return topology if isinstance(topology, DeviceTopology) else load_topology(topology)
+def _problem_of(asked: PlanRequest, step: TracedStep, layouts: Mapping[str, Spec]) -> PlanningProblem:
+    return planning_problem(step, asked.topology, layouts, space=asked.space, profile=asked.profile, objective=asked.objective)
+
+
+def _recomputing(
+    asked: PlanRequest, step: TracedStep, layouts: Mapping[str, Spec]
+) -> Callable[[PlanningProblem, float], Recomputing]:  # fmt: skip
+    """Problems of the step with parts of its forward pass computed again in the backward pass."""
+    recomputation = Recomputation(step)
+
+    def recomputing(as_it_is: PlanningProblem, limit_bytes: float) -> Recomputing:
+        def problem_of(recomputed: frozenset[str]) -> PlanningProblem:
+            return _problem_of(asked, recomputation.step(recomputed), layouts).usable_up_to(limit_bytes)
+
+        return Recomputing(as_it_is, recomputation, problem_of)
+
+    return recomputing
 
 
 def planning_problem(
@@ -247,44 +216,22 @@ def require_operators(graph: OperatorGraph) -> None:
         raise SoapjaxError(Problem("the step", value, expected, "return the new state and the metrics"))
 
 
-def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
-    """The profile that is meant, and remarks on what was left out.
-
-    Raises: SoapjaxError where a file is damaged, or of another device kind or version.
-    """
-    if profile is None:
-        return None, ()
-    if profile == "auto":
-        at_hand = device_at_hand()
-        own = at_hand.processor if topology.device.platform == "cpu" == at_hand.platform else None
-        found, notes = cached_profile(topology.device, processor=own, topology_fingerprint=topology.fingerprint())
-        if found is None:
-            notes = (*notes, f"no profile of {topology.device.name} in {cache_folder()}: all figures are analytic")
-        return found, notes
-    place = "profile" if isinstance(profile, Profile) else profile
-    found = profile if isinstance(profile, Profile) else load_profile(profile)
-    if problems := mismatches(found, topology.device, place=place):
-        raise SoapjaxError(problems)
-    fitting = found.for_cluster(topology.fingerprint())
-    return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
-
-
 def _verified(
-    count: int, found: Searched, step: TracedStep, planner: str, leaves: Sequence[Any], devices: Sequence[Any] | None
+    asked: PlanRequest, found: Searched, step: TracedStep, leaves: Sequence[Any]
 ) -> tuple[Searched, tuple[TimedStep, ...], tuple[str, ...]]:
     """The measured best of the best predicted ones, how long each took, and notes."""
     problem, result = found.problem, found.result
     own = [result.best, *(e for e in result.candidates if e is not result.best)]
-    pool = [(f"{planner} {i + 1}" if i else planner, e) for i, e in enumerate(own)]
+    pool = [(f"{asked.planner} {i + 1}" if i else asked.planner, e) for i, e in enumerate(own)]
     pool += [(name, baseline.best) for name, baseline in found.baselines.items()]
-    used = list(jax.devices() if devices is None else devices)[: problem.simulator.tables.topology.num_devices]
+    used = list(jax.devices() if asked.devices is None else asked.devices)[: problem.simulator.tables.topology.num_devices]
 
     def time_one(e: Evaluation) -> float:
         return time_steps(bind_plan(step, plan_of_strategy(problem, e.strategy), devices=used), leaves)
 
     try:
         with interrupts.searching(), jax.default_device(None):
-            best, table, notes = measured_best(shortlist(pool, count), time_one)
+            best, table, notes = measured_best(shortlist(pool, asked.verify_top), time_one)
         return found._replace(result=result._replace(best=best)), table, notes
     except KeyboardInterrupt:
         note = "interrupted while the best strategies were run: this is the best predicted one"
@@ -323,8 +270,7 @@ def plan_of_strategy(
 
 
 def _provenance(
-    planner: str, space: str, seed: int, found: Searched, remarks: Sequence[str], verified: Sequence[TimedStep],
-    compiled: Sequence[CompiledFigures],
+    asked: PlanRequest, found: Searched, remarks: Sequence[str], verified: Sequence[TimedStep], compiled: Sequence[CompiledFigures]
 ) -> Provenance:  # fmt: skip
     problem, result, baselines = found.problem, found.result, found.baselines
     figures = found.as_it_is.simulator.figures([b.best.strategy for b in baselines.values()])
@@ -343,10 +289,10 @@ def _provenance(
         notes.append("the best plan found does not fit the usable memory")
     return Provenance(
         versions=_versions(),
-        planner=planner,
-        space=space,
+        planner=asked.planner,
+        space=asked.space,
         objective=problem.objective.describe(),
-        seed=seed,
+        seed=asked.seed,
         num_proposals=result.num_proposals,
         baselines={name: baseline.best.step_time_s for name, baseline in baselines.items()},
         baseline_figures=dict(zip(baselines, figures, strict=True)),

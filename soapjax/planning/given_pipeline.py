@@ -1,11 +1,10 @@
-"""What a user says of a pipeline, and the steps of pipelines: of one whose stages the user gives, and of one that is planned."""
+"""The steps of pipelines: of one whose stages the user gives, and of one that is planned."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from soapjax.errors import Problem
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
@@ -16,40 +15,6 @@ from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology
-
-
-class PipelineOptions(NamedTuple):
-    """What a user says of a pipeline."""
-
-    pipeline: Pipeline | str  # or one of PIPELINES, to be planned
-    num_microbatches: int | None = None  # to be searched where it is None
-    num_stages: int | None = None
-    reduction: str = "mean"
-
-    @staticmethod
-    def problems(
-        pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, **others: Any
-    ) -> list[Problem]:
-        """Which options do not go together."""
-        problems = []
-        microbatches, stages = (None if n == "auto" else n for n in (microbatches, stages))
-        given = [n for n, v in (("microbatches", microbatches), ("stages", stages)) if v is not None]
-        if pipeline is None:
-            problems += [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
-        elif isinstance(pipeline, Pipeline):
-            problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
-        for name, value in others.items():
-            if pipeline is not None and value is not None:
-                problems.append(Problem(name, "given beside a pipeline", "one of them", "drop it"))
-        return problems
-
-    @classmethod
-    def of(
-        cls, pipeline: Pipeline | str | None, microbatches: int | str | None, stages: int | str | None, reduction: str
-    ) -> PipelineOptions | None:  # fmt: skip
-        """None where no pipeline is asked for."""
-        numbers = (None if n == "auto" else n for n in (microbatches, stages))
-        return None if pipeline is None else cls(pipeline, *numbers, reduction)
 
 
 def pipelined(

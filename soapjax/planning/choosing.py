@@ -1,0 +1,118 @@
+"""The plan that a request asks for: of one program, of a pipeline, or of "auto", the one that is predicted to be better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from soapjax import options
+from soapjax.errors import SoapjaxError
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.trace.trace import TracedStep
+from soapjax.planning import entry
+from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
+from soapjax.planning.pipelines import Beaten
+from soapjax.planning.request import PlanRequest
+from soapjax.report.front import FrontRow
+from soapjax.search.objective import Objective
+from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
+from soapjax.simulate.simulator import Scores
+from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
+
+
+class Chosen(NamedTuple):
+    plan: Plan
+    stopped_by: str
+    front: tuple[FrontRow, ...]  # of all that was searched, where `pareto` asked for it
+    step: TracedStep | None = None  # where the plan is of one program
+    program: CompiledStep | None = None  # the plan's, where a check compiled it
+
+
+def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
+    """The plan of one program, of a schedule, or of "auto", the better of both.
+
+    Raises: as `plan` and `plan_pipeline`.
+    """
+    if request.pipeline is None:
+        return _of_one_program(entry.plan_one_program(request, fn, *args))
+    if request.pipeline == "auto":
+        return _one_program_or_pipeline(request, fn, *args)
+    plan, found = entry.plan_staged(request, fn, *args)
+    return Chosen(plan, found.stopped_by, rows_of_pipelines(found))
+
+
+def _of_one_program(found: entry.Planned) -> Chosen:
+    return Chosen(found.plan, found.result.stopped_by, rows_of_planned(found), found.step, found.program)
+
+
+def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
+    """The better of one program and of all schedules, each with half of the seconds; the plan names the other's time.
+
+    Raises: SoapjaxError for every input that does not fit; that no pipeline is possible only where numbers are asked for.
+    """
+    request = request.but(seconds=None if request.seconds is None else request.seconds / 2)
+    found = entry.plan_one_program(request.but(pipeline=None, microbatches="auto", stages="auto"), fn, *args)
+    one, wanted = _of_one_program(found), options.objective(request.objective)
+    predicted = found.plan.prediction
+    if one.stopped_by == "interrupted":
+        return one
+    try:
+        plan, best = entry.plan_staged(
+            request.but(proposals=None if request.proposals is None else min(request.proposals, DEFAULT_PROPOSALS)), fn, *args,
+            graph=_graph(found), slower_than_s=predicted.step_time_s if predicted.feasible and not request.pareto else math.inf,
+        )  # fmt: skip
+    except Beaten as e:
+        return _no_better(one, wanted, e.schedule, e.figures)
+    except KeyboardInterrupt:
+        return one._replace(plan=_with_note(one.plan, "interrupted before a pipeline was found", {}), stopped_by="interrupted")
+    except SoapjaxError as e:
+        if request.num_microbatches is not None or request.num_stages is not None or not predicted.feasible:
+            raise
+        return one._replace(plan=_with_note(one.plan, f"no pipeline: {e.problems[0]}", {}))
+    planner, staged = one.plan.provenance.planner, rows_of_pipelines(best)
+    if predicted.feasible and _rank(predicted, wanted) <= _rank(plan.prediction, wanted):
+        chosen = _no_better(one, wanted, plan.pipeline.schedule, figures_of_plan(plan))
+        return chosen._replace(front=joined_rows(one.front, staged))
+    others = {f"one program ({planner})": figures_of_plan(one.plan)} | one.plan.provenance.baseline_figures
+    note = "" if predicted.feasible else f"one program ({planner}): does not fit"
+    return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, one.front))
+
+
+def _graph(found: entry.Planned) -> OperatorGraph | None:
+    """The step's graph; None where the plan recomputes, and so has another."""
+    graph = found.problem.graph
+    return None if any(op.is_recomputed for op in graph.operators) else graph
+
+
+def _no_better(one: Chosen, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:
+    note = "no pipeline is faster" if wanted.is_time else "no pipeline is better by the objective"
+    return one._replace(plan=_with_note(one.plan, note, {f"pipeline {schedule}": figures}))
+
+
+def _rank(p: Prediction, wanted: Objective) -> tuple[bool, float, float]:
+    figures = p.step_time_s, p.memory_bytes_per_device, 0, p.peak_sent_bytes
+    found = wanted.standing(Scores(*(np.array([x], np.float64) for x in figures)), p.usable_memory_bytes)
+    return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
+
+
+def _with_note(plan: Plan, note: str, others: dict[str, StrategyFigures]) -> Plan:
+    old = plan.provenance
+    more = {
+        "notes": (*old.notes, note) if note else old.notes,
+        "baselines": {**old.baselines, **{name: f.step_time_s for name, f in others.items()}},
+        "baseline_figures": {**old.baseline_figures, **others},
+    }
+    return plan.model_copy(update={"provenance": old.model_copy(update=more)})
+
+
+def figures_of_plan(plan: Plan) -> StrategyFigures:
+    p = plan.prediction
+    return StrategyFigures(
+        step_time_s=p.step_time_s, without_overlap_s=p.without_overlap_s, split_flops_share=p.split_flops_share,
+        memory_bytes_per_device=p.memory_bytes_per_device, sent_bytes=sum(p.bytes_by_collective.values()), feasible=p.feasible,
+        peak_sent_bytes=p.peak_sent_bytes,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""What is asked of planning, as one value: the place where an option has its name, its default and its meaning.
+
+`soapjax.plan`, `soapjax.plan_pipeline`, `soap_shard` and the command line make one and hand it on. A new option is a field here,
+a row in the table of what options may be (soapjax/options.py), and an argument of the command line (soapjax/cli/arguments.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from soapjax import options
+from soapjax.calling import listed
+from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.planning.profiling import device_at_hand
+from soapjax.search.objective import Objective
+from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.plan import ModelSource
+from soapjax.topology import DeviceTopology, load_topology
+from soapjax.topology.local import local_topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is asked of planning.
+
+    Args:
+      topology: a TOML file, a shipped name ("a100x64"), "local", or a `DeviceTopology`.
+      planner: a name in `soapjax.PLANNERS`.
+      space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
+      pipeline: a schedule to plan ("gpipe", "1f1b", "interleaved", "pipedream"), or "auto": the best synchronous one, where it is
+        faster than one program. Of `soap_shard` also a `Pipeline` to run as it is.
+      microbatches, stages: of a pipeline that is planned, a number or "auto".
+      microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+      objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
+        the one that violates them least is taken, with a note; `objective.unmet` names them.
+      pareto: keep the front of time, communication and memory of all that the search judged.
+      seed, proposals, seconds: the search's; the same seed and `proposals` give the same plan. Compiling is part of the seconds.
+      simplicity: of plans within so many percent of the best step time, the simplest is taken; 0 takes the best.
+      check: "compile": compile the best plan, and search on with less memory where it does not fit. With "none" plans keep a
+        margin of memory for the error of their prediction.
+      verify_top: run so many of the best strategies, and data parallelism, and take the measured best.
+      profile: measurements to cost with: a file of `soapjax profile`, "auto" (all in the cache that fit), or a `Profile`.
+      devices: those to run on and to compile for, and those that "local" means; `jax.devices()` by default.
+      fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
+      logical_axis_rules: (logical name, mesh axis, several or None) pairs, as Flax has them, for the logical names in Flax's
+        partitioning metadata. Names that nothing maps to axes of the plan's mesh are ignored, with one note.
+      unroll: plan every step of a scan on its own.
+      static_argnums: positions of compile-time constants, as for `jax.jit`.
+      axis_name: axes over which the step's collectives go, as for `jax.pmap` (`jax.lax.pmean(grads, "batch")`, BatchNorm's
+        `axis_name`). The step gets the global batch, which is the one member of the axis: means and sums are those over the whole
+        batch (soapjax/graph/trace/one_program.py).
+      strip_constraints: ignore the step's own `with_sharding_constraint`, such as one on a mesh of its own.
+      donate: give the memory of state arguments (what the step returns anew) to the results; or the positions whose is given.
+      model: where the step comes from, for the plan's file.
+      progress: called between rounds with (proposals, best step time, elapsed seconds).
+    """
+
+    topology: str | DeviceTopology = "local"
+    planner: str = "mcmc"
+    space: str = "soap"
+    pipeline: Pipeline | str | None = None
+    microbatches: int | str | None = "auto"
+    stages: int | str | None = "auto"
+    microbatch_reduction: str = "mean"
+    objective: str | Objective = "time"
+    pareto: bool = False
+    seed: int = 0
+    proposals: int | None = None
+    seconds: float | None = None
+    simplicity: float = 0.5
+    check: str = "none"
+    verify_top: int = 0
+    profile: str | Profile | None = None
+    devices: Sequence[Any] | None = None
+    fixed: Mapping[str, Any] | None = None
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None
+    unroll: bool = False
+    static_argnums: int | Sequence[int] | None = ()
+    axis_name: str | Sequence[str] = ()
+    strip_constraints: bool = False
+    donate: bool | Sequence[int] = True
+    model: ModelSource | None = None
+    progress: Callable[[int, float, float], None] | None = None
+
+    def but(self, **others: Any) -> PlanRequest:
+        """The same with other values."""
+        return dataclasses.replace(self, **others)
+
+    def values(self) -> dict[str, Any]:
+        """By name, as they are."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @property
+    def num_microbatches(self) -> int | None:
+        return None if self.microbatches == "auto" else self.microbatches
+
+    @property
+    def num_stages(self) -> int | None:
+        return None if self.stages == "auto" else self.stages
+
+    @property
+    def tracing(self) -> dict[str, Any]:
+        """How the step is traced: options of `soapjax.trace`."""
+        return {name: getattr(self, name) for name in ("unroll", "static_argnums", "axis_name", "strip_constraints")}
+
+    def problems(self) -> list[Problem]:
+        """What does not go together in a pipeline; of each value by itself soapjax/options.py says it."""
+        numbers = {"microbatches": self.num_microbatches, "stages": self.num_stages}
+        given = [name for name, value in numbers.items() if value is not None]
+        if self.pipeline is None:
+            return [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
+        problems = []
+        if isinstance(self.pipeline, Pipeline):
+            problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
+        if self.fixed is not None:
+            problems.append(Problem("fixed", "given beside a pipeline", "one of them", "drop it"))
+        return problems
+
+    def understood(self, fn: Any) -> tuple[PlanRequest, tuple[str, ...]]:
+        """The same with what its names mean: topology, profile and objective; and remarks on the profile.
+
+        Raises: SoapjaxError with every option that does not fit.
+        """
+        options.check(self.values(), also=[*options.check_step(fn), *self.problems()])
+        topology = _topology(self.topology, self.devices)
+        profile, remarks = find_profile(self.profile, topology)
+        constants, objective = listed(self.static_argnums), options.objective(self.objective)
+        return self.but(topology=topology, profile=profile, objective=objective, static_argnums=constants), remarks
+
+
+def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> DeviceTopology:
+    """The topology that is meant; "local" is that of the devices to run on."""
+    if topology == "local":
+        return local_topology(devices)
+    return topology if isinstance(topology, DeviceTopology) else load_topology(topology)
+
+
+def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
+    """The profile that is meant, and remarks on what was left out.
+
+    Raises: SoapjaxError where a file is damaged, or of another device kind or version.
+    """
+    if profile is None:
+        return None, ()
+    if profile == "auto":
+        at_hand = device_at_hand()
+        own = at_hand.processor if topology.device.platform == "cpu" == at_hand.platform else None
+        found, notes = cached_profile(topology.device, processor=own, topology_fingerprint=topology.fingerprint())
+        if found is None:
+            notes = (*notes, f"no profile of {topology.device.name} in {cache_folder()}: all figures are analytic")
+        return found, notes
+    place = "profile" if isinstance(profile, Profile) else profile
+    found = profile if isinstance(profile, Profile) else load_profile(profile)
+    if problems := mismatches(found, topology.device, place=place):
+        raise SoapjaxError(problems)
+    fitting = found.for_cluster(topology.fingerprint())
+    return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
+
+
+def takes_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function of `**options` take the fields of `PlanRequest` by name, those in `left_out` excepted, and say so.
+
+    A name that the function has itself is its own.
+    """
+
+    def decorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(fn)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {p.name for p in own} | set(left_out)
+        fields = [f for f in dataclasses.fields(PlanRequest) if f.name not in names]
+        own += [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields]
+        accepted = {p.name for p in own}
+
+        @functools.wraps(fn)
+        def checked(*args: Any, **given: Any) -> Any:
+            if unknown := [name for name in given if name not in accepted]:
+                raise TypeError(f"{fn.__name__}() got an unexpected keyword argument {unknown[0]!r}")
+            return fn(*args, **given)
+
+        checked.__signature__ = signature.replace(parameters=own)
+        return checked
+
+    return decorated
