@@ -73,11 +73,11 @@ def test_work_done_twice_is_caught(monkeypatch):
     strategy = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy
     program = bind_plan(traced, plan_of_strategy(problem, strategy))
 
-    def whole(eqn, inputs, in_specs, raw, home, mesh, bind, *kept_and_order):
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return bind([jax.lax.with_sharding_constraint(x, everywhere) for x in inputs], eqn.params)[0]
+    def whole(eqn, inputs, blocks):
+        everywhere = NamedSharding(blocks.mesh, PartitionSpec())
+        return blocks.bind([jax.lax.with_sharding_constraint(x, everywhere) for x in inputs], eqn.params)[0]
 
-    monkeypatch.setattr(planned_evaluator, "run_heavy", whole)
+    monkeypatch.setattr(planned_evaluator, "run_on_blocks", whole)
     monkeypatch.setattr(planned_evaluator.PlanLayouts, "constrain", lambda self, x, spec: x)
     found = verify(program, leaves)
     assert found.gradient_rel_error_float64 <= 1e-9

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.evaluate import task_mark
-from soapjax.execute.spmd.heavy import partition_spec
+from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.graph.operators import Accumulation

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.heavy import partition_spec
+from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.reshard import reshard
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding

@@ -1,7 +1,7 @@
 """The SPMD executor: one `jax.jit` program over the whole mesh that does what the plan says.
 
 Every tensor is constrained as used by the task that reads it, and as kept by the task
-that makes it; dots and convolutions run on their local blocks (heavy.py). A tensor wanted
+that makes it; primitives with a way of their own run on their local blocks (on_blocks.py). A tensor wanted
 twice in one layout is converted once; a parameter that the plan regathers goes
 through a barrier first, or XLA would merge the two gathers and keep the whole parameter alive.
 """
@@ -18,14 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.spmd import heavy, scatter  # noqa: F401 - they say how their primitives run
 from soapjax.execute.spmd.evaluate import ProgramEvaluator, task_mark
 from soapjax.execute.spmd.gradient_sums import GradientSums
-from soapjax.execute.spmd.heavy import axes_of, contracted_axes, partition_spec, run_heavy
 from soapjax.execute.spmd.joint_sums import JointSums
+from soapjax.execute.spmd.on_blocks import Blocks, contracted_axes, is_executed, partition_spec, run_on_blocks
 from soapjax.execute.spmd.partial import Partial
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
-from soapjax.execute.spmd.reduce import REDUCTIONS, run_reduction
-from soapjax.execute.spmd.scatter import run_scatter_add, runs_on_blocks
+from soapjax.execute.spmd.reduce import REDUCTIONS
 from soapjax.graph.operators import OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
@@ -175,7 +175,7 @@ class PlannedEvaluator(ProgramEvaluator):
         if self.joint.is_on_way(eqn, env):
             k = self.binding.task_of[eqn.key]
             return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, self.joint.run(eqn, env), strict=True)]
-        k, layouts = self.binding.task_of.get(eqn.key), self.layouts
+        k = self.binding.task_of.get(eqn.key)
         inputs = [self.read(a, env) for a in eqn.inputs]
         if k is None:
             return self.bind(eqn, inputs, eqn.params)
@@ -185,46 +185,22 @@ class PlannedEvaluator(ProgramEvaluator):
             return self.bind(eqn, read, eqn.params)
         is_heavy = eqn.key == task.heavy
         inputs = [self.operand(k, a, j if is_heavy else -1, env) for j, a in enumerate(eqn.inputs)]
-        if is_heavy and task.kind in ("dot", "conv"):
-            in_specs = [layouts.spec_from(task.operator, dims) for dims in task.operand_dims]
-            raw = layouts.spec_from(task.operator, task.result_dims)
-            inputs = [layouts.constrain(x, s) for x, s in zip(inputs, in_specs, strict=True)]
-            partial = contracted_axes(in_specs, raw)
-            kept = self.kept(eqn, partial)
-            home = raw if kept else layouts.resolved(k, eqn, raw, task.result_dims, partial)
-            bind, order = functools.partial(self.bind, eqn), self.bound.orders.get(eqn.outputs[0])
-            result = run_heavy(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept, order)
-            results = [self.sums.made(result, kept, home)]
-        elif is_heavy and eqn.name == "select_and_scatter_add":  # dims are split between windows: blocks are images
-            in_specs = [layouts.spec_from(task.operator, dims) for dims in task.operand_dims]
-            raw = layouts.spec_from(task.operator, task.result_dims)
-            results = [run_heavy(eqn, inputs, in_specs, raw, raw, self.bound.mesh, functools.partial(self.bind, eqn))]
-        elif is_heavy and task.kind == "other" and eqn.name == "sharding_constraint":
-            results = inputs
-        elif is_heavy and runs_on_blocks(
-            eqn,
-            in_specs := [layouts.spec_from(task.operator, dims) for dims in task.operand_dims],
-            raw := layouts.spec_from(task.operator, task.result_dims),
-        ):
-            partial = contracted_axes(in_specs, raw)
-            kept = self.sums.kept(eqn, partial)
-            home = raw if kept else layouts.resolved(k, eqn, raw, task.result_dims, partial)
-            bind = functools.partial(self.bind, eqn)
-            results = [self.sums.made(run_scatter_add(eqn, inputs, in_specs, raw, home, self.bound.mesh, bind, kept), kept, home)]
-        elif eqn.name in REDUCTIONS and (dims := self.binding.dims_of[eqn.key]).operands[0] != dims.results[0]:
-            in_spec, raw = layouts.spec_from(task.operator, dims.operands[0]), layouts.spec_from(task.operator, dims.results[0])
-            if axes_of(in_spec) != axes_of(raw):
-                partial = axes_of(in_spec) - axes_of(raw)
-                kept = self.sums.kept(eqn, partial)
-                home = raw if kept else layouts.resolved(k, eqn, raw, dims.results[0], partial)
-                bind = functools.partial(self.bind, eqn)
-                result = run_reduction(eqn, inputs[0], in_spec, raw, home, self.bound.mesh, bind, kept)
-                results = [self.sums.made(result, kept, home)]
-            else:
-                results = self.bind(eqn, [layouts.constrain(inputs[0], in_spec)], eqn.params)
+        if is_executed(eqn) and (is_heavy or eqn.name in REDUCTIONS):
+            results = [self.on_blocks(k, eqn, inputs)]
         else:
             results = self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
+
+    def on_blocks(self, k: int, eqn: FlatEqn, inputs: list[Any]) -> Any:
+        """The result of an equation of task `k` as planned, in its home layout or as partial sums that stay apart."""
+        layouts, dims = self.layouts, self.binding.dims_of[eqn.key]
+        *in_specs, raw = (layouts.spec_from(self.graph.tasks[k].operator, d) for d in (*dims.operands, dims.results[0]))
+        partial = contracted_axes(in_specs, raw)
+        kept = self.kept(eqn, partial)
+        home = raw if kept else layouts.resolved(k, eqn, raw, dims.results[0], partial)
+        order, bind = self.bound.orders.get(eqn.outputs[0]), functools.partial(self.bind, eqn)
+        result = run_on_blocks(eqn, inputs, Blocks(self.bound.mesh, in_specs, raw, home, bind, kept, order))
+        return self.sums.made(result, kept, home)
 
     def operand(self, k: int, atom: Atom, position: int, env: dict[int, Any]) -> Any:
         """What an equation of task `k` reads: its own task's values as they are, others as the task uses them."""

@@ -13,15 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from soapjax.execute.spmd.heavy import Bind, axes_of, combined, partition_spec, with_leading
+from soapjax.execute.spmd.on_blocks import Blocks, axes_of, combined, executes
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
-
-
-def runs_on_blocks(eqn: FlatEqn, in_specs: list[Spec], raw_spec: Spec) -> bool:
-    """Whether a scatter-add is one whose updates, or whose rows, are split."""
-    has_sums = axes_of(raw_spec) < {n for s in in_specs for n in axes_of(s)}
-    return eqn.name == "scatter-add" and (has_sums or bool(_split_rows(eqn, raw_spec)))
 
 
 def _split_rows(eqn: FlatEqn, raw_spec: Spec) -> dict[int, int]:
@@ -40,26 +34,22 @@ def _in_own_rows(eqn: FlatEqn, indices: Any, column: int, size: int, names: tupl
     return indices.astype(own.dtype).at[..., column].set(own - part * jax.lax.axis_index(names))
 
 
-def run_scatter_add(
-    eqn: FlatEqn, inputs: list[Any], in_specs: list[Spec], raw_spec: Spec, home_spec: Spec, mesh: Mesh, bind: Bind,
-    kept: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
-    """`inputs`: operand, indices, updates, laid out as `in_specs`; specs and `kept` as of `run_heavy`."""
+@executes("scatter-add")
+def run_scatter_add(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+    """A scatter-add of operand, indices and updates; one whose updates and rows are whole is the partitioner's."""
     operand, indices, updates = inputs
-    partial = {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec) - set(kept)
-    rows = _split_rows(eqn, raw_spec)
+    rows = _split_rows(eqn, blocks.raw_spec)
+    has_sums = axes_of(blocks.raw_spec) < {n for s in blocks.in_specs for n in axes_of(s)}
+    if not has_sums and not rows:
+        return blocks.bind(inputs, eqn.params)[0]
     params = eqn.params | ({"mode": jax.lax.GatherScatterMode.FILL_OR_DROP} if rows else {})
 
     def body(zeros: Any, indices: Any, updates: Any) -> Any:
         for column, d in rows.items():
-            indices = _in_own_rows(eqn, indices, column, operand.shape[d], raw_spec[d], mesh)
-        return with_leading(combined(bind([zeros, indices, updates], params)[0], partial, home_spec, mesh), kept)
+            indices = _in_own_rows(eqn, indices, column, operand.shape[d], blocks.raw_spec[d], blocks.mesh)
+        return combined(blocks.bind([zeros, indices, updates], params)[0], blocks.contracted, blocks.home_spec, blocks.mesh)
 
-    out_spec = partition_spec((*((n,) for n in kept), *home_spec))
-    added = jax.shard_map(
-        body, mesh=mesh, in_specs=tuple(map(partition_spec, in_specs)), out_specs=out_spec,
-        axis_names=set(mesh.axis_names), check_vma=False,
-    )(jnp.zeros_like(operand), indices, updates)  # fmt: skip
+    added, kept = blocks.run(body, [jnp.zeros_like(operand), indices, updates]), blocks.kept
     if kept:
         parts = added.shape[: len(kept)]
         is_first = jnp.arange(math.prod(parts)).reshape(*parts, *(1,) * operand.ndim) == 0
