@@ -55,7 +55,7 @@ class PlanRequest:
         `axis_name`). The step gets the global batch, which is the one member of the axis: means and sums are those over the whole
         batch (soapjax/graph/trace/one_program.py).
       strip_constraints: ignore the step's own `with_sharding_constraint`, such as one on a mesh of its own.
-      donate: give the memory of state arguments (what the step returns anew) to the results; or the positions whose is given.
+      donate: give the memory of state arguments (what the step returns anew) to the results.
       model: where the step comes from, for the plan's file.
       progress: called between rounds with (proposals, best step time, elapsed seconds).
     """
@@ -83,7 +83,7 @@ class PlanRequest:
     static_argnums: int | Sequence[int] | None = ()
     axis_name: str | Sequence[str] = ()
     strip_constraints: bool = False
-    donate: bool | Sequence[int] = True
+    donate: bool | Sequence[int] = True  # `soap_shard` says by position which arguments' memory is given
     model: ModelSource | None = None
     progress: Callable[[int, float, float], None] | None = None
 
@@ -126,7 +126,8 @@ class PlanRequest:
 
         Raises: SoapjaxError with every option that does not fit.
         """
-        options.check(self.values(), also=[*options.check_step(fn), *self.problems()])
+        values = self.values() if isinstance(self.donate, bool) else {**self.values(), "donate": True}  # positions, from within
+        options.check(values, also=[*options.check_step(fn), *self.problems()])
         topology = _topology(self.topology, self.devices)
         profile, remarks = find_profile(self.profile, topology)
         constants, objective = listed(self.static_argnums), options.objective(self.objective)

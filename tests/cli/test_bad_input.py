@@ -446,7 +446,7 @@ def test_bad_arguments_of_plan_are_refused(arguments, words):
 
 
 def test_bad_arguments_are_found_before_the_search(monkeypatch):
-    monkeypatch.setattr("soapjax.planning.entry.plan", lambda *a, **k: pytest.fail("the search began"))
+    monkeypatch.setattr("soapjax.planning.entry.plan_one_program", lambda *a, **k: pytest.fail("the search began"))
     refused("plan", "models.mlp", "--topology", "cpu8", "-o", ".")
 
 
