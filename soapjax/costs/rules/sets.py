@@ -121,14 +121,17 @@ def divides(mesh: Mesh, sets: Array, size: Array) -> Array:
 
 def encoded(layouts: np.ndarray, num_dims: int, pins: bool) -> np.ndarray:
     """int8 layouts [..., A] as sets int16 [..., W]."""
-    layouts = np.asarray(layouts, np.int32)
-    bit = (1 << np.arange(layouts.shape[-1])).astype(np.int32)
-    columns = [((layouts == d) * bit).sum(-1) for d in (*range(num_dims), PARTIAL)]
+    layouts = np.asarray(layouts)
+    columns = [layouts == d for d in (*range(num_dims), PARTIAL)]
     if pins:
-        is_pinned = (layouts <= PINNED) & (layouts > PINNED - 2**DIGITS)
-        columns.append((is_pinned * bit).sum(-1))
-        columns += [((is_pinned & ((PINNED - layouts) >> i & 1 != 0)) * bit).sum(-1) for i in range(DIGITS)]
-    return np.stack(columns, -1).astype(np.int16)
+        digits = PINNED - layouts.astype(np.int32)
+        is_pinned = (digits >= 0) & (digits < 2**DIGITS)
+        columns += [is_pinned, *(is_pinned & (digits >> i & 1 != 0) for i in range(DIGITS))]
+    found = np.zeros((*layouts.shape[:-1], len(columns)), np.int16)
+    for i, column in enumerate(columns):
+        for k, byte in enumerate(np.moveaxis(np.packbits(column, -1, "little"), -1, 0)):
+            found[..., i] |= byte.astype(np.int16) << 8 * k
+    return found
 
 
 def decoded(sets: np.ndarray, num_axes: int, num_dims: int) -> np.ndarray:
