@@ -153,7 +153,7 @@ def write():
     """The figures of today's compiler, and how near to them predictions must stay: within what they miss now, in steps of 2 %."""
     plans = {}
     for plan in EVERY:
-        key, (step, found) = " / ".join(plan), plan_of(*plan)
+        key = " / ".join(plan)
         if not is_installed(plan[0]):
             print(f"{key}: no CUDA plugin, its figures stay")
             plans[key] = row_of(*plan)
