@@ -136,11 +136,12 @@ def encoded(layouts: np.ndarray, num_dims: int, pins: bool) -> np.ndarray:
 
 def decoded(sets: np.ndarray, num_axes: int, num_dims: int) -> np.ndarray:
     """The inverse of `encoded`: int8 [..., A] of sets [..., W]."""
-    sets = np.asarray(sets, np.int32)[..., None, :]  # [..., 1, W]
-    has = (sets >> np.arange(num_axes)[:, None] & 1) != 0  # [..., A, W]
-    values = np.array([*range(num_dims), PARTIAL], np.int32)
-    found = np.where(has[..., : num_dims + 1], values - REPLICATED, 0).sum(-1) + REPLICATED
-    if has.shape[-1] > num_dims + 1:
-        pinned, digits = has[..., num_dims + 1], has[..., num_dims + 2 :]
-        found = np.where(pinned, PINNED - (digits << np.arange(DIGITS)).sum(-1), found)
+    sets = np.asarray(sets)
+    is_in = (np.arange(1 << num_axes)[:, None] >> np.arange(num_axes) & 1).astype(np.int8)  # [2^A, A]: by the set's number
+    found = np.full((*sets.shape[:-1], num_axes), REPLICATED, np.int8)
+    for i, value in enumerate((*range(num_dims), PARTIAL)):
+        found += (is_in * np.int8(value - REPLICATED))[sets[..., i]]
+    if sets.shape[-1] > num_dims + 1:
+        digits = sum(is_in[sets[..., num_dims + 2 + i]] << i for i in range(DIGITS))
+        found = np.where(is_in[sets[..., num_dims + 1]] != 0, np.int8(PINNED) - digits, found)
     return found.astype(np.int8)
