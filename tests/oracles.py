@@ -23,6 +23,8 @@ from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
+MERGED_BYTES = 30 * 2**20  # XLA for GPUs merges collectives up to here
+
 Layout = tuple[int, ...]
 
 
@@ -161,7 +163,7 @@ class _Oracle:
         self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False, shape: tuple[int, ...] = ()
     ) -> tuple[np.ndarray, dict[str, float]]:
         """`is_merged`: small collectives of parameters and gradients share their latency where the compiler merges them."""
-        share = min(1.0, size / self.links.combine_bytes) if is_merged and self.links.combine_bytes else 1.0
+        share = min(1.0, size / MERGED_BYTES) if is_merged and self.is_gpu else 1.0
         seconds, sent = conversion_cost_plainly(source, target, size, self.links, share, shape)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
 
@@ -318,7 +320,7 @@ class _Oracle:
 
     def waiting_bytes(self) -> np.ndarray:
         """By task: of each kind of collective, operands and results of what is merged into one."""
-        limit, spans = self.links.combine_bytes, self.spans
+        limit, spans = MERGED_BYTES * self.is_gpu, self.spans
         pools = {"reduce": np.zeros(len(self.graph.tasks)), "scatter": np.zeros(len(self.graph.tasks))}
         last = max((self.writer[i] for i in self.waiting & self.writer.keys()), default=0)
         for i in self.waiting & self.raw.keys():

@@ -27,9 +27,8 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, 
     again = gathers_again(p, storage)
 
     def decided(p, own, config, storage, layout, others, compute_s, state_bytes, n):
-        tasks = compute_s.shape[0]
-        flops = jnp.zeros((tasks, layout.shape[2])), jnp.zeros((tasks, layout.shape[2]))
-        slots = slots_pass(p, own.records, *span(own, n, 0), config, Slots(layout, *flops), others)
+        work = jnp.zeros((compute_s.shape[0], 2, layout.shape[2]))
+        slots = slots_pass(p, own.records, *span(own, n, 0), config, Slots(layout, work), others)
         shards = jnp.ones_like(state_bytes)
         stored = parameters_pass(p, own.records, *span(own, n, 1), storage[None], Stored(slots.layout, state_bytes, shards))
         compute_s = tasks_pass(p, own.records, *span(own, n, 2), config, slots, stored.shards, compute_s)

@@ -32,8 +32,7 @@ class Slots(NamedTuple):
     """What operators decide, [n, ..., Q] by places of the records."""
 
     layout: Array  # SET [n, W, Q]
-    flop_s: Array  # [K + 1, Q]
-    moved_bytes: Array  # [K + 1, Q]
+    work: Array  # [K + 1, 2, Q]: bytes moved, and seconds of FLOPs; one array, since XLA makes two of zeros by copying one
 
 
 class Stored(NamedTuple):
@@ -93,10 +92,7 @@ def slots_pass(p: CostArrays, records: Records, first: Array, count: Array, conf
         start = jnp.where(copied >= 0, row(others, jnp.maximum(copied, 0)), jnp.zeros((), SET))
         layout = slot_layout(p, record, row(config, op), jnp.broadcast_to(start[:, None], state.layout.shape[1:]))
         split = parts_of(p.mesh, union(layout[:dims]))
-        return Slots(
-            put(state.layout, place, layout), added(state.flop_s, task, sizes[1] / split),
-            added(state.moved_bytes, task, sizes[0] / split),
-        )  # fmt: skip
+        return Slots(put(state.layout, place, layout), added(state.work, task, sizes[:, None] / split))
 
     return lax.fori_loop(0, count, body, begun)
 
@@ -128,7 +124,7 @@ def tasks_pass(
     def body(j: Array, found: Array) -> Array:
         which, updated, op = (row(records.task, first + j)[i] for i in range(3))
         of = row(config, op), updated >= 0, row(shards, jnp.maximum(updated, 0))
-        return put(found, j, compute_s(p, which, row(slots.flop_s, j), row(slots.moved_bytes, j), *of))
+        return put(found, j, compute_s(p, which, row(slots.work, j), *of))
 
     return lax.fori_loop(0, count, body, begun)
 
@@ -227,7 +223,7 @@ def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, stora
     width, zero = p.row_fixed.shape[1], jnp.int32(0)
 
     def slots(p, records, config):
-        begun = Slots(jnp.zeros((num_slots + 1, width, q), SET), jnp.zeros((num_k, q)), jnp.zeros((num_k, q)))
+        begun = Slots(jnp.zeros((num_slots + 1, width, q), SET), jnp.zeros((num_k, 2, q)))
         return slots_pass(p, records, zero, p.counts[6], config, begun, jnp.zeros((1, width), SET))
 
     def parameters(p, records, storage, layout):

@@ -151,13 +151,13 @@ class Recomputing:
 def may_recompute(problem: PlanningProblem, planner: str, baselines: Mapping[str, SearchResult]) -> bool:
     """Whether the choice is offered.
 
-    Not on CPUs, whose compiler takes barriers out and keeps what would be computed again, nor where pins make several programs,
+    Not where the compiler takes barriers out, and keeps what would be computed again, nor where pins make several programs,
     nor beside limits of memory that are not the device's; and a baseline that fits is what it always was.
     """
     is_own = planner in baselines and baselines[planner].best.is_feasible
-    is_cpu = problem.simulator.tables.topology.device.platform == "cpu"
+    keeps_barriers = problem.simulator.tables.compiler.keeps_barriers
     is_plain = problem.objective.is_time and problem.front is None and not problem.space.offers_pins
-    return is_plain and not is_own and not is_cpu and not problem.graph.is_single_phase
+    return is_plain and not is_own and keeps_barriers and not problem.graph.is_single_phase
 
 
 def _unlimited(problem: PlanningProblem) -> PlanningProblem:

@@ -1,5 +1,6 @@
 """What GPU compilers keep besides what the plan names: which tensors, and how much, against counts by hand."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,11 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.costs.memory.memory_order import late_products
+from soapjax.costs.compilers.compiler_model import Conversions, none
+from soapjax.costs.compilers.gpu import GPU
+from soapjax.costs.compilers.gpu_order import late_products
+from soapjax.costs.compilers.of_backend import compiler_of
+from soapjax.costs.memory.memory_order import MemoryOrder
 from soapjax.costs.memory.working_memory import working_memory
 from soapjax.graph.passes.build import build_graph
 from soapjax.model_source import abstract_model
@@ -35,21 +40,25 @@ def alexnet():
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "cpu", "tpu"])
 def test_only_gpus_need_it(platform):
-    found = working_memory(alexnet(), platform, LIMIT, 2)
+    topology = soapjax.load_topology("a100x8")
+    compiler = compiler_of(dataclasses.replace(topology, device=dataclasses.replace(topology.device, platform=platform)))
     is_gpu = platform in ("cuda", "rocm")
-    assert found.sums_in_place == found.waits.any() == found.more.any() == is_gpu
+    compiler = compiler._replace(merged_bytes=LIMIT * bool(compiler.merged_bytes))
+    found = working_memory(alexnet(), compiler, 2)
+    assert compiler.sums_in_place == found.waits.any() == found.more.any() == is_gpu
     assert found.most_waiting.tolist() == ([2 * LIMIT, 3 * LIMIT] if is_gpu else [0, 0])
+    assert compiler.read_on == ("" if compiler == none() else "0.10.2") and (compiler == none()) == (platform == "tpu")
 
 
 def test_every_gradient_waits_for_its_update_alone():
     graph = lenet()
-    found = working_memory(graph, "cuda", LIMIT, 2)
+    found = working_memory(graph, GPU, 2)
     assert {i for i, on in enumerate(found.waits) if on} == {p.gradient for p in graph.parameters}
 
 
 def test_gradients_that_a_loop_makes_are_read_after_it():
     graph = graph_of("transformer_lm", batch=4, seq=8, width=16, layers=2, heads=2, vocab=32, scan=True)
-    found = working_memory(graph, "cuda", LIMIT, 2)
+    found = working_memory(graph, GPU, 2)
     in_loop = {a.tensor for t in graph.tasks if t.trip_count > 1 for a in t.writes}
     gradients = {p.gradient for p in graph.parameters}
     assert gradients & in_loop and gradients - in_loop
@@ -58,10 +67,10 @@ def test_gradients_that_a_loop_makes_are_read_after_it():
 
 def test_images_exist_in_two_orders_of_their_dims():
     graph = alexnet()
-    found = working_memory(graph, "cuda", LIMIT, 2)
+    found = working_memory(graph, GPU, 2)
     twice = [i for i, n in enumerate(found.more) if n]
     assert [graph.in_paths[graph.tensors[i].input_leaf].rsplit(".")[-1] for i in twice] == ["image"]
-    assert not working_memory(lenet(), "cuda", LIMIT, 2).more.any()  # one channel
+    assert not working_memory(lenet(), GPU, 2).more.any()  # one channel
 
 
 @pytest.mark.parametrize(("topology", "times"), [("a100x8", 0.5), ("cpu8", 1)])  # CPUs send bfloat16 as float32
@@ -95,9 +104,12 @@ def test_products_of_one_sum_are_made_right_before_it():
     birth = np.array([maker.get(i, 0) for i in range(len(graph.tensors))])
     readers = {i: [k for k, task in enumerate(graph.tasks) for a in task.reads if a.tensor == i] for i in range(len(birth))}
     death = np.array([max(readers[i], default=birth[i]) for i in range(len(birth))])
-    since, until, places = late_products(graph, birth, death)
+    conversions = Conversions(*(np.array(x) for x in zip(*[(i, k) for i, ks in readers.items() for k in ks], strict=True)))
+    order = MemoryOrder(birth, death, conversions.read_at, conversions.read_at, death)
+    found = late_products(graph, order, conversions)
+    since, until = found.since, found.until
     late = {i for chain in graph.accumulations for i in chain.summands if graph.tasks[maker[i]].heavy}
-    assert places == {maker[i]: since[i] for i in late}
+    assert {k for k, at in zip(conversions.read_at, found.read_at, strict=True) if at != k} <= {maker[i] for i in late}
     assert len(late) > 3 and (since >= birth).all() and (until >= death).all()
     assert {i for i in range(len(birth)) if since[i] != birth[i]} <= late
     sums = {death[i] for i in late}
@@ -113,7 +125,7 @@ def test_products_of_one_sum_are_made_right_before_it():
 
 def test_what_is_bfloat16_between_light_equations_is_kept_as_float32():
     graph = graph_of("bert", batch=4, seq=8, width=16, layers=1, heads=2, vocab=32, dtype="bfloat16")
-    more = working_memory(graph, "cuda", LIMIT, 2).more
+    more = working_memory(graph, GPU, 2).more
     wide = {i for i, n in enumerate(more) if n}
     made = {a.tensor: task for task in graph.tasks for a in task.writes}
     assert wide and all(graph.tensors[i].dtype == "bfloat16" and not graph.tensors[i].output_leaves for i in wide)
@@ -121,4 +133,4 @@ def test_what_is_bfloat16_between_light_equations_is_kept_as_float32():
         assert all(a.operand < 0 and task.parameter < 0 for a in task.reads if a.tensor in wide)
     products = {a.tensor for t in graph.tasks if t.heavy for a in t.reads if a.operand >= 0}
     assert not wide & products and wide <= made.keys()
-    assert not working_memory(graph_of("bert", batch=4, seq=8, width=16, layers=1, heads=2, vocab=32), "cuda", LIMIT, 2).more.any()
+    assert not working_memory(graph_of("bert", batch=4, seq=8, width=16, layers=1, heads=2, vocab=32), GPU, 2).more.any()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from soapjax.costs.rules.links import Links
-from soapjax.costs.rules.reshard import network_of, reshard
-from soapjax.costs.rules.sets import encoded, mesh_of
+from soapjax.costs.rules.reshard import Network, network_of, reshard
+from soapjax.costs.rules.sets import Mesh, encoded, mesh_of
 from soapjax.costs.tables.arrays import SMALL
 from soapjax.jit.kernel import in_kernel
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.layout import PINNED
 
-CHUNK = 256  # conversions per call
+CHUNK = 1024  # conversions per call
 MOST_DIMS = 8  # of a tensor whose shape is not given
 
 
@@ -35,6 +36,12 @@ def _program(num_dims: int, num_levels: int, pins: bool) -> PlannerProgram:
     return PlannerProgram(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
 
 
+@functools.lru_cache(16)
+def _below(links: Links, num_levels: int) -> tuple[Mesh, Network]:
+    """The axes and the links below them, on the device."""
+    return jax.device_put((mesh_of(links.axis_sizes), network_of(links, num_levels)))
+
+
 def conversion_costs(
     source: np.ndarray, target: np.ndarray, size_bytes: np.ndarray | float, links: Links,
     latency_share: np.ndarray | float = 1.0, *, shape: np.ndarray | None = None,
@@ -48,18 +55,20 @@ def conversion_costs(
     count = len(source)
     dims = MOST_DIMS if shape is None else max(shape.shape[-1], SMALL.dims)
     levels = max(links.num_levels, SMALL.levels)
-    shapes = np.zeros((count, dims), np.int32)
+    padded = -(-count // CHUNK) * CHUNK
+    shapes = np.zeros((dims, padded), np.int32)
     if shape is not None:
-        shapes[:, : shape.shape[-1]] = shape
-        shapes[:, shape.shape[-1] :] = 1
-    sizes, shares = (np.broadcast_to(np.asarray(x, np.float32), count) for x in (size_bytes, latency_share))
+        shapes[: shape.shape[-1], :count] = shape.T
+        shapes[shape.shape[-1] :] = 1
+    figures = np.zeros((2, padded), np.float32)
+    figures[0, :count], figures[1, :count] = size_bytes, latency_share
     pins = bool((source <= PINNED).any() or (target <= PINNED).any())
-    program, mesh, network = _program(dims, levels, pins), mesh_of(links.axis_sizes), network_of(links, levels)
+    sets = np.zeros((2, encoded(source[:0], dims, pins).shape[-1], padded), np.int16)
+    sets[0, :, :count], sets[1, :, :count] = encoded(source, dims, pins).T, encoded(target, dims, pins).T
+    program, below = _program(dims, levels, pins), _below(links, levels)
     found = [(np.zeros((levels, 0), np.float32), np.zeros((6, 0), np.float32), np.zeros(0, np.float32))]
     for k in range(0, count, CHUNK):
-        at = np.minimum(np.arange(k, k + CHUNK), count - 1)
-        sets = (np.ascontiguousarray(encoded(x[at], dims, pins).T) for x in (source, target))
-        some = program(mesh, network, *sets, np.ascontiguousarray(shapes[at].T), sizes[at], shares[at])
+        some = program(*below, *(np.ascontiguousarray(x[..., k : k + CHUNK]) for x in (*sets, shapes, *figures)))
         found.append(tuple(np.asarray(x)[..., : count - k] for x in some))
     seconds, sent, late = (np.concatenate(x, -1).T for x in zip(*found, strict=True))
     return ConversionCosts(seconds[:, levels - links.num_levels :], sent, late)

@@ -15,12 +15,6 @@ COLLECTIVES = (*COLLECTIVE_KINDS, TRANSFER)
 RINGS = ("reduce-scatter", "all-reduce", "all-gather")
 
 
-# XLA merges all-reduces, all-gathers and reduce-scatters of independent tensors, on GPUs up to this size
-# (xla_gpu_all_reduce_combine_threshold_bytes and its siblings). On CPUs a whole step's gradients are one instruction too, but
-# its tensors are then reduced one after the other, each with a latency of its own (measured: scripts/cluster_table.py).
-COMBINE_BYTES = {"cuda": 30 * 2**20, "rocm": 30 * 2**20}
-
-
 class Links(NamedTuple):
     """The mesh's axes and the link levels below them."""
 
@@ -28,7 +22,6 @@ class Links(NamedTuple):
     axis_levels: tuple[int, ...]
     latency_s: tuple[float, ...]  # per level, slowest first
     bytes_per_s: tuple[float, ...]
-    combine_bytes: float = 0.0  # the compiler merges small collectives of parameters up to this size; 0: it does not
     fractions: tuple[tuple[float, ...], ...] = ()  # per level, by COLLECTIVES: of the rate above; 1 if empty
     rings_across_levels: bool = False  # of RINGS
     # Per level, by its axes: of the rate above, what groups along these have that are not joined by all links of the level.
@@ -53,7 +46,6 @@ def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
         mesh.axis_levels,
         tuple(lv.latency_s for lv in topology.levels),
         tuple(lv.achieved_bytes_per_s for lv in topology.levels),
-        COMBINE_BYTES.get(topology.device.platform, 0.0),
         tuple(tuple(lv.collective_fraction.get(kind, 1.0) for kind in COLLECTIVES) for lv in topology.levels),
         topology.rings_across_levels,
         _group_share(topology, mesh) if any(lv.links for lv in topology.levels) else (),
@@ -71,8 +63,8 @@ def _group_share(topology: DeviceTopology, mesh: FactorMesh) -> tuple[tuple[tupl
     return tuple(found)
 
 
-def combined_share(size_bytes, combines, links: Links):
+def combined_share(size_bytes, combines, merged_bytes: float):
     """The share of a collective's latency that a tensor of `size_bytes` pays, where it is merged with its neighbours."""
-    if not links.combine_bytes:
+    if not merged_bytes:
         return np.ones_like(size_bytes)
-    return np.where(combines, np.minimum(1.0, size_bytes / links.combine_bytes), 1.0).astype(np.float32)
+    return np.where(combines, np.minimum(1.0, size_bytes / merged_bytes), 1.0).astype(np.float32)

@@ -81,18 +81,16 @@ def stored_layout(p: CostArrays, which: Array, as_used: Array, storage: Array) -
     return stored, lax.fori_loop(0, dims, shifted, stored)
 
 
-def compute_s(
-    p: CostArrays, which: Array, flop_s: Array, moved_bytes: Array, config: Array, is_update: Array, shards: Array
-) -> Array:
+def compute_s(p: CostArrays, which: Array, work: Array, config: Array, is_update: Array, shards: Array) -> Array:
     """Seconds [Q] of a task: a roofline of its FLOPs and of the bytes read and written at local shapes, or near what was measured.
 
     Args:
-      flop_s, moved_bytes: [Q] of its work and its accesses.
+      work: [2, Q], bytes of its accesses, and seconds of its FLOPs.
       is_update, shards: whether it updates a parameter, and in how many shards that is stored [Q].
     """
     floats, (first, number) = row(p.task_float, which), row(p.task_points, which)
-    flop_s = jnp.where(is_update, flop_s / shards, flop_s)
-    moved_bytes = jnp.where(is_update, floats[1] / shards, moved_bytes)
+    flop_s = jnp.where(is_update, work[1] / shards, work[1])
+    moved_bytes = jnp.where(is_update, floats[1] / shards, work[0])
     roofline_s = (jnp.maximum(flop_s, moved_bytes / p.scalars[0]) + p.scalars[1]) * floats[0]
 
     def near_points(roofline_s: Array) -> Array:

@@ -121,23 +121,27 @@ def divides(mesh: Mesh, sets: Array, size: Array) -> Array:
 
 def encoded(layouts: np.ndarray, num_dims: int, pins: bool) -> np.ndarray:
     """int8 layouts [..., A] as sets int16 [..., W]."""
-    layouts = np.asarray(layouts, np.int32)
-    bit = (1 << np.arange(layouts.shape[-1])).astype(np.int32)
-    columns = [((layouts == d) * bit).sum(-1) for d in (*range(num_dims), PARTIAL)]
+    layouts = np.asarray(layouts)
+    columns = [layouts == d for d in (*range(num_dims), PARTIAL)]
     if pins:
-        is_pinned = (layouts <= PINNED) & (layouts > PINNED - 2**DIGITS)
-        columns.append((is_pinned * bit).sum(-1))
-        columns += [((is_pinned & ((PINNED - layouts) >> i & 1 != 0)) * bit).sum(-1) for i in range(DIGITS)]
-    return np.stack(columns, -1).astype(np.int16)
+        digits = PINNED - layouts.astype(np.int32)
+        is_pinned = (digits >= 0) & (digits < 2**DIGITS)
+        columns += [is_pinned, *(is_pinned & (digits >> i & 1 != 0) for i in range(DIGITS))]
+    found = np.zeros((*layouts.shape[:-1], len(columns)), np.int16)
+    for i, column in enumerate(columns):
+        for k, byte in enumerate(np.moveaxis(np.packbits(column, -1, "little"), -1, 0)):
+            found[..., i] |= byte.astype(np.int16) << 8 * k
+    return found
 
 
 def decoded(sets: np.ndarray, num_axes: int, num_dims: int) -> np.ndarray:
     """The inverse of `encoded`: int8 [..., A] of sets [..., W]."""
-    sets = np.asarray(sets, np.int32)[..., None, :]  # [..., 1, W]
-    has = (sets >> np.arange(num_axes)[:, None] & 1) != 0  # [..., A, W]
-    values = np.array([*range(num_dims), PARTIAL], np.int32)
-    found = np.where(has[..., : num_dims + 1], values - REPLICATED, 0).sum(-1) + REPLICATED
-    if has.shape[-1] > num_dims + 1:
-        pinned, digits = has[..., num_dims + 1], has[..., num_dims + 2 :]
-        found = np.where(pinned, PINNED - (digits << np.arange(DIGITS)).sum(-1), found)
+    sets = np.asarray(sets)
+    is_in = (np.arange(1 << num_axes)[:, None] >> np.arange(num_axes) & 1).astype(np.int8)  # [2^A, A]: by the set's number
+    found = np.full((*sets.shape[:-1], num_axes), REPLICATED, np.int8)
+    for i, value in enumerate((*range(num_dims), PARTIAL)):
+        found += (is_in * np.int8(value - REPLICATED))[sets[..., i]]
+    if sets.shape[-1] > num_dims + 1:
+        digits = sum(is_in[sets[..., num_dims + 2 + i]] << i for i in range(DIGITS))
+        found = np.where(is_in[sets[..., num_dims + 1]] != 0, np.int8(PINNED) - digits, found)
     return found.astype(np.int8)

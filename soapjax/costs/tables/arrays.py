@@ -149,11 +149,11 @@ def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
     """The arrays of a problem in a bucket that holds it."""
     links, working, f32 = tables.links, tables.working, np.float32
     rates = tables.rates
-    scalars = [rates.memory_bytes_per_s, rates.launch_s, tables.usable_memory_bytes, working.combine_bytes]
+    scalars = [rates.memory_bytes_per_s, rates.launch_s, tables.usable_memory_bytes, tables.compiler.merged_bytes]
     return CostArrays(
         mesh=mesh_of(links.axis_sizes), network=network_of(links, b.levels),
         scalars=np.array(scalars, f32),
-        flags=np.array([working.sums_in_place], np.int32),
+        flags=np.array([tables.compiler.sums_in_place], np.int32),
         waiting=np.stack([working.most_waiting, working.operand_share]).astype(f32),
         merged_at=np.int32(working.merged_at),
         counts=_counts(tables),

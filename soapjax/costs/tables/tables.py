@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from soapjax.costs.compilers.compiler_model import CompilerModel, Conversions
+from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.measured.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.measured.profile import Profile
-from soapjax.costs.memory.memory_order import MemoryOrder, gpu_order, least_until
-from soapjax.costs.memory.working_memory import GPUS, WorkingMemory, widening, working_memory
+from soapjax.costs.memory.memory_order import MemoryOrder, least_until
+from soapjax.costs.memory.working_memory import WorkingMemory, working_memory
 from soapjax.costs.rules.links import Links, combined_share, links_of
 from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
@@ -38,6 +40,7 @@ class CostTables:
     topology: DeviceTopology
     links: Links
     usable_memory_bytes: int
+    compiler: CompilerModel
     working: WorkingMemory
 
     # Layout slots: U accesses, then P storages (of parameters), then P storages (of gradients), then "replicated".
@@ -147,32 +150,28 @@ def cost_tables(
 
         measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
-    # On CPUs XLA takes barriers out before it merges equal instructions: what would be gathered again is kept.
-    keeps = topology.device.platform == "cpu"
-    t["storage_regather"] = np.array([s.regather and not keeps for s in space.storages], bool)
+    compiler = compiler_of(topology)
+    t["storage_regather"] = np.array([s.regather and compiler.keeps_barriers for s in space.storages], bool)
     links = links_of(linked(topology, profile), mesh)
     is_gradient = np.zeros(len(graph.tensors), bool)
     is_gradient[[p.gradient for p in graph.parameters]] = True
     is_gradient[[chain.total for chain in graph.accumulations]] = True
-    working = working_memory(graph, topology.device.platform, links.combine_bytes, links.axis_sizes[0])
+    working = working_memory(graph, compiler, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.more
-    birth, death, read_at = t["tensor_birth"], t["tensor_death"], t.pop("edge_read_at")
-    order = MemoryOrder(birth, death, read_at, made_at=read_at, at_least=death)
-    if topology.device.platform in GPUS:
-        order = gpu_order(graph, birth, death, read_at, t["edge_tensor"])
+    conversions = Conversions(t["edge_tensor"], t.pop("edge_read_at"))
+    order = compiler.ordered(graph, t["tensor_birth"], t["tensor_death"], conversions)
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
-    widened = widening(topology.device.platform, [x.dtype for x in graph.tensors])
+    widened = compiler.widening(x.dtype for x in graph.tensors)
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
-    summed = [x.sum_dtype or x.dtype for x in graph.tensors]
-    t["resolve_bytes"] *= widening(topology.device.platform, summed)
-    t["edge_bytes"] *= widening(topology.device.platform, [e.dtype for e in edges])
-    t["sum_bytes"] *= widening(topology.device.platform, [graph.tasks[k].dtype for k in t["sum_task"].tolist()])
-    t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, links)
-    t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, links)
+    t["resolve_bytes"] *= compiler.widening(x.sum_dtype or x.dtype for x in graph.tensors)
+    t["edge_bytes"] *= compiler.widening(e.dtype for e in edges)
+    t["sum_bytes"] *= compiler.widening(graph.tasks[k].dtype for k in t["sum_task"].tolist())
+    t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, compiler.merged_bytes)
+    t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, compiler.merged_bytes)
     return CostTables(
         graph=graph, space=space, topology=topology, links=links,
-        usable_memory_bytes=topology.device.usable_memory_bytes, working=working, order=order, profile=profile, rates=rates,
-        measured=measured, **t,
+        usable_memory_bytes=topology.device.usable_memory_bytes, compiler=compiler, working=working, order=order, profile=profile,
+        rates=rates, measured=measured, **t,
     )  # fmt: skip
 
 

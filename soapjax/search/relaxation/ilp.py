@@ -25,6 +25,7 @@ from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.bound import Bound, bound_of, lower_bound
 from soapjax.search.relaxation.optcnn import (
     TOLL,
+    best_of,
     conditional_costs,
     fitting,
     not_relaxed,
@@ -177,7 +178,8 @@ def ilp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResul
     except TimeoutError:
         return not_relaxed(problem, begin)
     strategies, notes, stopped_by = _solved(relaxation, begun, begin, 0.6 * seconds)
-    best = min(problem.evaluate(strategies), key=lambda e: e.rank)
+    best, more = best_of(problem, strategies, begun)
+    notes += more
     left = seconds - (time.monotonic() - begin)
     if math.isinf(seconds) or left > 0.2 * seconds:
         notes += (_bounded(relaxation, left / 2),)

@@ -45,7 +45,6 @@ class OwnRows:
         self.slot_op = np.concatenate([tables.access_op, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
         self.convert = _converter(tables.links)
-        self.names = layout_names(self.slots)  # [K, slots]
 
     def restricted(self, candidates: list[Candidates], keep: list[np.ndarray]) -> OwnRows:
         """Only these candidates; the arrays are shared."""
@@ -61,7 +60,7 @@ class OwnRows:
 
     def name(self, s: int) -> np.ndarray:
         """A slot's layouts as integers [K], by the candidates of its operator."""
-        return self.names[self.index[int(self.slot_op[s])], s]
+        return layout_names(self.slot(s)[1])
 
     def raw(self, t: int) -> tuple[int, np.ndarray]:
         """A tensor's layout as its producer makes it."""

@@ -62,39 +62,40 @@ def distinct_layouts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[first], index
 
 
-def _converted(
-    rows: OwnRows, size: float, share: float, shape: np.ndarray, source: np.ndarray, goal: np.ndarray
-) -> np.ndarray:  # fmt: skip
-    """Seconds [X, Y, L] from layouts [X, 1, A] to layouts [X, Y, A]."""
-    source = np.broadcast_to(source, goal.shape).reshape(-1, goal.shape[2])
-    return rows.convert(source, goal.reshape(source.shape), size, share, shape).reshape(*goal.shape[:2], -1)
-
-
 def _least(
     converted: Callable[[np.ndarray, np.ndarray], np.ndarray], raw: Picked, homes: np.ndarray, reader: np.ndarray | None,
     wanted: Picked | None, *, is_summand: bool,
 ) -> np.ndarray:  # fmt: skip
-    """Seconds [n, L] of a change of layout, each pair of layouts converted once.
+    """Seconds [n, L] of a change of layout, each pair of layouts that is asked for converted once.
 
     Args:
+      converted: (from layouts int8 [m, A], to layouts [m, A]) -> seconds [m, L].
       homes: int8 [D, R, A], where a tensor made as `raw.rows[d]` is kept for the sake of reader r.
       reader: int [n], which r it is; None takes the one that makes the change cheapest.
       wanted: what it is converted to; None asks for its resolution, from `raw` to its home.
     """
     if wanted is None:
-        made = raw.rows[:, None]
-        table = converted(made, np.where(made == PARTIAL, homes, made))  # by raw and reader
+        made = np.broadcast_to(raw.rows[:, None], homes.shape).reshape(-1, homes.shape[2])
+        goal = np.where(made == PARTIAL, homes.reshape(made.shape), made)
+        table = converted(made, goal).reshape(*homes.shape[:2], -1)  # by raw and reader
         return table.min(axis=1)[raw.of] if reader is None else table[raw.of, reader]
     kept, home_of = distinct_layouts(homes.reshape(-1, homes.shape[2]))
     home_of = home_of.reshape(homes.shape[:2])
-    home, target = kept[:, None], wanted.rows[None]
+    if reader is not None:
+        ways = [home_of[raw.of, reader]]
+    else:
+        ways = [way[raw.of] for way in {way.tobytes(): way for way in home_of.T}.values()]  # of readers that differ
+    pairs = [way * len(wanted.rows) + wanted.of for way in ways]
+    is_asked = np.zeros(len(kept) * len(wanted.rows), bool)
+    for pair in pairs:
+        is_asked[pair] = True
+    of_home, of_wanted = np.divmod(np.flatnonzero(is_asked), len(wanted.rows))
+    home, target = kept[of_home], wanted.rows[of_wanted]
     # What stays a partial sum is no change; a whole summand is masked.
     unchanged = np.where(home == PARTIAL, home, np.int8(REPLICATED)) if is_summand else home
-    table = converted(home, np.where(target == PARTIAL, unchanged, target))  # by home and wanted
-    if reader is not None:
-        return table[home_of[raw.of, reader], wanted.of]
-    ways = {way.tobytes(): way for way in home_of.T}.values()  # of readers that differ: [D]
-    return functools.reduce(np.minimum, (table[way] for way in ways))[raw.of, wanted.of]
+    seconds = converted(home, np.where(target == PARTIAL, unchanged, target))
+    place = np.cumsum(is_asked) - 1
+    return functools.reduce(np.minimum, (seconds[place[pair]] for pair in pairs))
 
 
 Rows = tuple[int, np.ndarray]  # an operator, or -1, and what there is of each of its candidates [K, n]
@@ -120,6 +121,7 @@ class _Change(NamedTuple):
     def is_partial(self) -> bool:
         """Whether it may be a partial sum that is not left apart."""
         return "first" in self.ingredients
+
 
 class _Terms:
     """The terms found so far; equal tables are one array."""
@@ -234,7 +236,10 @@ class _Terms:
             homes = home_layout(made_as.rows[:, None], readers[None], shape, self.sizes)  # [raw, reader, A]
         else:
             homes, reader = made_as.rows[:, None], np.zeros(at.shape[1], np.int64)
-        convert = functools.partial(_converted, self.rows, change.size, change.share, shape)
+
+        def convert(source: np.ndarray, goal: np.ndarray) -> np.ndarray:
+            return self.rows.convert(source, goal, change.size, change.share, shape)
+
         wanted = None if change.is_resolution else asked_for
         best = _least(convert, made_as, homes, reader, wanted, is_summand=change.is_summand)
         if change.is_joint:

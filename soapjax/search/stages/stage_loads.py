@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.itemize import Sent, described_items, sent_items
 from soapjax.costs.measured.measured import ComputeRates, linked, without_links
 from soapjax.costs.measured.profile import Profile
@@ -155,12 +156,12 @@ class StageLoads:
     def _summing(self, load: StageLoad, num: int) -> StageLoad:
         """With the running sums of gradients: zeros per step; per micro-batch a gradient and a sum read, a sum written.
 
-        Compilers for GPUs let the product that makes a gradient add to the sum in place: only the sum is read besides.
+        Where the product that makes a gradient adds to the sum in place only the sum is read besides.
         """
         if num == 1 or not self.sums_once:
             return load
         once_s = load.gradient_bytes / ComputeRates(self.topology, self.profile).memory_bytes_per_s
-        in_place = self.topology.device.platform != "cpu"
+        in_place = compiler_of(self.topology).adds_in_place
         summing_s = (1 if in_place else 3) * once_s
         is_split = load.weights_s > 0
         return load._replace(
