@@ -28,7 +28,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from paper_problems import Case, search
-from paper_tables import CASE_COLUMNS, Rows, figure, guarded, markdown, note, parser_of, positive_float, positive_int, show
+from paper_tables import CASE_COLUMNS, Rows, figure, guarded, markdown, note, parser_of, positive_int, show
 
 from soapjax.csv_files import read_table
 from soapjax.files import write_text_atomic
@@ -65,7 +65,7 @@ def arguments(argv=None):
     parser.add_argument("--planners", nargs="+", choices=list(PLANNERS), default=list(PLANNERS))
     parser.add_argument("--batches", type=positive_int, default=100, help="of placements that a search learns from")
     parser.add_argument("--groups", type=positive_int, default=TRINITY.recipe.num_groups, help="of the partition network")
-    parser.add_argument("--seconds", type=positive_float, default=60.0, help="of a search by mcmc, compilation included")
+    parser.add_argument("--proposals", type=positive_int, default=8192, help="of a search by mcmc")
     parser.add_argument("--seeds", type=positive_int, default=3, help="of curves")
     parser.add_argument("--published", type=Path, default=None, help="a CSV of the paper's table 4")
     return parser.parse_args(argv)
@@ -95,7 +95,7 @@ def judge(column: str, problem: PlanningProblem, options) -> dict:
         budget = Budget(len(placement_starts(jax.random.key(0), problem, Budget())) + options.batches * size_of_batch(method))
         result = learned_search(method, problem, budget, options.seed)
     else:
-        result = search(planner, problem, Budget(seconds=options.seconds if planner == "mcmc" else None), options.seed)
+        result = search(planner, problem, Budget(options.proposals if planner == "mcmc" else None), options.seed)
     best = dataclasses.replace(problem, objective=MDPE).evaluate([result.best.strategy])[0]
     queues = problem.simulator.timeline(best.strategy, order="trinity").makespan_s
     return dict(
@@ -138,7 +138,7 @@ def table(options) -> None:
 def key_of(planner: str, case: Case, options) -> dict:
     """A row's arguments: only those that its planner depends on."""
     is_learned = planner in LEARNED
-    budget = f"{options.batches} batches" if is_learned else f"{options.seconds:g} s" if planner.startswith("mcmc") else ""
+    budget = f"{options.batches} batches" if is_learned else f"{options.proposals} proposals" if planner.startswith("mcmc") else ""
     groups = options.groups if is_learned else None
     return dict(planner=planner) | case.key() | dict(seed=options.seed, budget=budget, groups=groups)
 
@@ -203,9 +203,9 @@ def report(rows: Rows, published: dict, options) -> None:
     parts = [
         "# Trinity\n",
         f"`scripts/trinity_tables.py`, {options.batches} batches of {size_of_batch(TRINITY)} placements, {options.groups} groups, "
-        f"seed {options.seed}{', tiny sizes' if options.tiny else ''}; mcmc {options.seconds:g} s. Seconds per step, GB sent by "
-        "the device that sends most, GB held by the device that holds most; all simulated, published figures measured. `*`: does "
-        "not fit into 11 GB.\n",
+        f"seed {options.seed}{', tiny sizes' if options.tiny else ''}; mcmc {options.proposals} proposals. Seconds per step, GB "
+        "sent by the device that sends most, GB held by the device that holds most; all simulated, published figures measured. "
+        "`*`: does not fit into 11 GB.\n",
         markdown(columns, lines),
         "\n" + "\n".join(f"MDPE cost of {name}: {a} of {b} cells." for name, (a, b) in wins.items()) + "\n",
     ]

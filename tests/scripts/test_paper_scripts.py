@@ -254,7 +254,7 @@ def test_trinitys_table_stands_beside_the_published_one_and_resumes(tmp_path, ca
     figures = ("s", "comm_gb", "mem_gb")
     names = ["model", "batch", "gpus", "expert_s", *(f"{p}_{x}" for p in ("hierarchical", "trinity") for x in figures)]
     published.write_text(f"{','.join(names)}\nnmt_2layer,64,2,2.5,3.0,9.0,7.0,2.0,7.5,7.25\n")
-    options = ["--tiny", "--models", "nmt", "--devices", "2", "--batches", "2", "--seconds", "0.1"]
+    options = ["--tiny", "--models", "nmt", "--devices", "2", "--batches", "2", "--proposals", "64"]
     options += ["--parts", "table", "placement"]
     command = [*options, "--results", str(tmp_path), "--published", str(published)]
     assert trinity_tables.main(command) == 0

@@ -11,7 +11,7 @@ from test_placement import KEY, RNNLM, one_device, problem_of, two_branches
 
 from soapjax.search.experts.layers import layers_of, steps_of
 from soapjax.search.experts.placement import operator_seconds, placed
-from soapjax.search.learned import networks
+from soapjax.search.learned import lstm, networks
 from soapjax.search.learned.agent import AgentSizes, Learner, agent_of
 from soapjax.search.learned.features import FIGURES, Features, colocated, features_of, result_elements
 from soapjax.search.learned.node2vec import Walking, node2vec, pairs_of, random_walks
@@ -135,16 +135,38 @@ def test_groups_stand_in_program_order_and_know_their_neighbours():
     assert touches == {(0, 1), (1, 0), (1, 3), (3, 1)}
 
 
-def test_chunks_behind_the_last_group_are_skipped():
-    steps = jnp.arange(4.0 * networks.CHUNK)
+def test_an_lstm_is_the_scan_of_its_step_and_so_are_its_gradients():
+    """Sequences of several lengths, of which no one is as long as the arrays; gradients of results and of last states."""
+    steps, batch, hidden = 7, 3, lstm.HIDDEN
+    used = jnp.array([3, 6, 5])
 
-    def step(carry, rows):
-        return carry + rows.sum(), rows + 1
+    def some(*shape: int):
+        return jnp.asarray(rng(len(shape) + shape[0]).normal(size=shape, scale=0.3), jnp.float32)
 
-    carry, out = networks.scan_used(step, jnp.float32(0), steps, jnp.int32(networks.CHUNK + 1))
-    ran = 2 * networks.CHUNK
-    assert carry == steps[:ran].sum()
-    np.testing.assert_array_equal(out, np.where(np.arange(len(steps)) < ran, steps + 1, 0))
+    shapes = (hidden, 4 * hidden), (2 * hidden, 4 * hidden), (2, 4 * hidden)
+    weights = lstm.Weights(jnp.zeros((1, 4 * hidden)), *(some(*s) / 5 for s in shapes))
+    start = lstm.LstmState(*((some(batch, hidden), some(batch, hidden) / 2) for _ in range(2)))
+    given, asked = some(steps, batch, 4 * hidden), some(steps, batch, hidden)
+
+    def plainly(weights, start, given, used):
+        def step(state, row):
+            t, given = row
+            after = lstm.lstm_step(weights, state, given)
+            state = jax.tree.map(lambda new, old: jnp.where((t < used)[:, None], new, old), after, state)
+            return state, jnp.where(t < used.max(), state.h[1], 0)
+
+        last, h = jax.lax.scan(step, start, (jnp.arange(steps), given))
+        return h, last
+
+    def loss(run, *of):
+        h, last = run(*of, used)
+        return (h * asked).sum() + sum(i * x.sum() for i, x in enumerate(jax.tree.leaves(last)))
+
+    ours, plain = (
+        jax.jit(jax.value_and_grad(lambda *of, run=run: loss(run, *of), (0, 1, 2)))(weights, start, given)
+        for run in (lstm.lstm_steps, plainly)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, plain)
 
 
 def drawn(method):

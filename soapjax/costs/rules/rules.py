@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.reshard import PERMUTE, halos, reshard
 from soapjax.costs.rules.sets import DIGITS, SET, divides, every, first_of, only_if, parts_of, stage, union, up_to
 from soapjax.costs.tables.arrays import EDGE, PINNED_BIT, SUM, TENSOR, CostArrays
@@ -134,10 +135,14 @@ def homes(p: CostArrays, which: Array, made: Array, reader: Array, common: Array
     sums = only_if(ints[2] == 0, raw[dims])  # inputs are never partial
     split, pins = raw[:dims], raw[dims + 1 :]
     raw = jnp.concatenate([split, sums[None], pins])
-    # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
-    scattered = split | (sums & reader[:dims] & ~up_to(split))
-    fits = every(divides(p.mesh, scattered, shape))
-    home = jnp.concatenate([jnp.where(fits, scattered, split), jnp.zeros_like(sums)[None], pins])
+
+    def as_scattered() -> Array:
+        # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
+        scattered = split | (sums & reader[:dims] & ~up_to(split))
+        return jnp.where(every(divides(p.mesh, scattered, shape)), scattered, split)
+
+    home = lax.cond((sums != 0).any(), as_scattered, lambda: split)
+    home = jnp.concatenate([home, jnp.zeros_like(sums)[None], pins])
     waits = every(raw == common) & (sums != 0)
     is_summand = (ints[3] != 0) & (waits | (ints[4] == 0))
     # A partial sum made of a whole value is a mask, free.
@@ -203,7 +208,15 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
         return source, jnp.where(is_sum, summed, jnp.where(is_edge, as_read(home, wanted, dims), resolved))
 
     source, target = stage(p.mesh, ends, *of, made, wanted)
-    seconds, sent, late = reshard(p.mesh, p.network, source, target, shape, floats[0], floats[1])
+    # Most tensors are kept as they are made, and read as they are kept: of those nothing is asked.
+    is_changed = functools.reduce(jnp.bitwise_or, [source[i] ^ target[i] for i in range(source.shape[0])]) != 0
+    num_levels, lanes = p.network.level_axes.shape[0], source.shape[1:]
+    unsent = jnp.zeros((num_levels, *lanes)), jnp.zeros((len(COLLECTIVES), *lanes)), jnp.zeros(lanes)
+
+    def changed() -> tuple[Array, ...]:
+        return reshard(p.mesh, p.network, source, target, shape, floats[0], floats[1])
+
+    seconds, sent, late = lax.cond(is_changed.any(), changed, lambda: unsent)
 
     def with_halos(_: Array, paid: tuple[Array, Array]) -> tuple[Array, Array]:
         more_s, more = halos(p.mesh, p.network, made, floats[0], dims)

@@ -59,7 +59,7 @@ SMALL = Bucket(256, 4096, 512, 1024, 3072, 3072, 6144, 6144, 16384, 1024, 5, 8, 
 LARGE = Bucket(1024, 16384, 1024, 4096, 12288, 12288, 24576, 24576, 65536, 4096, 5, 8, 2, 0)
 
 
-MIN_GROUPS = 16
+MIN_GROUPS = 4
 
 
 def bucket_for(need: Bucket) -> Bucket:

@@ -36,7 +36,7 @@ from jax import Array
 
 from soapjax.jit.programs import PlannerProgram, side_by_side
 from soapjax.search.learned.features import VOCABULARY, Features
-from soapjax.search.learned.networks import CHUNK, Groups, Policy, Told, device_of_groups, groups_of
+from soapjax.search.learned.networks import Groups, Policy, Told, device_of_groups, groups_of
 
 TEACHING_STEPS, TEACHING_RATE = 300, 0.01
 
@@ -107,7 +107,7 @@ class Agent:
     def __init__(self, sizes: AgentSizes, recipe: Recipe):
         self.sizes, self.recipe = sizes, recipe
         most = min(recipe.num_groups, sizes.operators)
-        self.policy = Policy(VOCABULARY + 1, recipe.num_groups, -(-most // CHUNK) * CHUNK, sizes.devices)
+        self.policy = Policy(VOCABULARY + 1, recipe.num_groups, most, sizes.devices)
         adam = optax.adam(recipe.learning_rate)
         self.optimizer = optax.chain(optax.clip_by_global_norm(recipe.gradient_norm), adam)
         self.first, self.draw, self.learn = (PlannerProgram(f, is_urgent=True) for f in (self._first, self._draw, self._learn))

@@ -14,26 +14,24 @@ the published ones. What they leave open, and how it was read here:
 * Dropout is for learning: partitions are drawn without it.
 * Linear clipping: u / T inside tanh, as it is written and as Bello et al., 2016, have it.
 
-Sequences are as long as the largest number of groups; chunks of steps that no placement has groups for are skipped when
-they run.
+Arrays are as long as the largest number of groups; no step is made that no partition has a group for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 
-HIDDEN = 256
+from soapjax.search.learned.lstm import HIDDEN, LSTM, LstmState, Weights, lstm_step, lstm_steps
+
 PARTITION = (64, 128)
 DROPOUT = 0.3
 WORD = 20  # size of a word's vector
 CLIP, TEMPERATURE = 5.0, 10.0  # C and T
-CHUNK = 32  # steps
 NEVER = -1e9  # a logit
 
 
@@ -80,24 +78,6 @@ def device_of_groups(device: Array, told: Told, slot: Array, num_slots: int, num
     return jax.vmap(lambda s: jax.ops.segment_sum(work, s, num_slots))(slot).argmax(2).astype(jnp.int32)
 
 
-def scan_used(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, inputs: Any, used: Array) -> tuple[Any, Any]:
-    """`jax.lax.scan` over chunks of inputs [L, ...], as long as any of the first `used` rows is among them; then zeros."""
-    chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK, *x.shape[1:]), inputs)
-    outputs = jax.eval_shape(step, carry, jax.tree.map(lambda x: x[0], chunks))[1]
-
-    def run(carry, chunk):
-        start, rows = chunk
-
-        def skipped(carry, _):
-            return carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
-
-        return jax.lax.cond(start < used, step, skipped, carry, rows)
-
-    starts = jnp.arange(0, jax.tree.leaves(inputs)[0].shape[0], CHUNK)
-    carry, out = jax.lax.scan(run, carry, (starts, chunks))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
-
-
 class Partition(nn.Module):
     """Logits [N, G] of the group of every operator: a layer of 64, dropout, a layer of 128 (section 4.1.1)."""
 
@@ -109,40 +89,6 @@ class Partition(nn.Module):
         x = nn.Dropout(DROPOUT, deterministic=not drops)(x)
         x = nn.relu(nn.Dense(PARTITION[1])(x))
         return nn.Dense(self.num_groups)(x)
-
-
-class LstmState(NamedTuple):
-    """Of two layers, [..., H] each."""
-
-    h: tuple[Array, Array]
-    c: tuple[Array, Array]
-
-    @staticmethod
-    def zeros(batch: int) -> LstmState:
-        none = jnp.zeros((batch, HIDDEN))
-        return LstmState((none, none), (none, none))
-
-
-class Weights(NamedTuple):
-    """Of an LSTM of two layers."""
-
-    into: Array  # [F, 4H]: products with inputs are made for many steps at once
-    first: Array  # [H, 4H]
-    second: Array  # [2H, 4H]
-    biases: Array  # [2, 4H]
-
-
-class LSTM(nn.Module):
-    """Makes the weights of two layers of 256 (section 5.1). Arrays: Flax (0.12) lets no module be called inside `lax.scan`."""
-
-    inputs: int
-
-    @nn.compact
-    def __call__(self) -> Weights:
-        init = nn.initializers.lecun_normal()
-        sizes = dict(into=self.inputs, first=HIDDEN, second=2 * HIDDEN)
-        kernels = {name: self.param(name, init, (size, 4 * HIDDEN)) for name, size in sizes.items()}
-        return Weights(**kernels, biases=self.param("biases", nn.initializers.zeros, (2, 4 * HIDDEN)))
 
 
 class Head(NamedTuple):
@@ -166,19 +112,6 @@ class HeadModule(nn.Module):
         )  # fmt: skip
 
 
-def lstm_step(w: Weights, state: LstmState, given: Array) -> LstmState:
-    """One step of both layers, from `given` = inputs @ w.into [..., 4H]."""
-    h0, c0 = _cell(given + state.h[0] @ w.first + w.biases[0], state.c[0])
-    h1, c1 = _cell(jnp.concatenate([h0, state.h[1]], -1) @ w.second + w.biases[1], state.c[1])
-    return LstmState((h0, h1), (c0, c1))
-
-
-def _cell(gates: Array, c: Array) -> tuple[Array, Array]:
-    keep, take, new, show = jnp.split(gates, 4, axis=-1)
-    c = jax.nn.sigmoid(keep + 1) * c + jax.nn.sigmoid(take) * jnp.tanh(new)
-    return jax.nn.sigmoid(show) * jnp.tanh(c), c
-
-
 class Ready(NamedTuple):
     """A decoder before its first step."""
 
@@ -188,16 +121,17 @@ class Ready(NamedTuple):
     state: LstmState  # [B, H]
     of_device: Array  # [D + 1, 4H]: what each previous device gives to the first layer
     of_memory: Array  # [L, M, 4H]: what the memory gives
-    memory: Array  # [M, L, H]
+    # Attention: products of the memory with weights are made once, not for every state that attends to it.
+    keys: Array  # [M, L, H]
+    values: Array  # [M, L, H]
 
 
 def device_logits(ready: Ready, h: Array, used: Array) -> Array:
     """[M, Q, D] of states [M, Q, H] of the decoder (equation 9)."""
-    head, memory = ready.head, ready.memory
-    scores = jnp.einsum("mqh,mlh->mql", h @ head.query, memory) / jnp.sqrt(float(HIDDEN))
-    is_used = jnp.arange(memory.shape[1]) < used[:, None, None]
-    context = jnp.einsum("mql,mlh->mqh", jax.nn.softmax(jnp.where(is_used, scores, NEVER)), memory)
-    u = jnp.tanh(jnp.concatenate([context, h], axis=-1) @ head.attended + head.bias) @ head.chosen
+    scores = jnp.einsum("mqh,mlh->mql", h, ready.keys) / jnp.sqrt(float(HIDDEN))
+    is_used = jnp.arange(ready.keys.shape[1]) < used[:, None, None]
+    attended = jnp.einsum("mql,mlh->mqh", jax.nn.softmax(jnp.where(is_used, scores, NEVER)), ready.values)
+    u = jnp.tanh(attended + h @ ready.head.attended[HIDDEN:] + ready.head.bias) @ ready.head.chosen
     return jnp.where(ready.offered, CLIP * jnp.tanh(u / TEMPERATURE), NEVER)
 
 
@@ -237,22 +171,9 @@ class Policy(nn.Module):
             return total / jnp.maximum(count, 1)[:, None]
 
         read = jnp.concatenate([jax.vmap(means)(groups.slot), groups.touches], axis=2).swapaxes(0, 1)  # [L, M, F]
-
         w = self.encoder()
-
-        def chunk(state, rows):
-            at, read = rows
-
-            def step(state, row):
-                at, given = row
-                after = lstm_step(w, state, given)
-                is_used = (at < groups.used)[:, None]
-                state = jax.tree.map(lambda new, old: jnp.where(is_used, new, old), after, state)
-                return state, state.h[1]
-
-            return jax.lax.scan(step, state, (at, read @ w.into))
-
-        return scan_used(chunk, LstmState.zeros(len(groups.used)), (jnp.arange(self.num_slots), read), groups.used.max())
+        memory, state = lstm_steps(w, LstmState.zeros(len(groups.used)), read @ w.into, groups.used)
+        return state, memory
 
     def _ready(self, told: Told, groups: Groups, placements: int) -> Ready:
         state, memory = self.encode(told, groups)
@@ -260,29 +181,20 @@ class Policy(nn.Module):
         w = self.decoder()
         of_device, of_memory = self.devices.embedding @ w.into[:HIDDEN], memory @ w.into[HIDDEN:]
         offered = jnp.arange(self.num_devices) < told.num_devices
-        return Ready(w, self.head(), offered, state, of_device, of_memory, memory.swapaxes(0, 1))
+        head, memory = self.head(), memory.swapaxes(0, 1)
+        return Ready(w, head, offered, state, of_device, of_memory, memory @ head.query.T, memory @ head.attended[:HIDDEN])
 
     def log_probabilities(self, told: Told, groups: Groups, device: Array) -> Array:
         """Of every device, [M, P, L, D], as each placement int [M, P, L] comes to its groups."""
-        m, p, _ = device.shape
+        m, p, slots = device.shape
         ready = self._ready(told, groups, p)
         before = jnp.concatenate([jnp.full((m, p, 1), self.num_devices), device[..., :-1]], axis=2)
-
-        def chunk(state, rows):
-            before, of_memory = rows  # [C, M, P], [C, M, 4H]
-            given = (ready.of_device[before] + of_memory[:, :, None]).reshape(CHUNK, m * p, -1)
-
-            def step(state, given):
-                state = lstm_step(ready.weights, state, given)
-                return state, state.h[1]
-
-            state, h = jax.lax.scan(step, state, given)  # [C, B, H]
-            h = h.reshape(CHUNK, m, p, HIDDEN).transpose(1, 2, 0, 3).reshape(m, p * CHUNK, HIDDEN)
-            logits = device_logits(ready, h, groups.used).reshape(m, p, CHUNK, -1)
-            return state, jax.nn.log_softmax(logits).transpose(2, 0, 1, 3)
-
-        found = scan_used(chunk, ready.state, (before.transpose(2, 0, 1), ready.of_memory), groups.used.max())[1]
-        return found.transpose(1, 2, 0, 3)
+        # Not by indices: the gradient of that is a scatter, row by row.
+        of_before = jax.nn.one_hot(before.transpose(2, 0, 1), self.num_devices + 1) @ ready.of_device  # [L, M, P, 4H]
+        given = (of_before + ready.of_memory[:, :, None]).reshape(slots, m * p, -1)
+        h, _ = lstm_steps(ready.weights, ready.state, given, jnp.repeat(groups.used, p))  # [L, B, H]
+        h = h.reshape(slots, m, p, HIDDEN).transpose(1, 2, 0, 3).reshape(m, p * slots, HIDDEN)
+        return jax.nn.log_softmax(device_logits(ready, h, groups.used)).reshape(m, p, slots, -1)
 
     def draw(
         self, key: Array, told: Told, groups: Groups, given: Array, is_given: Array, noise: Array
