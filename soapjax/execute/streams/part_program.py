@@ -143,14 +143,15 @@ def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int,
 
 
 def jit_part(
-    place: Place, part: Part, *, added: Sequence[Accumulated] = (),
+    place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (),
     out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
-    """`(*values, *sums) -> (*outputs, *new sums)`, jitted on the place's mesh.
+    """`(*values, *sums) -> (*outputs, *new sums, *shares)`, jitted on the place's mesh.
 
     Args:
       added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
         memory is reused).
+      shares: values that the part makes, returned as blocks [1, *shape] of an array that several places make together.
       out_shardings: layouts of outputs that are not laid out as `place` keeps them.
       donated: inputs whose memory an output may take.
     """
@@ -159,11 +160,12 @@ def jit_part(
         values = dict(zip(part.inputs, arguments, strict=False))
         env = evaluate_part(place, part, values)
         sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
-        return (*(env[v] for v in part.outputs), *sums)
+        return (*(env[v] for v in part.outputs), *sums, *(env[v][None] for v in shares))
 
     fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
     chosen = out_shardings or {}
     shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [a.sharding for a in added]
+    shardings += [place.bound.sharding(((), *place.spec(v))) for v in shares]
     first = len(part.inputs)
     taken = tuple(k for k, v in enumerate(part.inputs) if v in set(donated)) + tuple(range(first, first + len(added)))
     return jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=taken)
