@@ -281,7 +281,7 @@ def _simulated(
         if stage.replicas > 1:
             last = first + len(stage.devices) - 1
             level = level_between(topology, first, last)
-            sync = load.gradient_bytes * workers.sync_s_per_byte(first, len(stage.devices))
+            sync = load.gradient_bytes * workers.sync_s_per_byte(first, len(stage.devices), width=count)
             sync += 2 * (stage.replicas - 1) * topology.levels[level].latency_s
             load, load_alone = (x._replace(sync_s=sync, sync_level=level) for x in (load, load_alone))
         found.append(load)
@@ -289,7 +289,7 @@ def _simulated(
         inside.append(OnMesh(loads.space(first, count, num), strategy, figures[i].layouts))
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
         sends += sends_of_stage(pipeline, i, once)
-        sends += sends_among_replicas(loads, pipeline, i, load, count)
+        sends += sends_among_replicas(pipeline, i, load, len(loads.whole.tasks))
     crossing = loads.crossing(bounds, [c for _, c in shares], num, figures)
     sends += sends_between(len(loads.whole.tasks), crossing, num)
     transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
