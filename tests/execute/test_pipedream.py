@@ -101,8 +101,11 @@ def simulated(pipedream, state, batch):
 
 @pytest.mark.parametrize(
     "replicas, devices_each, vertical_sync",
-    [([1, 1], 2, False), ([1, 1, 1, 1], 1, False), ([1, 1, 1], 1, True), ([3, 1], 1, False), ([1, 2, 1], 2, False), ([2, 4], 1, True)],
-)
+    [
+        ([1, 1], 2, False), ([1, 1, 1, 1], 1, False), ([1, 1, 1], 1, True), ([3, 1], 1, False), ([1, 2, 1], 2, False),
+        ([2, 4], 1, True),
+    ],
+)  # fmt: skip
 def test_the_staleness_of_the_paper(replicas, devices_each, vertical_sync):
     with jax.enable_x64(True):
         the_simulation_agrees(*pipedream_step(replicas, devices_each, vertical_sync=vertical_sync))

@@ -281,7 +281,7 @@ class PipeDreamStep:
 
         ins = [("new", v, s, k + 1) for k in range(rounds)]
         if name not in out:
-            out.call(f"metrics {s}", self._track(s), jax.jit(fn), ins, [name])
+            out.call(f"metrics {s}", self._track(s), jax.jit(fn, out_shardings=(self.stages[s].place.whole,)), ins, [name])
         return name
 
     # Running.
