@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
-from soapjax.execute.streams.cut import Part
+from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
@@ -131,22 +131,37 @@ class Accumulated:
         return found if self.deferred is None else self.deferred.total(found, self.place.mesh)
 
 
-def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:
-    """All values that a part makes from `inputs`, which hold everything that it reads."""
+def evaluate_part(
+    place: Place, part: Part, inputs: dict[int, Any], draws: Collection[str] = (), number: Any = None
+) -> dict[int, Any]:  # fmt: skip
+    """All values that a part makes from `inputs`, which hold everything that it reads; `draws`, `number`: as for `numbered`."""
     evaluator, program = place.evaluator, place.bound.step.program
     env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
-    evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
+    with evaluator.numbered(draws, number):
+        evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
     evaluator.leave(env, part.outputs)
     return env
 
 
+def draws_in(part: Part, draws: Collection[str]) -> frozenset[str]:
+    """Those of the equations `draws` that a part evaluates."""
+    return frozenset(draws).intersection(k for e in part.eqns for k in keys_of(e))
+
+
+def jit_numbers(place: Place, numbers: Sequence[int]) -> Callable[[], tuple[Any, ...]]:
+    """Numbers of micro-batches, as passes take them."""
+    return jax.jit(lambda: tuple(jax.numpy.uint32(m) for m in numbers), out_shardings=(place.whole,) * len(numbers))
+
+
 def jit_part(
-    place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (),
+    place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (), draws: Collection[str] = (),
     out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
     """`(*values, *sums) -> (*outputs, *new sums, *shares)`, jitted on the place's mesh.
+
+    Where the part has one of the equations `draws`, the number of the micro-batch is the last argument.
 
     Args:
       added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
@@ -158,10 +173,11 @@ def jit_part(
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
         values = dict(zip(part.inputs, arguments, strict=False))
-        env = evaluate_part(place, part, values)
-        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
+        env = evaluate_part(place, part, values, draws, arguments[-1] if draws else None)
+        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=False)]
         return (*(env[v] for v in part.outputs), *sums, *(env[v][None] for v in shares))
 
+    draws = draws_in(part, draws)
     fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
     chosen = out_shardings or {}
     shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [a.sharding for a in added]

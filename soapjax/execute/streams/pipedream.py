@@ -25,7 +25,7 @@ from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.streams.batches import put_batch, structs
 from soapjax.execute.streams.cut import Part, make_part, phase_of
 from soapjax.execute.streams.microbatches import MicroStep, joining
-from soapjax.execute.streams.part_program import Place, evaluate_part, finished, jit_part
+from soapjax.execute.streams.part_program import Place, draws_in, evaluate_part, finished, jit_numbers, jit_part
 from soapjax.execute.streams.replicas import Replicas
 from soapjax.execute.streams.stage_cut import cut_stages
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
@@ -49,7 +49,7 @@ class PipeDreamStep:
         self.program = self.step.program
         bound = places[0][0].bound
         self.stages = [Replicas(replicas) for replicas in places]
-        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves)
+        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves, micro.draws)
         self.batch = {self.program.inputs[k]: k for k in micro.batch_leaves}
         self.replaced = {self.program.inputs[i]: self.program.outputs[o] for i, o in self.step.state_pairs.items()}
         self._require_stages_alone()
@@ -132,7 +132,7 @@ class PipeDreamStep:
                 out.move(f"weights to {s}", f"link to stage {s}", [("value", v)], [source], [here], [("state", v, s, 0)])
             self._show(out, s, 0, ())
         passes = {
-            (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part)))
+            (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part), draws=self.micro.draws))
             for kind, parts in (("forward", cut.forward), ("backward", cut.backward))
             for part in parts
             for q, place in enumerate(self.places[part.place])
@@ -158,6 +158,7 @@ class PipeDreamStep:
             part, fn = passes[action.kind, s, m % r]
             state = self.versions[forward]
             ins = [self._name(v, s, m, state) for v in part.inputs]
+            ins += [("number", s, m)] if draws_in(part, self.micro.draws) else []
             outs = [("made", v, s, m) for v in part.outputs] + [("share", v, s, m) for v in self._shares(part)]
             runs = (self.places[s][m % r], part)
             out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
@@ -213,6 +214,9 @@ class PipeDreamStep:
                     fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
+                if any(draws_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
+                    mine = range(q, num, len(replicas))
+                    out.call(f"numbers {s}", self._track(s, q), jit_numbers(place, mine), [], [("number", s, m) for m in mine])
 
     def _show(self, out: StreamBuilder, s: int, version: int, kept: Collection[int]) -> None:
         """A version of a stage's state to the passes of its replicas; what is `kept` they have seen under the version before."""
