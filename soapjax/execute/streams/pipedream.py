@@ -49,7 +49,7 @@ class PipeDreamStep:
         self.program = self.step.program
         bound = places[0][0].bound
         self.stages = [Replicas(replicas) for replicas in places]
-        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves, micro.draws)
+        self.cut = cut_stages(micro, bound.graph, bound.binding, pipeline)
         self.batch = {self.program.inputs[k]: k for k in micro.batch_leaves}
         self.replaced = {self.program.inputs[i]: self.program.outputs[o] for i, o in self.step.state_pairs.items()}
         self._require_stages_alone()

@@ -45,7 +45,7 @@ class PipelineStep:
         self.micro, self.pipeline, self.places, self.donate = micro, pipeline, list(places), donate
         self.step = micro.step
         bound = places[0].bound
-        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves, micro.draws)
+        self.cut = cut_stages(micro, bound.graph, bound.binding, pipeline)
         self.reduction = reduction
         paths = [p.path for p in bound.binding.phases.parameters]
         self.gradient_paths = tuple(paths)
