@@ -88,11 +88,12 @@ def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatc
                 parts.append(outputs_and_gradients(micro.step, part))
             wanted = [np.mean(g, axis=0) for g in zip(*(p[1] for p in parts), strict=True)]
             wanted_out = [np.mean(o, axis=0) for o in zip(*(p[0] for p in parts), strict=True)]
-            own, at = 1 - np.float64(np.float32(0.9)), {path: k for k, path in enumerate(micro.step.out_paths)}
+            keep, own = (np.float64(np.float32(x)) for x in (0.9, 1 - 0.9))  # as the step is traced
+            at = {path: k for k, path in enumerate(micro.step.out_paths)}
             for path, k in at.items():
                 if "batch_stats" in path and path.endswith("var"):
                     before = np.float64(leaves[next(i for i, o in micro.step.state_pairs.items() if o == at[path[:-3] + "mean"])])
-                    means = [(p[0][at[path[:-3] + "mean"]] - (1 - own) * before) / own for p in parts]
+                    means = [(p[0][at[path[:-3] + "mean"]] - keep * before) / own for p in parts]
                     wanted_out[k] = wanted_out[k] + own * np.var(means, axis=0)
         else:
             wanted_out, wanted = outputs_and_gradients(micro.full, leaves)
