@@ -100,7 +100,8 @@ class Recorder:
 
     def add(self, **row: Any) -> None:
         row = key_of(self.options) | row
-        rows = [r for r in read_rows(self.options.output, self.fields) if any(r[k] != row[k] for k in ("model", "hosts", "rate", "strategy"))]
+        same = ("model", "hosts", "rate", "strategy")
+        rows = [r for r in read_rows(self.options.output, self.fields) if any(r[k] != row[k] for k in same)]
         write_rows(self.options.output, [*rows, row], self.fields)
         predicted = f"predicted {float(row['predicted_s']):8.4f} s, " if row["predicted_s"] != "" else ""
         print(f"{row['strategy']:24s} {predicted}measured {row['measured_s']:8.4f} s (spread {row['spread']:.1%})", flush=True)

@@ -19,7 +19,7 @@ def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPar
     found = []
     for kind, part in once:
         name = "backward" if kind == "weights" and not is_split else kind
-        rows = [(f"{name} {i}", 1 if kind == "update" and kind_of(pipeline).is_synchronous else passes)]
+        rows = [(f"{name} {i}", 1 if kind in ("update", "gather") and kind_of(pipeline).is_synchronous else passes)]
         if stage.rematerialise and kind == "forward":
             rows.append((f"backward {i}", passes))
         for program, times in rows:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.streams.cut import Part, keys_of
+from soapjax.execute.streams.gathered import Gathered, passing
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
@@ -36,6 +37,7 @@ class Place:
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
         self._arrivals: dict[int, Spec] = {}
         self.deferred: dict[int, DeferredSum] = {}  # by value
+        self.gathered: dict[int, Gathered] = {}  # by value, of what passes read: gathered before them
         self._home: dict[int, Spec] = {}
         self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
         for task, part in bound.task_parts():
@@ -43,10 +45,18 @@ class Place:
 
     @functools.cached_property
     def evaluator(self) -> Any:
+        return self._evaluator(self.bound)
+
+    @functools.cached_property
+    def pass_evaluator(self) -> Any:
+        """That of forward and backward passes."""
+        return self._evaluator(passing(self.bound, self.gathered)) if self.gathered else self.evaluator
+
+    def _evaluator(self, bound: BoundStep) -> Any:
         # Also on one device where the plan pins: the marks of its operators are how they are found again.
-        if self.bound.plan.pinned:
-            return PlannedEvaluator(self.bound, is_float64=self.is_float64, keeps_sums=False)
-        evaluator = self.bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
+        if bound.plan.pinned:
+            return PlannedEvaluator(bound, is_float64=self.is_float64, keeps_sums=False)
+        evaluator = bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
         for deferred in self.deferred.values():
             evaluator.sums.defer(deferred)
         return evaluator
@@ -132,10 +142,15 @@ class Accumulated:
 
 
 def evaluate_part(
-    place: Place, part: Part, inputs: dict[int, Any], draws: Collection[str] = (), number: Any = None
+    place: Place, part: Part, inputs: dict[int, Any], draws: Collection[str] = (), number: Any = None, is_pass: bool = False
 ) -> dict[int, Any]:  # fmt: skip
-    """All values that a part makes from `inputs`, which hold everything that it reads; `draws`, `number`: as for `numbered`."""
-    evaluator, program = place.evaluator, place.bound.step.program
+    """All values that a part makes from `inputs`, which hold everything that it reads.
+
+    Args:
+      draws, number: as for `ProgramEvaluator.numbered`.
+      is_pass: a forward or backward pass, which reads gathered parameters.
+    """
+    evaluator, program = place.pass_evaluator if is_pass else place.evaluator, place.bound.step.program
     env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
@@ -157,7 +172,7 @@ def jit_numbers(place: Place, numbers: Sequence[int]) -> Callable[[], tuple[Any,
 
 def jit_part(
     place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (), draws: Collection[str] = (),
-    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
+    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (), is_pass: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
     """`(*values, *sums) -> (*outputs, *new sums, *shares)`, jitted on the place's mesh.
 
@@ -169,11 +184,12 @@ def jit_part(
       shares: values that the part makes, returned as blocks [1, *shape] of an array that several places make together.
       out_shardings: layouts of outputs that are not laid out as `place` keeps them.
       donated: inputs whose memory an output may take.
+      is_pass: as for `evaluate_part`.
     """
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
         values = dict(zip(part.inputs, arguments, strict=False))
-        env = evaluate_part(place, part, values, draws, arguments[-1] if draws else None)
+        env = evaluate_part(place, part, values, draws, arguments[-1] if draws else None, is_pass)
         sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=False)]
         return (*(env[v] for v in part.outputs), *sums, *(env[v][None] for v in shares))
 
