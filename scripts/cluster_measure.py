@@ -76,8 +76,8 @@ def key_of(options: argparse.Namespace) -> dict[str, str]:
     return {"model": options.model, "hosts": str(options.hosts), "rate": options.rate}
 
 
-def read_rows(path: str) -> list[dict[str, str]]:
-    return read_table(path, tuple(FIELDS)) if Path(path).exists() else []
+def read_rows(path: str, fields: Sequence[str] = FIELDS) -> list[dict[str, str]]:
+    return read_table(path, tuple(fields)) if Path(path).exists() else []
 
 
 def write_rows(path: str, rows: list[dict[str, Any]], fields: Sequence[str] = FIELDS) -> None:
@@ -96,11 +96,12 @@ class Recorder:
 
     def done(self) -> set[str]:
         wanted = key_of(self.options)
-        return {r["strategy"] for r in read_rows(self.options.output) if all(r[k] == v for k, v in wanted.items())}
+        return {r["strategy"] for r in read_rows(self.options.output, self.fields) if all(r[k] == v for k, v in wanted.items())}
 
     def add(self, **row: Any) -> None:
         row = key_of(self.options) | row
-        rows = [r for r in read_rows(self.options.output) if any(r[k] != row[k] for k in ("model", "hosts", "rate", "strategy"))]
+        same = ("model", "hosts", "rate", "strategy")
+        rows = [r for r in read_rows(self.options.output, self.fields) if any(r[k] != row[k] for k in same)]
         write_rows(self.options.output, [*rows, row], self.fields)
         predicted = f"predicted {float(row['predicted_s']):8.4f} s, " if row["predicted_s"] != "" else ""
         print(f"{row['strategy']:24s} {predicted}measured {row['measured_s']:8.4f} s (spread {row['spread']:.1%})", flush=True)

@@ -28,7 +28,8 @@ from soapjax.graph.trace.trace import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
-from soapjax.planning.pipelines import FoundPipeline, find_pipeline, pipeline_plan, provenance_of
+from soapjax.planning.pipeline_files import pipeline_plan
+from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
 from soapjax.planning.profiling import compute_figures
 from soapjax.planning.remarks import repeated_remarks, structure_remarks
 from soapjax.planning.request import PlanRequest, takes_options

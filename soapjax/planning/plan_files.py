@@ -18,7 +18,8 @@ from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.trace import TracedStep
 from soapjax.planning.entry import on_cpu, plan_of_strategy
-from soapjax.planning.pipelines import StageTimes, recost_pipeline
+from soapjax.planning.pipeline_files import recost_pipeline
+from soapjax.planning.stage_times import StageTimes
 from soapjax.planning.timelines import pipeline_events, spmd_events
 from soapjax.planning.user_shardings import check_constraints
 from soapjax.search.problem import PlanningProblem

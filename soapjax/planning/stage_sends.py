@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER
-from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads
+from soapjax.search.stages.stage_loads import CrossingBytes
 from soapjax.simulate.pipeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
@@ -19,7 +19,7 @@ def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPar
     found = []
     for kind, part in once:
         name = "backward" if kind == "weights" and not is_split else kind
-        rows = [(f"{name} {i}", 1 if kind == "update" and kind_of(pipeline).is_synchronous else passes)]
+        rows = [(f"{name} {i}", 1 if kind in ("update", "gather") and kind_of(pipeline).is_synchronous else passes)]
         if stage.rematerialise and kind == "forward":
             rows.append((f"backward {i}", passes))
         for program, times in rows:
@@ -27,18 +27,13 @@ def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPar
     return found
 
 
-def sends_among_replicas(loads: StageLoads, pipeline: Pipeline, i: int, load: StageLoad, count: int) -> list[SentPart]:
-    """Replicas send their gradients to the first, which updates the weights and sends them to the others."""
-    others = pipeline.stages[i].replicas - 1
-    updates = pipeline.num_microbatches // pipeline.stages[i].replicas
-    rows = (("gradients of", load.gradient_bytes), ("weights to", load.parameter_bytes))
-    return [
-        SentPart(
-            task=len(loads.whole.tasks), operator=f"stage {i}", reason="what replicas exchange at an update",
-            bytes={TRANSFER: int(updates * others * count * size)}, program=f"{what} {i}",
-        )
-        for what, size in rows if others
-    ]  # fmt: skip
+def sends_among_replicas(pipeline: Pipeline, i: int, load: StageLoad, num_tasks: int) -> list[SentPart]:
+    """Replicas sum up the gradients of each round, by an all-reduce over the devices that hold the same part of them."""
+    replicas = pipeline.stages[i].replicas
+    size = pipeline.num_microbatches // replicas * 2 * (replicas - 1) / replicas * load.gradient_bytes
+    sent = {"all-reduce": int(size)}
+    found = SentPart(task=num_tasks, operator=f"stage {i}", reason="gradients of replicas", bytes=sent, program=f"update {i}")
+    return [found] if size else []
 
 
 def sends_between(num_tasks: int, crossing: Mapping[tuple[int, int], CrossingBytes], num: int) -> list[SentPart]:
@@ -73,17 +68,16 @@ def mean_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart], num_devices: 
 def peak_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart]) -> float:
     """What the device of a pipeline that sends most sends in one step.
 
-    Transfers are shared out among the devices of the stage that sends; what replicas exchange passes the first of them.
+    Transfers are shared out among the devices of the stage that sends.
     """
     groups = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
     total: dict[int, float] = {}
     for part in sends:
         words, size = part.program.split(), sum(part.bytes.values())
-        stage = int(words[1] if words[0] == "send" or words[1].isdecimal() else words[2])
-        if words[0] == "send" and groups[stage] == groups[int(words[3])]:
-            continue  # stages on the same devices
+        stage = int(words[1])
         if TRANSFER in part.bytes:
-            devices = len(pipeline.stages[stage].devices)
-            size /= devices if words[0] == "send" else devices // pipeline.stages[stage].replicas
+            if groups[stage] == groups[int(words[3])]:
+                continue  # stages on the same devices
+            size /= len(pipeline.stages[stage].devices)
         total[groups[stage]] = total.get(groups[stage], 0.0) + size
     return max(total.values(), default=0.0)

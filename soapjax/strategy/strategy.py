@@ -30,7 +30,8 @@ class Storage(NamedTuple):
     """How parameters, gradients and optimizer state of an operator are stored.
 
     `axes` are split over beyond the way the parameter is used: gathered before use, reduce-scattered after. With
-    `regather` the backward pass gathers again instead of keeping the whole parameter (FSDP; without: ZeRO-1/2).
+    `regather` the backward pass gathers again instead of keeping the whole parameter (FSDP; without: ZeRO-1/2). With micro-batches
+    that is once per pass, or once per step; gradients are then scattered per micro-batch, or once per step.
     """
 
     axes: tuple[bool, ...]

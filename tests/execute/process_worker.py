@@ -17,6 +17,7 @@ from models import mlp, nmt, transformer_lm
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.experts.placement import model_parallel_strategy
+from soapjax.strategy.pipeline import Pipeline
 from soapjax.topology import DeviceTopology, load_topology
 
 NUM_STEPS = 3
@@ -33,6 +34,13 @@ def sharded_step(step, arguments, kind):
     devices = jax.devices()
     if kind not in ("pinned", "random"):
         graph, _ = build_graph(soapjax.trace(step, *arguments))
+        if kind == "replicas":  # two stages with a replica per process: in one round of minibatches nothing is stale
+            num = jax.process_count()
+            own = [tuple(d for d in range(len(devices)) if d % 2 == i) for i in range(2)]
+            stages = balanced_pipeline(graph, 2, num_microbatches=num, num_stages=2).stages
+            stages = [s.model_copy(update={"devices": d, "replicas": num}) for s, d in zip(stages, own, strict=True)]
+            stages = Pipeline(schedule="pipedream", num_microbatches=num, stages=tuple(stages))
+            return soapjax.soap_shard(step, devices=devices, pipeline=stages)
         stages = balanced_pipeline(graph, len(devices), schedule=kind, num_microbatches=4, num_stages=jax.process_count())
         return soapjax.soap_shard(step, devices=devices, pipeline=stages)
     topology = load_topology("cpu8").to_dict()

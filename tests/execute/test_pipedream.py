@@ -1,5 +1,7 @@
 """Asynchronous 1F1B against a plain simulation of the same staleness on one device."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from balanced import forward_runs
 
 from soapjax.errors import SoapjaxError
+from soapjax.execute.compiled.inspect_stream import inspect_stream
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.stages import places_of
@@ -98,8 +101,11 @@ def simulated(pipedream, state, batch):
 
 @pytest.mark.parametrize(
     "replicas, devices_each, vertical_sync",
-    [([1, 1], 2, False), ([1, 1, 1, 1], 1, False), ([1, 1, 1], 1, True), ([3, 1], 1, False), ([1, 2, 1], 2, False)],
-)
+    [
+        ([1, 1], 2, False), ([1, 1, 1, 1], 1, False), ([1, 1, 1], 1, True), ([3, 1], 1, False), ([1, 2, 1], 2, False),
+        ([2, 4], 1, True),
+    ],
+)  # fmt: skip
 def test_the_staleness_of_the_paper(replicas, devices_each, vertical_sync):
     with jax.enable_x64(True):
         the_simulation_agrees(*pipedream_step(replicas, devices_each, vertical_sync=vertical_sync))
@@ -122,6 +128,22 @@ def the_simulation_agrees(pipedream, micro, state, batch):
         updates, opt_state = OPTIMIZER.update(grads, opt_state)
         synchronous = optax.apply_updates(synchronous, updates)
     assert np.abs(np.asarray(synchronous["w0"]) - np.asarray(new_state["params"]["w0"])).max() > 1e-3  # the staleness shows
+
+
+@pytest.mark.parametrize("replicas, devices_each", [([3, 1], 1), ([2, 1], 2)])
+def test_a_round_of_gradients_is_one_all_reduce(replicas, devices_each):
+    pipedream, micro, state, batch = pipedream_step(replicas, devices_each)
+    found = inspect_stream(pipedream.dispatches(), pipedream.argument_structs())
+    assert all(k.startswith("send") or size <= 16 for k, size in found.transfers.items())  # beside activations a counter's copies
+    updates = {p.name: p for p in found.parts if p.name.startswith("update")}
+    r = replicas[0]
+    own = [v for s, v in pipedream.cut.gradients if s == 0]
+    place = pipedream.places[0][0]
+    sizes = [math.prod(place.sharding(v).shard_shape(micro.step.program.avals[v].shape)) * 4 for v in own]
+    (one,) = updates["update 0"].collectives
+    assert (one.kind, len(one.group), updates["update 0"].runs) == ("all-reduce", r, MINIBATCHES // r)
+    assert one.sent_bytes == pytest.approx(2 * (r - 1) / r * sum(sizes))
+    assert not updates["update 1"].collectives
 
 
 def test_straight_pipelines_lag_by_the_stages_that_follow():

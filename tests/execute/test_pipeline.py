@@ -66,7 +66,10 @@ def distance(found, wanted):
 
 @pytest.mark.parametrize("name, schedule, stages, microbatches, chunks", CASES)
 def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatches, chunks):
-    """Two devices per stage. With batch norm the reference averages micro-batches: its statistics are those of each."""
+    """Two devices per stage. With batch norm the reference averages micro-batches: its statistics are those of each.
+
+    Its moving variance is the whole batch's: the mean of the micro-batches', and the variance of their means.
+    """
     step, state, batch = made(name)
     leaves = jax.tree_util.tree_leaves((state, batch))
     micro = micro_step(step, state, batch, num_microbatches=microbatches)
@@ -85,6 +88,13 @@ def test_gradients_are_the_single_device_steps(name, schedule, stages, microbatc
                 parts.append(outputs_and_gradients(micro.step, part))
             wanted = [np.mean(g, axis=0) for g in zip(*(p[1] for p in parts), strict=True)]
             wanted_out = [np.mean(o, axis=0) for o in zip(*(p[0] for p in parts), strict=True)]
+            keep, own = (np.float64(np.float32(x)) for x in (0.9, 1 - 0.9))  # as the step is traced
+            at = {path: k for k, path in enumerate(micro.step.out_paths)}
+            for path, k in at.items():
+                if "batch_stats" in path and path.endswith("var"):
+                    before = np.float64(leaves[next(i for i, o in micro.step.state_pairs.items() if o == at[path[:-3] + "mean"])])
+                    means = [(p[0][at[path[:-3] + "mean"]] - keep * before) / own for p in parts]
+                    wanted_out[k] = wanted_out[k] + own * np.var(means, axis=0)
         else:
             wanted_out, wanted = outputs_and_gradients(micro.full, leaves)
     assert len(gradients) == len(wanted) > 0

@@ -56,6 +56,10 @@ def test_two_processes(free_port):
     check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe"], 2))
 
 
+def test_replicas_of_stages_on_several_processes(free_port):
+    check(run_processes(free_port, ["mlp/replicas"], 2, devices_each=2), random=(0,))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_operators_pinned_to_processes(free_port, count):

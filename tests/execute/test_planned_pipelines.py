@@ -1,5 +1,6 @@
 """A pipeline's plan says all that is needed to run it: no planner is asked, and every choice that is priced can be run."""
 
+import collections
 import sys
 
 import jax
@@ -17,6 +18,8 @@ from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
+from soapjax.search.experts.baselines import data_parallel_strategy
+from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import search_space
@@ -74,6 +77,47 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
     ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
     found = verify_pipeline(made, jax.tree.leaves(step[1:]), ops)
     assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers
+
+
+@pytest.mark.parametrize("how", ["kept", "regathered"])
+def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how):
+    """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass."""
+    graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
+    mesh = factor_mesh(part_of(load_topology("cpu8"), 0, 4))
+    space = search_space(graph, mesh)
+    strategy = data_parallel_strategy(PlanningProblem(graph, space, None))[0]
+    operators = dict(planned.operators)
+    for n, op in enumerate(graph.operators):
+        storage = f"sharded({','.join(mesh.axis_names)}), {how}" if space.owns_parameters[n] else "as used"
+        axes = dict(strategy.config(n, op, mesh, space.storages).axes)
+        operators[op.name] = operators[op.name].model_copy(update={"axes": axes, "storage": storage})
+    pipeline = balanced_pipeline(graph, 8, num_microbatches=NUM, num_stages=2)
+    named = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    pipeline = pipeline.model_copy(update={"stages": tuple(s.model_copy(update={"mesh": named}) for s in pipeline.stages)})
+    plan = recost(planned.model_copy(update={"pipeline": pipeline, "operators": operators}), soapjax.trace(*step))
+
+    def made(is_float64):
+        return step_of_plan(*step, plan=plan, donate=False, is_float64=is_float64).streamed
+
+    run = made(False)
+    found = inspect_stream(run.dispatches(), run.argument_structs())
+    kinds = {p.name: {k for k, size in p.bytes_by_collective.items() if size} for p in found.parts}
+    for part in found.parts:
+        predicted = collections.Counter()
+        for sent in plan.prediction.sends:
+            predicted.update(sent.bytes if sent.program == part.name else {})
+        compiled = {k: size for k, size in part.bytes_by_collective.items() if size}
+        assert sum(predicted.values()) == pytest.approx(sum(compiled.values()), rel=0.02, abs=64), (part.name, predicted, compiled)
+    for s in range(2):
+        if how == "kept":
+            assert next(p for p in found.parts if p.name == f"gather {s}").runs == 1
+            assert kinds[f"gather {s}"] == {"all-gather"} and not kinds[f"forward {s}"] & {"all-gather"}
+            assert "reduce-scatter" in kinds[f"update {s}"] and not kinds[f"backward {s}"] & {"all-gather", "reduce-scatter"}
+        else:
+            assert f"gather {s}" not in kinds and "all-gather" in kinds[f"forward {s}"] & kinds[f"backward {s}"]
+            assert "reduce-scatter" in kinds[f"backward {s}"] and not kinds[f"update {s}"] & {"reduce-scatter"}
+    proof = verify_pipeline(made, jax.tree.leaves(step[1:]), found.ops)
+    assert proof.reference == "the whole batch" and proof.numbers.is_proven, proof.numbers
 
 
 def test_running_a_plan_asks_no_planner(planned, step):

@@ -78,10 +78,13 @@ def inspect_stream(stream: Stream, arguments: Sequence[jax.ShapeDtypeStruct]) ->
     for entry in stream.dispatches:
         ins = [at[s] for s in entry.ins]
         if entry.targets is not None:
-            outs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(ins, entry.targets, strict=True)]
-            transfers[_without_number(entry.label)] += sum(map(moved_bytes, ins, entry.targets))
+            outs = entry.arrivals(ins)
             at.update(zip(entry.outs, outs, strict=True))
-            memory.move(entry, ins, outs)
+            if entry.is_regrouping:
+                memory.regroup(entry, outs)
+            else:
+                transfers[_without_number(entry.label)] += sum(map(moved_bytes, ins, entry.targets))
+                memory.move(entry, ins, outs)
             continue
         key = (id(entry.fn), *((x.shape, x.dtype, x.sharding) for x in ins))
         if key not in compiled:
@@ -159,6 +162,16 @@ class _Memory:
             self._add(slot, b, self._buffer[source] if stays else None)
         self._note(self.live)
         self._free(entry)
+
+    def regroup(self, entry: Dispatch, outs: Sequence[jax.ShapeDtypeStruct]) -> None:
+        if len(entry.ins) == len(entry.outs):
+            for slot, source, struct in zip(entry.outs, entry.ins, outs, strict=True):
+                self._add(slot, struct, self._buffer[source])
+            self._free(entry)
+        else:  # of joined arrays the memory goes on as the whole's
+            self._free(entry)
+            for slot, struct in zip(entry.outs, outs, strict=True):
+                self._add(slot, struct)
 
     def _note(self, live: dict[int, int]) -> None:
         for d, size in live.items():

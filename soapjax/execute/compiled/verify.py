@@ -160,19 +160,28 @@ def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
 
 
 class OneDevice:
-    """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`."""
+    """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`.
 
-    def __init__(self, step: TracedStep, gradients: tuple[int, ...]):
-        self._step, self._gradients = step, gradients
+    Args:
+      draws: equations that draw for the micro-batch whose `number` the call is given.
+    """
+
+    def __init__(self, step: TracedStep, gradients: tuple[int, ...], draws: frozenset[str] = frozenset()):
+        self._step, self._gradients, self._draws = step, gradients, draws
         self._compiled: dict[bool, Any] = {}
 
-    def __call__(self, arguments: list[Any], *, is_float64: bool = False) -> Numbers:
+    def __call__(self, arguments: list[Any], *, is_float64: bool = False, number: int = 0) -> Numbers:
         with jax.enable_x64(is_float64):
+            number = np.uint32(number)
             if is_float64 not in self._compiled:
                 evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
-                jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), self._gradients))
-                self._compiled[is_float64] = _compiled(jitted, arguments)
-            outputs, extra = self._compiled[is_float64](*arguments)
+
+                def run(number: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
+                    with evaluator.numbered(self._draws, number):
+                        return evaluator.run(list(leaves), self._gradients)
+
+                self._compiled[is_float64] = _compiled(jax.jit(run), [number, *arguments])
+            outputs, extra = self._compiled[is_float64](number, *arguments)
             return list(map(_numpy, outputs)), list(map(_numpy, extra))
 
 

@@ -60,7 +60,7 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     """One device's outputs and gradients for every micro-batch, put together as the pipeline does."""
     micro = step.micro
     _, binding = build_graph(micro.step)
-    one = OneDevice(micro.step, gradient_ids(micro.step, binding))
+    one = OneDevice(micro.step, gradient_ids(micro.step, binding), micro.draws)
     hows = [_joined_by(micro, v, step.reduction) for v in micro.step.program.outputs]
 
     def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
@@ -69,7 +69,7 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
             mine = list(arguments)
             for k in micro.batch_leaves:
                 mine[k] = np.split(np.asarray(arguments[k]), micro.num_microbatches)[m]
-            parts.append(one(mine, is_float64=is_float64))
+            parts.append(one(mine, is_float64=is_float64, number=m))
         return _joined(parts, hows, step.reduction)
 
     return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)

@@ -1,7 +1,8 @@
 """Gradients of a stage that are summed over its devices once per step: until then every device keeps a running sum of its own.
 
-A gradient is deferred where its parameter is stored as it is used: a running sum then takes no more memory unreduced. A
-parameter whose storage is sharded gets its gradient reduce-scattered once per micro-batch, into a running sum that is sharded too.
+A gradient is deferred unless its parameter is gathered for each pass: the total is then summed over devices with the update, or
+reduce-scattered to where a sharded parameter is stored (ZeRO-1). A parameter that is gathered for each pass (ZeRO-2 and 3) gets its
+gradient reduce-scattered once per micro-batch, into a running sum that is sharded too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.part_program import Place
-from soapjax.strategy.strategy import AS_USED
 
 
 def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:
@@ -25,7 +25,7 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
         owner = bound.plan.operators[graph.operators[graph.parameters[parameter].owner].name]
         tensor = binding.tensor_of.get(value, -1)
         is_alone = value in made and value not in read and binding.values.of(value).root == value
-        if owner.storage != AS_USED or not is_alone or tensor not in writes or writes[tensor][0].scope:
+        if owner.storage.endswith("regathered") or not is_alone or tensor not in writes or writes[tensor][0].scope:
             continue
         task, access = writes[tensor]
         operator = graph.operators[task.operator]

@@ -6,7 +6,8 @@ what the plan says. Both run inside `jax.jit`, so the walk over equations happen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from soapjax.execute.spmd.max_pool import pool_gradient
 from soapjax.execute.spmd.promote import high, promote, promoted_bind
 from soapjax.graph.passes.phases import module_path
 from soapjax.graph.rules.pools import is_made_of_choices
+from soapjax.graph.trace.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
 from soapjax.own_config import on_plans_mesh
 
@@ -38,6 +40,16 @@ class ProgramEvaluator:
     def __init__(self, program: Program, *, is_float64: bool = False):
         self.program = program
         self.is_float64 = is_float64
+        self._draws: tuple[Collection[str], Any] = (), None
+
+    @contextlib.contextmanager
+    def numbered(self, draws: Collection[str], number: Any) -> Iterator[None]:
+        """Equations `draws` (keys) draw random numbers for the micro-batch `number`, with it folded into their keys."""
+        self._draws = draws, number
+        try:
+            yield
+        finally:
+            self._draws = (), None
 
     def run(self, arguments: list[Any], also: tuple[int, ...] = ()) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the ids in `also` (gradients, say; ids of the outermost level)."""
@@ -91,6 +103,8 @@ class ProgramEvaluator:
         return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
 
     def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+        if eqn.key in self._draws[0]:
+            inputs = [_numbered(x, self._draws[1]) for x in inputs]
         if eqn.name == "dynamic_slice":
             return [block_slice(inputs[0], inputs[1:], params["slice_sizes"])]
         if eqn.name == "device_put" and not any(eqn.params["devices"]):
@@ -145,7 +159,7 @@ class ProgramEvaluator:
         typed = []
         for i, c in zip(ids, carry, strict=False):
             dtype = self.program.avals[i].dtype
-            if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            if is_key(self.program.avals[i]):
                 typed.append(c)
             else:
                 typed.append(jax.tree.map(lambda x, t=high(dtype) if self.is_float64 else dtype: jnp.asarray(x, t), c))
@@ -153,6 +167,16 @@ class ProgramEvaluator:
 
     def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
         """Called in every trip (once per trace) with the body's arguments in place."""
+
+
+def _numbered(x: Any, number: Any) -> Any:
+    """A key, or an array of keys, with the number of a micro-batch in it; anything else as it is."""
+    if not is_key(x):
+        return x
+    fold = jax.random.fold_in
+    for _ in range(x.ndim):
+        fold = jax.vmap(fold, (0, None))
+    return fold(x, number)
 
 
 def _in_float64(closed: Any) -> Callable[..., tuple[Any, ...]]:

@@ -40,8 +40,12 @@ class DeferredSum:
         return NamedSharding(mesh, partition_spec((*((n,) for n in self.axes), *self.spec)))
 
     def total(self, blocks: Any, mesh: Mesh) -> Any:
-        """The sum over the devices."""
-        return resolved(Partial(blocks, self.axes), self.spec, self.home, mesh)
+        """The sum over the devices: scattered over axes of the sum that split its home, in the order that scattering gives."""
+        home = (*self.home, *((),) * (len(self.spec) - len(self.home)))
+        pairs = zip(self.spec, home, strict=True)
+        scattered = tuple((*own, *(n for n in names if n in self.axes and n not in own)) for own, names in pairs)
+        found = resolved(Partial(blocks, self.axes), self.spec, scattered, mesh)
+        return found if scattered == home else jax.lax.with_sharding_constraint(found, NamedSharding(mesh, partition_spec(home)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,11 @@
 A gradient that is a mean over the batch is the mean of the micro-batches' gradients; one that is a sum is their sum. Which
 it is, the step itself tells (graph/trace/batch_scaling.py). Semantics, as in GPipe (Huang et al. 2019, section 2.3):
 
-- batch statistics are those of each micro-batch, and moving averages move once per step, by the mean of what each micro-batch
-  gives (exact for means; a variance is the mean of the micro-batches' variances);
+- batch statistics are those of each micro-batch, and moving averages move once per step: a mean, and a variance E[x²] - E[x]², by
+  those of the whole batch (graph/trace/batch_means.py); a variance E[(x - E[x])²] by the mean of the micro-batches' variances;
 - metrics are averaged, counts (what grows with the batch) are summed, and what has a batch dim is joined along it;
-- random numbers are drawn from the same key for every micro-batch, unless the step derives them from its data.
+- every micro-batch draws random numbers of its own: its number is folded into the key where numbers are drawn, whatever the
+  schedule; a key that comes with the data stays as it is (graph/trace/draws.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.trace.batch_means import after_means
 from soapjax.graph.trace.batch_scaling import Scaling, scalings
+from soapjax.graph.trace.draws import draws_alike
 from soapjax.graph.trace.trace import TracedStep, trace
 
 Reduction = Literal["mean", "sum"]
@@ -37,6 +40,8 @@ class MicroStep:
     batch_size: int
     scaling: dict[int, Scaling]  # empty where there is one micro-batch
     full: TracedStep
+    draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
+    after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
 
 
 class Joining(NamedTuple):
@@ -77,7 +82,10 @@ def micro_step(
     rest = iter(tree.unflatten(flat))
     small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
     scaling = scalings(small.program, full.program, num_microbatches)
-    return MicroStep(small, leaves, num_microbatches, size, scaling, full)
+    batch = {small.program.inputs[k] for k in leaves}
+    state = {o for k in small.state_pairs.values() if isinstance(o := small.program.outputs[k], int)}
+    once = after_means(small.program, full.program, scaling, batch, state)
+    return MicroStep(small, leaves, num_microbatches, size, scaling, full, draws_alike(small.program, batch), once)
 
 
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:
@@ -132,7 +140,7 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
         dims = [d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
         return Joining("join", dims[0]) if len(dims) == 1 else None
     scaling = micro.scaling.get(value)
-    is_float = np.issubdtype(small.dtype, np.floating) or str(small.dtype) in ("bfloat16", "float16")
+    is_float = jax.dtypes.issubdtype(small.dtype, np.floating)
     if scaling is not None and scaling.power == 1.0:
         return Joining("sum")
     return Joining("mean") if is_float else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
-from soapjax.execute.streams.cut import Part
+from soapjax.execute.streams.cut import Part, keys_of
+from soapjax.execute.streams.gathered import Gathered, passing
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
@@ -36,6 +37,7 @@ class Place:
         self._arguments = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
         self._arrivals: dict[int, Spec] = {}
         self.deferred: dict[int, DeferredSum] = {}  # by value
+        self.gathered: dict[int, Gathered] = {}  # by value, of what passes read: gathered before them
         self._home: dict[int, Spec] = {}
         self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
         for task, part in bound.task_parts():
@@ -43,10 +45,18 @@ class Place:
 
     @functools.cached_property
     def evaluator(self) -> Any:
+        return self._evaluator(self.bound)
+
+    @functools.cached_property
+    def pass_evaluator(self) -> Any:
+        """That of forward and backward passes."""
+        return self._evaluator(passing(self.bound, self.gathered)) if self.gathered else self.evaluator
+
+    def _evaluator(self, bound: BoundStep) -> Any:
         # Also on one device where the plan pins: the marks of its operators are how they are found again.
-        if self.bound.plan.pinned:
-            return PlannedEvaluator(self.bound, is_float64=self.is_float64, keeps_sums=False)
-        evaluator = self.bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
+        if bound.plan.pinned:
+            return PlannedEvaluator(bound, is_float64=self.is_float64, keeps_sums=False)
+        evaluator = bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
         for deferred in self.deferred.values():
             evaluator.sums.defer(deferred)
         return evaluator
@@ -131,39 +141,63 @@ class Accumulated:
         return found if self.deferred is None else self.deferred.total(found, self.place.mesh)
 
 
-def evaluate_part(place: Place, part: Part, inputs: dict[int, Any]) -> dict[int, Any]:
-    """All values that a part makes from `inputs`, which hold everything that it reads."""
-    evaluator, program = place.evaluator, place.bound.step.program
+def evaluate_part(
+    place: Place, part: Part, inputs: dict[int, Any], draws: Collection[str] = (), number: Any = None, is_pass: bool = False
+) -> dict[int, Any]:  # fmt: skip
+    """All values that a part makes from `inputs`, which hold everything that it reads.
+
+    Args:
+      draws, number: as for `ProgramEvaluator.numbered`.
+      is_pass: a forward or backward pass, which reads gathered parameters.
+    """
+    evaluator, program = place.pass_evaluator if is_pass else place.evaluator, place.bound.step.program
     env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
-    evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
+    with evaluator.numbered(draws, number):
+        evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
     evaluator.leave(env, part.outputs)
     return env
 
 
+def draws_in(part: Part, draws: Collection[str]) -> frozenset[str]:
+    """Those of the equations `draws` that a part evaluates."""
+    return frozenset(draws).intersection(k for e in part.eqns for k in keys_of(e))
+
+
+def jit_numbers(place: Place, numbers: Sequence[int]) -> Callable[[], tuple[Any, ...]]:
+    """Numbers of micro-batches, as passes take them."""
+    return jax.jit(lambda: tuple(jax.numpy.uint32(m) for m in numbers), out_shardings=(place.whole,) * len(numbers))
+
+
 def jit_part(
-    place: Place, part: Part, *, added: Sequence[Accumulated] = (),
-    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
+    place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (), draws: Collection[str] = (),
+    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (), is_pass: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
-    """`(*values, *sums) -> (*outputs, *new sums)`, jitted on the place's mesh.
+    """`(*values, *sums) -> (*outputs, *new sums, *shares)`, jitted on the place's mesh.
+
+    Where the part has one of the equations `draws`, the number of the micro-batch is the last argument.
 
     Args:
       added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
         memory is reused).
+      shares: values that the part makes, returned as blocks [1, *shape] of an array that several places make together.
       out_shardings: layouts of outputs that are not laid out as `place` keeps them.
       donated: inputs whose memory an output may take.
+      is_pass: as for `evaluate_part`.
     """
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
         values = dict(zip(part.inputs, arguments, strict=False))
-        env = evaluate_part(place, part, values)
-        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=True)]
-        return (*(env[v] for v in part.outputs), *sums)
+        env = evaluate_part(place, part, values, draws, arguments[-1] if draws else None, is_pass)
+        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=False)]
+        return (*(env[v] for v in part.outputs), *sums, *(env[v][None] for v in shares))
 
+    draws = draws_in(part, draws)
     fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
     chosen = out_shardings or {}
     shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [a.sharding for a in added]
+    shardings += [place.bound.sharding(((), *place.spec(v))) for v in shares]
     first = len(part.inputs)
     taken = tuple(k for k, v in enumerate(part.inputs) if v in set(donated)) + tuple(range(first, first + len(added)))
     return jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=taken)

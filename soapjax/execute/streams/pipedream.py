@@ -5,7 +5,8 @@ stashing*: the backward pass of a minibatch sees the weights that its forward pa
 computes the gradient of minibatch n with the weights as of n - (S - 1 - i) minibatches and applies it to its newest:
     w_i(n + 1) = w_i(n) - update(gradient at w_i(n - (S - 1 - i))).
 *Vertical sync*: all stages use, for a minibatch, the version that the first stage had when it entered. A stage with r
-replicas deals minibatches out to them in turn (1F1B-RR) and applies the mean of each round of r gradients.
+replicas deals minibatches out to them in turn (1F1B-RR) and applies the mean of each round of r gradients, on all of them
+(replicas.py).
 
 A call works its batch off as M minibatches and drains the pipeline; in flight are never more than `schedules.in_flight`.
 Versions are names in the list of dispatches: one is freed when its last reader has been dispatched.
@@ -13,7 +14,7 @@ Versions are names in the list of dispatches: one is freed when its last reader 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.streams.batches import put_batch, structs
 from soapjax.execute.streams.cut import Part, make_part, phase_of
 from soapjax.execute.streams.microbatches import MicroStep, joining
-from soapjax.execute.streams.part_program import Place, evaluate_part, finished, jit_part
+from soapjax.execute.streams.part_program import Place, draws_in, evaluate_part, finished, jit_numbers, jit_part
+from soapjax.execute.streams.replicas import Replicas
 from soapjax.execute.streams.stage_cut import cut_stages
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
@@ -46,14 +48,15 @@ class PipeDreamStep:
         self.micro, self.pipeline, self.places, self.step = micro, pipeline, places, micro.step
         self.program = self.step.program
         bound = places[0][0].bound
-        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves)
+        self.stages = [Replicas(replicas) for replicas in places]
+        self.cut = cut_stages(micro, bound.graph, bound.binding, pipeline)
         self.batch = {self.program.inputs[k]: k for k in micro.batch_leaves}
         self.replaced = {self.program.inputs[i]: self.program.outputs[o] for i, o in self.step.state_pairs.items()}
         self._require_stages_alone()
         self.updates = [self._update_part(s) for s in range(len(places))]
         self._check_crossings()
         self.in_shardings = [
-            None if v in self.batch else places[self.cut.home[v]][0].sharding(v) for v in self.program.inputs
+            None if v in self.batch else self.stages[self.cut.home[v]].place.sharding(v) for v in self.program.inputs
         ]  # fmt: skip
         self._feeds: list[tuple[int, int, int]] = []  # (value, stage, replica)
         self._stream = self._emit()
@@ -122,13 +125,17 @@ class PipeDreamStep:
             out.slot(name)
         self._emit_batch(out, given)
         version = [0] * len(self.places)
-        for s, replicas in enumerate(self.places):
-            self._spread(out, s, {v: ("value", v) for v in self.state_of(s)}, 0, source=None)
+        for s, stage in enumerate(self.stages):
+            for v in self.state_of(s):
+                source = self.stages[cut.home[v]].place.sharding(v)
+                here = stage.place.sharding(v)
+                out.move(f"weights to {s}", f"link to stage {s}", [("value", v)], [source], [here], [("state", v, s, 0)])
+            self._show(out, s, 0, ())
         passes = {
-            (kind, s, q): (part, jit_part(place, part))
-            for kind, parts in (("forward", self._forward_parts()), ("backward", self._backward_parts()))
-            for s, part in enumerate(parts)
-            for q, place in enumerate(self.places[s])
+            (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part), draws=self.micro.draws))
+            for kind, parts in (("forward", cut.forward), ("backward", cut.backward))
+            for part in parts
+            for q, place in enumerate(self.places[part.place])
         }
         updates = [self._jit_update(s) for s in range(len(self.places))]
         self.versions: dict[Action, int] = {}  # of forward passes, for those who ask
@@ -151,7 +158,8 @@ class PipeDreamStep:
             part, fn = passes[action.kind, s, m % r]
             state = self.versions[forward]
             ins = [self._name(v, s, m, state) for v in part.inputs]
-            outs = [("made", v, s, m) for v in part.outputs]
+            ins += [("number", s, m)] if draws_in(part, self.micro.draws) else []
+            outs = [("made", v, s, m) for v in part.outputs] + [("share", v, s, m) for v in self._shares(part)]
             runs = (self.places[s][m % r], part)
             out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
             targets: dict[int, list[int]] = {}
@@ -173,38 +181,25 @@ class PipeDreamStep:
                 continue
             s, v = result
             if leaf in inverse:
-                wanted.append(("state", inverse[leaf], s, 0, version[s]))
+                wanted.append(("state", inverse[leaf], s, version[s]))
             elif v in self.batch or v in cut.home:
                 wanted.append(("value", v))
             else:
                 wanted.append(self._emit_metric(out, s, v, num // self.pipeline.stages[s].replicas))
         return out.build(given, wanted)
 
-    def _track(self, s: int, replica: int) -> str:
-        return f"stage {s}" + (f", replica {replica}" if len(self.places[s]) > 1 else "")
+    def _track(self, s: int, replica: int | None = None) -> str:
+        return f"stage {s}" + (f", replica {replica}" if replica is not None and len(self.places[s]) > 1 else "")
 
     def _name(self, v: int, s: int, m: int, version: int) -> tuple:
         if v in self.batch:
             return ("batch", v, s, m)
-        return ("state", v, s, m % len(self.places[s]), version) if v in self.cut.home else ("made", v, s, m)
+        return ("seen", v, s, m % len(self.places[s]), version) if v in self.cut.home else ("made", v, s, m)
 
-    def _crossing_values(self, s: int) -> list[int]:
-        return [v for v in self.updates[s].inputs if v not in self.cut.home]
-
-    def _with_crossings(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts whose outputs include what the update of their stage reads."""
-        found = []
-        for part in parts:
-            made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
-            extra = [v for v in self._crossing_values(part.place) if v in made and v not in part.outputs]
-            found.append(part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra)))
-        return found
-
-    def _forward_parts(self) -> list[Part]:
-        return self._with_crossings(self.cut.forward)
-
-    def _backward_parts(self) -> list[Part]:
-        return self._with_crossings(self.cut.backward)
+    def _shares(self, part: Part) -> list[int]:
+        """What the update of a stage reads of one of its passes."""
+        made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+        return [v for v in self.updates[part.place].inputs if v in made]
 
     def _emit_batch(self, out: StreamBuilder, given: list[tuple]) -> None:
         num = self.micro.num_microbatches
@@ -219,71 +214,62 @@ class PipeDreamStep:
                     fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
+                if any(draws_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
+                    mine = range(q, num, len(replicas))
+                    out.call(f"numbers {s}", self._track(s, q), jit_numbers(place, mine), [], [("number", s, m) for m in mine])
 
-    def _spread(self, out: StreamBuilder, s: int, names: dict[int, tuple], version: int, source: Place | None) -> None:
-        """A version of a stage's state: all of it on the first replica, which updates it; on the others what their passes read."""
-        read = {v for p in (self.cut.forward[s], self.cut.backward[s]) for v in p.inputs}
-        for q, place in enumerate(self.places[s]):
-            for v, name in names.items():
-                if (q and v not in read) or out.slots.get(("state", v, s, q, version)) is not None:
-                    continue
-                start = source or self.places[self.cut.home[v]][0]
-                label, track = f"weights to {s}", f"link to stage {s}"
-                out.move(label, track, [name], [start.sharding(v)], [place.sharding(v)], [("state", v, s, q, version)])
+    def _show(self, out: StreamBuilder, s: int, version: int, kept: Collection[int]) -> None:
+        """A version of a stage's state to the passes of its replicas; what is `kept` they have seen under the version before."""
+        parts = (self.cut.forward[s], self.cut.backward[s])
+        read = [v for v in self.state_of(s) if any(v in p.inputs for p in parts)]
+        every = range(len(self.places[s]))
+        for v in read:
+            if v in kept or len(every) == 1:
+                for q in every:
+                    old = ("seen", v, s, q, version - 1) if v in kept else ("state", v, s, version)
+                    out.slots[("seen", v, s, q, version)] = out.slots[old]  # the same array under its new name
+        new = [v for v in read if v not in kept]
+        if len(every) > 1 and new:
+            ins, outs = [("state", v, s, version) for v in new], [("seen", v, s, q, version) for q in every for v in new]
+            targets = [place.sharding(v) for place in self.places[s] for v in new]
+            out.regroup(f"weights of {s}", f"memory of stage {s}", ins * len(every), targets, outs)
 
-    def _jit_update(self, s: int) -> Any:
-        part, place, crossing = self.updates[s], self.places[s][0], self._crossing_values(s)
+    def _jit_update(self, s: int) -> tuple[Any, list[int], list[int]]:
+        """The update of a stage on all its replicas; the values that it reads: state, and sums over a round of minibatches."""
+        part, stage, avals = self.updates[s], self.stages[s], self.program.avals
         state = [v for v in part.inputs if v in self.cut.home]
-        count = self.pipeline.stages[s].replicas
-        avals = self.program.avals
+        summed = [v for v in part.inputs if v not in self.cut.home]
 
         def fn(*arguments: Any) -> tuple[Any, ...]:
             env = dict(zip(state, arguments, strict=False))
-            for k, v in enumerate(crossing):
-                first = len(state) + k * count
-                total = arguments[first]
-                for x in arguments[first + 1 : first + count]:
-                    total = total + x
-                scale = 1 / count if self._how[v].how == "mean" else 1.0
-                dtype = place.evaluator.lift(jnp.zeros((), avals[v].dtype)).dtype
-                env[v] = finished(total, scale, dtype) if count > 1 else total
-            env = evaluate_part(place, part, env)
+            for v, total in zip(summed, stage.summed(summed, arguments[len(state) :]), strict=True):
+                scale = 1 / stage.num if self._how[v].how == "mean" else 1.0
+                dtype = stage.place.evaluator.lift(jnp.zeros((), avals[v].dtype)).dtype
+                env[v] = finished(total, scale, dtype) if stage.num > 1 else total
+            env = evaluate_part(stage.place, part, env)
             return tuple(env[v] for v in part.outputs)
 
         fn.__name__ = fn.__qualname__ = f"update_{s}"
         news = {o: v for v, o in self.replaced.items()}
-        shardings = [place.sharding(news[o]) if o in news else place.whole for o in part.outputs]
-        return jax.jit(fn, out_shardings=tuple(shardings)), state, crossing
+        shardings = [stage.place.sharding(news[o]) if o in news else stage.place.whole for o in part.outputs]
+        return jax.jit(fn, out_shardings=tuple(shardings)), state, summed
 
-    def _emit_update(self, out: StreamBuilder, s: int, version: int, minibatches: range, update: Any) -> None:
-        fn, state, crossing = update
-        part, place = self.updates[s], self.places[s][0]
-        ins = [("state", v, s, 0, version) for v in state]
-        for v in crossing:
-            for m in minibatches:
-                q = m % len(self.places[s])
-                name = ("made", v, s, m)
-                if q:
-                    moved = ("summed", v, s, m)
-                    out.move(
-                        f"gradients of {s}",
-                        f"link in stage {s}",
-                        [name],
-                        [self.places[s][q].sharding(v)],
-                        [place.sharding(v)],
-                        [moved],
-                    )
-                    name = moved
-                ins.append(name)
+    def _emit_update(self, out: StreamBuilder, s: int, version: int, minibatches: range, update: tuple) -> None:
+        fn, state, summed = update
+        part, stage = self.updates[s], self.stages[s]
+        rounds = [("share", v, s, minibatches[-1]) for v in summed]
+        if stage.num > 1 and summed:
+            shares, rounds = [("share", v, s, m) for v in summed for m in minibatches], [("round", v, s, version) for v in summed]
+            out.regroup(f"gradients of {s}", f"memory of stage {s}", shares, [stage.round_sharding(v) for v in summed], rounds)
+        ins = [*(("state", v, s, version) for v in state), *rounds]
         names = [("new", v, s, version + 1) for v in part.outputs]
-        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s, 0), fn, ins, names, part=(place, part))
-        new = {}
-        for v in self.state_of(s):
-            o = self.replaced.get(v)
-            made = isinstance(o, int) and o in part.outputs
-            new[v] = ("new", o, s, version + 1) if made else ("state", v, s, 0, version)
-            out.slots[("state", v, s, 0, version + 1)] = out.slots[new[v]]  # the same array under its new name
-        self._spread(out, s, new, version + 1, place)
+        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s), fn, ins, names, part=(stage.place, part))
+        own = self.state_of(s)
+        kept = [v for v in own if self.replaced.get(v) not in part.outputs]
+        for v in own:  # the same array under its new name
+            old = ("state", v, s, version) if v in kept else ("new", self.replaced[v], s, version + 1)
+            out.slots[("state", v, s, version + 1)] = out.slots[old]
+        self._show(out, s, version + 1, kept)
 
     def _emit_metric(self, out: StreamBuilder, s: int, v: int, rounds: int) -> tuple:
         """The mean (or sum) over minibatches of what updates return."""
@@ -299,7 +285,7 @@ class PipeDreamStep:
 
         ins = [("new", v, s, k + 1) for k in range(rounds)]
         if name not in out:
-            out.call(f"metrics {s}", self._track(s, 0), jax.jit(fn), ins, [name])
+            out.call(f"metrics {s}", self._track(s), jax.jit(fn, out_shardings=(self.stages[s].place.whole,)), ins, [name])
         return name
 
     # Running.

@@ -18,6 +18,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.spmd.deferred_sums import deferred_sums
 from soapjax.execute.streams.batches import put_batch, structs
+from soapjax.execute.streams.gathered import gathered_once
 from soapjax.execute.streams.microbatches import Joining, MicroStep, joining, require_reduction
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
@@ -45,7 +46,7 @@ class PipelineStep:
         self.micro, self.pipeline, self.places, self.donate = micro, pipeline, list(places), donate
         self.step = micro.step
         bound = places[0].bound
-        self.cut = cut_stages(self.step, bound.graph, bound.binding, pipeline, micro.batch_leaves)
+        self.cut = cut_stages(micro, bound.graph, bound.binding, pipeline)
         self.reduction = reduction
         paths = [p.path for p in bound.binding.phases.parameters]
         self.gradient_paths = tuple(paths)
@@ -58,7 +59,7 @@ class PipelineStep:
         self._streams: dict[bool, StepStream] = {}
 
     def _defer(self, gradients: Sequence[int]) -> None:
-        """Gradients are summed over a stage's devices once per step where they may be (deferred_sums.py)."""
+        """Gradients are summed over a stage's devices once per step, and parameters gathered, where they may be (gathered.py)."""
         if self.micro.num_microbatches == 1:
             return
         parameter_of = {v: p for p, v in enumerate(gradients)}
@@ -67,6 +68,7 @@ class PipelineStep:
                 v: parameter_of[c.value] for c in self.cut.crossings if c.value in parameter_of for t, v in c.summands if t == s
             }
             parts = [p for p in (self.cut.backward[s], self.cut.weights[s]) if p is not None]
+            place.gathered = gathered_once(place.bound) if place.mesh.size > 1 else {}
             place.deferred = {v: d for part in parts for v, d in deferred_sums(place, part, mine).items()}
 
     def _receive(self) -> None:

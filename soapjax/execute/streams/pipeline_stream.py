@@ -5,6 +5,8 @@ update needs to running sums on its own devices; pipeline_updates.py goes on fro
 
     ("batch", value, stage)             all micro-batches of an argument
     ("value", value, stage, m)          a value on a stage; m is None of state, which all micro-batches share
+    ("whole", value, stage)             a parameter that was gathered for all passes
+    ("number", stage, m)                a micro-batch's number, where random numbers are drawn
     ("sum", value, stage, version)      a running sum: every addition makes a new version, in the old one's memory
 """
 
@@ -17,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.execute.streams.cut import Part
+from soapjax.execute.streams.gathered import gather_program
 from soapjax.execute.streams.microbatches import Joining, MicroStep
-from soapjax.execute.streams.part_program import Accumulated, Place, jit_part, sum_dtype
+from soapjax.execute.streams.part_program import Accumulated, Place, draws_in, jit_numbers, jit_part, sum_dtype
 from soapjax.execute.streams.stage_cut import Crossing, StageCut
 from soapjax.execute.streams.stream import StreamBuilder
 from soapjax.strategy.pipeline import Action, Pipeline
@@ -75,7 +78,9 @@ class PipelineStream:
             self.out.slot(n)
         given += self._feed()
         self._move_state()
+        self._gather()
         self._programs()
+        self._numbers()
         self._zeros()
         for action in dispatch_order(self.staged.pipeline):
             if action.kind == "update":
@@ -143,6 +148,19 @@ class PipelineStream:
         for (source, target), values in moves.items():
             self.move(values, source, target, None)
 
+    def _gather(self) -> None:
+        """Parameters that all passes of a stage read in one copy."""
+        for s, place in enumerate(self.places):
+            values = tuple(v for v in place.gathered if s in self.moved_to.get(v, ()))
+            if values:
+                part, fn = gather_program(place, s, values)
+                ins, outs = [self.name(v, s, None) for v in values], [("whole", v, s) for v in values]
+                self.out.call(part.name, self.track(s), fn, ins, outs, part=(place, part))
+
+    def _read(self, v: int, s: int, m: int) -> tuple:
+        """The name of what a pass reads."""
+        return ("whole", v, s) if v in self.places[s].gathered else self.name(v, s, m)
+
     def _programs(self) -> None:
         """One program per stage and pass, with its running sums, and with what is joined as outputs."""
         self.compiled: dict[tuple[str, int], tuple[Part, Any, list[Accumulated]]] = {}
@@ -154,8 +172,14 @@ class PipelineStream:
                 added = [a for a in self.sums[part.place] if a.value in made]
                 extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
                 part = part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra))
-                fn = jit_part(self.places[part.place], part, added=added)
+                fn = jit_part(self.places[part.place], part, added=added, draws=self.staged.micro.draws, is_pass=True)
                 self.compiled[kind, part.place] = part, fn, added
+
+    def _numbers(self) -> None:
+        """The numbers of micro-batches, on stages that draw random numbers."""
+        for s in sorted({p.place for p, _, _ in self.compiled.values() if draws_in(p, self.staged.micro.draws)}):
+            fn = jit_numbers(self.places[s], range(self.num))
+            self.out.call(f"numbers {s}", self.track(s), fn, [], [("number", s, m) for m in range(self.num)])
 
     def _zeros(self) -> None:
         for s, added in self.sums.items():
@@ -173,7 +197,8 @@ class PipelineStream:
         for a in added:
             self.version[a.value, s] += 1
         outs = [self.name(v, s, m) for v in part.outputs] + [self.sum_name(a.value, s) for a in added]
-        ins = [*(self.name(v, s, m) for v in part.inputs), *sums]
+        ins = [*(self._read(v, s, m) for v in part.inputs), *sums]
+        ins += [("number", s, m)] if draws_in(part, self.staged.micro.draws) else []
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         targets: dict[int, list[int]] = {}
         for v in part.outputs:

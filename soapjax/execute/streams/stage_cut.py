@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.cut import Part, depends_on, make_part, phase_of, tasks_of, with_outputs
+from soapjax.execute.streams.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
+from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.graph.lifetimes import lifetimes
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 from soapjax.graph.passes.build import Binding
@@ -96,14 +97,24 @@ class Cutter:
     Args:
       num: how many places (stages, sub-meshes) there are.
       batch_leaves: input leaves that differ from micro-batch to micro-batch.
+      draws: equations whose random numbers do.
+      after_means: equations that are evaluated on means over all micro-batches.
     """
 
-    def __init__(self, step: TracedStep, graph: OperatorGraph, binding: Binding, num: int, batch_leaves: Sequence[int]):
+    def __init__(
+        self, step: TracedStep, graph: OperatorGraph, binding: Binding, num: int, batch_leaves: Sequence[int],
+        draws: frozenset[str] = frozenset(), after_means: frozenset[str] = frozenset(),
+    ):  # fmt: skip
         self.step, self.graph, self.binding, self.num = step, graph, binding, num
         self.program, self.values = step.program, binding.values
         self.phase = {e.key: phase_of(e, graph, binding) for e in self.program.eqns}
         of_batch = depends_on(self.program, {self.program.inputs[i] for i in batch_leaves})
         self.of_batch = {e.key for e in self.program.eqns if any(o in of_batch for o in e.outputs)}
+        drawn = {o for e in self.program.eqns if not draws.isdisjoint(keys_of(e)) for o in e.outputs} if draws else ()
+        of_draws = depends_on(self.program, drawn)
+        differs = self.of_batch | {e.key for e in self.program.eqns if any(o in of_draws for o in e.outputs)}
+        # What of the forward pass the update may evaluate: the same for all micro-batches, or made of what they have together.
+        self.once = {k for k, p in self.phase.items() if p == FORWARD and (k not in differs or k in after_means)}
         self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
         self.stage: dict[str, int] = {}  # of every forward and backward equation
         self.value_stage: dict[int, int] = {}
@@ -181,8 +192,7 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
       owners: input leaf of a parameter -> the place that keeps and updates it; by default the first that reads it.
     """
     program, phases = c.program, c.binding.phases
-    still = {k for k, s in c.stage.items() if c.phase[k] == FORWARD and k not in c.of_batch}
-    free = c.keys(None) | c.keys(UPDATE) | still
+    free = c.keys(None) | c.keys(UPDATE) | (c.once & c.stage.keys())
     readers: dict[int, list[int]] = {}
     for part in passes:
         for v in part.inputs:
@@ -285,13 +295,9 @@ def _computed_again(c: Cutter) -> tuple[set[str], set[int]]:
     return light, kept
 
 
-def cut_stages(
-    step: TracedStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, batch_leaves: Sequence[int]
-) -> StageCut:
+def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline) -> StageCut:
     """Cuts a step that was traced with one micro-batch.
 
-    Args:
-      batch_leaves: input leaves that differ from micro-batch to micro-batch.
     Raises: SoapjaxError where the gradient boundary is not found, or the stages do not fit the step.
     """
     if not binding.phases.parameters or binding.phases.is_single_phase:
@@ -300,10 +306,11 @@ def cut_stages(
         expected = "one gradient of one loss, then one update"
         remedy = "use jax.grad, or soapjax.value_and_grad where gradients are computed another way; or plan without a pipeline"
         raise SoapjaxError(Problem("train step", value, expected, remedy))
+    step = micro.step
     if not any("transpose(" in e.stack for e in step.program.eqns):
         value, expected = "a backward pass without the marks of jax.grad", "equations that can be told to be backward"
         raise SoapjaxError(Problem("train step", value, expected, "compute gradients by jax.grad, or plan without a pipeline"))
-    c = Cutter(step, graph, binding, len(pipeline.stages), batch_leaves)
+    c = Cutter(step, graph, binding, len(pipeline.stages), micro.batch_leaves, micro.draws, micro.after_means)
     _assign(c, stage_of_operators(graph, pipeline))
     free = c.keys(None)
     light, kept = _computed_again(c)

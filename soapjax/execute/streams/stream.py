@@ -19,6 +19,7 @@ import jax
 
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.replicas import regrouped
 from soapjax.execute.streams.transfer import mover, processes_of
 
 Name = Hashable
@@ -35,6 +36,16 @@ class Dispatch(NamedTuple):
     part: tuple[Place, Part] | None = None  # what a program evaluates of the step; None of a transfer, and of small helpers
     targets: tuple[Any, ...] | None = None  # of a transfer the shardings that it ends in
     after: tuple[int, ...] = ()  # slots that are ready before it is dispatched
+    is_regrouping: bool = False  # a transfer that moves nothing: the same blocks, as arrays on other meshes
+
+    def arrivals(self, given: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """What a transfer ends in, from shapes of what it is given: where it is given several per target, they are joined."""
+        each = len(given) // len(self.targets)
+        shapes = [x.shape if each == 1 else (each, *x.shape[1:]) for x in given[::each]]
+        return [
+            jax.ShapeDtypeStruct(shape, x.dtype, sharding=s)
+            for shape, x, s in zip(shapes, given[::each], self.targets, strict=True)
+        ]  # fmt: skip
 
 
 class Event(NamedTuple):
@@ -64,15 +75,17 @@ class StreamBuilder:
     def call(
         self, label: str, track: str, fn: Callable[..., Sequence[Any]], ins: Sequence[Name], outs: Sequence[Name],
         takes: Sequence[Name] = (), part: tuple[Place, Part] | None = None, targets: Sequence[Any] | None = None,
+        is_regrouping: bool = False,
     ) -> None:  # fmt: skip
-        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated). `part`, `targets`: as in `Dispatch`."""
+        """`fn` is jitted; `takes`: those of `ins` whose memory it reuses (donated). The others: as in `Dispatch`."""
         missing = [n for n in ins if n not in self.slots]
         if missing:
             raise AssertionError(f"{label} reads {missing[:3]}, which nothing has made")
         self._taken.update(self.slots[n] for n in takes)
         slots = [self.slots[n] for n in ins], [self.slot(n) for n in outs]
         ends = None if targets is None else tuple(targets)
-        self._entries.append(Dispatch(label, track, fn, *slots, free=[], lasting=[], part=part, targets=ends))
+        entry = Dispatch(label, track, fn, *slots, free=[], lasting=[], part=part, targets=ends, is_regrouping=is_regrouping)
+        self._entries.append(entry)
 
     def move(
         self, label: str, track: str, ins: Sequence[Name], sources: Sequence[Any], targets: Sequence[Any], outs: Sequence[Name]
@@ -80,6 +93,10 @@ class StreamBuilder:
         """One transfer of several arrays, from the shardings `sources` to `targets`."""
         self.call(label, track, mover(sources, targets), ins, outs, targets=targets)
         self.lent.update(n for n, s, t in zip(ins, sources, targets, strict=True) if processes_of(s) != processes_of(t))
+
+    def regroup(self, label: str, track: str, ins: Sequence[Name], targets: Sequence[Any], outs: Sequence[Name]) -> None:
+        """Arrays under their names on other meshes; several `ins` per target are joined along their leading dim."""
+        self.call(label, track, regrouped(targets), ins, outs, targets=targets, is_regrouping=True)
 
     def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
         """The stream that takes `given` and returns `wanted`."""
@@ -106,7 +123,7 @@ class StreamBuilder:
             if waits:
                 made, sent = set(), set()
             made.update(entry.outs)
-            sent.update(entry.ins if entry.targets is not None else ())
+            sent.update(entry.ins if entry.targets is not None and not entry.is_regrouping else ())
         return found
 
 
@@ -123,12 +140,12 @@ class Stream:
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         slots = self._filled(arguments)
-        for _, _, fn, ins, outs, free, _, _, _, after in self.dispatches:
-            if after:
-                jax.block_until_ready([slots[i] for i in after])
-            for s, result in zip(outs, fn(*[slots[i] for i in ins]), strict=True):
+        for d in self.dispatches:
+            if d.after:
+                jax.block_until_ready([slots[i] for i in d.after])
+            for s, result in zip(d.outs, d.fn(*[slots[i] for i in d.ins]), strict=True):
                 slots[s] = result
-            for s in free:
+            for s in d.free:
                 slots[s] = None
         return [slots[s] for s in self.wanted]
 
@@ -143,7 +160,7 @@ class Stream:
         for d in self.dispatches:
             given = [slots[i] for i in d.ins]
             if d.targets is not None:
-                results = [_struct(x, s) for x, s in zip(given, d.targets, strict=True)]
+                results = d.arrivals(given)
             elif id(d.fn) in made:
                 results = made[id(d.fn)]
             else:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from soapjax.execute.private_jax import REUSE_INPUT, batched_copy
 from soapjax.execute.streams.pieces import piecewise
+from soapjax.graph.trace.draws import is_key
 
 
 def is_alike(source: NamedSharding, target: NamedSharding) -> bool:
@@ -25,7 +26,32 @@ def is_alike(source: NamedSharding, target: NamedSharding) -> bool:
 
 
 def mover(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) -> Callable[..., Sequence[Any]]:
-    """A function that moves arrays laid out as `sources` to `targets`, to be called many times."""
+    """A function that moves arrays laid out as `sources` to `targets`, to be called many times with arrays of the same types."""
+    copy = _mover(sources, targets)
+    move: list[Callable[..., Sequence[Any]]] = []
+
+    def moved(*arrays: Any) -> Sequence[Any]:
+        if not move:
+            move.append(_of_words(copy) if any(map(is_key, arrays)) else copy)
+        return move[0](*arrays)
+
+    return moved
+
+
+def _of_words(copy: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """`copy` for arrays among which are random keys: of these it moves the words."""
+
+    def moved(*arrays: Any) -> list[Any]:
+        found = copy(*(jax.random.key_data(x) if is_key(x) else x for x in arrays))
+        return [
+            jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if is_key(x) else y
+            for x, y in zip(arrays, found, strict=True)
+        ]  # fmt: skip
+
+    return moved
+
+
+def _mover(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) -> Callable[..., Sequence[Any]]:
     targets = list(targets)
     pairs = {(s._internal_device_list, t._internal_device_list) for s, t in zip(sources, targets, strict=True)}
     if all(map(_is_one_copy, sources, targets)) and (len(pairs) == 1 or jax.process_count() == 1):  # for several: `send_alone`

@@ -134,7 +134,11 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     moments = {values.of(program.outputs[o]).root for o in step.state_pairs.values() if isinstance(program.outputs[o], int)}
     returned = {values.of(o).root for o in program.outputs if isinstance(o, int)} - moments
     read_before: set[int] = set()
-    for eqn in reversed(leaves):
+    for eqn, _ in reversed([*program.walk()]):
+        if eqn.body is not None:  # behind its body; what it starts from may be read by no equation of it
+            if any(phase[inner.key] != UPDATE for inner in eqn.body.leaves):
+                read_before.update(values.of(a).root for a in eqn.inputs if isinstance(a, int))
+            continue
         if phase[eqn.key] == FORWARD and _outermost_transform(eqn.stack) is None and downstream:
             if not any(o in read_before or o in returned for o in eqn.outputs):
                 phase[eqn.key] = UPDATE

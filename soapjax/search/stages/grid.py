@@ -149,8 +149,8 @@ class Grid:
         gather_s = self._ring_s(one.parameter_bytes / groups, data.astype(int), degree)
         share = self._slowest_share((groups * chunks).astype(int))
         pass_s = (one.forward_s * (1 + again) + one.backward_s) * share
-        pass_s += sharded * (2.0 + regathered) * gather_s / chunks
-        once_s = np.where(sharded, 0.0, 2 * gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1))
+        pass_s += regathered * 3.0 * gather_s / chunks
+        once_s = np.where(regathered, 0.0, 2 * gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1))
         most = groups * np.where(chunks > 1, 2 - 1 / chunks, 1)
         is_put_off = np.array([p.schedule == "zb-h1" for p in points])
         in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, most))
@@ -158,7 +158,7 @@ class Grid:
         bubble_s = (groups - 1) * pass_s * np.where(is_put_off, 2 / 3, 1)
         step_s = num * chunks * pass_s + bubble_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
         held = np.where(again, one.input_bytes + one.batch_bytes, one.kept_bytes / groups)
-        whole = (one.state_bytes + one.gradient_bytes) / groups / np.where(sharded, data, 1)
+        whole = one.state_bytes / groups / np.where(sharded, data, 1) + one.gradient_bytes / groups / np.where(regathered, data, 1)
         whole += np.where(sharded & ~regathered, one.parameter_bytes / groups, 0)
         memory = whole + in_flight * held + np.maximum(one.working_bytes, one.kept_bytes) / groups
         return step_s, np.maximum(memory - self.problem.usable_bytes, 0)

@@ -86,16 +86,19 @@ class Workers(NamedTuple):
         """The slowest level that lies between two workers; the number of levels where they are one."""
         return next((i for i in range(len(self.sizes)) if self._unit(first, i) != self._unit(last, i)), len(self.sizes))
 
-    def sync_s_per_byte(self, first: int, count: int) -> float:
-        """Of an all-reduce over `count` workers from `first`: 2 (n - 1)/n / B at every level, n the children that take part."""
+    def sync_s_per_byte(self, first: int, count: int, width: int = 1) -> float:
+        """Of an all-reduce over `count` workers from `first`: 2 (n - 1)/n / B at every level, n the children that take part.
+
+        Of replicas of `width` workers each, as many such sums go side by side, over the links of what has several of their workers.
+        """
         total = 0.0
         for i, rate in enumerate(self.bandwidth):
             parents: dict[int, set[int]] = {}
-            for worker in range(first, first + count):
+            for worker in range(first, first + count, width):
                 unit = self._unit(worker, i)
                 parents.setdefault(unit // self.sizes[i], set()).add(unit)
             n = max(map(len, parents.values()))
-            total += 2 * (n - 1) / n / rate
+            total += 2 * (n - 1) / n * min(width, math.prod(self.sizes[i + 1 :])) / rate
         return total
 
 

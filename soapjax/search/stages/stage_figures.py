@@ -17,9 +17,11 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.costs.tables.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.single_readers import single_readers
 from soapjax.search.experts.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
-from soapjax.simulate.schedule import Schedule, schedule_of
+from soapjax.simulate.schedule import schedule_of
+from soapjax.strategy.layout import PARTIAL
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
@@ -71,7 +73,9 @@ class Figures(NamedTuple):
     merging_bytes: np.ndarray  # [tensors, 2]: of gradients that wait to be summed in one collective, their sums left out
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
-    may_sum_late: np.ndarray  # bool [P]: stored as used, so that running sums may stay on their devices until the update
+    may_sum_late: np.ndarray  # bool [P]: not gathered for each pass, so that running sums may wait on their devices for the update
+    gathered_bytes: np.ndarray  # [P]: of the one copy that all micro-batches read; 0 where passes gather, or nobody
+    gathers_once: np.ndarray  # bool [E]: the conversion that makes such a copy
     layouts: Layouts
 
 
@@ -93,10 +97,14 @@ class Fabric:
 
     Args:
       has_passes: whether the forward and the backward pass are programs of their own.
+      has_sums: whether several micro-batches add to one gradient, and so may share a copy of a parameter.
     """
 
-    def __init__(self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None, *, has_passes: bool = True):
-        self.topology, self.mesh, self.has_passes = topology, factor_mesh(topology), has_passes
+    def __init__(
+        self, graph: OperatorGraph, topology: DeviceTopology, profile: Profile | None, *, has_passes: bool = True,
+        has_sums: bool = True,
+    ):  # fmt: skip
+        self.topology, self.mesh, self.has_passes, self.has_sums = topology, factor_mesh(topology), has_passes, has_sums
         self.space = search_space(graph, self.mesh)
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
@@ -108,8 +116,7 @@ class Fabric:
         return [Inside(name, s, self) for name, s in _inner(self.space.graph, self.space, self.topology)]
 
     def figures(self, strategy: Strategy) -> Figures:
-        late = np.array([not any(s.axes) for s in self.space.storages])[strategy.storage[self.tables.parameter_op]]
-        return _figures(self.evaluator, self.schedule, strategy, late, has_passes=self.has_passes)
+        return _figures(self, strategy)
 
 
 def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> list[tuple[str, Strategy]]:
@@ -155,29 +162,60 @@ def _converted_again(tables: CostTables, found: Layouts) -> np.ndarray:
     return again
 
 
-def _figures(
-    evaluator: Evaluator, schedule: Schedule, strategy: Strategy, may_sum_late: np.ndarray, *, has_passes: bool
-) -> Figures:  # fmt: skip
-    tables = evaluator.tables
-    costs = evaluator.costs(evaluator(strategy.axes[None], strategy.storage[None]), 0)
+def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
+    """bool [P]: as execute/spmd/deferred_sums.py decides; of what a loop makes only where it is stored as used."""
+    storage, graph = strategy.storage[tables.parameter_op], tables.graph
+    in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes}
+    is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
+    is_plain = np.array([not any(s.axes) for s in tables.space.storages])[storage]
+    again = np.array([s.regather for s in tables.space.storages])[storage]
+    return is_plain | (~again & is_alone)
+
+
+def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np.ndarray:
+    """bool [E]: conversions that read what is kept once it is gathered (execute/streams/gathered.py), all of a parameter's."""
+    space, graph = tables.space, tables.graph
+    once = np.zeros(len(tables.edge_task), bool)
+    kept = np.array([any(s.axes) and not s.regather for s in space.storages])[strategy.storage[tables.parameter_op]]
+    phase = np.array([*(t.phase for t in graph.tasks), UPDATE])[tables.edge_task]
+    for p in single_readers(graph).keys() & set(np.flatnonzero(kept).tolist()):
+        tensor = graph.parameters[p].tensor
+        mine = np.flatnonzero((tables.edge_tensor == tensor) & (phase != UPDATE))
+        used = found.slots[tables.edge_slot[mine]]
+        once[mine] = len(mine) > 0 and bool((used == used[0]).all()) and bool((used[0] != found.home[tensor]).any())
+    return once
+
+
+def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
+    tables, schedule = fabric.tables, fabric.schedule
+    costs = fabric.evaluator.costs(fabric.evaluator(strategy.axes[None], strategy.storage[None]), 0)
     durations, parts, found = costs.durations, costs.parts, costs.layouts
     copy_since = np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1))
-    if has_passes:
+    if fabric.has_passes:
         again = _converted_again(tables, found)
         durations = durations._replace(convert_s=np.where(again[:, None], parts.convert_s, durations.convert_s))
         found = found._replace(is_shared=found.is_shared & ~again)
         copy_since = np.where(again, tables.edge_task, copy_since)
-    waiting = np.asarray(parts.waiting_bytes)
-    split = np.where(found.home >= 0, np.array(tables.links.axis_sizes, np.float32), 1.0).prod(axis=1)
+    waiting, sizes = np.asarray(parts.waiting_bytes), np.array(tables.links.axis_sizes, np.float32)
+    split = np.where(found.home >= 0, sizes, 1.0).prod(axis=1)
+    shard_bytes = tables.tensor_bytes * np.array([t.copies for t in tables.graph.tensors], np.float32) / split
+    copy_bytes, late = np.array(parts.copy_bytes), _may_sum_late(tables, strategy)
+    gathered_bytes, gathers = np.zeros(len(tables.graph.parameters), np.float32), np.zeros(len(tables.edge_task), bool)
+    if fabric.has_sums:
+        once = _gathered_once(tables, found, strategy)
+        firsts = {int(tables.edge_tensor[e]): e for e in np.flatnonzero(once)[::-1]}
+        gathers[list(firsts.values())] = True
+        durations = durations._replace(convert_s=np.where((once & ~gathers)[:, None], 0.0, durations.convert_s))
+        found = found._replace(is_shared=found.is_shared & ~gathers | (once & ~gathers))
+        for p, parameter in enumerate(tables.graph.parameters):
+            if (e := firsts.get(parameter.tensor)) is not None:
+                gathered_bytes[p] = copy_bytes[e]
+            g = parameter.gradient
+            if late[p] and (found.raw[g] == PARTIAL).any():  # until it is summed it lies as it is made
+                shard_bytes[g] *= split[g] / np.where(found.raw[g] >= 0, sizes, 1.0).prod()
+        copy_bytes = np.where(once, 0.0, copy_bytes)
     return Figures(
-        schedule.durations(durations),
-        tables.tensor_bytes * np.array([t.copies for t in tables.graph.tensors], np.float32) / split,
-        parts.copy_bytes,
-        copy_since,
-        parts.passing_bytes,
-        np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
-        parts.stored_bytes,
-        parts.stored_bytes / tables.state_copies,
-        may_sum_late,
-        found,
-    )
+        schedule.durations(durations), shard_bytes, copy_bytes, copy_since, parts.passing_bytes,
+        np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0), parts.stored_bytes,
+        parts.stored_bytes / tables.state_copies, late, gathered_bytes, gathers, found,
+    )  # fmt: skip

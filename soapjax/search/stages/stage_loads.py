@@ -111,7 +111,8 @@ class StageLoads:
         part = part_of(self.topology, first, count)
         links = tuple((level.name, level.size, level.bandwidth_bytes_per_s) for level in part.levels)
         if (links, num) not in self._fabrics:
-            fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1)
+            has_sums = self.sums_once and num > 1
+            fabric = Fabric(self.graph(num), part, self.profile, has_passes=num > 1, has_sums=has_sums)
             self._fabrics[links, num] = fabric, Ownership(fabric.tables, fabric.schedule, self.lives)
         return self._fabrics[links, num]
 
@@ -182,10 +183,12 @@ class StageLoads:
     def sends(
         self, bounds: tuple[int, int], first: int, count: int, num: int, strategy: Strategy, figures: Figures
     ) -> list[tuple[str, SentPart]]:  # fmt: skip
-        """What each device of such a stage sends in one pass over one micro-batch, and in an update, with the program of each."""
+        """What each device of such a stage sends in one pass over one micro-batch, in an update, and to gather parameters for all
+        passes, with the program of each.
+        """
         fabric, own = self._fabric(first, count, num)
         mine, is_last = self._mine(bounds), bounds[1] == len(self.forward)
-        late = self._summed_late(fabric, figures, num)
+        late = self._once(fabric, figures, num)
         weights = StagePart(own, figures, mine).weights
         end = len(fabric.tables.graph.tasks)
         found = []
@@ -193,15 +196,19 @@ class StageLoads:
             self._described[id(figures)] = figures, described_items(fabric.tables, figures.layouts, strategy)
         for item, sent in self._described[id(figures)][1]:
             if mine[own.operator[item.task]] if item.task < end else is_last:
-                is_late = item.task == end or (item.reason == "resolve" and item.tensor in late)
-                phase = UPDATE if is_late else fabric.tables.graph.tasks[item.task].phase
-                found.append(("weights" if phase == BACKWARD and item.task in weights else PHASE_NAMES[phase], sent))
+                phase = UPDATE if item.task == end else fabric.tables.graph.tasks[item.task].phase
+                program = late.get((item.reason, item.tensor)) if phase != UPDATE else None
+                kind = "weights" if phase == BACKWARD and item.task in weights else PHASE_NAMES[phase]
+                found.append((program or kind, sent))
         return found
 
-    def _summed_late(self, fabric: Fabric, figures: Figures, num: int) -> set[int]:
-        """Gradients that devices sum up with the update."""
+    def _once(self, fabric: Fabric, figures: Figures, num: int) -> dict[tuple[str, int], str]:
+        """What passes leave to programs that run once per step (reason, tensor), and to which: sums and gathered parameters."""
+        if not self.sums_once or num == 1:
+            return {}
         late = zip(fabric.tables.graph.parameters, figures.may_sum_late, strict=True)
-        return {p.gradient for p, is_late in late if is_late and self.sums_once and num > 1}
+        gathered = fabric.tables.edge_tensor[figures.gathers_once].tolist()
+        return {("resolve", p.gradient): "update" for p, is_late in late if is_late} | {("convert", t): "gather" for t in gathered}
 
     def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
         """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""
@@ -210,10 +217,10 @@ class StageLoads:
         tables = fabric.tables
         if key not in self._sent:
             inside = fabric.choices[inner]
-            late = self._summed_late(fabric, inside.figures, num)
+            late = self._once(fabric, inside.figures, num)
             self._sent[key] = every = np.zeros((3, tables.num_tasks + 1))
             for item in sent_items(tables, inside.figures.layouts, inside.strategy):
-                is_late = item.task == tables.num_tasks or (item.reason == "resolve" and item.tensor in late)
+                is_late = item.task == tables.num_tasks or (item.reason, item.tensor) in late
                 every[UPDATE if is_late else tables.graph.tasks[item.task].phase, item.task] += sum(item.bytes.values())
         return self._sent[key] @ np.append(self._mine(bounds)[own.operator], bounds[1] == len(self.forward)).astype(np.float64)
 

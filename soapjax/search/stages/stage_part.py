@@ -149,6 +149,8 @@ class StagePart:
         is_late = parameter >= 0
         if len(self.sums_late):
             is_late &= self.sums_late[np.maximum(parameter, 0)]
+        is_copy = own.schedule.kind == CONVERT
+        is_late[is_copy] = figures.gathers_once[own.schedule.source[is_copy]]
         self.phase = np.where(is_late, UPDATE, own.phase)
         self.owned = (own.graph_task >= 0) & mine[own.operator[np.maximum(own.graph_task, 0)]]
         self.tasks = sorted(k for n in np.flatnonzero(mine) for k in own.tasks_of[n])
@@ -232,7 +234,8 @@ class StagePart:
         inputs = {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
-            parameter_bytes=float(figures.parameter_bytes[owns].sum()), state_bytes=float(figures.stored_bytes[owns].sum()),
+            parameter_bytes=float(figures.parameter_bytes[owns].sum()),
+            state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum()),
             gradient_bytes=float(figures.shard_bytes[gradients].sum()), inputs_s=self.seconds(BACKWARD, inputs),
             weights_s=self.seconds(BACKWARD, self.weights), between_bytes=self._between_bytes(), **self._activations(),
         )  # fmt: skip

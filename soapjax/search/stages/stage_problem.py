@@ -241,7 +241,8 @@ class StageProblem:
         name = self.loads.choices(first, count, choice.num_microbatches)[inner].name
         degree, *others = name.removeprefix("tensor/").split(", ")
         tensor = int(degree) if degree.isdecimal() else 1
-        words = {"sequence": "sequence parallelism", "sharded": "sharded parameters", "regathered": "gathered for each pass"}
+        stored = "sharded parameters" if "regathered" in others else "sharded optimizer state"
+        words = {"sequence": "sequence parallelism", "sharded": stored, "regathered": "gathered for each pass"}
         return ", ".join([f"tensor {tensor} x data {count // tensor}", *(words[o] for o in others)])
 
     def is_valid(self, choice: Choice) -> bool:

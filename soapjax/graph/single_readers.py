@@ -1,0 +1,23 @@
+"""Parameters that one operator alone reads, all of its tasks alike: what micro-batches can share one gathered copy of."""
+
+from __future__ import annotations
+
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.phases import UPDATE
+
+
+def single_readers(graph: OperatorGraph) -> dict[int, tuple[int, str | None]]:
+    """Parameter (by number) -> the operator that reads it, and the type that it casts it to first.
+
+    Left out is what several operators read, or a loop over layers, which reads a layer at a time.
+    """
+    number = {p.tensor: k for k, p in enumerate(graph.parameters)}
+    found: dict[int, set[tuple[int, str | None]]] = {}
+    in_loops = set()
+    for task in graph.tasks:
+        for access in task.reads if task.phase != UPDATE else ():
+            if (k := number.get(access.tensor)) is not None:
+                found.setdefault(k, set()).add((task.operator, dict(task.casts).get(access.tensor)))
+                if task.scope:
+                    in_loops.add(k)
+    return {k: next(iter(readers)) for k, readers in found.items() if len(readers) == 1 and k not in in_loops}

@@ -1,0 +1,53 @@
+"""Where a step draws random numbers from a key that is the same for all micro-batches.
+
+A step draws with `random_bits(key)`, whatever the key was derived by: split, fold_in of a step counter, Flax's `make_rng`. Traced
+for a micro-batch, it has the key of the whole step, and so all micro-batches would draw alike. Executors therefore fold the
+number of the micro-batch in where numbers are drawn (execute/spmd/evaluate.py), and nowhere else: keys that the step returns stay
+what they were. A key that comes with the data differs already, and stays as it is: every sample then draws as in the whole batch.
+
+Loops that JAX keeps closed (`while`, `cond`) are given keys that have the number in them, where their keys are typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+
+from soapjax.graph.trace.program import Program
+
+_DRAWS = {"random_bits", "random_gamma"}
+_CLOSED = {"while", "cond"}
+
+
+def is_key(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def draws_alike(program: Program, batch: Collection[int]) -> frozenset[str]:
+    """Keys of the equations, at every level, that draw by a key which does not depend on the values `batch`."""
+    return frozenset(_draws(program, set(batch)))
+
+
+def _draws(program: Program, varying: set[int]) -> Iterator[str]:
+    """As `draws_alike`; `varying` grows by what depends on it."""
+    for eqn in program.eqns:
+        moved = [isinstance(a, int) and a in varying for a in eqn.inputs]
+        if eqn.body is not None:
+            first, inner = eqn.params["num_consts"], {i for i, m in zip(eqn.body.inputs, moved, strict=True) if m}
+            carry = eqn.body.inputs[first : first + eqn.params["num_carry"]]
+            before = -1
+            while len(inner) > before:  # what one trip makes, the next one reads
+                before, found = len(inner), set(inner)
+                drawn = list(_draws(eqn.body, found))
+                inner |= {i for i, o in zip(carry, eqn.body.outputs, strict=False) if isinstance(o, int) and o in found}
+            yield from drawn
+            made = zip(eqn.outputs, eqn.body.outputs, strict=True)
+            varying.update(o for o, inside in made if isinstance(inside, int) and inside in found)
+            continue
+        keys = [m for m, a in zip(moved, eqn.inputs, strict=True) if is_key(program.aval(a))]
+        if eqn.name in _DRAWS | _CLOSED and keys and not all(keys):
+            yield eqn.key
+        if any(moved):
+            varying.update(eqn.outputs)

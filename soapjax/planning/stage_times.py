@@ -1,0 +1,113 @@
+"""A pipeline simulated as it runs: every stage of the whole graph with its own strategy, on its own devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from soapjax.costs.evaluate import Layouts
+from soapjax.costs.split_share import share_of
+from soapjax.planning.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
+from soapjax.search.objective import Objective
+from soapjax.search.stages.pipedream import Workers
+from soapjax.search.stages.stage_figures import level_between
+from soapjax.search.stages.stage_loads import StageLoads
+from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.simulator import Scores
+from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.plan import MeshPlan, SentPart
+from soapjax.strategy.plan_strategy import mesh_plan
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+
+
+class OnMesh(NamedTuple):
+    """What holds on the mesh of a stage."""
+
+    space: SearchSpace
+    strategy: Strategy
+    layouts: Layouts
+
+    def plan(self) -> MeshPlan:
+        return mesh_plan(self.space, self.strategy, self.layouts.slots, self.layouts.home)
+
+
+class StageTimes(NamedTuple):
+    """A pipeline with its simulation."""
+
+    pipeline: Pipeline
+    timeline: PipelineTimeline
+    inside: tuple[OnMesh, ...]  # of every stage
+    usable_bytes: int
+    sends: tuple[SentPart, ...]  # per step: of a program what each device of its stage sends, of a transfer all together
+    without_overlap_s: float
+    split_flops_share: float
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether it fits the devices."""
+        return max(self.timeline.memory_bytes) <= self.usable_bytes
+
+    @property
+    def peak_sent_bytes(self) -> float:
+        return peak_sent_bytes(self.pipeline, self.sends)
+
+    def scores(self) -> Scores:
+        figures = self.timeline.step_time_s, max(self.timeline.memory_bytes), 0, self.peak_sent_bytes
+        return Scores(*(np.array([x], np.float64) for x in figures))
+
+    def rank(self, objective: Objective) -> tuple[bool, float, float]:
+        """By this the best is the least, as in search/problem.py."""
+        found = objective.standing(self.scores(), self.usable_bytes)
+        return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
+
+
+def simulated_stages(
+    loads: StageLoads, pipeline: Pipeline, bounds: tuple[int, ...], strategies: Mapping[int, Strategy]
+) -> StageTimes:  # fmt: skip
+    """A pipeline of any stages; `strategies` by stage, data parallelism where there is none."""
+    topology, num = loads.topology, pipeline.num_microbatches
+    workers = Workers.of(topology)
+    found: list[StageLoad] = []
+    serial: list[StageLoad] = []  # without overlap
+    inside, figures, sends, split = [], [], [], []
+    shares = [(min(s.devices), len(s.devices) // s.replicas) for s in pipeline.stages]
+    for i, (stage, (first, count)) in enumerate(zip(pipeline.stages, shares, strict=True)):
+        strategy = strategies[i] if i in strategies else loads.choices(first, count, num)[0].strategy
+        figures.append(loads.figures(first, count, num, strategy))
+        where = ((bounds[i], bounds[i + 1]), first, count, num)
+        load, load_alone = (loads.load_of(*where, figures[i], overlap=overlap) for overlap in (True, False))
+        split.append(loads.split_flops(*where, strategy, figures[i]))
+        if stage.replicas > 1:
+            last = first + len(stage.devices) - 1
+            level = level_between(topology, first, last)
+            sync = load.gradient_bytes * workers.sync_s_per_byte(first, len(stage.devices), width=count)
+            sync += 2 * (stage.replicas - 1) * topology.levels[level].latency_s
+            load, load_alone = (x._replace(sync_s=sync, sync_level=level) for x in (load, load_alone))
+        found.append(load)
+        serial.append(load_alone)
+        inside.append(OnMesh(loads.space(first, count, num), strategy, figures[i].layouts))
+        once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
+        sends += sends_of_stage(pipeline, i, once)
+        sends += sends_among_replicas(pipeline, i, load, len(loads.whole.tasks))
+    crossing = loads.crossing(bounds, [c for _, c in shares], num, figures)
+    sends += sends_between(len(loads.whole.tasks), crossing, num)
+    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
+    # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
+    reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
+    for k, t in enumerate(transfers):
+        ends = [*reach[t.source], *reach[t.target]]
+        level = level_between(topology, min(ends), max(ends))
+        if level != t.level:
+            old, new = topology.levels[t.level], topology.levels[level]
+            ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
+            seconds = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in t.seconds)
+            transfers[k] = Transfer(t.source, t.target, level, *seconds)
+    timeline = simulate_pipeline(pipeline, found, transfers)
+    without_overlap_s = simulate_pipeline(pipeline, serial, transfers, overlap=False).step_time_s
+    share = share_of(*np.array(split).T)
+    return StageTimes(
+        pipeline, timeline, tuple(inside), topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
+    )
