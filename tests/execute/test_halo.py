@@ -16,7 +16,7 @@ from soapjax.costs.rules.reshard import halos, network_of
 from soapjax.costs.rules.sets import encoded, mesh_of
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.heavy import run_product
-from soapjax.execute.spmd.on_blocks import Blocks
+from soapjax.execute.spmd.on_blocks import OnBlocks
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.rules.light_rules import labels_of
 from soapjax.graph.trace.program import flatten
@@ -100,7 +100,7 @@ def test_blocks_with_borders_give_the_whole_convolution(mesh, name, dims):
 
             def run(*inputs, eqn=eqn, in_specs=in_specs, raw=raw):
                 bind = lambda x, p: [eqn.primitive.bind(*x, **eqn.primitive.get_bind_params(p))]  # noqa: E731
-                return run_product(eqn, list(inputs), Blocks(mesh, in_specs, raw, raw, bind))
+                return run_product(eqn, list(inputs), OnBlocks(mesh, in_specs, raw, raw, bind))
 
             np.testing.assert_allclose(jax.jit(run)(*inputs), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
             seen += 1

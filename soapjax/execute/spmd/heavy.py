@@ -1,6 +1,6 @@
 """Products, convolutions and the gradients of pooling on their local blocks (see on_blocks.py).
 
-Blocks of an image exchange their borders where a spatial dim is split (halo.py).
+OnBlocks of an image exchange their borders where a spatial dim is split (halo.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.execute.spmd.halo import bordered_params, borders, with_borders
-from soapjax.execute.spmd.on_blocks import Blocks, combined, executes
+from soapjax.execute.spmd.on_blocks import OnBlocks, combined, executes
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 
 @executes("dot_general", "conv_general_dilated")
-def run_product(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+def run_product(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """One dot or convolution."""
     inputs = blocks.constrained(inputs)
     if not blocks.is_split:
@@ -41,7 +41,7 @@ def run_product(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
 
 
 @executes("select_and_scatter_add")
-def run_pool_gradient(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+def run_pool_gradient(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """The gradient of max-pooling, whose dims are split between windows: blocks are images."""
     if not blocks.is_split:
         return blocks.bind(inputs, eqn.params)[0]
@@ -49,7 +49,7 @@ def run_pool_gradient(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
 
 
 @executes("sharding_constraint")
-def as_it_comes(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+def as_it_comes(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """The user's constraint is the plan's: the result is laid out by it."""
     return inputs[0]
 

@@ -31,7 +31,7 @@ def contracted_axes(in_specs: list[Spec], raw_spec: Spec) -> set[str]:
     return {n for s in in_specs for n in axes_of(s)} - axes_of(raw_spec)
 
 
-class Blocks(NamedTuple):
+class OnBlocks(NamedTuple):
     """How one equation is laid out."""
 
     mesh: Mesh
@@ -66,12 +66,12 @@ class Blocks(NamedTuple):
         return jax.shard_map(on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)(*inputs)
 
 
-Run = Callable[[FlatEqn, list[Any], Blocks], Any]
+Run = Callable[[FlatEqn, list[Any], OnBlocks], Any]
 _WAYS: dict[str, Run] = {}
 
 
 def executes(*primitives: str) -> Callable[[Run], Run]:
-    """Declares how equations of `primitives` run: a function of the equation, its operands and `Blocks` to its result."""
+    """Declares how equations of `primitives` run: a function of the equation, its operands and `OnBlocks` to its result."""
 
     def declared(run: Run) -> Run:
         _WAYS.update(dict.fromkeys(primitives, run))
@@ -85,7 +85,7 @@ def is_executed(eqn: FlatEqn) -> bool:
     return eqn.name in _WAYS
 
 
-def run_on_blocks(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+def run_on_blocks(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """The result of an equation whose primitive has a way of its own."""
     return _WAYS[eqn.name](eqn, inputs, blocks)
 

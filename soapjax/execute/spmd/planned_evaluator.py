@@ -22,7 +22,7 @@ from soapjax.execute.spmd import heavy, scatter  # noqa: F401 - they say how the
 from soapjax.execute.spmd.evaluate import ProgramEvaluator, task_mark
 from soapjax.execute.spmd.gradient_sums import GradientSums
 from soapjax.execute.spmd.joint_sums import JointSums
-from soapjax.execute.spmd.on_blocks import Blocks, contracted_axes, is_executed, partition_spec, run_on_blocks
+from soapjax.execute.spmd.on_blocks import OnBlocks, contracted_axes, is_executed, partition_spec, run_on_blocks
 from soapjax.execute.spmd.partial import Partial
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.execute.spmd.reduce import REDUCTIONS
@@ -199,7 +199,7 @@ class PlannedEvaluator(ProgramEvaluator):
         kept = self.kept(eqn, partial)
         home = raw if kept else layouts.resolved(k, eqn, raw, dims.results[0], partial)
         order, bind = self.bound.orders.get(eqn.outputs[0]), functools.partial(self.bind, eqn)
-        result = run_on_blocks(eqn, inputs, Blocks(self.bound.mesh, in_specs, raw, home, bind, kept, order))
+        result = run_on_blocks(eqn, inputs, OnBlocks(self.bound.mesh, in_specs, raw, home, bind, kept, order))
         return self.sums.made(result, kept, home)
 
     def operand(self, k: int, atom: Atom, position: int, env: dict[int, Any]) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 
-from soapjax.execute.spmd.on_blocks import Blocks, combined, executes
+from soapjax.execute.spmd.on_blocks import OnBlocks, combined, executes
 from soapjax.graph.trace.program import FlatEqn
 
 REDUCTIONS = {"reduce_sum": jax.lax.psum, "reduce_max": jax.lax.pmax, "reduce_min": jax.lax.pmin}
 
 
 @executes(*REDUCTIONS)
-def run_reduction(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+def run_reduction(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """One reduction; of sums, what `home_spec` splits is reduce-scattered."""
     if not blocks.contracted and not blocks.kept:
         return blocks.bind(blocks.constrained(inputs), eqn.params)[0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from soapjax.execute.spmd.on_blocks import Blocks, axes_of, combined, executes
+from soapjax.execute.spmd.on_blocks import OnBlocks, axes_of, combined, executes
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
@@ -35,7 +35,7 @@ def _in_own_rows(eqn: FlatEqn, indices: Any, column: int, size: int, names: tupl
 
 
 @executes("scatter-add")
-def run_scatter_add(eqn: FlatEqn, inputs: list[Any], blocks: Blocks) -> Any:
+def run_scatter_add(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """A scatter-add of operand, indices and updates; one whose updates and rows are whole is the partitioner's."""
     operand, indices, updates = inputs
     rows = _split_rows(eqn, blocks.raw_spec)

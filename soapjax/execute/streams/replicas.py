@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.heavy import partition_spec
+from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.strategy.layout import Spec
