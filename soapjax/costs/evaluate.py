@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from soapjax.costs.rules.sets import MAX_AXES, decoded
-from soapjax.costs.tables.arrays import Bucket, bucket_for, cost_arrays, need_of, records_of
+from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, bucket_for, cost_arrays, need_of, records_of
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.whole import Evaluated, Rows, evaluate
 from soapjax.jit.programs import PlannerProgram
@@ -111,13 +111,16 @@ class Evaluator:
         return self.program(*self._arguments(axes, storage))
 
     def _arguments(self, axes: Array, storage: Array) -> tuple:
+        return self.arrays, self.records, *self._lanes(axes, storage)
+
+    def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array]:
         b, (count, num_ops, num_axes) = self.bucket, axes.shape
         lanes = np.minimum(np.arange(LANES), count - 1)
         padded_axes = np.full((b.operators, MAX_AXES, LANES), REPLICATE, np.int8)
         padded_axes[:num_ops, :num_axes] = axes[lanes].transpose(1, 2, 0)
         padded_storage = np.zeros((b.operators, LANES), np.int8)
         padded_storage[:num_ops] = storage[lanes].T
-        return self.arrays, self.records, padded_axes, padded_storage
+        return padded_axes, padded_storage
 
     def costs(self, of: Evaluated, lane: int) -> Costs:
         """All figures of one of the strategies."""
@@ -158,12 +161,21 @@ class Evaluator:
             np.asarray(of.sent_bytes)[lane], np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,
         )  # fmt: skip
 
-    def by_operator(self, of: Evaluated, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What depends on one operator, of `count` strategies: slots' layouts int8 [B, U, A], and seconds [B, K] and [B, S, L]."""
-        t, b = self.tables, self.bucket
-        num_slots, end = len(t.access_op) + 2 * len(t.parameter_op) + 1, len(t.tensor_bytes) + len(t.edge_task)
+    @functools.cached_property
+    def _alone(self) -> tuple[CostArrays, Records]:
+        """The problem without tensors and conversions, so that of the rows the collectives inside tasks are left."""
+        first, count = len(self.tables.tensor_bytes) + len(self.tables.edge_task), len(self.tables.sum_task)
+        counts, row = np.array(self.arrays.counts), np.array(self.records.row)
+        counts[3:6], row[:count] = (0, 0, count), row[first : first + count]
+        return jax.device_put((self.arrays._replace(counts=counts), self.records._replace(row=row)))
+
+    def by_operator(self, axes: Array, storage: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
+        t, b, count = self.tables, self.bucket, len(axes)
+        of = self.program(*self._alone, *self._lanes(axes, storage))
+        num_slots = len(t.access_op) + 2 * len(t.parameter_op) + 1
         sets = np.moveaxis(np.asarray(of.layout)[:num_slots, ..., :count], -1, 0)
-        paid_s = np.asarray(of.rows.paid_s)[end : end + len(t.sum_task), b.levels - t.links.num_levels :, :count]
+        paid_s = np.asarray(of.rows.paid_s)[: len(t.sum_task), b.levels - t.links.num_levels :, :count]
         compute_s = np.asarray(of.compute_s)[: t.num_tasks, :count]
         return decoded(sets, len(t.links.axis_sizes), b.dims), compute_s.T, np.moveaxis(paid_s, -1, 0)
 

@@ -80,8 +80,7 @@ def _by_operator(
     for k in range(0, len(axes), LANES):
         if time.monotonic() > deadline:
             raise TimeoutError("the candidates' own costs were not done in time")
-        found = evaluator(axes[k : k + LANES], storage[k : k + LANES])
-        yield evaluator.by_operator(found, min(LANES, len(axes) - k))
+        yield evaluator.by_operator(axes[k : k + LANES], storage[k : k + LANES])
 
 
 def _converter(links: Links) -> Callable[..., np.ndarray]:

@@ -28,11 +28,14 @@ class Twins(NamedTuple):
         return np.where(is_free, 0.0, 1.0 / np.where(again, sharers[:, 1], sharers[:, 0]))
 
 
+Distinct = tuple[np.ndarray, frozenset[int]]  # packed layouts, sorted, and as a set
+
+
 def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
     """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
     is_backward = tables.edge_is_backward.tolist()
     out = {}
-    seen: dict[bytes, frozenset[int]] = {}
+    seen: dict[bytes, Distinct] = {}
     for edges in tables.reader_groups():
         if len(edges) == 1:
             continue
@@ -52,30 +55,28 @@ def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
             own = [x for x in edges[:i] if ops[x] == ops[e]]
             equal = np.stack([packed[x] == packed[e] for x in own] or [np.zeros(len(packed[e]), bool)], axis=1)
             both, alone = wanted[0], wanted[2 if is_backward[e] else 1]
-            sharers = np.array([(both[x], alone[x]) for x in packed[e].tolist()], np.int16)
+            sharers = np.stack([counts[np.searchsorted(names, packed[e])] for names, counts in (both, alone)], 1).astype(np.int16)
             crosses = tuple(is_backward[e] and not is_backward[x] for x in own)
             twins = Twins(equal.astype(np.int16), crosses or (False,), sharers)
             # An own earlier conversion to this layout makes this one free; any other may have paid in its place.
             others = (x for x in edges[:i] if ops[x] != ops[e])
-            payers = (*(x for x in others if not layouts[x].isdisjoint(layouts[e])), e)
+            payers = (*(x for x in others if not layouts[x][1].isdisjoint(layouts[e][1])), e)
             out[e] = (((owner, again), twins), payers, *least)
     return out
 
 
-def _distinct(packed: np.ndarray, seen: dict[bytes, frozenset[int]]) -> frozenset[int]:
+def _distinct(packed: np.ndarray, seen: dict[bytes, Distinct]) -> Distinct:
     key = packed.tobytes()
     if key not in seen:
-        seen[key] = frozenset(np.unique(packed).tolist())
+        found = np.unique(packed)
+        seen[key] = found, frozenset(found.tolist())
     return seen[key]
 
 
-def _wanted(edges: list[int], ops: dict[int, int], layouts: dict[int, frozenset[int]]) -> dict[int, int]:
-    """Packed layout -> how many operators may want it."""
-    by_op: dict[int, set[int]] = {}
+def _wanted(edges: list[int], ops: dict[int, int], layouts: dict[int, Distinct]) -> tuple[np.ndarray, np.ndarray]:
+    """Packed layouts, sorted, and how many operators may want each."""
+    by_op: dict[int, list[np.ndarray]] = {}
     for e in edges:
-        by_op.setdefault(ops[e], set()).update(layouts[e])
-    count: dict[int, int] = {}
-    for wanted in by_op.values():
-        for x in wanted:
-            count[x] = count.get(x, 0) + 1
-    return count
+        by_op.setdefault(ops[e], []).append(layouts[e][0])
+    own = [x[0] if len(x) == 1 else np.unique(np.concatenate(x)) for x in by_op.values()]
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *own]), return_counts=True)
