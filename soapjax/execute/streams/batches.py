@@ -1,35 +1,91 @@
-"""A batch, taken apart into micro-batches, on the stages that read it."""
+"""What every micro-batched step of several programs does with its arguments and results, whatever its schedule."""
 
 from __future__ import annotations
 
+import abc
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from soapjax.execute.spmd.arrivals import place
+from soapjax.execute.spmd.arrivals import place, place_all
+from soapjax.execute.streams.microbatches import MicroStep
+from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.stage_cut import StageCut
+from soapjax.execute.streams.stream import Event, Stream
 
 
-def put_batch(arrays: Sequence[Any], shardings: Sequence[NamedSharding], num: int) -> list[Any]:
+class MicroBatched(abc.ABC):
+    """The state lies where the stages hold it; the batch is taken apart, and put where it is read."""
+
+    micro: MicroStep
+    cut: StageCut
+    in_shardings: list[NamedSharding | None]  # of flat arguments; None of the batch, which is taken as it comes
+
+    @abc.abstractmethod
+    def dispatches(self, **options: Any) -> Stream: ...
+
+    @property
+    @abc.abstractmethod
+    def feeds(self) -> list[tuple[int, Place]]:
+        """What the dispatches take of the batch, after the state: (leaf, where it is read)."""
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arguments as the stages hold them; the batch stays as it is."""
+        return place_all(leaves, self.in_shardings)
+
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the list of dispatches takes: the state, placed, and the batch where stages read it."""
+        state = [x for k, x in enumerate(self.place(leaves)) if k not in self.micro.batch_leaves]
+        return [*state, *_put_batch([leaves[leaf] for leaf, _ in self.feeds], self._fed, self.micro.num_microbatches)]
+
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+        avals, num = self.micro.step.in_avals, self.micro.num_microbatches
+        fed = [(avals[leaf], s) for (leaf, _), s in zip(self.feeds, self._fed, strict=True)]
+        given = zip(avals, self.in_shardings, strict=True)
+        return [
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
+            *(jax.ShapeDtypeStruct((num, *a.shape), a.dtype, sharding=s) for a, s in fed),
+        ]
+
+    @functools.cached_property
+    def _fed(self) -> list[NamedSharding]:
+        """Every micro-batch is laid out as it is read: taking one out of the stack moves nothing."""
+        inputs = self.micro.step.program.inputs
+        return [where.bound.sharding(((), *where.spec(inputs[leaf]))) for leaf, where in self.feeds]
+
+    def run(self, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        """Outputs (flat), and what the dispatches return beside them; `options`: as for `dispatches`."""
+        return self._outputs(self.dispatches(**options).run(self.arguments(leaves)), leaves)
+
+    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        """Outputs, and what ran when on which stage."""
+        results, events = self.dispatches().run_traced(self.arguments(leaves))
+        return self._outputs(results, leaves)[0], events
+
+    def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        program, found, outputs = self.micro.step.program, iter(results), []
+        batch = {program.inputs[k]: k for k in self.micro.batch_leaves}
+        for out, result in zip(program.outputs, self.cut.results, strict=True):
+            if result is None:
+                outputs.append(jnp.asarray(out.val, out.aval.dtype))
+            else:
+                outputs.append(leaves[batch[result[1]]] if result[1] in batch else next(found))
+        return outputs, list(found)
+
+
+def _put_batch(arrays: Sequence[Any], shardings: Sequence[NamedSharding], num: int) -> list[Any]:
     """Arrays [batch, ...] as [num, batch / num, ...], each under its sharding (of the stacked shape)."""
     stacked = {id(x): _stacked(x, num) for x in arrays}
     found = [stacked[id(x)] for x in arrays]
     if all(s.is_fully_addressable for s in shardings):
         return jax.device_put(found, list(shardings))
     return [place(x, s) for x, s in zip(found, shardings, strict=True)]
-
-
-def structs(
-    avals: Sequence[Any], shardings: Sequence[Any], fed: Sequence[Any], fed_shardings: Sequence[NamedSharding], num: int
-) -> list[jax.ShapeDtypeStruct]:
-    """Of the arguments that have a layout, and of what `put_batch` makes of micro-batches like those in `fed`."""
-    given = zip(avals, shardings, strict=True)
-    return [
-        *(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in given if s is not None),
-        *(jax.ShapeDtypeStruct((num, *a.shape), a.dtype, sharding=s) for a, s in zip(fed, fed_shardings, strict=True)),
-    ]
 
 
 def _stacked(x: Any, num: int) -> Any:

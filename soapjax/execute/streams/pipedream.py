@@ -21,20 +21,19 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.arrivals import place_all
-from soapjax.execute.streams.batches import put_batch, structs
+from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.cut import Part, make_part, phase_of
 from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.part_program import Place, draws_in, evaluate_part, finished, jit_numbers, jit_part
 from soapjax.execute.streams.replicas import Replicas
 from soapjax.execute.streams.stage_cut import cut_stages
-from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
+from soapjax.execute.streams.stream import Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order
 
 
-class PipeDreamStep:
+class PipeDreamStep(MicroBatched):
     """M minibatches under asynchronous 1F1B, ready to run.
 
     Args:
@@ -58,7 +57,7 @@ class PipeDreamStep:
         self.in_shardings = [
             None if v in self.batch else self.stages[self.cut.home[v]].place.sharding(v) for v in self.program.inputs
         ]  # fmt: skip
-        self._feeds: list[tuple[int, int, int]] = []  # (value, stage, replica)
+        self._feeds: list[tuple[int, Place]] = []
         self._stream = self._emit()
 
     # What a stage needs for itself.
@@ -177,12 +176,12 @@ class PipeDreamStep:
         wanted = []
         inverse = {o: self.program.inputs[i] for i, o in self.step.state_pairs.items()}
         for leaf, result in enumerate(cut.results):
-            if result is None:
+            if result is None or result[1] in self.batch:
                 continue
             s, v = result
             if leaf in inverse:
                 wanted.append(("state", inverse[leaf], s, version[s]))
-            elif v in self.batch or v in cut.home:
+            elif v in cut.home:
                 wanted.append(("value", v))
             else:
                 wanted.append(self._emit_metric(out, s, v, num // self.pipeline.stages[s].replicas))
@@ -208,7 +207,7 @@ class PipeDreamStep:
             for q, place in enumerate(replicas):
                 for v in sorted(read):
                     name, mine = ("all", v, s, q), range(q, num, len(replicas))
-                    self._feeds.append((v, s, q))
+                    self._feeds.append((self.batch[v], place))
                     out.slot(name)
                     given.append(name)
                     fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
@@ -294,40 +293,9 @@ class PipeDreamStep:
     def all_places(self) -> list[Place]:
         return [place for replicas in self.places for place in replicas]
 
-    def dispatches(self) -> Stream:
+    def dispatches(self, **options: Any) -> Stream:
         return self._stream
 
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """State as the stages hold it; the batch stays as it is."""
-        return place_all(leaves, self.in_shardings)
-
-    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        leaves_in_place = self.place(leaves)
-        state = [leaves_in_place[k] for k, v in enumerate(self.program.inputs) if v not in self.batch]
-        fed = [leaves[self.batch[v]] for v, _, _ in self._feeds]
-        return [*state, *put_batch(fed, self._feed_shardings(), self.micro.num_microbatches)]
-
-    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and layouts of `arguments`."""
-        fed = [self.program.avals[v] for v, _, _ in self._feeds]
-        return structs(self.step.in_avals, self.in_shardings, fed, self._feed_shardings(), self.micro.num_microbatches)
-
-    def _feed_shardings(self) -> list[Any]:
-        """Every minibatch is laid out as its replica reads it: taking one out of the stack moves nothing."""
-        places = [(v, self.places[s][q]) for v, s, q in self._feeds]
-        return [place.bound.sharding(((), *place.spec(v))) for v, place in places]
-
-    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Outputs (flat): the state after all minibatches, and metrics averaged over them."""
-        return self._outputs(self._stream.run(self.arguments(leaves)), leaves), []
-
-    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
-        results, events = self._stream.run_traced(self.arguments(leaves))
-        return self._outputs(results, leaves), events
-
-    def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> list[Any]:
-        found = iter(results)
-        return [
-            jnp.asarray(out.val, out.aval.dtype) if result is None else next(found)
-            for out, result in zip(self.program.outputs, self.cut.results, strict=True)
-        ]
+    @property
+    def feeds(self) -> list[tuple[int, Place]]:
+        return self._feeds

@@ -11,24 +11,20 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.spmd.deferred_sums import deferred_sums
-from soapjax.execute.streams.batches import put_batch, structs
+from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
 from soapjax.execute.streams.microbatches import Joining, MicroStep, joining, require_reduction
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
 from soapjax.execute.streams.stage_cut import cut_stages
-from soapjax.execute.streams.stream import Event, Stream
+from soapjax.execute.streams.stream import Stream
 from soapjax.strategy.pipeline import Pipeline
 
 
-class PipelineStep:
+class PipelineStep(MicroBatched):
     """A micro-batched step, ready to run.
 
     Args:
@@ -114,6 +110,7 @@ class PipelineStep:
         return self.places
 
     def dispatches(self, *, with_gradients: bool = False) -> Stream:
+        """Those of a step, which then also returns gradients by `gradient_paths`."""
         return self._built(with_gradients).stream
 
     def _built(self, with_gradients: bool) -> StepStream:
@@ -122,45 +119,6 @@ class PipelineStep:
             self._streams[with_gradients] = step_stream(staged, with_gradients=with_gradients)
         return self._streams[with_gradients]
 
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Arguments as the stages hold them; the batch stays as it is."""
-        return place_all(leaves, self.in_shardings)
-
-    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        """What the list of dispatches takes: the state, placed, and the batch where stages read it."""
-        leaves_in_place = self.place(leaves)
-        state = [x for k, x in enumerate(leaves_in_place) if k not in self.micro.batch_leaves]
-        feeds = self._built(False).feeds
-        return [*state, *put_batch([leaves[leaf] for leaf, _ in feeds], self._feed_shardings, self.micro.num_microbatches)]
-
-    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and layouts of `arguments`."""
-        fed = [self.step.in_avals[leaf] for leaf, _ in self._built(False).feeds]
-        return structs(self.step.in_avals, self.in_shardings, fed, self._feed_shardings, self.micro.num_microbatches)
-
     @functools.cached_property
-    def _feed_shardings(self) -> list[Any]:
-        """Every micro-batch is laid out as the stage reads it: taking one out of the stack moves nothing."""
-        inputs = self.step.program.inputs
-        return [self.places[s].bound.sharding(((), *self.places[s].spec(inputs[leaf]))) for leaf, s in self._built(False).feeds]
-
-    def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
-        """Outputs (flat), and gradients by `gradient_paths` where they are wanted."""
-        return self._outputs(self.dispatches(with_gradients=with_gradients).run(self.arguments(leaves)), leaves)
-
-    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
-        """Outputs, and what ran when on which stage."""
-        results, events = self.dispatches().run_traced(self.arguments(leaves))
-        return self._outputs(results, leaves)[0], events
-
-    def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = iter(results)
-        outputs = []
-        for out, result in zip(self.step.program.outputs, self.cut.results, strict=True):
-            if result is None:
-                outputs.append(jnp.asarray(out.val, out.aval.dtype))
-            elif result[1] in (batch := {self.step.program.inputs[k]: k for k in self.micro.batch_leaves}):
-                outputs.append(leaves[batch[result[1]]])
-            else:
-                outputs.append(next(found))
-        return outputs, list(found)
+    def feeds(self) -> list[tuple[int, Place]]:
+        return [(leaf, self.places[s]) for leaf, s in self._built(False).feeds]
