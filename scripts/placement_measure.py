@@ -89,12 +89,14 @@ def placements(problem: PlanningProblem, options: argparse.Namespace) -> Iterato
 
 
 def planned(step: Any, cluster: Calibrated, options: argparse.Namespace) -> list[list[str]]:
-    """Names and plans, of equal ones the first; by the time alone, and `trinity` by communication and memory too."""
+    """Names and plans; equal placements are one, with all their names."""
     problem = cluster.problem(step, space="paper", objective=Objective("mdpe", max_bytes=options.max_bytes))
-    found: dict[bytes, tuple[str, Strategy]] = {}
+    names: dict[bytes, list[str]] = {}
+    found: dict[bytes, Strategy] = {}
     for name, strategy in placements(problem, options):
-        found.setdefault(strategy.key(), (name, strategy))
-    return [[name, plan_of_strategy(problem, strategy).dumps()] for name, strategy in found.values()]
+        found[strategy.key()] = strategy
+        names.setdefault(strategy.key(), []).append(name)
+    return [[", ".join(names[k]), plan_of_strategy(problem, strategy).dumps()] for k, strategy in found.items()]
 
 
 def compiled_memory(options: argparse.Namespace) -> dict[str, int]:
