@@ -20,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -127,6 +128,12 @@ def read(path: str) -> dict[tuple[str, str, str], list[Row]]:
         case: [Row(r.strategy, r.measured_s, r.spread, r.predicted_s, r.predicted_bytes, r.compiled_bytes) for r in rows]
         for case, rows in by_case(path, Measured).items()
     }
+
+
+def sections(cases: Mapping[tuple[str, str, str], Sequence[Any]], table: Callable[..., str], summary: Callable[..., str]) -> str:
+    """A section of a page per case (model, hosts, rate): the table of its rows, and what that says."""
+    parts = (f"\n## {m}, {hosts} hosts, {rate}\n\n{table(rows)}\n{summary(rows)}\n" for (m, hosts, rate), rows in cases.items())
+    return "".join(parts)
 
 
 def by_case(path: str, row: type[CsvRow]) -> dict[tuple[str, str, str], list[Any]]:

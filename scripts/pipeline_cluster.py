@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import pydantic
-from cluster_table import APART, FITTED, by_case, nothing_measured, on_hosts
+from cluster_table import APART, FITTED, by_case, nothing_measured, on_hosts, sections
 
 from soapjax.csv_files import CsvRow, Name, Positive
 from soapjax.errors import SoapjaxError
@@ -129,15 +129,13 @@ def misordered(rows: list[Row]) -> list[tuple[str, str]]:
 
 
 def document(cases: Cases) -> str:
-    parts = [
+    begin = (
         "# Pipelines and pinned plans on an emulated cluster\n\n"
         "Hosts of one core each and shaped links (`scripts/emulated_cluster.py`); all models are small (`MODELS` in\n"
         "`scripts/pipeline_cluster.py`). Made by `python scripts/pipeline_cluster.py`. Spread is (slowest - fastest) / median\n"
         "of the timed steps. The calibration's two factors were fitted on the plans of one program.\n"
-    ]
-    for (model, hosts, rate), rows in cases.items():
-        parts.append(f"\n## {model}, {hosts} hosts, {rate}\n\n{table(rows)}\n{summary(rows)}\n")
-    return "".join(parts)
+    )
+    return begin + sections(cases, table, summary)
 
 
 def table(rows: list[Row]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-from cluster_table import by_case, nothing_measured, on_hosts
+from cluster_table import by_case, nothing_measured, on_hosts, sections
 
 from soapjax.csv_files import CsvRow, Name, Positive
 from soapjax.errors import SoapjaxError
@@ -97,15 +97,13 @@ def main() -> int:
 
 
 def document(cases: dict[tuple[str, str, str], list[Measured]]) -> str:
-    parts = [
+    begin = (
         "# Placements on an emulated cluster, simulated and real\n\n"
         "Hosts of one core each and shaped links (`scripts/emulated_cluster.py`); small models. Made by\n"
         "`python scripts/placement_cluster.py`, which says what each figure is of. Trinity's own figure 9 gives intervals of\n"
         "error of 0.05 s, 0.4 GB and 0.4 GB, for InceptionV3 at 0.7 s, 6 GB and 5 GB.\n"
-    ]
-    for (model, hosts, rate), rows in cases.items():
-        parts.append(f"\n## {model}, {hosts} hosts, {rate}\n\n{table(rows)}\n{summary(rows)}\n")
-    return "".join(parts)
+    )
+    return begin + sections(cases, table, summary)
 
 
 def table(rows: list[Measured]) -> str:

@@ -93,7 +93,7 @@ class PlanRequest:
 
     def values(self) -> dict[str, Any]:
         """By name, as they are."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dict(vars(self))
 
     @property
     def num_microbatches(self) -> int | None:

@@ -1,6 +1,6 @@
 """Products, convolutions and the gradients of pooling on their local blocks (see on_blocks.py).
 
-OnBlocks of an image exchange their borders where a spatial dim is split (halo.py).
+Blocks of an image exchange their borders where a spatial dim is split (halo.py).
 """
 
 from __future__ import annotations
