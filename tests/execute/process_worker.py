@@ -16,7 +16,7 @@ import soapjax.distributed
 from models import mlp, nmt, transformer_lm
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.entry import plan_of_strategy, planning_problem
-from soapjax.search.experts.placement import model_parallel_strategy
+from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.topology import DeviceTopology, load_topology
 
@@ -32,7 +32,7 @@ MODELS = {
 
 def sharded_step(step, arguments, kind):
     devices = jax.devices()
-    if kind not in ("pinned", "random"):
+    if kind not in ("pinned", "random", "one"):
         graph, _ = build_graph(soapjax.trace(step, *arguments))
         if kind == "replicas":  # two stages with a replica per process: in one round of minibatches nothing is stale
             num = jax.process_count()
@@ -46,6 +46,9 @@ def sharded_step(step, arguments, kind):
     topology = load_topology("cpu8").to_dict()
     topology["levels"][-1]["size"] = len(devices)
     problem = planning_problem(soapjax.trace(step, *arguments), DeviceTopology.from_dict(topology), space="paper")
+    if kind == "one":  # all on the first device: of the other processes nothing is used
+        plan = plan_of_strategy(problem, placed(problem, np.zeros(problem.graph.num_operators, int)))
+        return soapjax.soap_shard(step, plan=plan, devices=devices)
     if kind == "random":
         strategy = problem.space.random(np.random.default_rng(0))
     else:  # layers on devices; one over all of them, split by its first dim

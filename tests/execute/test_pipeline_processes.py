@@ -52,8 +52,8 @@ def check(results, last_is_empty=(), random=()):
 
 
 def test_two_processes(free_port):
-    """A schedule of one order, and one of another with a parameter that both stages read."""
-    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe"], 2))
+    """A schedule of one order, one of another with a parameter that both stages read, and a plan that leaves one process idle."""
+    check(run_processes(free_port, ["mlp/1f1b", "tied/gpipe", "mlp/one"], 2), last_is_empty=(2,), random=(2,))
 
 
 def test_replicas_of_stages_on_several_processes(free_port):

@@ -284,7 +284,8 @@ class Channel:
 
 def say(problems: list[Problem]) -> None:
     with contextlib.suppress(Exception):  # standard error may be gone
-        sys.stderr.write("".join(f"error: {p}\n" for p in problems))  # at once: other threads and processes write too
+        # At once, and from a line's beginning: the program's own thread may be in the middle of a traceback.
+        sys.stderr.write("\n" + "".join(f"error: {p}\n" for p in problems))
         sys.stderr.flush()
 
 

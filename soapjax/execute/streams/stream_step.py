@@ -38,11 +38,14 @@ class StreamStep:
     Args:
       streamed: what runs.
       step: the whole step, as the user calls it: its trees and shapes.
+      devices: of the plan, where nothing may run on some of them: their processes take part all the same. By default those of
+        all places.
     """
 
-    def __init__(self, streamed: Streamed, step: TracedStep):
+    def __init__(self, streamed: Streamed, step: TracedStep, devices: Sequence[Any] | None = None):
         self.streamed, self._step = streamed, step
-        self._devices = list(dict.fromkeys(d for p in streamed.all_places for d in p.mesh.devices.flat))
+        of_places = (d for p in streamed.all_places for d in p.mesh.devices.flat)
+        self._devices = list(dict.fromkeys(of_places if devices is None else devices))
         self.spans_processes = any(d.process_index != jax.process_index() for d in self._devices)
         state, program = set(step.state_pairs.values()), step.program
         made = [k for k, v in enumerate(program.outputs) if isinstance(v, int) and v not in program.inputs]
@@ -109,5 +112,5 @@ def compile_step(program: BoundStep, *, donate: bool | Sequence[int] = True) -> 
       donate: positions of arguments whose memory results may take; True: of state. Several programs know state alone.
     """
     if program.plan.pinned:
-        return StreamStep(PlacedStep(program, donate=bool(donate)), program.step)
+        return StreamStep(PlacedStep(program, donate=bool(donate)), program.step, list(program.mesh.devices.flat))
     return CompiledStep(program, donate=donate)
