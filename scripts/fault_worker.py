@@ -53,7 +53,7 @@ def say_phases() -> None:
         where = HERE.where()
         doing = where.doing
         new = "planning" if "plan" in doing else "compiling" if doing in ("lowering", "compiling") else phase
-        new = "running" if doing.startswith("running") or (where.num_calls and not where.is_inside) else new
+        new = "running" if doing.startswith("running") or (where.num_calls > 0 and not where.is_inside) else new
         if new != phase:
             say(phase := new)
         time.sleep(0.05)  # more often would look like work

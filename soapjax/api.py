@@ -1,8 +1,10 @@
 """`soap_shard`: where planning and executing meet.
 
->>> @soap_shard(topology="local")
-... def train_step(state, batch): ...
->>> state, metrics = train_step(state, batch)  # the first call plans, places, compiles and runs
+>>> @soap_shard(topology="local", proposals=256)
+... def train_step(weights, batch):
+...     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+...     return weights - 0.01 * gradient, {"loss": loss}
+>>> weights, metrics = train_step(jnp.ones((8, 4)), jnp.ones((16, 8)))  # the first call plans, places, compiles and runs
 >>> train_step.plan.save("plan.json")
 """
 

@@ -1,11 +1,12 @@
 """Several processes, one job: start-up and ending. `soap_shard` does the rest by itself.
 
 >>> import soapjax.distributed
->>> soapjax.distributed.initialize()  # first of all; under Slurm, Open MPI or Kubernetes nothing more is needed
+>>> soapjax.distributed.initialize()  # doctest: +SKIP
 
-Then every process calls the same step with the same global arguments. Process 0 plans, the others take its plan, and all
-check that they are about to run the same program (soapjax/execute/processes/agreement.py). Where one dies, stops or does
-something else, all end within `silence_s` and say which it was (soapjax/execute/processes/watch.py).
+That comes first of all; under Slurm, Open MPI or Kubernetes nothing more is needed. Then every process calls the same step with
+the same global arguments. Process 0 plans, the others take its plan, and all check that they are about to run the same program
+(soapjax/execute/processes/agreement.py). Where one dies, stops or does something else, all end within `silence_s` and say which
+it was (soapjax/execute/processes/watch.py).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import jax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes import membership
 from soapjax.execute.processes.calls import HERE
+from soapjax.execute.processes.channel import ends_within
 from soapjax.execute.processes.coordination import ANSWER_S, Job, connect, is_joined, job_of_environment, store
 from soapjax.execute.processes.keyed import KEY_VARIABLE
 from soapjax.execute.processes.keyed import job_key as _job_key
-from soapjax.execute.processes.roll_call import listen, roll_call
+from soapjax.execute.processes.roll_call import OVER_S, listen, roll_call
 
 log = logging.getLogger("soapjax")
 DEFAULT_TIMEOUT_S = 300.0
@@ -61,7 +63,8 @@ def initialize(
     job = job_of_environment(Job(coordinator_address, num_processes, process_id, local), timeout_s=timeout_s)
     _check(job)
     key, is_secret = _job_key(job_key, job.coordinator_address)
-    with contextlib.ExitStack() as until_watched:
+    HERE.count_from(-1)  # two calls of all ranks, before the first of the program
+    with ends_within(timeout_s + OVER_S, lambda: _stays_behind(job, timeout_s)), contextlib.ExitStack() as until_watched:
         listener = until_watched.enter_context(listen(0))
         port = listener.getsockname()[1]
         came = roll_call(job.coordinator_address, job.num_processes, job.process_id, key=key, timeout_s=timeout_s, port=port)
@@ -72,19 +75,14 @@ def initialize(
             until_watched.pop_all()
     _open_transfers(job, timeout_s)
     _spare_threads(job)
-    try:
-        connect(
-            job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
-            initialization_timeout=max(1, int(timeout_s)),
-            heartbeat_timeout_seconds=int(3 * silence_s) + 100,  # later than ours: JAX ends a process without a name
-        )  # fmt: skip
-    except RuntimeError as e:
-        place, value = "jax.distributed.initialize", str(e).split("\n")[0]
-        remedy = "call soapjax.distributed.initialize() before anything else of JAX"
-        raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
+    with HERE.call("the connection to rank 0"):
+        HERE.run(on_cpu=True)
+        _connect(job, silence_s)
     _warn_of_loopback(job)
     store().answer_s = min(ANSWER_S, silence_s)
-    jax.devices()  # tells the others: at its first use JAX would wait minutes for a process that has ended meanwhile
+    with HERE.call("the exchange of devices"):  # JAX, at its first use, would wait minutes for a process that has ended meanwhile
+        HERE.run(on_cpu=True)
+        jax.devices()
 
 
 def watch(*, silence_s: float = DEFAULT_SILENCE_S, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -106,7 +104,7 @@ def busy(what: str, *, at_most_s: float) -> Iterator[None]:
     """Around what one process does alone for longer than `silence_s`, while others may wait in their next call.
 
     >>> with soapjax.distributed.busy("saving a checkpoint", at_most_s=1800):
-    ...     save(state)
+    ...     np.savez("checkpoint.npz", *jax.tree.leaves(state))
     """
     _check_times(at_most_s=at_most_s)
     with HERE.busy(what, at_most_s):
@@ -140,6 +138,25 @@ def _check(job: Job) -> None:
         problems.append(Problem("process_id", str(job.process_id), expected, "number the processes from 0"))
     if problems:
         raise SoapjaxError(problems)
+
+
+def _connect(job: Job, silence_s: float) -> None:
+    """All ranks have come, and the watch sees to it that they stay: JAX, which aborts without a name, has more time than it."""
+    enough_s = int(3 * silence_s) + 100
+    try:
+        connect(
+            job.coordinator_address, job.num_processes, job.process_id, job.local_device_ids,
+            initialization_timeout=enough_s, heartbeat_timeout_seconds=enough_s,
+        )  # fmt: skip
+    except RuntimeError as e:
+        place, value = "jax.distributed.initialize", str(e).split("\n")[0]
+        remedy = "call soapjax.distributed.initialize() before anything else of JAX"
+        raise SoapjaxError(Problem(place, value, "a JAX that is not in use yet", remedy)) from None
+
+
+def _stays_behind(job: Job, timeout_s: float) -> Problem:
+    value = f"rank {job.process_id}, this process, {HERE.where()} after {timeout_s:g} s"
+    return Problem("the start", value, f"all {job.num_processes} ranks in the job", "see what holds it up, and start all again")
 
 
 def _open_transfers(job: Job, timeout_s: float) -> None:

@@ -4,8 +4,9 @@ Every error a user can cause is a `SoapjaxError` that carries *all* the
 problems found, each with the place, the value, what was expected and the
 remedy. The command line prints them and exits with status 2.
 
->>> raise SoapjaxError([Problem("topologies/x.toml: level[0].bandwidth_bytes_per_s",
-...                             "-1.0", "a positive number", "give the rate of one direction")])
+>>> raise SoapjaxError([Problem("x.toml: levels[0].bandwidth_gbytes_per_s", "-1.0", "a positive number", "give the rate")])
+Traceback (most recent call last):
+soapjax.errors.SoapjaxError: x.toml: levels[0].bandwidth_gbytes_per_s: got -1.0; expected a positive number. Remedy: give the rate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Eight fake CPU devices, quick compiles, strict dtype promotion, warnings as errors: set before jax is imported."""
+"""Eight fake CPU devices, quick compiles, and the programs of the last run: set before jax is imported."""
 
 import atexit
 import os
@@ -8,6 +8,27 @@ import sys
 import tempfile
 from pathlib import Path
 
+MOST_CACHED_BYTES = 4 << 30
+
+
+def folder_of_programs():
+    """Where this run finds what the last one compiled: with what pytest keeps itself, and forgotten by its `--cache-clear`.
+
+    A folder for this run alone where nothing can be written there; an empty one where it has grown too large.
+    """
+    kept = Path(__file__).parent.parent / ".pytest_cache" / "d" / "programs"
+    try:
+        if sum(f.stat().st_size for f in kept.rglob("*") if f.is_file()) > MOST_CACHED_BYTES:
+            shutil.rmtree(kept)
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=kept).close()
+        return kept
+    except OSError:
+        of_this_run = tempfile.mkdtemp(prefix="soapjax-tests-")
+        atexit.register(shutil.rmtree, of_this_run, ignore_errors=True)
+        return Path(of_this_run)
+
+
 # The checkout, with its folder `models/`, which is installed under another name: for the tests and for the processes they start.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
@@ -15,11 +36,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Most programs here run once or twice: compiling is all that takes time. Processes that a test starts do likewise.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # many tests make the same programs: all workers share what one has compiled
-    cache = tempfile.mkdtemp(prefix="soapjax-tests-")
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    cache = folder_of_programs()
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
     # Nothing of a test stays in the user's folders; processes that tests start load the planner's programs from here.
-    os.environ["SOAPJAX_PROGRAM_CACHE"] = os.path.join(cache, "programs")
+    os.environ["SOAPJAX_PROGRAM_CACHE"] = str(cache / "planner")
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
 os.environ["XLA_FLAGS"] = " ".join([*flags, "--xla_force_host_platform_device_count=8"])
 

@@ -20,7 +20,9 @@ section 5.2: weights 0.5, 0.3 and 0.2, both limits 8). The paper leaves room; it
 that lower bounds of time are bounds of every objective. Of what a search has seen, a strategy within the limits goes before all
 that exceed one; the weights decide how a search passes through these, and, by the weighted excess, which one violates least.
 
->>> Objective("mdpe", max_bytes="8GB", max_memory="40GB").cost(scores, usable_memory_bytes)
+>>> limited = Objective("mdpe", max_bytes="8GB", max_memory="40GB")  # 0.1 s, 16 GB sent: alpha 0.5, beta 0.3, twice the limit
+>>> print(limited.cost(Scores(*np.array([[0.1], [30e9], [0], [16e9]])), usable_bytes=80e9))
+[0.22]
 """
 
 from __future__ import annotations

@@ -10,8 +10,11 @@ and the event-driven simulator (event.py) runs them: passes of a group in their 
 each link and direction. They run beside the passes on every backend (what cannot overlap on CPUs are the collectives inside a
 program, and those are in a pass' time). A bubble is what is left:
 
->>> found = simulate_pipeline(gpipe_of_4_equal_stages, loads, ())
->>> found.step_time_s / (8 * pass_s)       # M = 8: (M + S - 1)/M
+>>> from soapjax.strategy.pipeline import Stage
+>>> stages = tuple(Stage(operators=(f"block{i}",), devices=(i,)) for i in range(4))
+>>> of_stage = StageLoad(forward_s=1.0, backward_s=2.0, update_s=0.0)
+>>> found = simulate_pipeline(Pipeline(schedule="gpipe", num_microbatches=8, stages=stages), [of_stage] * 4, ())
+>>> found.step_time_s / (8 * 3.0)  # (M + S - 1)/M
 1.375
 
 Memory per device: weights, optimizer state and gradients; what the micro-batches in flight keep, all activations or (with

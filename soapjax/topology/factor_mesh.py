@@ -1,15 +1,15 @@
 """The factor mesh: the one mesh of a plan, an axis per prime factor of each link level.
 
 Axes stand slowest link first, within a level larger primes first, and are named
-after the level: 4 hosts of 6 GPUs are
+after the level: 6 hosts of 8 GPUs are
 
->>> mesh = factor_mesh(topology)
+>>> mesh = factor_mesh(load_topology("6xdgx_a100"))
 >>> dict(zip(mesh.axis_names, mesh.axis_sizes))
-{'h0': 2, 'h1': 2, 'd0': 3, 'd1': 2}
+{'h0': 3, 'h1': 2, 'd0': 2, 'd1': 2, 'd2': 2}
 >>> mesh.axis_levels  # which of topology.levels each axis runs over
-(0, 0, 1, 1)
->>> mesh.device_coordinates(7)  # host 1, GPU 1
-(0, 1, 0, 1)
+(0, 0, 1, 1, 1)
+>>> mesh.device_coordinates(9)  # host 1, GPU 1
+(0, 1, 0, 0, 1)
 
 A split over any divisor of the device count is a set of such axes, so that the
 search never needs another mesh. Plain data: JAX meshes are made by the executor.

@@ -6,8 +6,10 @@ the caller goes on with a stand-in, so that one run reports every mistake.
 
 >>> problems = []
 >>> reader = TableReader({"latency_us": -3}, "x.toml: levels[0]", problems)
->>> reader.figure("latency", LATENCY_UNITS)  # a stand-in, and a problem
->>> reader.finish()                          # unknown keys become problems too
+>>> stand_in = reader.figure("latency", LATENCY_UNITS)
+>>> reader.finish()  # unknown keys become problems too
+>>> print(*problems)
+x.toml: levels[0].latency_us: got -3; expected a positive finite number. Remedy: give latency_us as such a number.
 
 A *figure* is a number whose unit is part of its key: `bandwidth_gbytes_per_s`
 and `bandwidth_bytes_per_s` are the same figure, `bandwidth` is a mistake.

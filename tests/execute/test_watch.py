@@ -99,6 +99,45 @@ def test_all_who_never_came_are_named():
     assert "rank 1 (node1" in said and "rank 2 (node2" in said and "never seen" in said
 
 
+def test_who_stays_behind_in_the_start_is_named(cpu_s):
+    """The calls before the program's first are numbered 0 and less: a program's own begin at 1."""
+    job = Job(3)
+    for c in job.calls:
+        c.count_from(-1)
+    job.make(range(3), ["the connection to rank 0"])
+    job.begin((0, 2), "the exchange of devices", "running")
+    said = job.live(13)
+    assert "rank 1 (node1" in said and "before its first call, at " in said and "in no call for 10 s" in said
+    assert "rank 0 is in the exchange of devices (running)" in said and "rank 2 (" not in said
+
+
+def test_the_first_call_of_the_program_is_its_first():
+    job = Job(2)
+    for c in job.calls:
+        c.count_from(-1)
+    job.make(range(2), ["the connection to rank 0", "the exchange of devices", "train_step"])
+    assert [c.where().call() for c in job.calls] == ["after call 1 of train_step"] * 2
+    assert job.live(30) is None
+
+
+def test_who_stands_elsewhere_at_an_end_that_does_not_come_is_named(monkeypatch):
+    job = Job(3)
+    real = Calls.where
+    monkeypatch.setattr(Calls, "where", lambda self: real(self)._replace(at="user.py:9 (save)" if self is job.calls[1] else "exit"))
+    for c in job.calls:
+        c.end(0)
+    assert job.live(3) is None
+    (problem,) = job.watches[0].without_end()
+    assert "rank 1 (node1, process 101)" in problem.value and "user.py:9 (save): does not come to its end" in problem.value
+
+
+def test_a_start_that_never_ends_is_ended():
+    code = "import time; from soapjax.execute.processes.channel import ends_within; from soapjax.errors import Problem\n"
+    code += "with ends_within(0.5, lambda: Problem('the start', 'rank 3', 'all', 'see')): time.sleep(60)"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 2 and "error: the start: got rank 3; expected all. Remedy: see." in ran.stderr.splitlines()
+
+
 def test_who_was_stopped_itself_does_not_blame_the_others():
     job = Job(2)
     job.live(3)

@@ -31,7 +31,7 @@ DISPATCHING, RUNNING, WAITING = "dispatching", "running", "waiting for"
 class Where(NamedTuple):
     """A moment of one process. Plain data: it travels as JSON."""
 
-    num_calls: int = 0  # begun so far, this one included
+    num_calls: int = 0  # begun so far, this one included; those of the start are 0 and less
     name: str = ""  # of the last call's step
     is_inside: bool = False
     doing: str = ""  # what, inside a call or (`busy`) outside
@@ -46,9 +46,11 @@ class Where(NamedTuple):
 
     def call(self) -> str:
         """As in "in call 17 of train_step (compiling)"."""
-        call = f"call {self.num_calls} of {self.name}" if self.num_calls else "its first call"
         doing = f" ({self.doing})" if self.doing else ""
-        return f"{'in' if self.is_inside or self.is_broken else 'after' if self.num_calls else 'before'} {call}{doing}"
+        is_in = self.is_inside or self.is_broken
+        if self.num_calls <= 0:
+            return f"in {self.name}{doing}" if is_in else f"before its first call{doing}"
+        return f"{'in' if is_in else 'after'} call {self.num_calls} of {self.name}{doing}"
 
     def __str__(self) -> str:
         """As `call`, with the line of the program."""
@@ -69,6 +71,10 @@ class Calls:
             self.num_calls, self.name, self._depth > 0, self._doing, self._is_broken, self._busy_s, self.num_looks,
             tuple(self._recent), self.status, self.why, _line(), time.process_time() - time.thread_time(),
         )  # fmt: skip
+
+    def count_from(self, number: int) -> None:
+        """The next call is `number`: what all ranks do before a program's first call is numbered so that this stays call 1."""
+        self.num_calls = number - 1
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:

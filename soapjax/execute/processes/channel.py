@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from soapjax.errors import Problem
@@ -138,8 +138,7 @@ class Channel:
         if problems := self.watch.look():
             self._stop(problems)
         if self._close_by_s is not None and time.monotonic() > self._close_by_s:
-            value = "JAX's own ending, of all processes together, does not come to its end"
-            self._stop([Problem("the job", value, "all ranks to end", "see whether one was ended from outside")])
+            self._stop(self.watch.without_end())
 
     def _stop(self, problems: list[Problem]) -> None:
         self.is_stopping = True
@@ -287,6 +286,18 @@ def say(problems: list[Problem]) -> None:
         # At once, and from a line's beginning: the program's own thread may be in the middle of a traceback.
         sys.stderr.write("\n" + "".join(f"error: {p}\n" for p in problems))
         sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float, problem: Callable[[], Problem]) -> Iterator[None]:
+    """Ends this process where what is inside takes longer: from a thread, whatever the main thread does."""
+    timer = threading.Timer(seconds, lambda: (say([problem()]), end()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def end() -> NoReturn:

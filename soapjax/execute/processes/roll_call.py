@@ -23,6 +23,7 @@ from soapjax.execute.processes.keyed import KEY_VARIABLE, Session, StrangerError
 
 RETRY_S = 0.1
 ANSWER_S = 5.0  # that rank 0's answer may be late
+OVER_S = ANSWER_S + 2.0  # so long after its time-out it is over, one way or another
 SPEAK_S = 5.0  # within which a connection says who it is
 MAX_SILENT = 1024  # connections that have not said it yet
 SEND_S = 5.0

@@ -11,6 +11,7 @@ depends on one rank. A rank is named, with what it did last, that
     does nothing        it plans, compiles, dispatches, or runs on CPUs a call that others have left, and has used no processor
                         time for the time-out; or it is to look for the others, and does not
     all do nothing      all run one call on CPUs, and none has used processor time: each is said with its line
+    does not end        all are at their end, which is not over within the time-out: each is said with its line
     does not wait       it runs the step, while another waits for all to agree on it, for the time-out
 """
 
@@ -185,7 +186,7 @@ class Watch:
             if further or (mine.is_broken and inside):
                 other = self._where(r := (further or inside)[0])
                 text = f"has ended with status 0 {'in' if mine.is_broken else 'after'} call {mine.num_calls} of {mine.name}"
-                text = text if mine.num_calls else "has ended with status 0 before its first call"
+                text = text if mine.num_calls > 0 else "has ended with status 0 before its first call"
                 found.append((f"{self._named(rank)} {text}, rank {r} is {other.call()}", "make the same calls on all ranks"))
         return found
 
@@ -222,11 +223,23 @@ class Watch:
             return []
         if any(self.now() - self._active[r, STILL][1] <= self.timeout_s for r in ranks):
             return []
+        text = f"nor does any other rank anything for {self.timeout_s:g} s"
+        return [(f"{self._named(r)} {self.last(r)}: {text}", AGAIN) for r in self._elsewhere(ranks)]
+
+    def _elsewhere(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Those whose line is not that of most; all, where that tells nothing."""
         lines = Counter(self._where(r).at for r in ranks)
         most, _ = lines.most_common(1)[0]
-        shown = [r for r in ranks if self._where(r).at != most] if len(ranks) > 2 and len(lines) > 1 else list(ranks)
-        text = f"nor does any other rank anything for {self.timeout_s:g} s"
-        return [(f"{self._named(r)} {self.last(r)}: {text}", AGAIN) for r in shown]
+        return [r for r in ranks if self._where(r).at != most] if len(ranks) > 2 and len(lines) > 1 else ranks
+
+    def without_end(self) -> list[Problem]:
+        """All have ended their program, and JAX's own ending, of all processes together, does not come to its end."""
+        expected, remedy = f"all {len(self.peers)} ranks to end", "see what it does at its exit, or whether it was stopped"
+        text = f"does not come to its end within {self.timeout_s:g} s"
+        return [
+            Problem("the job", f"{self._named(r)} {self.last(r)}: {text}", expected, remedy)
+            for r in self._elsewhere(range(len(self.peers)))[:MAX_NAMED]
+        ]
 
     def _others_of(self, mine: Where) -> str:
         ahead = [r for r in self._rows if self._where(r).num_calls > mine.num_calls]

@@ -4,7 +4,7 @@ A part owns equations, reads values that other parts made, and hands on those th
 (masks and constants, barriers, casts of weights, what a stage computes again) are *free*: every part that reads
 their results evaluates them itself.
 
->>> part = make_part("forward 0", 0, program, own, free)     # equations and inputs; outputs follow from all parts
+`make_part` finds a part's equations and inputs; its outputs follow from all parts.
 """
 
 from __future__ import annotations

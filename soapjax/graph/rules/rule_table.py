@@ -5,7 +5,8 @@ notation. Dims with equal labels are split together; a label that operands have
 and results lack is *reduced* (splitting it makes the result a partial sum, or
 partial maximum); BLOCKED dims are never split.
 
->>> labels_of(eqn of dot_general [b,m,k] x [b,k,n])
+>>> product = trace(jax.jit(jax.numpy.matmul), *[jax.ShapeDtypeStruct((4, 4, 4), "float32")] * 2).program
+>>> labels_of(product.eqns[-1], product)
 Labels(inputs=((0, 1, 3), (0, 3, 2)), outputs=((0, 1, 2),), ...)
 
 An unknown primitive is replicated (all BLOCKED) with one warning that names it;
