@@ -303,10 +303,12 @@ def soap_shard(
     Args:
       fn: any function of pytrees; `(state, batch) -> (state, metrics)` for training.
       plan: a plan file (or `Plan`) to execute instead of searching.
-      static_argnums, static_argnames: compile-time constants, by position or name, as for `jax.jit`.
+      static_argnums: compile-time constants by position, as for `jax.jit`.
+      static_argnames: the same by name.
       donate: give the memory of state arguments (what the step returns anew) to the results.
-      donate_argnums, donate_argnames: the arguments whose memory is given away instead, as for `jax.jit`. Arrays that are not yet
-        laid out as planned are copied, and stay the caller's.
+      donate_argnums: the arguments whose memory is given away instead, as for `jax.jit`. Arrays that are not yet laid out as
+        planned are copied, and stay the caller's.
+      donate_argnames: the same by name.
       check: "compile": what a call plans (not `prepare`, nor several processes) is compiled at once, as the call would do anyway;
         where it does not fit the device, the search goes on with less memory, and `InfeasibleError` says so where nothing fits.
         With "none", and of what is not compiled, plans keep a margin of memory.

@@ -1,0 +1,1 @@
+"""From graph, space, topology and profile to the arrays that all programs of costs read."""

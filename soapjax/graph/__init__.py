@@ -1,0 +1,1 @@
+"""From a traced step to its operator graph: plain figures, without types of JAX (`operators.py`)."""

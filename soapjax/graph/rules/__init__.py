@@ -1,0 +1,1 @@
+"""How the dims of an equation's operands and results relate, and its FLOPs: one rule per primitive."""

@@ -1,0 +1,1 @@
+"""From a request (`request.py`) to a plan and back from its file; `entry.py` is the door."""

@@ -1,0 +1,1 @@
+"""The Markov chains that walk the SOAP space, and the delta program that judges their proposals."""

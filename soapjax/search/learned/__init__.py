@@ -1,0 +1,1 @@
+"""Policies that learn where operators go: `reinforce`, `hierarchical` and `trinity`."""

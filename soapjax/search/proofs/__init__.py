@@ -1,0 +1,1 @@
+"""Bounds and optima: lower bounds, exhaustive search, shortest paths."""

@@ -1,0 +1,1 @@
+"""Step time from seconds of tasks: the event simulator is the reference, the batched one what searches use."""
