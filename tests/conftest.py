@@ -46,10 +46,13 @@ os.environ["XLA_FLAGS"] = " ".join([*flags, QUICKLY, "--xla_force_host_platform_
 
 import gc  # noqa: E402
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-jax.config.update("jax_numpy_dtype_promotion", "standard")
+jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's own optimizers do not work under "strict"
+hypothesis.settings.register_profile("untimed", deadline=None)  # the machine may have other work
+hypothesis.settings.load_profile("untimed")
 MOST_BYTES = 2 << 30
 gc.set_threshold(100_000, 10, 10)  # tracing makes many objects that stay
 

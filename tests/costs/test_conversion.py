@@ -72,7 +72,7 @@ def random_layouts(rng: np.random.Generator, links: Links, count: int) -> tuple[
 
 
 @pytest.mark.parametrize("links", family(MESHES, slow=MESHES[-1:]), ids=lambda x: "x".join(map(str, x.axis_sizes)))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_jitted_equals_plain(links, seed):
     source, target, size = random_layouts(np.random.default_rng(seed), links, BATCH)
@@ -175,7 +175,7 @@ def test_mixed_conversion_slices_and_reduces_before_it_exchanges_and_gathers():
     assert seconds == [1 + 10 + 1 + 5 + 1 + 10]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
 def test_nothing_to_do_and_slicing_are_free(links, seed):
     rng = np.random.default_rng(seed)
@@ -188,7 +188,7 @@ def test_nothing_to_do_and_slicing_are_free(links, seed):
         assert not np.any(cost.seconds) and not np.any(cost.bytes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
 def test_more_bytes_cost_more(links, seed):
     source, target, size = random_layouts(np.random.default_rng(seed), links, BATCH)
@@ -202,7 +202,7 @@ def test_more_bytes_cost_more(links, seed):
     assert moves[converts].all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
 def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(links, seed):
     links = links._replace(fractions=())  # at one rate
@@ -229,7 +229,7 @@ def test_links_of_a_topology_are_its_achieved_figures():
 
 
 @pytest.mark.parametrize("links", family(MESHES, slow=[m for k, m in enumerate(MESHES) if k not in (1, 2)]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_pinned_layouts_jitted_equal_plain(links, seed):
     rng = np.random.default_rng(seed)

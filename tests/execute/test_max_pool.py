@@ -36,7 +36,7 @@ def poolings(draw):
     return shape, window, strides, padding, draw(st.sampled_from(["max", "min"])), draw(st.integers(0, 2**31 - 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(poolings())
 def test_it_is_xlas(case):
     shape, window, strides, padding, name, seed = case

@@ -510,7 +510,7 @@ class FakeReshape:
         return jax.ShapeDtypeStruct(self.shapes[atom], jnp.float32)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(regrouped_shapes(), st.randoms(use_true_random=False))
 def test_blocks_of_any_reshape(shapes, random):
     moved, b = shapes
@@ -535,7 +535,7 @@ def test_blocks_of_any_reshape(shapes, random):
         assert source == target and BLOCKED not in [lab for lab, n in zip(source, a, strict=True) if n > 1]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(regrouped_shapes())
 def test_a_reshape_ties_all_that_it_can(shapes):
     """A dim that starts a merged or split group is labelled on both sides; so is the reshape back."""

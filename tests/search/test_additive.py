@@ -29,7 +29,7 @@ from soapjax.search.additive.solve import Best, solve
 SCRIPT = Path(__file__).parents[2] / "scripts" / "solve_iopddl.py"
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "iopddl"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the contest's problems are not part of the project")
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 def random_problem(seed, num_nodes=None, forbidden=0.2, density=0.45):
@@ -203,7 +203,7 @@ def test_improving_never_returns_what_does_not_fit(seed):
             assert found is None or core.fits(found)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_the_solver_finds_the_optimum(seed):
     problem = random_problem(seed)

@@ -108,7 +108,7 @@ def chains(draw, most=6):
     return chain(draw(each), *([1000 * x for x in draw(each)] for _ in range(2)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(chains(), st.integers(1, 5), rates, st.booleans())
 def test_one_level_is_optimal(graph, workers, rate, overlap):
     found = pipedream(graph, topology([workers], [rate], overlap=overlap), memory=Memory(is_limited=False))
@@ -120,7 +120,7 @@ def test_one_level_is_optimal(graph, workers, rate, overlap):
     assert brute.objective(bounds, marks) == pytest.approx(found.bottleneck_s, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chains(5), rates, rates, st.booleans())
 def test_two_levels_are_no_worse_than_any_line_of_workers(graph, slow, fast, overlap):
     """With pipelines inside hosts allowed too, the optimum can only be better; plans of plain stages are worth what is claimed."""
@@ -137,7 +137,7 @@ def test_two_levels_are_no_worse_than_any_line_of_workers(graph, slow, fast, ove
         assert brute.objective(bounds, marks) <= found.bottleneck_s * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chains(5), st.floats(20_000, 1_500_000))
 def test_memory_is_respected(graph, memory_bytes):
     brute = BruteForce(graph, (4,), (7.0,), True, int(memory_bytes))
@@ -150,7 +150,7 @@ def test_memory_is_respected(graph, memory_bytes):
         assert pipedream(graph, machine).bottleneck_s == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chains(7), st.integers(1, 7))
 def test_the_balanced_partition_is_optimal(graph, stages):
     if stages > graph.num_layers:
@@ -167,7 +167,7 @@ def test_the_balanced_partition_is_optimal(graph, stages):
     assert max(sum(cost[list(s)]) for s in found) == pytest.approx(best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**15 - 1), st.integers(2, 6))
 def test_cuts_are_the_prefixes_of_the_graph(bits, n):
     """Against all subsets: a cut contains the inputs of its members; a crossing output is made inside and read outside."""

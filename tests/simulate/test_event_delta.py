@@ -19,7 +19,7 @@ from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1), st.booleans())
-several_hundred = settings(max_examples=250, deadline=None)
+several_hundred = settings(max_examples=250)
 orders = pytest.mark.parametrize("order", ORDERS)
 MODELS = [p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lenet")]
 
@@ -215,7 +215,7 @@ def test_many_small_changes_stay_exact(order, shape, seed, whole):
 
 
 @orders
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @random_cases
 def test_only_what_moves_is_retimed(order, shape, seed, whole):
     rng, schedule, durations = random_problem(seed, shape, whole)

@@ -41,7 +41,7 @@ def makespan(p, loads, delay_s=0.0):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @given(st.integers(1, 8), st.integers(1, 20), st.floats(0.1, 5), st.floats(0.1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_equal_stages_have_the_papers_bubble(schedule, num_stages, num, forward_s, backward_s):
     found = simulate_pipeline(pipeline(schedule, num_stages, num), [StageLoad(forward_s, backward_s, 0.0)] * num_stages, ())
     assert found.step_time_s == pytest.approx((num + num_stages - 1) * (forward_s + backward_s))
@@ -49,7 +49,7 @@ def test_equal_stages_have_the_papers_bubble(schedule, num_stages, num, forward_
 
 
 @given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 4), st.floats(0.1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_interleaving_divides_the_bubble(groups, chunks, rounds, forward_s):
     """Narayanan et al. 2021, section 2.2.2: the bubble is (G - 1)/V passes of a whole group."""
     num = groups * rounds
@@ -63,7 +63,7 @@ loads_of = st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9), st.floats(0,
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), loads_of, st.integers(1, 9), st.lists(st.booleans(), min_size=5, max_size=5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_stages_run_as_the_schedule_says(schedule, figures, num, remat):
     loads = [StageLoad(*f) for f in figures]
     p = pipeline(schedule, len(loads), num, remat=[i for i, r in enumerate(remat) if r])
@@ -71,7 +71,7 @@ def test_any_stages_run_as_the_schedule_says(schedule, figures, num, remat):
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), loads_of, st.integers(1, 9), st.floats(0.01, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_transfers_delay_and_queue(schedule, figures, num, seconds):
     """At least the time with links that are never busy; exactly that where no two transfers can meet."""
     loads = [StageLoad(*f) for f in figures]
@@ -123,7 +123,7 @@ def test_replicas_sum_their_gradients_once_a_round():
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_memory_counts_what_is_in_flight(num_stages, num):
     load = StageLoad(
         1.0, 2.0, 0.1, parameter_bytes=10, state_bytes=30, gradient_bytes=10, unsummed_bytes=10, input_bytes=1, kept_bytes=20,
@@ -150,7 +150,7 @@ def test_the_batch_is_there_as_a_whole_and_in_parts():
 
 
 @given(st.integers(1, 6), st.integers(6, 20), st.floats(0.1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_zero_bubble_has_a_third_of_the_bubble(num_stages, num, pass_s):
     """Qi et al. 2023, table 1: (S - 1)(F + B - W), against (S - 1)(F + B + W); F = B = W here."""
     load = StageLoad(pass_s, 2 * pass_s, 0.0, inputs_s=pass_s, weights_s=pass_s)

@@ -195,8 +195,8 @@ def run_windows(schedule: Schedule, durations, rng: np.random.Generator) -> tupl
 
 
 random_cases = given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
-several_hundred = settings(max_examples=300, deadline=None)
-a_hundred = settings(max_examples=100, deadline=None)
+several_hundred = settings(max_examples=300)
+a_hundred = settings(max_examples=100)
 
 
 @several_hundred

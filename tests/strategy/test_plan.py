@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -148,7 +149,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
     replace = os.replace
 
     def watched(a, b):
-        seen.append((path.read_text(), open(a).read() == small_plan().dumps()))
+        seen.append((path.read_text(), Path(a).read_text() == small_plan().dumps()))
         replace(a, b)
 
     monkeypatch.setattr(files.os, "replace", watched)
@@ -238,7 +239,7 @@ def test_an_edited_choice_is_taken():
 axis = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(axis, unique=True, max_size=6), st.integers(0, 5), st.randoms(use_true_random=False))
 def test_specs_are_read_as_they_are_written(axis_names, rank, random):
     layout = [random.randint(-1, rank - 1) for _ in axis_names]
@@ -254,7 +255,7 @@ def test_specs_as_people_write_them():
     assert format_spec(()) == "" and parse_spec("") == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(-2, 3), st.sampled_from([1, 2, 3, 5])), max_size=5), st.lists(st.integers(1, 60), max_size=4))
 def test_a_layout_divides_where_every_part_has_whole_elements(axes, shape):
     layout, sizes = [d for d, _ in axes], [s for _, s in axes]

@@ -32,7 +32,7 @@ def pipelines(draw):
 
 
 @hypothesis.given(pipelines())
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=150)
 def test_every_pass_runs_once_after_what_it_needs(p):
     order = dispatch_order(p)  # raises at a deadlock
     assert sorted(order) == sorted(a for group in actions(p) for a in group)
@@ -107,7 +107,7 @@ def test_what_does_not_go_together_is_refused(wrong, word):
 
 
 @hypothesis.given(st.integers(1, 8), st.integers(1, 20))
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(num_stages, num):
     """Qi et al. 2023, section 2.3: ZB-H1 needs the memory of 1F1B; stage i puts i micro-batches off, and one that is computed."""
     p = pipeline("zb-h1", num_stages, num)

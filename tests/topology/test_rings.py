@@ -34,7 +34,7 @@ def whole_rings(links, group):
     return most(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(3, 5), st.data())
 def test_parts_of_rings_carry_no_less_than_whole_ones(size, data):
     links = [[0] * size for _ in range(size)]
