@@ -32,7 +32,7 @@ from paper_tables import guarded, markdown, note, positive_float, show
 from soapjax.costs.measured.pipedream_profile import read_profile
 from soapjax.csv_files import Count, CsvRow, Name, read_rows
 from soapjax.files import write_text_atomic
-from soapjax.search.stages.pipedream import Memory, StagePlan, data_parallel_s, pipedream
+from soapjax.search.stages.pipedream_stages import Memory, StagePlan, data_parallel_s, pipedream
 from soapjax.topology import DeviceTopology
 
 PROFILE_OF = {"gnmt8": "gnmt"}  # the file has four encoder and four decoder layers

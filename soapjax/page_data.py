@@ -13,7 +13,7 @@ from soapjax.planning.timelines import TaskNames, devices_taking_part
 from soapjax.report.html import Extras, MemoryOverStep, TimelineView
 from soapjax.simulate.critical_path import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
-from soapjax.simulate.pipeline import PipelineTimeline
+from soapjax.simulate.pipeline_timeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.strategy import Strategy

@@ -18,7 +18,7 @@ from soapjax.execute.compiled.verify_pipeline import verify_pipeline
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.cut import keys_of
 from soapjax.execute.streams.pipedream import PipeDreamStep
-from soapjax.execute.streams.placement import PlacedStep
+from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.trace.trace import TracedStep
 from soapjax.model_source import Model
 from soapjax.planning.given_pipeline import planned_pipeline

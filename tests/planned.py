@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from soapjax.costs.tables.tables import cost_tables
-from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.trace import trace

@@ -26,7 +26,7 @@ from soapjax.report.explanation import (
     merged_name,
     totals_of,
 )
-from soapjax.report.tables import short_storage, split_of
+from soapjax.report.plan_tables import short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.critical_path import PathStep, critical_path, pipeline_path

@@ -29,7 +29,7 @@ from soapjax.planning import entry, plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.planning.request import find_profile
 from soapjax.planning.verify_top import require_real_devices
-from soapjax.report.tables import seconds
+from soapjax.report.plan_tables import seconds
 from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of

@@ -19,9 +19,9 @@ from soapjax.model_source import abstract_model, model_source
 from soapjax.planning import plan_files
 from soapjax.planning.choosing import Chosen, as_asked
 from soapjax.planning.request import PlanRequest
-from soapjax.report.front import front_view
+from soapjax.report.front_table import front_view
 from soapjax.report.perfetto import write_trace
-from soapjax.report.tables import plan_report
+from soapjax.report.plan_tables import plan_report
 from soapjax.search.objective import Objective, objective_of
 from soapjax.search.planners import get_planner
 from soapjax.strategy.plan import Plan

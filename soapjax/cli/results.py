@@ -16,7 +16,7 @@ from soapjax.errors import Problem
 from soapjax.graph.trace.trace import TracedStep, trace
 from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.planning import plan_files
-from soapjax.report.tables import gains
+from soapjax.report.plan_tables import gains
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
 

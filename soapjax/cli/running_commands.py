@@ -30,7 +30,7 @@ from soapjax.graph.trace.trace import TracedStep
 from soapjax.model_source import Model, abstract_model, with_arrays
 from soapjax.planning import entry
 from soapjax.planning.given_pipeline import planned_pipeline
-from soapjax.report.tables import overlap_words, plan_report, seconds
+from soapjax.report.plan_tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import topology_of

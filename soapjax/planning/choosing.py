@@ -17,7 +17,7 @@ from soapjax.planning import entry
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.planning.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
-from soapjax.report.front import FrontRow
+from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from soapjax.planning.entry import Planned
 from soapjax.planning.pipelines import FoundPipeline
-from soapjax.report.front import FrontRow
+from soapjax.report.front_table import FrontRow
 from soapjax.search.front import joined
 from soapjax.search.problem import Evaluation
 from soapjax.search.stages.stage_problem import Choice

@@ -18,7 +18,7 @@ from soapjax.planning.stage_times import StageTimes, simulated_stages
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.stages.joint_search import search_stages
-from soapjax.search.stages.pipedream import Memory, pipedream
+from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
 from soapjax.strategy.pipeline import Pipeline, Stage

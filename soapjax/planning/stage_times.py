@@ -11,10 +11,10 @@ from soapjax.costs.evaluate import Layouts
 from soapjax.costs.split_share import share_of
 from soapjax.planning.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.search.objective import Objective
-from soapjax.search.stages.pipedream import Workers
+from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import StageLoads
-from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, SentPart

@@ -9,7 +9,7 @@ import numpy as np
 from soapjax.costs.evaluate import Costs
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.report.perfetto import TraceEvent
-from soapjax.simulate.pipeline import PipelineTimeline
+from soapjax.simulate.pipeline_timeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, KIND_NAMES, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.strategy import Strategy

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from soapjax.report.explanation import limit_lines, totals_of
-from soapjax.report.tables import FOLDED, gains, operator_rows, percent, seconds, short_storage, split_of
-from soapjax.report.tables import caveat as caveat_of
+from soapjax.report.plan_tables import FOLDED, gains, operator_rows, percent, seconds, short_storage, split_of
+from soapjax.report.plan_tables import caveat as caveat_of
 from soapjax.sizes import size
 from soapjax.strategy.plan import Plan
 

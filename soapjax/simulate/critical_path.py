@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.simulate.event import occupied_streams, run, task_graph
-from soapjax.simulate.pipeline import PipelineTask
+from soapjax.simulate.pipeline_timeline import PipelineTask
 from soapjax.simulate.schedule import Schedule
 
 

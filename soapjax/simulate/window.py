@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from soapjax.jit.kernel import put, row
-from soapjax.simulate.trace import NEVER, ItemCosts, Trace, costs_of_item
+from soapjax.simulate.simulated_trace import NEVER, ItemCosts, Trace, costs_of_item
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 
 FAR = 1 << 30

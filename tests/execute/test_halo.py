@@ -12,7 +12,7 @@ from planned import Case
 
 from soapjax.costs.rules.halos import halo_cost_plainly
 from soapjax.costs.rules.links import Links
-from soapjax.costs.rules.reshard import halos, network_of
+from soapjax.costs.rules.reshard_cost import halos, network_of
 from soapjax.costs.rules.sets import encoded, mesh_of
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.heavy import run_product

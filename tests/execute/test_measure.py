@@ -15,7 +15,7 @@ from soapjax.costs.measured.measured import local_task
 from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.execute.compiled.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.compiled.measure_links import KINDS, time_collectives
-from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.trace import trace
 from soapjax.planning.profiling import asked_degrees

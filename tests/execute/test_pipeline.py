@@ -14,7 +14,7 @@ import soapjax
 from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.inspect_stream import inspect_stream
-from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.given_pipeline import pipelined

@@ -11,7 +11,7 @@ import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.verify import verify
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.execute.streams.placement import PlacedStep
+from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.plan_files import recost
 from soapjax.search.experts.placement import model_parallel_strategy

@@ -10,7 +10,7 @@ import pytest
 from planned import leaf_errors, plain_leaves
 
 from soapjax.errors import SoapjaxError
-from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, RECOMPUTED
 from soapjax.graph.recompute import Recomputation, recomputing

@@ -7,8 +7,8 @@ import rich.console
 from command_line import plan_text
 
 from soapjax import Plan
-from soapjax.report.front import MOST_ROWS, FrontRow, front_view
-from soapjax.report.tables import caveat, gain_lines, gains, operator_rows, operator_table, plan_report
+from soapjax.report.front_table import MOST_ROWS, FrontRow, front_view
+from soapjax.report.plan_tables import caveat, gain_lines, gains, operator_rows, operator_table, plan_report
 from soapjax.strategy.plan import OperatorCost, StrategyFigures
 
 
@@ -69,7 +69,7 @@ def test_what_counts_as_split(share, devices, says):
 def test_hidden_communication_stands_beside_every_step_time():
     plan = plan_with(data_parallel=(2.0, 1.0))
     shown = text_of(plan_report(plan))
-    from soapjax.report.tables import seconds
+    from soapjax.report.plan_tables import seconds
 
     s = plan.prediction.step_time_s
     row, other = (next(line for line in shown.splitlines() if name in line) for name in ("this plan (", "│ data_parallel"))

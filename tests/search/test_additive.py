@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soapjax.errors import SoapjaxError
+from soapjax.search.additive.additive_problem import FORBIDDEN, AdditiveProblem, Score
 from soapjax.search.additive.blocks import Blocks
 from soapjax.search.additive.core import Core
 from soapjax.search.additive.dual import Dual
 from soapjax.search.additive.improve import Improver
 from soapjax.search.additive.iopddl import load_problem
 from soapjax.search.additive.messages import Messages
-from soapjax.search.additive.problem import FORBIDDEN, AdditiveProblem, Score
-from soapjax.search.additive.reduce import NoAllowedChoice, reduce_problem
+from soapjax.search.additive.reduction import NoAllowedChoice, reduce_problem
 from soapjax.search.additive.solve import Best, solve
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "solve_iopddl.py"

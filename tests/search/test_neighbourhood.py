@@ -20,7 +20,7 @@ from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, judge, move, scratch_of
 from soapjax.search.objective import Objective
 from soapjax.search.problem import PlanningProblem
-from soapjax.simulate.trace import Trace
+from soapjax.simulate.simulated_trace import Trace
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.costs.measured.layers import LayerGraph, cuts
+from soapjax.costs.measured.layer_graph import LayerGraph, cuts
 from soapjax.costs.measured.pipedream_profile import parse_profile
 from soapjax.errors import SoapjaxError
 from soapjax.search.stages.gpipe import balanced_partition
-from soapjax.search.stages.pipedream import Memory, data_parallel_s, pipedream
+from soapjax.search.stages.pipedream_stages import Memory, data_parallel_s, pipedream
 from soapjax.topology import DeviceTopology
 
 

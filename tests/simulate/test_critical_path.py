@@ -6,7 +6,7 @@ from problems import case
 
 from soapjax.simulate.critical_path import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
-from soapjax.simulate.pipeline import StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import occupied_by
 from soapjax.strategy.pipeline import Pipeline, Stage
 

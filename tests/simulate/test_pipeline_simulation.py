@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.simulate.pipeline import StageLoad, Transfer, predicted_times, simulate_pipeline
+from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, predicted_times, simulate_pipeline
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import actions, groups_of, needs
 

@@ -15,8 +15,8 @@ from soapjax.costs.evaluate import Durations
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+from soapjax.simulate.simulated_trace import ItemCosts, no_trace, traced
 from soapjax.simulate.simulator import Simulator
-from soapjax.simulate.trace import ItemCosts, no_trace, traced
 from soapjax.simulate.walk import ItemSizes, makespans, records_of_items
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 

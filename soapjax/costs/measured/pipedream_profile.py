@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.measured.layers import LayerGraph
+from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text
 

@@ -1,4 +1,4 @@
-"""What many conversions cost, of layouts that are given: the rule of reshard.py beside no problem."""
+"""What many conversions cost, of layouts that are given: the rule of reshard_cost.py beside no problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from soapjax.costs.rules.links import Links
-from soapjax.costs.rules.reshard import Network, network_of, reshard
+from soapjax.costs.rules.reshard_cost import Network, network_of, reshard
 from soapjax.costs.rules.sets import Mesh, encoded, mesh_of
 from soapjax.costs.tables.arrays import SMALL
 from soapjax.jit.kernel import in_kernel

@@ -1,4 +1,4 @@
-"""What blocks of a convolution's image get from their neighbours, of one layout in plain Python: the rule is in reshard.py."""
+"""What blocks of a convolution's image get from their neighbours, of one layout in plain Python: the rule is in reshard_cost.py."""
 
 from __future__ import annotations
 

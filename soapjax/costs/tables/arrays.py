@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from soapjax.costs.rules.reshard import Network, network_of
+from soapjax.costs.rules.reshard_cost import Network, network_of
 from soapjax.costs.rules.sets import DIGITS, Mesh, encoded, mesh_of
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.tables.tensor_tables import FROM_FIXED, FROM_READER

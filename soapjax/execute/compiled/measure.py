@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.units import generated_values

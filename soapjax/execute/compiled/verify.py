@@ -20,9 +20,9 @@ import numpy as np
 
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
 from soapjax.execute.compiled.inspect_stream import inspect_stream
-from soapjax.execute.spmd.evaluate import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.placement import PlacedStep
+from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.trace import TracedStep
 

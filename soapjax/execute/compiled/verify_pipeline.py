@@ -25,7 +25,7 @@ from soapjax.execute.compiled.verify import (
     run_stream,
 )
 from soapjax.execute.streams.microbatches import MicroStep, joining
-from soapjax.execute.streams.pipeline import PipelineStep
+from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.graph.passes.build import build_graph
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.evaluate import task_mark
+from soapjax.execute.spmd.evaluator import task_mark
 from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.execute.spmd.plan_layouts import PlanLayouts

@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd import heavy, scatter  # noqa: F401 - they say how their primitives run
-from soapjax.execute.spmd.evaluate import ProgramEvaluator, task_mark
+from soapjax.execute.spmd.evaluator import ProgramEvaluator, task_mark
 from soapjax.execute.spmd.gradient_sums import GradientSums
-from soapjax.execute.spmd.joint_sums import JointSums
 from soapjax.execute.spmd.on_blocks import OnBlocks, contracted_axes, is_executed, partition_spec, run_on_blocks
 from soapjax.execute.spmd.partial import Partial
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.execute.spmd.reduce import REDUCTIONS
+from soapjax.execute.spmd.summed_jointly import JointSums
 from soapjax.graph.operators import OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES

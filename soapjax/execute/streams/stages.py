@@ -14,7 +14,7 @@ from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.microbatches import MicroStep, micro_step
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipedream import PipeDreamStep
-from soapjax.execute.streams.pipeline import PipelineStep
+from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding, build_graph

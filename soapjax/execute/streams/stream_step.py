@@ -13,7 +13,7 @@ from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pieces import on_every_process, piecewise
-from soapjax.execute.streams.placement import PlacedStep
+from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.execute.streams.stream import Event, Stream
 from soapjax.graph.trace.trace import TracedStep, signature
 from soapjax.own_config import compiled_as_planned

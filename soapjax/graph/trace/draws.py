@@ -2,7 +2,7 @@
 
 A step draws with `random_bits(key)`, whatever the key was derived by: split, fold_in of a step counter, Flax's `make_rng`. Traced
 for a micro-batch, it has the key of the whole step, and so all micro-batches would draw alike. Executors therefore fold the
-number of the micro-batch in where numbers are drawn (execute/spmd/evaluate.py), and nowhere else: keys that the step returns stay
+number of the micro-batch in where numbers are drawn (execute/spmd/evaluator.py), and nowhere else: keys that the step returns stay
 what they were. A key that comes with the data differs already, and stays as it is: every sample then draws as in the whole batch.
 
 Loops that JAX keeps closed (`while`, `cond`) are given keys that have the number in them, where their keys are typed.

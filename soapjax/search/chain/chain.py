@@ -23,8 +23,8 @@ from soapjax.jit.programs import PlannerProgram
 from soapjax.search.chain.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
 from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, Tables, judge, move, position, scratch_of
 from soapjax.search.problem import PlanningProblem
+from soapjax.simulate.simulated_trace import Trace
 from soapjax.simulate.simulator import BATCH
-from soapjax.simulate.trace import Trace
 
 MAX_AXES = 4  # that one block moves
 MAX_STEPS, LANES = 256, 128  # of a block

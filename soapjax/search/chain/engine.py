@@ -15,8 +15,8 @@ from soapjax.search.chain.chain import MOST_BLOCKS, Walker, block_size, judge_pr
 from soapjax.search.chain.moves import State, move_tables
 from soapjax.search.chain.neighbourhood import Judged, Position, base_of, no_alive, no_base, tables_of
 from soapjax.search.problem import PlanningProblem
+from soapjax.simulate.simulated_trace import no_trace
 from soapjax.simulate.simulator import BATCH, Batch
-from soapjax.simulate.trace import no_trace
 from soapjax.strategy.strategy import REPLICATE, Strategy
 
 

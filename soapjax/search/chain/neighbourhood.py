@@ -27,7 +27,7 @@ from soapjax.costs.whole import Evaluated
 from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
-from soapjax.simulate.trace import ItemCosts, Trace, no_trace, traced
+from soapjax.simulate.simulated_trace import ItemCosts, Trace, no_trace, traced
 from soapjax.simulate.walk import ItemRecords, ItemSizes
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 

@@ -13,7 +13,7 @@ import numpy as np
 from soapjax.graph.condense import MOST_KEPT, Condensed, condense
 from soapjax.search.stages.stage_figures import Figures, Inside
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
-from soapjax.simulate.pipeline import StageLoad, Transfer
+from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import FactorMesh
 

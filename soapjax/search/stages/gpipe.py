@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from soapjax.costs.measured.layers import LayerGraph, cuts
+from soapjax.costs.measured.layer_graph import LayerGraph, cuts
 from soapjax.errors import Problem, SoapjaxError
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from soapjax.search.stages.gpipe import balanced_partition
 from soapjax.search.stages.stage_figures import STORED, level_between
 from soapjax.search.stages.stage_problem import Choice, StageProblem
-from soapjax.simulate.pipeline import StageLoad
+from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.pipeline import ScheduleName
 
 MOST_CHUNKS = 4  # stages of one group of devices in an interleaved schedule

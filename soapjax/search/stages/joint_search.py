@@ -26,7 +26,7 @@ import numpy as np
 from soapjax import interrupts
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.search.stages.grid import Grid
-from soapjax.search.stages.pipedream import Memory, pipedream
+from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
 
 MOST_STARTS = 96  # points of the grid that are priced

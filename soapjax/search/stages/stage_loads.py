@@ -25,7 +25,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_between, part_of
 from soapjax.search.stages.stage_part import Ownership, StagePart
-from soapjax.simulate.pipeline import StageLoad, Transfer
+from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
 from soapjax.strategy.plan import SentPart
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy

@@ -13,7 +13,7 @@ from soapjax.graph.lifetimes import Lifetimes
 from soapjax.graph.operators import HEAVY_RESULT
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.stage_figures import Figures
-from soapjax.simulate.pipeline import StageLoad
+from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 
 

@@ -1,6 +1,6 @@
 """Pipelines of one graph on one topology: what may be chosen, and what a choice costs.
 
-A `Choice` is small, frozen data; `StageProblem.price` simulates it (simulate/pipeline.py) with the loads of its stages
+A `Choice` is small, frozen data; `StageProblem.price` simulates it (simulate/pipeline_timeline.py) with the loads of its stages
 (stage_loads.py), and `StageProblem.pipeline` is the pipeline that a plan file has.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.measured.layers import LayerGraph
+from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
@@ -25,7 +25,7 @@ from soapjax.search.objective import TIME, Objective
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
-from soapjax.simulate.pipeline import PipelineTimeline, StageLoad, Transfer, predicted_times
+from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, predicted_times
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import StrategyFigures

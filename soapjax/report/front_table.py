@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from soapjax.report.tables import seconds
+from soapjax.report.plan_tables import seconds
 from soapjax.report.text_table import TextTable
 from soapjax.sizes import size
 

@@ -13,7 +13,7 @@ as fast as its slowest stage or transfer, and the program minimises that bottlen
 Workers stand in a line, hosts one after the other, and a stage takes the next m of them: 15-1 on four hosts of four is such a
 plan, though a stage ends within a host. As in the paper, several whole units (hosts) may also run the same pipeline inside
 each, found by the same program one level below: then m is a number of units. Layers need no chain: k and j are cuts of the
-graph (costs/measured/layers.py), and a stage is what lies between.
+graph (costs/measured/layer_graph.py), and a stage is what lies between.
 
 Per worker a stage keeps one version of weights and activations for every minibatch in flight, ⌈workers from here on / m⌉.
 Cost: O(workers² · cuts²) for the last level, O(workers · cuts³) below.
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.measured.layers import Cuts, LayerGraph, cuts
+from soapjax.costs.measured.layer_graph import Cuts, LayerGraph, cuts
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.topology import DeviceTopology
 

@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 
-from soapjax.search.additive.problem import AdditiveProblem
+from soapjax.search.additive.additive_problem import AdditiveProblem
 from soapjax.search.additive.shrinking import BIG, Reduced, Shrinking
 
 MAX_PAIR_TABLE = 40_000  # entries of a table that an elimination may make

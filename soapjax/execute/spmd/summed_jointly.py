@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from soapjax.execute.spmd.evaluate import task_mark
+from soapjax.execute.spmd.evaluator import task_mark
 from soapjax.execute.spmd.partial import Partial, elementwise, resolved
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.graph.passes.joint_sums import TracedJointSum
