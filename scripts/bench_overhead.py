@@ -18,7 +18,7 @@ import time
 import jax
 
 import soapjax
-from soapjax.model_source import concrete_model, model_source
+from soapjax.sourced_models import concrete_model, model_source
 
 
 def one_device() -> soapjax.DeviceTopology:

@@ -43,11 +43,11 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
 
     import soapjax
     from soapjax.jit import programs
-    from soapjax.model_source import abstract_model
     from soapjax.planning.entry import planning_problem
     from soapjax.search.chain.engine import Engine
-    from soapjax.search.chain.mcmc import mcmc
+    from soapjax.search.chain.mcmc_planner import mcmc
     from soapjax.search.problem import Budget
+    from soapjax.sourced_models import abstract_model
     from soapjax.strategy.plan import ModelSource
 
     compiling, walked = [], []

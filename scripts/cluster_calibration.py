@@ -24,7 +24,7 @@ from soapjax.execute.compiled.measure_links import time_collectives
 from soapjax.execute.processes.agreement import agree
 from soapjax.execute.processes.coordination import store
 from soapjax.graph.rules.flops import flops_of
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning.profiling import measure_profile
 from soapjax.topology import DeviceTopology
 

@@ -41,8 +41,8 @@ from soapjax.execute.spmd.arrivals import place
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
-from soapjax.model_source import concrete_model
 from soapjax.search.problem import PlanningProblem
+from soapjax.sourced_models import concrete_model
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology
 

@@ -22,7 +22,7 @@ from foreign.registry import Case, Made
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.execute.compiled.verify import FLOAT64_BOUND, verify
+from soapjax.execute.compiled.proof import FLOAT64_BOUND, verify
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.strategy.plan import Plan
 

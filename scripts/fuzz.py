@@ -176,8 +176,8 @@ class Plans(Kind):
     """Plans of one program; placed; pipelines; one with a profile."""
 
     def made(self) -> list[Any]:
-        from soapjax.model_source import abstract_model
         from soapjax.planning import entry
+        from soapjax.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 
         model = abstract_model(ModelSource(path="soapjax.models.mlp", settings=TINY))
@@ -265,8 +265,8 @@ class Topologies(Kind):
 
 class Profiles(Kind):
     def made(self) -> list[Any]:
-        from soapjax.graph.trace.trace import trace
-        from soapjax.model_source import abstract_model
+        from soapjax.graph.trace.tracing import trace
+        from soapjax.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 
         model = abstract_model(ModelSource(path="soapjax.models.mlp", settings=TINY))

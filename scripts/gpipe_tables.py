@@ -36,7 +36,7 @@ from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.files import write_text_atomic
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.search.stages.gpipe import balanced_partition
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.topology import DeviceTopology

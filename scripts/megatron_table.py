@@ -99,7 +99,7 @@ def by_hand(row: Row, node: str) -> dict[str, Any]:
 
     from soapjax.factories import find_factory
     from soapjax.graph.passes.build import build_graph
-    from soapjax.graph.trace.trace import trace
+    from soapjax.graph.trace.tracing import trace
     from soapjax.search.stages.stage_problem import Choice, StageProblem
     from soapjax.topology import load_topology
 

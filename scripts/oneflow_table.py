@@ -49,7 +49,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import write_text_atomic
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import FORWARD
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.profiling import scaled_prediction
 from soapjax.search.experts.baselines import tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem

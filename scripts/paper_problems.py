@@ -31,7 +31,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult

@@ -27,11 +27,11 @@ from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
 import soapjax
 import soapjax.distributed
-from soapjax.model_source import concrete_model
 from soapjax.planning.entry import plan_of_strategy, plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem
+from soapjax.sourced_models import concrete_model
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of as planned_strategy
 

@@ -31,7 +31,6 @@ from placement_cluster import FIELDS, MODELS
 
 import soapjax
 import soapjax.distributed
-from soapjax.model_source import concrete_model
 from soapjax.planning.compile_check import compiled_plan
 from soapjax.planning.entry import plan_of_strategy
 from soapjax.search.experts.layered import layered_expert_strategies
@@ -40,6 +39,7 @@ from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.search.learned.search import HIERARCHICAL, TRINITY, learned
 from soapjax.search.objective import Objective
 from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.sourced_models import concrete_model
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.strategy import Strategy
 

@@ -33,7 +33,7 @@ from paper_tables import CASE_COLUMNS, Rows, guarded, note, parser_of, positive_
 
 from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.search.problem import Budget, SearchResult
-from soapjax.search.relaxation.optcnn import has_additive_start
+from soapjax.search.relaxation.dynamic_program import has_additive_start
 
 GPUS = {4: "p100", 8: "p100", 16: "p100", 32: "k80", 64: "k80"}
 CLOCKS = {"wall": time.monotonic, "cpu": time.process_time}

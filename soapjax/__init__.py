@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from soapjax.api import SoapShard, soap_shard
     from soapjax.errors import InfeasibleError, Problem, SoapjaxError
     from soapjax.graph.passes.phases import value_and_grad
-    from soapjax.graph.trace.trace import trace
+    from soapjax.graph.trace.tracing import trace
     from soapjax.planning.entry import Planned, plan, plan_pipeline
     from soapjax.planning.plan_files import load_plan
     from soapjax.search.objective import Objective
@@ -52,7 +52,7 @@ _HOMES = {
     "plan": "planning.entry",
     "plan_pipeline": "planning.entry",
     "soap_shard": "api",
-    "trace": "graph.trace.trace",
+    "trace": "graph.trace.tracing",
     "value_and_grad": "graph.passes.phases",
 }
 

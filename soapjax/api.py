@@ -28,7 +28,7 @@ from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.streams.stream import Event
 from soapjax.execute.streams.stream_step import StreamStep
-from soapjax.graph.trace.trace import argument_names, signature, trace
+from soapjax.graph.trace.tracing import argument_names, signature, trace
 from soapjax.making import Maker
 from soapjax.options import check as check_options
 from soapjax.options import check_step

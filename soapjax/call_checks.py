@@ -9,7 +9,7 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.arrivals import require_arrays
-from soapjax.graph.trace.trace import check_leaves, leaf_paths
+from soapjax.graph.trace.tracing import check_leaves, leaf_paths
 from soapjax.topology.table_reader import shown
 
 

@@ -29,7 +29,7 @@ from soapjax.execute.processes.channel import ends_within
 from soapjax.execute.processes.coordination import ANSWER_S, Job, connect, is_joined, job_of_environment, store
 from soapjax.execute.processes.keyed import KEY_VARIABLE
 from soapjax.execute.processes.keyed import job_key as _job_key
-from soapjax.execute.processes.roll_call import OVER_S, listen, roll_call
+from soapjax.execute.processes.start_up import OVER_S, listen, roll_call
 
 log = logging.getLogger("soapjax")
 DEFAULT_TIMEOUT_S = 300.0

@@ -14,7 +14,7 @@ from soapjax.execute.processes import jointly
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
-from soapjax.graph.trace.trace import TracedStep, trace
+from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.options import objective
 from soapjax.planning.choosing import as_asked
 from soapjax.planning.given_pipeline import pipelined, planned_pipeline

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from soapjax.costs.memory.memory_curve import memory_curve
+from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, PHASE_NAMES, UPDATE
 from soapjax.planning.timelines import TaskNames, devices_taking_part
 from soapjax.report.html import Extras, MemoryOverStep, TimelineView
-from soapjax.simulate.critical_path import critical_path, pipeline_path
+from soapjax.simulate.critical_tasks import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM

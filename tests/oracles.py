@@ -15,7 +15,7 @@ import numpy as np
 
 from soapjax.costs.rules.links import COLLECTIVES, links_of
 from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
-from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
 from soapjax.graph.passes.phases import BACKWARD, FORWARD
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
@@ -261,7 +261,7 @@ class _Oracle:
                     found[k, task.choices_of] = j
         return found
 
-    # Memory that GPU compilers need besides (costs/memory/working_memory.py).
+    # Memory that GPU compilers need besides (costs/memory/working_sets.py).
 
     @property
     def is_gpu(self) -> bool:

@@ -10,7 +10,7 @@ from soapjax.costs.tables.tables import cost_tables
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import search_space

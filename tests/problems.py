@@ -18,7 +18,7 @@ from soapjax.costs.tables.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy, replicated

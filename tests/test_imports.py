@@ -24,8 +24,8 @@ MAY_IMPORT = {
 HELPERS = {"csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config", "sizes"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
-    "__init__", "__main__", "api", "call_checks", "calling", "cli", "devices", "distributed", "factories", "making", "model_source",
-    "nnx_steps", "options", "page_data", "planning", "progress", "verify_programs",
+    "__init__", "__main__", "api", "call_checks", "calling", "cli", "devices", "distributed", "factories", "making", "nnx_steps",
+    "options", "page_data", "planning", "program_proofs", "progress", "sourced_models",
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def test_with_nothing_to_keep_it_leaves_at_once():
 
 def test_its_word_is_heard_while_the_compilers_messages_are_collected():
     """Standard error is a file then."""
-    given = "from soapjax.execute.compiled.inspect import compiler_messages\n"
+    given = "from soapjax.execute.compiled.inspection import compiler_messages\n"
     body = f"{given}with compiler_messages():\n    press()\n    time.sleep(60)"
     assert ended(body) == (130, "", "interrupted: nothing was written\n")
 

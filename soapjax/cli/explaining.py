@@ -29,7 +29,7 @@ from soapjax.report.explanation import (
 from soapjax.report.plan_tables import short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.simulate.critical_path import PathStep, critical_path, pipeline_path
+from soapjax.simulate.critical_tasks import PathStep, critical_path, pipeline_path
 from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.simulate.simulator import BATCH, occupied_by
 from soapjax.strategy.plan import Plan

@@ -23,14 +23,14 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
-from soapjax.graph.trace.trace import trace
-from soapjax.model_source import abstract_model, model_source
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning import entry, plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.planning.request import find_profile
 from soapjax.planning.verify_top import require_real_devices
 from soapjax.report.plan_tables import seconds
 from soapjax.report.text_table import TextTable
+from soapjax.sourced_models import abstract_model, model_source
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.evaluate import Costs
-from soapjax.costs.memory.memory_curve import memory_curve
+from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.costs.split_share import split_flops
 from soapjax.costs.tables.tables import CostTables
 from soapjax.strategy.plan import OperatorCost, SentPart

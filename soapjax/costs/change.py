@@ -1,6 +1,6 @@
 """What Q candidate configs of one operator change of a strategy's costs: the rules (rules.py) on the records that it decides.
 
-`changed` computes anew only those that one operator decides (own_records.py), all
+`changed` computes anew only those that one operator decides (operator_records.py), all
 candidates side by side, into the *rows* of a `Change`: its own rows, and behind them those of *heirs*, readers of other operators
 that inherit the payment of a shared copy, or lose it. Full evaluation (whole.py) of the changed strategies is their oracle.
 """
@@ -16,7 +16,7 @@ from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import paying, previous_in
 from soapjax.costs.rules.rules import gathers_again, row_costs
 from soapjax.costs.tables.arrays import CostArrays, edge_of
-from soapjax.costs.tables.own_records import OwnRecords
+from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
 from soapjax.jit.kernel import in_kernel, put, row
 

@@ -29,7 +29,7 @@ from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, RECOMPUTED, module_path
 from soapjax.graph.segments import Value, cuts
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 
 # Not repeated: loops and programs of their own, and what is said of a value rather than computed.
 _ONCE = {"while", "cond", "shard_map", "sharding_constraint", "optimization_barrier"}

@@ -12,7 +12,7 @@ from soapjax import options
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning import entry
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.planning.pipelines import Beaten

@@ -13,11 +13,11 @@ import jax
 
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 from soapjax.execute.compiled.collectives import KINDS, collectives_of
-from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning.searching import Search, Searched, least_memory
 from soapjax.search.problem import PlanningProblem
 from soapjax.sizes import size

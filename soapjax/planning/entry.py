@@ -24,7 +24,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.trace import TracedStep, trace
+from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.own_config import own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for

@@ -16,7 +16,7 @@ from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning.entry import on_cpu, plan_of_strategy
 from soapjax.planning.pipeline_files import recost_pipeline
 from soapjax.planning.stage_times import StageTimes

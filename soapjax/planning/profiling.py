@@ -32,7 +32,7 @@ from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import PHASE_NAMES
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem

@@ -13,7 +13,7 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.rules.light_rules import user_spec
-from soapjax.graph.trace.trace import TracedStep, leaf_paths
+from soapjax.graph.trace.tracing import TracedStep, leaf_paths
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import format_spec, parse_spec
 from soapjax.topology import FactorMesh

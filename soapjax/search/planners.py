@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.search.chain.mcmc import mcmc
-from soapjax.search.chain.mcmc_paper import mcmc_paper
+from soapjax.search.chain.mcmc_planner import mcmc
+from soapjax.search.chain.paper_chain import mcmc_paper
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.experts.experts import expert_cnn
 from soapjax.search.experts.layered import layered_expert, single_device
@@ -14,9 +14,9 @@ from soapjax.search.experts.placement import model_parallel, placement_error
 from soapjax.search.experts.recurrent import expert_rnn
 from soapjax.search.learned.search import hierarchical, reinforce, trinity
 from soapjax.search.problem import Planner
-from soapjax.search.proofs.exhaustive import exhaustive
-from soapjax.search.relaxation.ilp import ilp
-from soapjax.search.relaxation.optcnn import optcnn
+from soapjax.search.proofs.branch_and_bound import exhaustive
+from soapjax.search.relaxation.dynamic_program import optcnn
+from soapjax.search.relaxation.integer_program import ilp
 from soapjax.strategy.space import has_pins
 
 # They put operators on single devices: only in a space that offers pins.

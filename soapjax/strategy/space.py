@@ -18,7 +18,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.strategy.layout import divides, layout_of
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, storage_options
-from soapjax.topology.factor_mesh import FactorMesh
+from soapjax.topology.mesh import FactorMesh
 
 NOT_FIXED = -9
 MOST_DIMS = 127  # of an operator that an axis may split: a config value is an int8, and values + 1 are used as rows

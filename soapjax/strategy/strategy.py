@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.graph.operators import Operator, OperatorGraph
-from soapjax.topology.factor_mesh import FactorMesh
+from soapjax.topology.mesh import FactorMesh
 
 REPLICATE = -1
 AS_USED = "as used"  # a storage: over no axes beyond those of the use

@@ -2,8 +2,8 @@
 
 from soapjax.topology.by_name import load_topology
 from soapjax.topology.device_topology import COLLECTIVE_KINDS, DeviceKind, DeviceTopology, LinkLevel
-from soapjax.topology.factor_mesh import FactorMesh, factor_mesh
 from soapjax.topology.local import local_topology
+from soapjax.topology.mesh import FactorMesh, factor_mesh
 from soapjax.topology.shipped import shipped_topologies
 from soapjax.topology.toml_file import ShippedTopology, shipped_catalogue
 

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 
 from soapjax import SoapjaxError, progress, soap_shard
 from soapjax.graph.trace.source_lines import line_of_equation
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 
 X = np.ones((16, 8), np.float32)
 

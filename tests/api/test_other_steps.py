@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from soapjax import SoapjaxError, soap_shard
 from soapjax.graph.trace.one_program import for_one_program
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 
 FSDP = dict(planner="fsdp")
 TX = optax.sgd(0.1, momentum=0.9)  # Adam makes steps of the rounding of gradients that are zero

@@ -12,7 +12,7 @@ from command_line import call, done, plan_text, step_of
 from soapjax import Plan
 from soapjax.errors import SoapjaxError
 from soapjax.factories import find_factory
-from soapjax.model_source import model_source, setting_pairs
+from soapjax.sourced_models import model_source, setting_pairs
 
 TRAP = """
 from pathlib import Path

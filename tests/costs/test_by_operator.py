@@ -6,7 +6,7 @@ from problems import case, topology_of
 
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.itemize import sent_parts
-from soapjax.costs.memory.memory_curve import memory_curve
+from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables.tables import cost_tables
 from soapjax.simulate.event import simulate

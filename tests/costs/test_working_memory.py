@@ -13,12 +13,12 @@ from soapjax.costs.compilers.gpu import GPU
 from soapjax.costs.compilers.gpu_order import late_products
 from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.memory.memory_order import MemoryOrder
-from soapjax.costs.memory.working_memory import working_memory
+from soapjax.costs.memory.working_sets import working_memory
 from soapjax.graph.passes.build import build_graph
-from soapjax.model_source import abstract_model
 from soapjax.planning.entry import planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
+from soapjax.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 
 LIMIT = 1000.0

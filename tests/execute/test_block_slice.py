@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax.execute.compiled.hlo import namesakes
-from soapjax.execute.spmd.block_slice import block_slice, block_slice_in_dim
+from soapjax.execute.spmd.slicing import block_slice, block_slice_in_dim
 
 
 def joined(num_ours, num_theirs, slice_in_dim):

@@ -9,7 +9,7 @@ from soapjax.execute.processes.calls import Calls
 from soapjax.execute.processes.channel import Channel, neighbours
 from soapjax.execute.processes.keyed import MAX_STRANGER_BYTES, Session, StrangerError
 from soapjax.execute.processes.relay import Relay
-from soapjax.execute.processes.roll_call import Peer
+from soapjax.execute.processes.start_up import Peer
 from soapjax.execute.processes.watch import Watch
 
 KEY = b"the key of the job"

@@ -10,7 +10,7 @@ import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled import aot
 from soapjax.execute.compiled.collectives import collectives_of, replica_group, shape_bytes
-from soapjax.execute.compiled.inspect import inspect
+from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning.entry import plan_of_strategy, planning_problem

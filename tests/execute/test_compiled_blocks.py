@@ -12,7 +12,7 @@ from planned import Case
 import soapjax
 from models import transformer_lm
 from soapjax.execute.spmd.planned_evaluator import bind_plan, mesh_of
-from soapjax.execute.spmd.reshard import reshard
+from soapjax.execute.spmd.resharder import reshard
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget

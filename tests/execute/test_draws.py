@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from balanced import balanced_pipeline
 
-from soapjax.execute.compiled.verify import OpsCheck
-from soapjax.execute.compiled.verify_pipeline import verify_pipeline
+from soapjax.execute.compiled.pipeline_proof import verify_pipeline
+from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.given_pipeline import pipelined

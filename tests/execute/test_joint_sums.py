@@ -17,7 +17,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.cut import make_part
 from soapjax.execute.streams.part_program import Place, jit_part
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.layout import PARTIAL
 

@@ -17,7 +17,7 @@ from soapjax.execute.compiled.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES
 from soapjax.execute.compiled.measure_links import KINDS, time_collectives
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.profiling import asked_degrees
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.space import search_space

@@ -9,9 +9,9 @@ from patterns import PATTERNS
 from planned import Case, data_parallel, rotated
 from random_steps import random_step
 
-from soapjax.execute.compiled.verify import gradient_ids
+from soapjax.execute.compiled.proof import gradient_ids
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import pytest
 from balanced import forward_runs
 
 from soapjax.errors import SoapjaxError
-from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.stages import places_of

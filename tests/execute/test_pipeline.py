@@ -13,7 +13,7 @@ from balanced import balanced_pipeline
 import soapjax
 from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
-from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph

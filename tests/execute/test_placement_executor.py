@@ -9,7 +9,7 @@ from families import family
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.execute.compiled.verify import verify
+from soapjax.execute.compiled.proof import verify
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem

@@ -11,8 +11,8 @@ from balanced import balanced_pipeline
 import soapjax
 from models import mlp
 from soapjax.errors import SoapjaxError
-from soapjax.execute.compiled.inspect_stream import inspect_stream
-from soapjax.execute.compiled.verify_pipeline import verify_pipeline
+from soapjax.execute.compiled.pipeline_proof import verify_pipeline
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stages import step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph

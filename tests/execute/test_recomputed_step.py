@@ -4,11 +4,11 @@ import jax
 import numpy as np
 
 from models import mlp
-from soapjax.execute.compiled.verify import verify
+from soapjax.execute.compiled.proof import verify
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.passes.phases import BACKWARD
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.topology import load_topology
 

@@ -13,7 +13,7 @@ from soapjax.costs.rules.links import Links
 from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.on_blocks import partition_spec
-from soapjax.execute.spmd.reshard import permutation, reshard, reshard_sums
+from soapjax.execute.spmd.resharder import permutation, reshard, reshard_sums
 from soapjax.strategy.layout import spec_of
 from soapjax.strategy.resharding import Exchange, Gather, Permute, rounds_of, steps_of
 

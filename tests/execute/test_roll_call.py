@@ -10,7 +10,7 @@ import pytest
 import soapjax.distributed
 from soapjax.errors import SoapjaxError
 from soapjax.execute.processes.keyed import Session
-from soapjax.execute.processes.roll_call import roll_call
+from soapjax.execute.processes.start_up import roll_call
 
 KEY = b"the key of the job"
 

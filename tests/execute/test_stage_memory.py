@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.given_pipeline import pipelined
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.topology import load_topology

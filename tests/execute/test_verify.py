@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import soapjax
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.compiled.hlo import check_ops, heavy_instructions
-from soapjax.execute.compiled.inspect import inspect
-from soapjax.execute.compiled.verify import reference, verify
+from soapjax.execute.compiled.inspection import inspect
+from soapjax.execute.compiled.proof import reference, verify
 from soapjax.execute.spmd import planned_evaluator
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning.entry import plan_of_strategy, planning_problem

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from soapjax.execute.processes.calls import Calls
-from soapjax.execute.processes.roll_call import Peer
+from soapjax.execute.processes.start_up import Peer
 from soapjax.execute.processes.watch import IDLE, Watch
 
 ROOT = Path(__file__).resolve().parents[2]

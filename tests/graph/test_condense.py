@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from problems import graph_with, topology_of
 
-from soapjax.graph.condense import MOST_KEPT, condense, forward_operators, repeated_blocks
+from soapjax.graph.condensing import MOST_KEPT, condense, forward_operators, repeated_blocks
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stage_loads import StageLoads
 from soapjax.search.stages.stage_problem import prefix_crossing

@@ -13,7 +13,7 @@ from soapjax import Plan
 from soapjax.errors import SoapjaxError
 from soapjax.graph.figures import figures_of, figures_sha256, figures_text, graph_of
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.plan_files import opened_alone
 
 

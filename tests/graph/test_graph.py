@@ -18,7 +18,7 @@ from soapjax.graph.passes.build import build_graph, total_flops
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE, is_recompute, module_path, value_and_grad
 from soapjax.graph.passes.units import HEAVY, generated_values
 from soapjax.graph.rules.flops import flops_of, window_pairs
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 
 LAYERS = 3
 LM = dict(batch=2, seq=8, width=8, layers=LAYERS, heads=2)

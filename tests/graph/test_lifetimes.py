@@ -6,10 +6,10 @@ import optax
 import pytest
 from jax import lax
 
-from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 
 
 def graph_of(loss, *arguments):

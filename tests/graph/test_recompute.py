@@ -15,7 +15,7 @@ from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, RECOMPUTED
 from soapjax.graph.recompute import Recomputation, recomputing
 from soapjax.graph.segments import Value, _places, cuts
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 
 QUICK = {"xla_backend_optimization_level": 0}
 MODELS = {

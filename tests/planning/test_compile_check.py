@@ -11,7 +11,7 @@ from command_line import call
 
 from soapjax import InfeasibleError, Plan, load_topology, soap_shard
 from soapjax.devices import devices_of_target
-from soapjax.execute.compiled.inspect import inspect
+from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning import compile_check, entry
 from soapjax.planning.plan_files import recost

@@ -24,7 +24,7 @@ from soapjax.search.additive.improve import Improver
 from soapjax.search.additive.iopddl import load_problem
 from soapjax.search.additive.messages import Messages
 from soapjax.search.additive.reduction import NoAllowedChoice, reduce_problem
-from soapjax.search.additive.solve import Best, solve
+from soapjax.search.additive.solver import Best, solve
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "solve_iopddl.py"
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "iopddl"

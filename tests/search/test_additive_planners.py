@@ -15,11 +15,11 @@ from soapjax.planning.entry import planning_problem
 from soapjax.search.descent import incumbent
 from soapjax.search.experts.experts import expert_cnn, expert_cnn_strategy
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.proofs import exhaustive as branch_and_bound
+from soapjax.search.proofs import branch_and_bound
 from soapjax.search.proofs.bound import bound_of, lower_bound, streams_of
-from soapjax.search.proofs.exhaustive import exhaustive
-from soapjax.search.relaxation.ilp import ilp, reduced, solve_integer
-from soapjax.search.relaxation.optcnn import additive_start, optcnn, seeds, solve
+from soapjax.search.proofs.branch_and_bound import exhaustive
+from soapjax.search.relaxation.dynamic_program import additive_start, optcnn, seeds, solve
+from soapjax.search.relaxation.integer_program import ilp, reduced, solve_integer
 from soapjax.search.relaxation.relaxation import relax
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import load_topology

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from soapjax.search.relaxation.dynamic_program import conditional_costs, solve, tied
 from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
-from soapjax.search.relaxation.ilp import solve_integer
-from soapjax.search.relaxation.optcnn import conditional_costs, solve, tied
+from soapjax.search.relaxation.integer_program import solve_integer
 from soapjax.search.relaxation.relaxation import Pairwise
 
 

@@ -8,7 +8,7 @@ import pytest
 from test_objective import everything
 from test_planners import make
 
-from soapjax.search.chain.mcmc_paper import LEAST, Chain, mcmc_paper
+from soapjax.search.chain.paper_chain import LEAST, Chain, mcmc_paper
 from soapjax.search.problem import Budget
 
 

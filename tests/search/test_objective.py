@@ -15,13 +15,13 @@ import soapjax
 from soapjax.costs.itemize import sent_items
 from soapjax.errors import SoapjaxError
 from soapjax.planning.pipelines import _times_of
-from soapjax.search.chain.mcmc import mcmc
+from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.placement import placed
 from soapjax.search.front import Front, joined
 from soapjax.search.objective import TIME, Objective, objective_of
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.search.proofs.exhaustive import exhaustive
+from soapjax.search.proofs.branch_and_bound import exhaustive
 from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.simulate.simulator import Scores

@@ -14,7 +14,7 @@ from problems import topology_of
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.plan_files import recost
 from soapjax.search.experts.layered import layered_expert_strategies

@@ -12,11 +12,11 @@ from families import family
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.mcmc import mcmc
+from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS, get_planner
 from soapjax.search.problem import Budget
-from soapjax.search.proofs.exhaustive import exhaustive
+from soapjax.search.proofs.branch_and_bound import exhaustive
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import load_topology
 

@@ -11,7 +11,7 @@ import soapjax
 from models import llama
 from soapjax.errors import SoapjaxError
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import planning_problem
 from soapjax.planning.plan_files import opened_alone, recost
 from soapjax.search.planners import BASELINES

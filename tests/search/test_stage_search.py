@@ -16,7 +16,7 @@ from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import SoapjaxError
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from problems import case
 
-from soapjax.simulate.critical_path import critical_path, pipeline_path
+from soapjax.simulate.critical_tasks import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import occupied_by

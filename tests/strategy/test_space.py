@@ -11,7 +11,7 @@ from problems import PROBLEMS, case, graph_of, topology_of
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import trace
+from soapjax.graph.trace.tracing import trace
 from soapjax.strategy.layout import degree
 from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import PIN, REPLICATE, Storage, Strategy, replicated, storage_options

@@ -3,7 +3,7 @@
 A value per backend (cpu.py, gpu.py), `none()` where nobody read what the compiler does, or where there is none: tables of other
 systems. Its rules only say how long tensors are alive, how much of them is kept, and which collectives are merged; its flags and
 constants are read by the rules of costs. That results of light equations are fused into their readers every compiler of JAX does
-(graph/lifetimes.py).
+(graph/lifespans.py).
 
 What XLA made of a few plans is data in tests/costs/compiled: a version that does otherwise fails there.
 """

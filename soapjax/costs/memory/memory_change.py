@@ -17,7 +17,7 @@ from soapjax.costs.memory.memory import Lives, needed_until, steps_of, stored_by
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.tables.arrays import CostArrays
-from soapjax.costs.tables.own_records import OwnRecords
+from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.jit.kernel import added, added_at, put, row
 
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from soapjax.costs.rules.sets import SET
 from soapjax.costs.tables.arrays import CostArrays
-from soapjax.costs.tables.own_records import OwnRecords, OwnSizes
+from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes
 from soapjax.jit.kernel import row
 
 

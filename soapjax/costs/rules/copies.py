@@ -13,7 +13,7 @@ from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.rules import gathers_again
 from soapjax.costs.rules.sets import every
 from soapjax.costs.tables.arrays import CostArrays, edge_of
-from soapjax.costs.tables.own_records import OwnRecords
+from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.jit.kernel import put, row
 
 

@@ -9,7 +9,7 @@ What a strategy decides is computed from *records*, each with the numbers of wha
 * a *row* is what may be sent: a tensor as it is resolved, a conversion for a reader, a collective inside a task.
 
 The records of the whole graph are one list (`records_of`), and those of what one operator's config can change another
-(own_records.py); the rules read either. Sizes are padded to those of a `Bucket`, so that problems share what is compiled.
+(operator_records.py); the rules read either. Sizes are padded to those of a `Bucket`, so that problems share what is compiled.
 """
 
 from __future__ import annotations

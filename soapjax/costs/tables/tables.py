@@ -22,7 +22,7 @@ from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.measured.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.memory.memory_order import MemoryOrder, least_until
-from soapjax.costs.memory.working_memory import WorkingMemory, working_memory
+from soapjax.costs.memory.working_sets import WorkingMemory, working_memory
 from soapjax.costs.rules.links import Links, combined_share, links_of
 from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph

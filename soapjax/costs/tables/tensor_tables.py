@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Tensor
 from soapjax.graph.passes.phases import BACKWARD, UPDATE
 from soapjax.graph.rules.pools import needed_at

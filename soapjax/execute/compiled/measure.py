@@ -24,7 +24,7 @@ from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.units import generated_values
 from soapjax.graph.trace.program import FlatEqn
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 
 REPEATS = 7
 MIN_BATCH_S = 2e-3  # calls are timed in batches of at least this long

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes.calls import HERE
 from soapjax.execute.processes.coordination import Store
-from soapjax.execute.processes.roll_call import missing_ranks
+from soapjax.execute.processes.start_up import missing_ranks
 
 ROOT = "soapjax"
 LEFT = f"{ROOT}/left"  # ranks that have ended, with their status

@@ -25,7 +25,7 @@ from soapjax.execute.processes.calls import HERE, WAITING
 from soapjax.execute.processes.coordination import store
 from soapjax.execute.processes.settings import settings_of_numbers
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.strategy.plan import Plan
 from soapjax.topology import DeviceTopology
 

@@ -27,7 +27,7 @@ from soapjax.execute.processes.agreement import LEAVE_S, gathered, leave_store
 from soapjax.execute.processes.calls import HERE
 from soapjax.execute.processes.channel import OWN_REASON_S, Channel, end
 from soapjax.execute.processes.coordination import is_joined, store
-from soapjax.execute.processes.roll_call import Peer, listen
+from soapjax.execute.processes.start_up import Peer, listen
 from soapjax.execute.processes.watch import BEAT_S, Watch
 
 TELL_S = 1.0

@@ -24,7 +24,7 @@ from typing import Any
 
 from soapjax.errors import Problem
 from soapjax.execute.processes.calls import RUNNING, WAITING, Calls, Where
-from soapjax.execute.processes.roll_call import Peer, named
+from soapjax.execute.processes.start_up import Peer, named
 
 BEAT_S = 1.0  # at most; a tenth of the time-out where that is less
 IDLE = 0.02  # of a processor: less is nothing, of a rank that has work of its own

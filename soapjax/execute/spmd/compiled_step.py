@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled.inspect import compiled_for, peak_memory_bytes
+from soapjax.execute.compiled.inspection import compiled_for, peak_memory_bytes
 from soapjax.execute.spmd.arrivals import place_all, require_arrays
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.graph.trace.trace import check_leaves, signature
+from soapjax.graph.trace.tracing import check_leaves, signature
 from soapjax.own_config import compiled_as_planned
 
 # Of every leaf at every call.

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.execute.spmd.block_slice import block_slice
 from soapjax.execute.spmd.max_pool import pool_gradient
-from soapjax.execute.spmd.promote import high, promote, promoted_bind
+from soapjax.execute.spmd.promotion import high, promote, promoted_bind
+from soapjax.execute.spmd.slicing import block_slice
 from soapjax.graph.passes.phases import module_path
 from soapjax.graph.rules.pools import is_made_of_choices
 from soapjax.graph.trace.draws import is_key

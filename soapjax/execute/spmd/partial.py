@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.on_blocks import combined, partition_spec
-from soapjax.execute.spmd.reshard import reshard, reshard_sums
+from soapjax.execute.spmd.resharder import reshard, reshard_sums
 from soapjax.strategy.layout import Spec
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.on_blocks import partition_spec
-from soapjax.execute.spmd.reshard import reshard
+from soapjax.execute.spmd.resharder import reshard
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.program import FlatEqn, Program

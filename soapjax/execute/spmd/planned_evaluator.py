@@ -31,7 +31,7 @@ from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import Atom, FlatEqn
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import MeshPlan, Plan, TaskPart, parse_spec
 

@@ -15,7 +15,7 @@ import jax
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.cut import Part
 from soapjax.graph.passes.phases import UPDATE
-from soapjax.graph.single_readers import single_readers
+from soapjax.graph.readers import single_readers
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import format_spec, parse_spec
 

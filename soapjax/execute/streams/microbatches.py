@@ -24,7 +24,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
 from soapjax.graph.trace.batch_scaling import Scaling, scalings
 from soapjax.graph.trace.draws import draws_alike
-from soapjax.graph.trace.trace import TracedStep, trace
+from soapjax.graph.trace.tracing import TracedStep, trace
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.deferred_sums import deferred_sums
+from soapjax.execute.spmd.deferral import deferred_sums
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
 from soapjax.execute.streams.microbatches import Joining, MicroStep, joining, require_reduction

@@ -19,12 +19,12 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
 from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules.light_rules import LIGHT
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.schedules import splits_backward
 
@@ -283,7 +283,7 @@ def _stored_tensors(c: Cutter) -> set[int]:
 def _computed_again(c: Cutter) -> tuple[set[str], set[int]]:
     """The light forward equations that a backward pass evaluates itself, and the values that it reads although they make them.
 
-    A stage keeps what one program would keep (graph/lifetimes.py): the compiler fuses the derivative of an activation into
+    A stage keeps what one program would keep (graph/lifespans.py): the compiler fuses the derivative of an activation into
     its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
     """
     light = {e.key for e in c.program.eqns if c.phase[e.key] == FORWARD and (e.name in LIGHT or e.key not in c.of_batch)}

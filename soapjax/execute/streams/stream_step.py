@@ -15,7 +15,7 @@ from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pieces import on_every_process, piecewise
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.execute.streams.stream import Event, Stream
-from soapjax.graph.trace.trace import TracedStep, signature
+from soapjax.graph.trace.tracing import TracedStep, signature
 from soapjax.own_config import compiled_as_planned
 
 

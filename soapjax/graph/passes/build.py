@@ -39,7 +39,7 @@ from soapjax.graph.passes.units import Unit, find_units, generated_values
 from soapjax.graph.passes.updates import update_work
 from soapjax.graph.rules.light_rules import BLOCKED, shard_map_axes, user_spec
 from soapjax.graph.trace.program import FlatEqn
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.values import Values
 
 DimsOf = Callable[[Task, FlatEqn], tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]

@@ -18,7 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from soapjax.graph.trace.program import FlatEqn, Program
-from soapjax.graph.trace.trace import TracedStep, leaf_paths
+from soapjax.graph.trace.tracing import TracedStep, leaf_paths
 from soapjax.graph.trace.values import Values
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2

@@ -1,4 +1,4 @@
-"""One chain: blocks of Metropolis-Hastings steps in one operator's neighbourhood (see mcmc.py), and swaps between chains.
+"""One chain: blocks of Metropolis-Hastings steps in one operator's neighbourhood (see mcmc_planner.py), and swaps between chains.
 
 The walking program is one for all problems of a bucket: of a block's steps, whose draws repeat, each distinct config is judged
 once, in one of LANES lanes; where they are more than there are lanes the block ends.

@@ -1,4 +1,4 @@
-"""What a chain does to one problem: it begins at a strategy, walks blocks of steps, and leaps (see mcmc.py)."""
+"""What a chain does to one problem: it begins at a strategy, walks blocks of steps, and leaps (see mcmc_planner.py)."""
 
 from __future__ import annotations
 

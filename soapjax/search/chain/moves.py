@@ -10,7 +10,7 @@
   axis' pins change places with replication in a group.
 
 All are symmetric, so the Hastings correction is one. A proposal whose degrees do not divide is
-scored infinite, and so refused. Moves of one operator are drawn in blocks (mcmc.py).
+scored infinite, and so refused. Moves of one operator are drawn in blocks (mcmc_planner.py).
 """
 
 from __future__ import annotations

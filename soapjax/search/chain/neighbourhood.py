@@ -22,7 +22,7 @@ from soapjax.costs.rules.copies import all_previous
 from soapjax.costs.rules.rules import configs_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
-from soapjax.costs.tables.own_records import OwnRecords, OwnSizes, own_records
+from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of

@@ -25,7 +25,7 @@ import numpy as np
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.experts.layers import forward_edges, layers_of, steps_of
 from soapjax.search.experts.placement import operator_seconds
-from soapjax.search.learned.node2vec import Walking, node2vec
+from soapjax.search.learned.node_embedding import Walking, node2vec
 from soapjax.search.problem import PlanningProblem
 
 VOCABULARY = 200

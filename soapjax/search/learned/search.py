@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from soapjax.search.chain.starts import numpy_rng
+from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.experts.layered import layered_expert_strategies
 from soapjax.search.experts.placement import (
     devices_of,

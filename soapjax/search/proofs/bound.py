@@ -21,8 +21,8 @@ from scipy.optimize import linprog
 from soapjax.costs.evaluate import Durations
 from soapjax.costs.tables.tables import CostTables
 from soapjax.search.problem import PlanningProblem
+from soapjax.search.relaxation.dynamic_program import seeded_relaxation, seeds
 from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
-from soapjax.search.relaxation.optcnn import seeded_relaxation, seeds
 from soapjax.search.relaxation.relaxation import Relaxation, pruned, relax
 
 COMPLETE_CONFIGS = 400  # of an operator, up to which all of them are considered

@@ -1,6 +1,6 @@
 """The bound of a set of candidates: the game between a flow along chains of tasks and the strategies that it bounds worst.
 
-See exhaustive.py, which plays it at every node.
+See branch_and_bound.py, which plays it at every node.
 """
 
 from __future__ import annotations

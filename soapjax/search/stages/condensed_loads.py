@@ -1,4 +1,4 @@
-"""Loads of the stages of a deep model, from its graph with few of its repeated blocks (graph/condense.py).
+"""Loads of the stages of a deep model, from its graph with few of its repeated blocks (graph/condensing.py).
 
 A stage with more blocks than the condensed graph has is one with fewer, and for every block that is left out what one block more
 costs between two others. Of a model whose blocks do not repeat these are the loads themselves.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from soapjax.graph.condense import MOST_KEPT, Condensed, condense
+from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.search.stages.stage_figures import Figures, Inside
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer

@@ -17,7 +17,7 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.costs.tables.tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
-from soapjax.graph.single_readers import single_readers
+from soapjax.graph.readers import single_readers
 from soapjax.search.experts.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import schedule_of
@@ -163,7 +163,7 @@ def _converted_again(tables: CostTables, found: Layouts) -> np.ndarray:
 
 
 def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
-    """bool [P]: as execute/spmd/deferred_sums.py decides; of what a loop makes only where it is stored as used."""
+    """bool [P]: as execute/spmd/deferral.py decides; of what a loop makes only where it is stored as used."""
     storage, graph = strategy.storage[tables.parameter_op], tables.graph
     in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)

@@ -18,8 +18,8 @@ from soapjax.costs.itemize import Sent, described_items, sent_items
 from soapjax.costs.measured.measured import ComputeRates, linked, without_links
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import split_flops
-from soapjax.graph.condense import forward_operators
-from soapjax.graph.lifetimes import lifetimes
+from soapjax.graph.condensing import forward_operators
+from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE

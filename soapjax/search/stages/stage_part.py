@@ -9,7 +9,7 @@ import numpy as np
 
 from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.tables.tables import CostTables
-from soapjax.graph.lifetimes import Lifetimes
+from soapjax.graph.lifespans import Lifetimes
 from soapjax.graph.operators import HEAVY_RESULT
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.stage_figures import Figures
@@ -203,7 +203,7 @@ class StagePart:
         return float(self.figures.shard_bytes[made].sum())
 
     def _kept(self) -> set[int]:
-        """Forward tensors that the backward pass reads, or from which it computes what is not stored (graph/lifetimes.py)."""
+        """Forward tensors that the backward pass reads, or from which it computes what is not stored (graph/lifespans.py)."""
         graph, lives, maker = self.graph, self.lives, self.own.maker
         queue = [
             a.tensor for k in self.tasks if graph.tasks[k].phase == BACKWARD for a in graph.tasks[k].reads if maker[a.tensor] >= 0

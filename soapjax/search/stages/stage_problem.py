@@ -17,7 +17,7 @@ from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.condense import repeated_blocks
+from soapjax.graph.condensing import repeated_blocks
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.front import Front

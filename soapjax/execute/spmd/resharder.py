@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.block_slice import block_slice_in_dim
 from soapjax.execute.spmd.on_blocks import partition_spec, scattered, with_leading
+from soapjax.execute.spmd.slicing import block_slice_in_dim
 from soapjax.strategy.layout import PARTIAL, REPLICATED, Spec, layout_of, spec_of
 from soapjax.strategy.resharding import Exchange, Gather, Order, Permute, Slice, Step, gathered_first, steps_of
 

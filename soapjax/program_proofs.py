@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER
-from soapjax.execute.compiled.inspect_stream import InspectedPart, StreamInspection, inspect_stream
-from soapjax.execute.compiled.verify import Verification, verify
-from soapjax.execute.compiled.verify_pipeline import verify_pipeline
+from soapjax.execute.compiled.pipeline_proof import verify_pipeline
+from soapjax.execute.compiled.proof import Verification, verify
+from soapjax.execute.compiled.stream_inspection import InspectedPart, StreamInspection, inspect_stream
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.cut import keys_of
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.graph.trace.trace import TracedStep
-from soapjax.model_source import Model
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning.given_pipeline import planned_pipeline
+from soapjax.sourced_models import Model
 from soapjax.strategy.plan import Plan, SentPart
 
 AT_LEAST = 0.01  # of all that is sent: programs that differ by less are not listed

@@ -18,7 +18,7 @@ import jax
 
 from soapjax.execute.compiled.collectives import KINDS, Collective, collectives_of
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops, replicated_tasks
-from soapjax.execute.compiled.inspect import compiler_messages, rematerialised_in
+from soapjax.execute.compiled.inspection import compiler_messages, rematerialised_in
 from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.stream import Dispatch, Stream

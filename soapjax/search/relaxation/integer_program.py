@@ -23,7 +23,7 @@ from scipy.sparse import coo_array, vstack
 from soapjax.search.descent.repeats import runs_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.bound import Bound, bound_of, lower_bound
-from soapjax.search.relaxation.optcnn import (
+from soapjax.search.relaxation.dynamic_program import (
     TOLL,
     best_of,
     conditional_costs,

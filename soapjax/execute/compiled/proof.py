@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
-from soapjax.execute.compiled.inspect_stream import inspect_stream
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.passes.build import Binding
-from soapjax.graph.trace.trace import TracedStep
+from soapjax.graph.trace.tracing import TracedStep
 
 FLOAT64_BOUND = 1e-9
 OWN_BOUND, OWN_FACTOR = 1e-5, 3

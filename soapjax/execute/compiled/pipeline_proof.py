@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from soapjax.execute.compiled.hlo import OpsCheck
-from soapjax.execute.compiled.verify import (
+from soapjax.execute.compiled.proof import (
     Numbers,
     OneDevice,
     Reference,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax import Array
 
-from soapjax.search.chain.starts import numpy_rng
+from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.strategy.space import SearchSpace

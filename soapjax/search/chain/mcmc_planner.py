@@ -12,12 +12,11 @@ starts and from a random one, and exchange states between rounds (parallel tempe
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
 First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
-Starts are the baselines, the additive optimum (optcnn.py) where it can be had in time, and random ones. Meanwhile the chains'
-programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer help, or
-their share of the time is over. A space with pins
-is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is looked
-at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided
-what was judged.
+Starts are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the
+chains' programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer
+help, or their share of the time is over. A space with pins is searched without them first: pins tell devices apart, and a
+simulation takes several times as long. Time is looked at between rounds only, so a run that time ended is replayed by its number
+of proposals, unless its notes say that time decided what was judged.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
@@ -37,11 +36,11 @@ from soapjax.jit.programs import threads
 from soapjax.search.chain.chain import Walker, exchange
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.moves import State
-from soapjax.search.chain.starts import numpy_rng, starts
+from soapjax.search.chain.starting_points import numpy_rng, starts
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.descent import Descent, Kicks
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
-from soapjax.search.relaxation.optcnn import additive_start, additive_start_s, has_additive_start
+from soapjax.search.relaxation.dynamic_program import additive_start, additive_start_s, has_additive_start
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
