@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
     partitions: int  # M: of a batch
     placements: int  # P: of each
     num_groups: int = 256
-    learning_rate: float = 2e-3  # published: 0.1; set by hand on two nets, not yet by a table of rates
+    learning_rate: float = 2e-3  # published: 0.1; between what either planner does best with (results/trinity_rates.csv)
     gradient_norm: float = 1.0
     noise: float = 0.1
     noisy_steps: int = 500
