@@ -221,7 +221,8 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int, put_off:
     stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
     stays += put_off * load.between_bytes
     if not kind_of(pipeline).is_synchronous:
-        stays += max(per_replica - 1, 0) * load.parameter_bytes  # stashed versions
+        # Stashed versions. Of a stage with replicas the weights that were given stay, and an update takes no version's memory.
+        stays += (max(per_replica - 1, 0) if replicas == 1 else per_replica + 1) * load.parameter_bytes
     own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
     if num > 1:
         own += load.unsummed_bytes

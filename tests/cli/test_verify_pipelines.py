@@ -37,3 +37,16 @@ def test_pinned_programs_are_verified_one_by_one(tmp_path):
     assert all(p["num_devices"] == 1 for p in found["programs"])
     moved = found["collective_bytes"]["transfer"]
     assert moved["compiled"] > 0 and moved["predicted"] == pytest.approx(moved["compiled"], rel=0.05)
+
+
+def test_memory_of_an_asynchronous_pipeline_is_as_predicted(tmp_path):
+    """Stashed versions are counted, and an update takes the memory of what no pass reads any more."""
+    path = tmp_path / "plan.json"
+    sizes = [f"--set={k}={v}" for k, v in dict(batch=16, width=128, layers=8, features=128, classes=128).items()]
+    options = ("--pipeline", "pipedream", "--stages", 8, "--microbatches", 16, "--proposals", 5, "-o", path)
+    assert call("plan", "models.mlp", "--topology", "cpu8", *sizes, *options).status == 0
+    found = done("verify", path, *step_of(path))["stage_memory_bytes"]
+    first, *others = found.values()
+    assert len(others) == 7 and first["predicted"] >= first["compiled"]  # the backward pass of the first layer reads no weights
+    for figures in others:
+        assert figures["predicted"] == pytest.approx(figures["compiled"], rel=0.02), found

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":  # as conftest.py does for pytest
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+    sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).parent.parent)]
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+import as_users
 import jax
 import jaxlib
 import numpy as np
@@ -97,15 +98,10 @@ def predicted(target, model, planner):
 
 
 def compiled(target, model, planner):
-    """As users compile it, whatever the tests do to compile quickly."""
     step, plan = plan_of(target, model, planner)
     devices = devices_of_target(soapjax.load_topology(TOPOLOGY[target]), target)
-    quick = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
+    with as_users.compiling():
         found = inspect(bind_plan(step, plan, devices=devices))
-    finally:
-        jax.config.update("jax_disable_most_optimizations", quick)
     return Figures(found.memory_bytes, {k: n for k, n in found.bytes_by_collective.items() if n})
 
 

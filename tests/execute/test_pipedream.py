@@ -9,6 +9,7 @@ import optax
 import pytest
 from balanced import forward_runs
 
+from soapjax.api import soap_shard
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.microbatches import micro_step
@@ -165,3 +166,15 @@ def test_an_update_that_mixes_stages_is_refused():
 
     with pytest.raises(SoapjaxError, match="gradients of several stages.*1f1b"):
         pipedream_step([1, 1], 1, step=clipped)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_the_callers_state_is_given_away_where_that_is_asked(donate):
+    state, batch = arguments()
+    options = dict(topology="cpu8", pipeline="pipedream", stages=2, microbatches=4, proposals=5, donate=donate)
+    sharded = soap_shard(train_step, **options).prepare(state, batch)
+    given = sharded.shard(state)
+    new, _ = sharded(given, batch)
+    assert all(x.is_deleted() == donate for x in jax.tree.leaves(given["opt_state"]))
+    again, _ = sharded(new if donate else given, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(again))

@@ -9,13 +9,14 @@ replicas deals minibatches out to them in turn (1F1B-RR) and applies the mean of
 (replicas.py).
 
 A call works its batch off as M minibatches and drains the pipeline; in flight are never more than `schedules.in_flight`.
-Versions are names in the list of dispatches: one is freed when its last reader has been dispatched.
+Versions are names in the list of dispatches: one is freed when its last reader has been dispatched. An update takes the memory of
+what no pass reads any more: of optimizer state, and of weights where one minibatch at a time is under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,17 @@ from soapjax.execute.streams.stage_cut import cut_stages
 from soapjax.execute.streams.stream import Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.pipeline import Action, Pipeline
-from soapjax.strategy.schedules import dispatch_order
+from soapjax.strategy.schedules import dispatch_order, in_flight
+
+
+class _Update(NamedTuple):
+    """The program that updates a stage on all its replicas, and the values that it reads."""
+
+    first: Any  # of the state as the caller gave it
+    later: Any
+    state: list[int]
+    summed: list[int]  # over a round of minibatches
+    taken: list[int]  # state whose memory it reuses
 
 
 class PipeDreamStep(MicroBatched):
@@ -40,11 +51,12 @@ class PipeDreamStep(MicroBatched):
       micro: the step, traced with one minibatch.
       pipeline: stages (with replicas), and whether versions are synchronised vertically.
       places: of every stage its replicas.
+      donate: reuse the memory of the caller's state for its new values.
     Raises: SoapjaxError where an update needs more than its own stage, or stages share a parameter.
     """
 
-    def __init__(self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Sequence[Place]]):
-        self.micro, self.pipeline, self.places, self.step = micro, pipeline, places, micro.step
+    def __init__(self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Sequence[Place]], *, donate: bool = True):
+        self.micro, self.pipeline, self.places, self.step, self.donate = micro, pipeline, places, micro.step, donate
         self.program = self.step.program
         bound = places[0][0].bound
         self.stages = [Replicas(replicas) for replicas in places]
@@ -126,9 +138,11 @@ class PipeDreamStep(MicroBatched):
         version = [0] * len(self.places)
         for s, stage in enumerate(self.stages):
             for v in self.state_of(s):
-                source = self.stages[cut.home[v]].place.sharding(v)
-                here = stage.place.sharding(v)
-                out.move(f"weights to {s}", f"link to stage {s}", [("value", v)], [source], [here], [("state", v, s, 0)])
+                source, here = self.stages[cut.home[v]].place.sharding(v), stage.place.sharding(v)
+                if cut.home[v] == s:
+                    out.slots[("state", v, s, 0)] = out.slots[("value", v)]
+                else:
+                    out.move(f"weights to {s}", f"link to stage {s}", [("value", v)], [source], [here], [("state", v, s, 0)])
             self._show(out, s, 0, ())
         passes = {
             (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part), draws=self.micro.draws))
@@ -136,7 +150,7 @@ class PipeDreamStep(MicroBatched):
             for part in parts
             for q, place in enumerate(self.places[part.place])
         }
-        updates = [self._jit_update(s) for s in range(len(self.places))]
+        updates = [self._jit_update(s, out.lent) for s in range(len(self.places))]
         self.versions: dict[Action, int] = {}  # of forward passes, for those who ask
         readers: dict[int, list[int]] = {}
         for part in (*cut.forward, *cut.backward):
@@ -185,7 +199,16 @@ class PipeDreamStep(MicroBatched):
                 wanted.append(("value", v))
             else:
                 wanted.append(self._emit_metric(out, s, v, num // self.pipeline.stages[s].replicas))
-        return out.build(given, wanted)
+        return out.build(given, wanted, self._given_away(out.lent) if self.donate else ())
+
+    def _given_away(self, lent: Collection[tuple]) -> list[tuple]:
+        """The state that one stage alone holds, in arrays that nothing else stands for."""
+        holders: dict[int, list[int]] = {}
+        for s in range(len(self.places)):
+            for v in self.state_of(s):
+                holders.setdefault(v, []).append(s)
+        own = [v for v, at in holders.items() if at == [self.cut.home[v]] and len(self.places[at[0]]) == 1 and v in self.replaced]
+        return [name for v in own if (name := ("value", v)) not in lent]
 
     def _track(self, s: int, replica: int | None = None) -> str:
         return f"stage {s}" + (f", replica {replica}" if replica is not None and len(self.places[s]) > 1 else "")
@@ -233,8 +256,7 @@ class PipeDreamStep(MicroBatched):
             targets = [place.sharding(v) for place in self.places[s] for v in new]
             out.regroup(f"weights of {s}", f"memory of stage {s}", ins * len(every), targets, outs)
 
-    def _jit_update(self, s: int) -> tuple[Any, list[int], list[int]]:
-        """The update of a stage on all its replicas; the values that it reads: state, and sums over a round of minibatches."""
+    def _jit_update(self, s: int, lent: Collection[tuple]) -> _Update:
         part, stage, avals = self.updates[s], self.stages[s], self.program.avals
         state = [v for v in part.inputs if v in self.cut.home]
         summed = [v for v in part.inputs if v not in self.cut.home]
@@ -251,10 +273,19 @@ class PipeDreamStep(MicroBatched):
         fn.__name__ = fn.__qualname__ = f"update_{s}"
         news = {o: v for v, o in self.replaced.items()}
         shardings = [stage.place.sharding(news[o]) if o in news else stage.place.whole for o in part.outputs]
-        return jax.jit(fn, out_shardings=tuple(shardings)), state, summed
+        taken = [k for k, v in enumerate(state) if self.replaced.get(v) in part.outputs and self._is_free(v, s, lent)]
+        later = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=taken)
+        first = later if self.donate else jax.jit(fn, out_shardings=tuple(shardings))
+        return _Update(first, later, state, summed, [state[k] for k in taken])
 
-    def _emit_update(self, out: StreamBuilder, s: int, version: int, minibatches: range, update: tuple) -> None:
-        fn, state, summed = update
+    def _is_free(self, v: int, s: int, lent: Collection[tuple]) -> bool:
+        """Whether nothing reads a version of this state of a stage once its update has."""
+        is_read = any(v in p.inputs for p in (self.cut.forward[s], self.cut.backward[s]))
+        is_alone = len(self.places[s]) == 1 and in_flight(self.pipeline)[s] == 1 and not self.pipeline.vertical_sync
+        return self.cut.home[v] == s and ("value", v) not in lent and (is_alone or not is_read)
+
+    def _emit_update(self, out: StreamBuilder, s: int, version: int, minibatches: range, update: _Update) -> None:
+        fn, state, summed = update.later if version else update.first, update.state, update.summed
         part, stage = self.updates[s], self.stages[s]
         rounds = [("share", v, s, minibatches[-1]) for v in summed]
         if stage.num > 1 and summed:
@@ -262,7 +293,8 @@ class PipeDreamStep(MicroBatched):
             out.regroup(f"gradients of {s}", f"memory of stage {s}", shares, [stage.round_sharding(v) for v in summed], rounds)
         ins = [*(("state", v, s, version) for v in state), *rounds]
         names = [("new", v, s, version + 1) for v in part.outputs]
-        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s), fn, ins, names, part=(stage.place, part))
+        takes = [("state", v, s, version) for v in update.taken if version or self.donate]
+        out.call(f"update {s}, minibatch {minibatches[-1]}", self._track(s), fn, ins, names, takes, (stage.place, part))
         own = self.state_of(s)
         kept = [v for v in own if self.replaced.get(v) not in part.outputs]
         for v in own:  # the same array under its new name

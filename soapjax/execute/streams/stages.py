@@ -54,7 +54,7 @@ def staged_step(
 ) -> StreamStep:
     """The step of a pipeline of any schedule, on the places of every stage's replicas."""
     if not kind_of(pipeline).is_synchronous:
-        return StreamStep(PipeDreamStep(micro, pipeline, places), micro.full)
+        return StreamStep(PipeDreamStep(micro, pipeline, places, donate=donate), micro.full)
     step = PipelineStep(micro, pipeline, [p[0] for p in places], reduction=reduction, donate=donate)
     return StreamStep(step, micro.full)
 

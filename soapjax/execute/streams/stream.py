@@ -11,7 +11,7 @@ between processes is dispatched when the earlier ones of this process have ended
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class Dispatch(NamedTuple):
     targets: tuple[Any, ...] | None = None  # of a transfer the shardings that it ends in
     after: tuple[int, ...] = ()  # slots that are ready before it is dispatched
     is_regrouping: bool = False  # a transfer that moves nothing: the same blocks, as arrays on other meshes
+    lets_go: Sequence[int] = ()  # of `free` what the caller has given away, and holds all the same
 
     def arrivals(self, given: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """What a transfer ends in, from shapes of what it is given: where it is given several per target, they are joined."""
@@ -98,9 +99,10 @@ class StreamBuilder:
         """Arrays under their names on other meshes; several `ins` per target are joined along their leading dim."""
         self.call(label, track, regrouped(targets), ins, outs, targets=targets, is_regrouping=True)
 
-    def build(self, given: Sequence[Name], wanted: Sequence[Name]) -> Stream:
-        """The stream that takes `given` and returns `wanted`."""
+    def build(self, given: Sequence[Name], wanted: Sequence[Name], given_away: Collection[Name] = ()) -> Stream:
+        """The stream that takes `given` and returns `wanted`; `given_away` of what it takes is the caller's no longer."""
         keep = {self.slots[n] for n in wanted}
+        ours = {self.slots[n] for n in given_away} - self._taken
         seen: set[int] = set(keep)
         dispatches = []
         for entry, (made, sent) in reversed(list(zip(self._entries, self._to_settle(), strict=True))):
@@ -110,9 +112,10 @@ class StreamBuilder:
             free = [s for s in dict.fromkeys([*entry.ins, *entry.outs, *after]) if s not in seen]
             seen.update(entry.ins, entry.outs, after)
             lasting = [k for k, s in enumerate(entry.outs) if s not in self._taken]
-            dispatches.append(entry._replace(free=free, lasting=lasting, after=after))
+            lets_go = [s for s in free if s in ours]
+            dispatches.append(entry._replace(free=free, lasting=lasting, after=after, lets_go=lets_go))
         slots = [self.slot(n) for n in given], [self.slots[n] for n in wanted]
-        return Stream(dispatches[::-1], len(self.slots), *slots, frozenset(self._taken))
+        return Stream(dispatches[::-1], len(self.slots), *slots, frozenset(self._taken | ours))
 
     def _to_settle(self) -> list[tuple[set[int], set[int]]]:
         """Per entry, where it has collectives between processes on CPUs: what was made before it, and what was sent of that."""
@@ -130,7 +133,7 @@ class StreamBuilder:
 class Stream:
     """Args:
     given, wanted: slots of arguments and of results.
-    taken: slots whose memory a program reuses.
+    taken: slots whose memory a program reuses, or that the stream lets go.
     """
 
     def __init__(
@@ -145,8 +148,7 @@ class Stream:
                 jax.block_until_ready([slots[i] for i in d.after])
             for s, result in zip(d.outs, d.fn(*[slots[i] for i in d.ins]), strict=True):
                 slots[s] = result
-            for s in d.free:
-                slots[s] = None
+            _let_go(d, slots)
         return [slots[s] for s in self.wanted]
 
     def text(self) -> str:
@@ -210,12 +212,18 @@ class Stream:
             last[entry.track] = future
             done_s.update(dict.fromkeys(entry.outs, future))
             pending.append(future)
-            for s in entry.free:
-                slots[s] = None
+            _let_go(entry, slots)
         events = [f.result()[0] for f in pending]
         for pool in pools.values():
             pool.shutdown()
         return [slots[s] for s in self.wanted], events
+
+
+def _let_go(entry: Dispatch, slots: list[Any]) -> None:
+    for s in entry.lets_go:
+        slots[s].delete()
+    for s in entry.free:
+        slots[s] = None
 
 
 def _holds_a_thread(mesh: Any) -> bool:

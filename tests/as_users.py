@@ -1,0 +1,26 @@
+"""Compiling as users do, whatever conftest.py does to compile quickly."""
+
+import contextlib
+import functools
+
+import jax
+
+USUAL = {"xla_cpu_use_fusion_emitters": True}
+
+
+@contextlib.contextmanager
+def compiling():
+    """Inside, compilation ahead of time (`jit(f).lower(*args).compile()`) is that of a plain process."""
+    quick, compile_ = jax.config.read("jax_disable_most_optimizations"), jax.stages.Lowered.compile
+
+    @functools.wraps(compile_)
+    def as_usual(lowered, compiler_options=None, **options):
+        return compile_(lowered, USUAL | (compiler_options or {}), **options)
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.stages.Lowered.compile = as_usual
+    try:
+        yield
+    finally:
+        jax.stages.Lowered.compile = compile_
+        jax.config.update("jax_disable_most_optimizations", quick)
