@@ -5,25 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 from command_line import TINY, plan_text
+from ranks import ROOT, environment
 
 from models import mlp
 from soapjax.strategy.plan import Plan
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = {"batch": 4, "width": 16, "layers": 1, "features": 8, "classes": 4}  # TINY
-
-
-def environment(rank, port, count=2):
-    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()}
-    return kept | {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank),
-        "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
 
 
 def launched(port, *arguments_by_rank, timeout=100):
@@ -31,7 +22,7 @@ def launched(port, *arguments_by_rank, timeout=100):
     script = [sys.executable, str(ROOT / "scripts" / "launch_multihost.py"), "models.mlp", *TINY]
     options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     processes = [
-        subprocess.Popen([*script, *a], env=environment(r, port), **options) for r, a in enumerate(arguments_by_rank)
+        subprocess.Popen([*script, *a], env=environment(port, r), **options) for r, a in enumerate(arguments_by_rank)
     ]  # fmt: skip
     try:
         ended = [p.communicate(timeout=timeout) for p in processes]

@@ -1,26 +1,20 @@
 """Pipelines and pinned plans over processes give the single-device step's numbers; each process holds what it uses."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from ranks import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "tests" / "execute" / "process_worker.py"
 
 
 def run_processes(port, cases, count, devices_each=1, timeout=240):
     """The line of results of every process and case: [case][rank]."""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()} | {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices_each), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
-    }  # fmt: skip
     workers = [
         subprocess.Popen(
-            [sys.executable, WORKER, *cases], env=environment | {"JAX_PROCESS_ID": str(rank)}, cwd=ROOT,
+            [sys.executable, WORKER, *cases], env=environment(port, rank, count, devices=devices_each), cwd=ROOT,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(count)

@@ -1,20 +1,18 @@
 """A rank that dies, stops or does something else ends the others, by name. Ranks are objects here that a made-up clock moves."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from ranks import ROOT, environment
 
 from soapjax.execute.processes.calls import Calls
 from soapjax.execute.processes.start_up import Peer
 from soapjax.execute.processes.watch import IDLE, Watch
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 10.0
 
 
@@ -306,13 +304,9 @@ def test_where_it_is_reads_as_a_sentence():
     ],
 )
 def test_a_rank_that_dies_in_a_step_ends_the_others(free_port, victim, way, why):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and "PROXY" not in k.upper()} | {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT),
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2",
-    }  # fmt: skip
     command = [sys.executable, ROOT / "tests" / "execute" / "dying_worker.py", str(victim), way, "3"]
     options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(r)}, **options) for r in range(2)]
+    processes = [subprocess.Popen(command, env=environment(free_port, r), **options) for r in range(2)]
     other = processes[1 - victim]
     try:
         if way != "SIGSTOP":
