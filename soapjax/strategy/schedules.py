@@ -20,13 +20,14 @@ updates after every backward pass.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.strategy.pipeline import Action, Pipeline, ScheduleName
+from soapjax.strategy.pipeline import Action, Pipeline, ScheduleName, Stage
 
 
 class ScheduleKind(NamedTuple):
@@ -89,17 +90,33 @@ def actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
 
 def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
     """The most micro-batches that each stage holds: their forward pass has run there, their (whole) backward pass has not."""
-    return _most_between(pipeline, "forward", "weights" if splits_backward(pipeline) else "backward")
+    return _most_between(_shape(pipeline), "forward", "weights" if splits_backward(pipeline) else "backward")
 
 
 def most_put_off(pipeline: Pipeline) -> tuple[int, ...]:
     """The most micro-batches of each stage whose gradients of weights are still to come, those of inputs not."""
-    return _most_between(pipeline, "backward", "weights") if splits_backward(pipeline) else (0,) * len(pipeline.stages)
+    return _most_between(_shape(pipeline), "backward", "weights") if splits_backward(pipeline) else (0,) * len(pipeline.stages)
 
 
-def _most_between(pipeline: Pipeline, begin: str, end: str) -> tuple[int, ...]:
-    held, most = [0] * len(pipeline.stages), [0] * len(pipeline.stages)
-    for order in actions(pipeline):
+class _Shape(NamedTuple):
+    """What the order of actions depends on."""
+
+    schedule: ScheduleName
+    num_microbatches: int
+    order: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[tuple[int, ...], int], ...]  # devices and replicas
+
+
+def _shape(pipeline: Pipeline) -> _Shape:
+    stages = tuple((s.devices, s.replicas) for s in pipeline.stages)
+    return _Shape(pipeline.schedule, pipeline.num_microbatches, pipeline.order, stages)
+
+
+@functools.lru_cache(maxsize=1024)  # searches ask for the same few again and again, of thousands of actions each
+def _most_between(shape: _Shape, begin: str, end: str) -> tuple[int, ...]:
+    held, most = [0] * len(shape.stages), [0] * len(shape.stages)
+    stages = tuple(Stage.model_construct(operators=(), devices=d, replicas=r) for d, r in shape.stages)
+    for order in actions(Pipeline.model_construct(**shape._asdict() | {"stages": stages})):
         for action in order:
             held[action.stage] += (action.kind == begin) - (action.kind == end)
             most[action.stage] = max(most[action.stage], held[action.stage])

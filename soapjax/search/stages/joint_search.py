@@ -187,12 +187,22 @@ def search_stages(
 
 
 def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
-    """Prices the grid's best, and beside them uneven stages; until one fits, or MOST_TRIED, beyond the clock and MOST_STARTS."""
+    """Prices the grid's best, and beside them uneven stages; until one fits, or MOST_TRIED, beyond the clock and MOST_STARTS.
+
+    Memory is known without simulating, which of a thousand devices takes a second: what does not fit waits until nothing else does.
+    """
+    too_large = []
     for k, (name, choice) in enumerate(_starts(problem)):
         if k >= MOST_TRIED or (seen.fits and (k >= MOST_STARTS or time.monotonic() >= until)):
             break
-        seen.see(problem.price(choice), name)
+        memory = problem.memory_bytes(choice)
+        if memory > problem.usable_bytes:
+            too_large.append((memory, k, name, choice))
+        else:
+            seen.see(problem.price(choice), name)
         interrupts.check()
+    for *_, name, choice in sorted(too_large)[: 0 if seen.fits else CHAINS]:
+        seen.see(problem.price(choice), name)
     for like in [p.choice for p in sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]]:
         if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
             seen.see(problem.price(choice), f"{choice.schedule}, uneven")

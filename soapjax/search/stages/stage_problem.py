@@ -25,7 +25,7 @@ from soapjax.search.objective import TIME, Objective
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
-from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, predicted_times
+from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, memory_of, predicted_times
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import StrategyFigures
@@ -162,13 +162,18 @@ class StageProblem:
     def price(self, choice: Choice) -> Priced:
         """Raises: SoapjaxError where the schedule does not fit."""
         if choice not in self._priced:
-            num = choice.num_microbatches
-            loads = [
-                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
-                for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
-            ]
-            self._priced[choice] = self._simulated(choice, loads)
+            self._priced[choice] = self._simulated(choice, self._loads_of(choice))
         return self._priced[choice]
+
+    def memory_bytes(self, choice: Choice) -> float:
+        """What `price` says of the memory, without simulating."""
+        return max(memory_of(outline(choice), self._loads_of(choice))[0])
+
+    def _loads_of(self, choice: Choice) -> list[StageLoad]:
+        return [
+            self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, choice.num_microbatches, inner)
+            for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
+        ]
 
     def _simulated(self, choice: Choice, loads: list[StageLoad]) -> Priced:
         timeline = predicted_times(outline(choice), loads, self._transfers_of(choice))
