@@ -130,20 +130,13 @@ class PipeDreamStep(MicroBatched):
     # Dispatches.
 
     def _emit(self) -> Stream:
-        out, cut, num = StreamBuilder(), self.cut, self.micro.num_microbatches
+        out, cut = StreamBuilder(), self.cut
         given = [("value", v) for v in self.program.inputs if v not in self.batch]
         for name in given:
             out.slot(name)
         self._emit_batch(out, given)
+        self._emit_state(out)
         version = [0] * len(self.places)
-        for s, stage in enumerate(self.stages):
-            for v in self.state_of(s):
-                source, here = self.stages[cut.home[v]].place.sharding(v), stage.place.sharding(v)
-                if cut.home[v] == s:
-                    out.slots[("state", v, s, 0)] = out.slots[("value", v)]
-                else:
-                    out.move(f"weights to {s}", f"link to stage {s}", [("value", v)], [source], [here], [("state", v, s, 0)])
-            self._show(out, s, 0, ())
         passes = {
             (kind, part.place, q): (part, jit_part(place, part, shares=self._shares(part), draws=self.micro.draws))
             for kind, parts in (("forward", cut.forward), ("backward", cut.backward))
@@ -187,19 +180,36 @@ class PipeDreamStep(MicroBatched):
                     [self.places[s][m % r].sharding(v) for v in values], [target.sharding(v) for v in values],
                     [("made", v, t, m) for v in values],
                 )  # fmt: skip
+        return out.build(given, self._emit_results(out, version), self._given_away(out.lent) if self.donate else ())
+
+    def _emit_state(self, out: StreamBuilder) -> None:
+        """The state that the caller gave, as the first version of every stage."""
+        for s, stage in enumerate(self.stages):
+            for v in self.state_of(s):
+                home, given = self.cut.home[v], ("value", v)
+                if home == s:
+                    out.slots[("state", v, s, 0)] = out.slots[given]
+                    continue
+                source, here = self.stages[home].place.sharding(v), stage.place.sharding(v)
+                out.move(f"weights to {s}", f"link to stage {s}", [given], [source], [here], [("state", v, s, 0)])
+            self._show(out, s, 0, ())
+
+    def _emit_results(self, out: StreamBuilder, version: Sequence[int]) -> list[tuple]:
+        """Names of what the step returns: the last version of state, and metrics."""
         wanted = []
         inverse = {o: self.program.inputs[i] for i, o in self.step.state_pairs.items()}
-        for leaf, result in enumerate(cut.results):
+        for leaf, result in enumerate(self.cut.results):
             if result is None or result[1] in self.batch:
                 continue
             s, v = result
             if leaf in inverse:
                 wanted.append(("state", inverse[leaf], s, version[s]))
-            elif v in cut.home:
+            elif v in self.cut.home:
                 wanted.append(("value", v))
             else:
-                wanted.append(self._emit_metric(out, s, v, num // self.pipeline.stages[s].replicas))
-        return out.build(given, wanted, self._given_away(out.lent) if self.donate else ())
+                rounds = self.micro.num_microbatches // self.pipeline.stages[s].replicas
+                wanted.append(self._emit_metric(out, s, v, rounds))
+        return wanted
 
     def _given_away(self, lent: Collection[tuple]) -> list[tuple]:
         """The state that one stage alone holds, in arrays that nothing else stands for."""
