@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
 from soapjax.planning.stage_baselines import whole_baselines
 from soapjax.search.stages.condensed_loads import CondensedLoads
-from soapjax.search.stages.joint_search import search_stages
+from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stages.stage_problem import Choice, StageProblem, prefix_crossing
@@ -196,6 +197,23 @@ def test_what_does_not_fit_is_recomputed():
     found = search_stages(problem, num_proposals=400).best
     assert found.is_feasible and found.memory_bytes <= problem.usable_bytes
     assert found.timeline.step_time_s >= free.timeline.step_time_s
+
+
+def test_a_start_is_simulated_only_where_it_fits_or_none_does():
+    free = two_stage_problem()
+    search_stages(free, num_proposals=1)
+    sizes = sorted(p.memory_bytes for p in free._priced.values())
+    for c, p in free._priced.items():
+        assert free.memory_bytes(c) == p.memory_bytes
+    for usable_bytes, fits in ((sizes[len(sizes) // 2], True), (sizes[0] / 2, False)):
+        problem, priced = two_stage_problem(), []
+        problem.usable_bytes = usable_bytes
+        simulated = problem.price
+        problem.price = lambda c, priced=priced, simulated=simulated: priced.append(simulated(c)) or priced[-1]
+        found = _Best()
+        _price_starts(problem, found, math.inf)
+        assert found.fits == fits
+        assert all(p.memory_bytes <= usable_bytes for p in priced) if fits else 0 < len(priced) <= 2 * CHAINS
 
 
 def test_gpipe_is_planned_as_published():
