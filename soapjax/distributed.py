@@ -75,13 +75,14 @@ def initialize(
             until_watched.pop_all()
     _open_transfers(job, timeout_s)
     _spare_threads(job)
+    on_cpu = jax.config.jax_platforms == "cpu"  # accelerators may take minutes to start, without processor time
     with HERE.call("the connection to rank 0"):
-        HERE.run(on_cpu=True)
+        HERE.run(on_cpu=on_cpu)
         _connect(job, silence_s)
     _warn_of_loopback(job)
     store().answer_s = min(ANSWER_S, silence_s)
     with HERE.call("the exchange of devices"):  # JAX, at its first use, would wait minutes for a process that has ended meanwhile
-        HERE.run(on_cpu=True)
+        HERE.run(on_cpu=on_cpu)
         jax.devices()
 
 
