@@ -1,6 +1,7 @@
 """Ranks that tell each other, and notice a death: threads and sockets of this process. A rank dies where its sockets are closed."""
 
 import socket
+import threading
 import time
 
 import pytest
@@ -37,6 +38,8 @@ class Ranks:
         """As the operating system does it for a process."""
         channel = self.channels[rank]
         channel.is_over = True
+        if threading.current_thread() is not channel._thread:
+            channel._thread.join(5)  # a dead process does not go on: its thread would find its own sockets closed
         for s in [channel._listener, *(link.socket for link in channel._links.values())]:
             s.close()
 
