@@ -25,12 +25,17 @@ def _site_path(path: str) -> str:
     return re.sub(r"\.py$", ".md", path.removeprefix("docs/"))
 
 
+def _target(page: str, link: str) -> str:
+    """What a page's relative link names, from the project's root."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
+
+
 def _for_site(text: str, path: str) -> str:
-    """A page's Markdown with its links set right. A link to what has no page becomes its words."""
+    """A page's Markdown with its links set right. A link to what has no page, a folder, leads nowhere."""
     own = posixpath.dirname(_site_path(path))
 
     def link(found: re.Match) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found[1]))
+        target = _target(path, found[1])
         if not (ROOT / target).is_file():
             return "](#)"
         return f"]({posixpath.relpath(_site_path(target), own or '.')}{found[2] or ''})"
@@ -56,7 +61,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages = ["README.md", *(f"docs/{f.src_uri}" for f in files.documentation_pages() if f.generated_by is None)]
     for page in pages:
         for found in LINK.finditer((ROOT / page).read_text(encoding="utf-8")):
-            target = posixpath.normpath(posixpath.join(posixpath.dirname(page), found[1]))
+            target = _target(page, found[1])
             if not target.startswith("docs/") and target not in pages and (ROOT / target).is_file():
                 pages.append(target)
     for page in pages:

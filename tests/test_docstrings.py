@@ -15,7 +15,7 @@ from soapjax.planning.entry import planning_problem
 
 ROOT = Path(__file__).parent.parent
 WITH_EXAMPLES = sorted(p for p in (ROOT / "soapjax").rglob("*.py") if ">>> " in p.read_text(encoding="utf-8"))
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def module_of(path):
