@@ -23,6 +23,8 @@ from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 
+LEAST_LEFT = 0.5  # of their half of the seconds, that pipelines have however long one program took
+
 
 class Chosen(NamedTuple):
     plan: Plan
@@ -50,21 +52,24 @@ def _of_one_program(found: entry.Planned) -> Chosen:
 
 
 def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
-    """The better of one program and of all schedules, each with half of the seconds; the plan names the other's time.
+    """The better of one program, for half of the seconds, and of all schedules, for what is left; the plan names the other's time.
 
     Raises: SoapjaxError for every input that does not fit; that no pipeline is possible only where numbers are asked for.
     """
-    request = request.but(seconds=None if request.seconds is None else request.seconds / 2)
-    found = entry.plan_one_program(request.but(pipeline=None, microbatches="auto", stages="auto"), fn, *args)
+    half_s = None if request.seconds is None else request.seconds / 2
+    asked = request.but(seconds=half_s)
+    found = entry.plan_one_program(asked.but(pipeline=None, microbatches="auto", stages="auto"), fn, *args)
     one, wanted = _of_one_program(found), options.objective(request.objective)
     predicted = found.plan.prediction
     if one.stopped_by == "interrupted":
         return one
+    of_pipelines = asked.but(
+        proposals=None if request.proposals is None else min(request.proposals, DEFAULT_PROPOSALS),
+        seconds=None if half_s is None else max(half_s + found.left_s, LEAST_LEFT * half_s),
+    )
+    slower_than_s = predicted.step_time_s if predicted.feasible and not request.pareto else math.inf
     try:
-        plan, best = entry.plan_staged(
-            request.but(proposals=None if request.proposals is None else min(request.proposals, DEFAULT_PROPOSALS)), fn, *args,
-            graph=_graph(found), slower_than_s=predicted.step_time_s if predicted.feasible and not request.pareto else math.inf,
-        )  # fmt: skip
+        plan, best = entry.plan_staged(of_pipelines, fn, *args, graph=_graph(found), slower_than_s=slower_than_s)
     except Beaten as e:
         return _no_better(one, wanted, e.schedule, e.figures)
     except KeyboardInterrupt:

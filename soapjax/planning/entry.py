@@ -65,6 +65,7 @@ class Planned(NamedTuple):
     step: TracedStep
     front: tuple[FrontPoint, ...] = ()  # of time, communication and memory, of all that was judged, where `pareto` asked for it
     program: CompiledStep | None = None  # the plan's, where a check compiled it
+    left_s: float = math.inf  # of the seconds that were asked for; below 0 where it took longer
 
     @property
     def graph(self) -> OperatorGraph:
@@ -142,7 +143,8 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
     if names := logical_axes(given, step.in_paths, axis_names):
         made = made.model_copy(update={"logical_axes": names})
     front = found.problem.front.points() if asked.pareto else ()
-    return Planned(made, found.result, found.baselines, found.problem, step, front, program)
+    left_s = deadline - time.monotonic()
+    return Planned(made, found.result, found.baselines, found.problem, step, front, program, left_s)
 
 
 def plan_staged(

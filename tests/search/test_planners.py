@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import family
+from problems import MODELS, graph_with
 
 import soapjax
 from soapjax.errors import SoapjaxError
@@ -15,10 +16,11 @@ from soapjax.planning.entry import planning_problem
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS, get_planner
-from soapjax.search.problem import Budget
+from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.proofs.branch_and_bound import exhaustive
+from soapjax.strategy.space import search_space
 from soapjax.strategy.strategy import Strategy
-from soapjax.topology import load_topology
+from soapjax.topology import factor_mesh, load_topology
 
 
 def topology_of(devices: int):
@@ -84,6 +86,45 @@ def test_tensor_parallel_pairs_column_with_row():
     assert all(a.dims[v].kind == "P" and not a.dims[v].is_reduced for v in strategy.axes[first])
     assert all(b.dims[v].is_reduced for v in strategy.axes[second])
     assert problem.space.is_valid(strategy)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_tensor_parallel_splits_the_vocabulary(tie):
+    """Megatron: the embedding's rows and the head's columns by the same axes, the loss with them; nothing of the table repeated."""
+    graph, topology = graph_with("lm", tie=tie), load_topology("cpu8")
+    problem = PlanningProblem.make(graph, search_space(graph, factor_mesh(topology)), topology)
+    axes = range(problem.space.num_axes)
+    strategy = tensor_parallel_strategy(problem, axes)
+    index = {op.name: n for n, op in enumerate(graph.operators)}
+    vocab = MODELS["lm"][1]["vocab"]
+    for name in ("embed", "embed.attend" if tie else "head", "step"):
+        op, chosen = graph.operators[index[name]], set(strategy.axes[index[name]].tolist())
+        assert len(chosen) == 1 and op.dims[chosen.pop()].size == vocab
+    assert problem.space.is_valid(strategy)
+    plain = data_parallel_strategy(problem)[0]
+    held = [problem.simulator.costs(s).memory_bytes[0] for s in (strategy, plain)]
+    assert held[0] < held[1] / 2
+
+
+def test_tensor_parallel_keeps_small_tables_whole():
+    """A table with no more rows than a sample looks up, as of positions, costs less than the sum of the parts of its result."""
+    def step(params, batch):
+        def loss(p):
+            x = p["words"][batch["tokens"]] + p["positions"][batch["places"]]
+            return (x @ p["head"]).astype("float32").var()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, params, grads), value
+
+    shape = jax.ShapeDtypeStruct
+    params = {"words": shape((512, 32), "float32"), "positions": shape((16, 32), "float32"), "head": shape((32, 8), "float32")}
+    batch = {k: shape((8, 16), "int32") for k in ("tokens", "places")}
+    problem = planning_problem(soapjax.trace(step, params, batch), soapjax.load_topology("cpu8"))
+    strategy = tensor_parallel_strategy(problem, range(problem.space.num_axes))
+    owner = {p.path: p.owner for p in problem.graph.parameters}
+    words, positions = (next(n for path, n in owner.items() if name in path) for name in ("words", "positions"))
+    split = {n: {problem.graph.operators[n].dims[v].size for v in strategy.axes[n] if v >= 0} for n in (words, positions)}
+    assert words != positions and split[words] == {512} and 16 not in split[positions]
 
 
 ODD = [(n, k) for n in PLANNERS if n != "exhaustive" for k in (1, 7)]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jax import Array
 
-from soapjax.graph.operators import NOT_SPLIT
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.space import SearchSpace
@@ -78,7 +78,8 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
 
     In program order: an operator whose input is split on what it sums over is split there too (row parallel, the result is
     summed); one whose input is split elsewhere follows its input (heads, channels); a weighted operator with a whole
-    input is split on its output features (column parallel). Shoeybi et al., Megatron-LM (2019), section 3.
+    input is split on its output features (column parallel). A lookup is split over the rows of its table (the vocabulary), and
+    a product with the same table (a tied head) over the same rows. Shoeybi et al., Megatron-LM (2019), section 3.
 
     Args:
       sequence_parallel: what is between two pairs (norms, dropout, the residual stream) is split along the sequence instead of
@@ -89,6 +90,7 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
     others = [a for a in range(space.num_axes) if a not in set(axes)]
     strategy, _ = data_parallel_strategy(problem, others)
     split_dim: dict[int, int] = {}  # tensor -> its dim that the tensor-parallel axes split
+    parameters = {p.tensor for p in graph.parameters}
     for n, op in enumerate(graph.operators):
         if op.fixed is not None:
             continue
@@ -98,9 +100,10 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
             d = split_dim.get(access.tensor)
             if d is not None and access.dims[d] != NOT_SPLIT and chosen is None:
                 chosen = access.dims[d]
-        if chosen is None and op.parameters and first.kind in ("dot", "conv"):
+        if chosen is None and op.parameters:
             features = [k for k, d in enumerate(op.dims) if d.kind == "P" and not d.is_reduced]
-            chosen = next((k for k in features if _fits(problem, n, k, axes)), None)
+            offered = features if first.kind in ("dot", "conv") else _table_rows(graph, n)
+            chosen = next((k for k in offered if _fits(problem, n, k, axes)), None)
         is_pair = chosen is not None and _fits(problem, n, chosen, axes)
         if not is_pair and sequence_parallel:
             along = [k for k, d in enumerate(op.dims) if d.kind == "A" and not d.is_reduced]
@@ -108,10 +111,27 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
         if chosen is None or not _fits(problem, n, chosen, axes):
             continue
         strategy.axes[n, list(axes)] = chosen
-        for access in first.writes if is_pair else ():
+        for access in (*first.writes, *(a for a in first.reads if a.tensor in parameters)) if is_pair else ():
             if chosen in access.dims:
                 split_dim[access.tensor] = access.dims.index(chosen)
     return strategy
+
+
+def _table_rows(graph: OperatorGraph, n: int) -> list[int]:
+    """The dims of an operator that are the rows of a table it looks up, where these are more than what a sample looks up.
+
+    Smaller tables (positions, types of segments) stay whole: to sum up the parts of the result costs more than they take.
+    """
+    op = graph.operators[n]
+    first = graph.tasks[op.tasks[0]]
+    samples = max((d.size for d in op.dims if d.kind == "S"), default=1)
+    looked_up = sum(math.prod(graph.tensors[a.tensor].shape) for a in first.writes) / samples
+    tables = {graph.parameters[p].tensor for p in op.parameters}
+    found = []
+    for access in first.reads:
+        if access.tensor in tables and math.prod(graph.tensors[access.tensor].shape) > looked_up:
+            found += [k for k in access.dims if k != NOT_SPLIT and op.dims[k].kind == "P" and op.dims[k].is_reduced]
+    return found
 
 
 def _fits(problem: PlanningProblem, n: int, dim: int, axes: Sequence[int]) -> bool:
