@@ -324,7 +324,7 @@ class Problems(Kind):
     def read(self, path: Path) -> None:
         import numpy as np
 
-        from soapjax.search.additive.iopddl import load_problem
+        from soapjax.additive.iopddl import load_problem
 
         problem = load_problem(path)
         score = problem.score(np.zeros(problem.num_nodes, np.int64))

@@ -22,9 +22,9 @@ import numpy as np
 import pydantic
 from paper_tables import guarded
 
+from soapjax.additive.iopddl import load_problem
 from soapjax.csv_files import CsvRow, Positive, read_rows
 from soapjax.files import write_text_atomic
-from soapjax.search.additive.iopddl import load_problem
 
 SOLVER = Path(__file__).with_name("solve_iopddl.py")
 HEAD = "| instance | seconds | cost | ratio to best team | violations | over limit | bound / cost |\n|---|---|---|---|---|---|---|"

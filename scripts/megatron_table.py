@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +99,9 @@ def fill(options: argparse.Namespace) -> None:
             continue
         key = {"name": row.name, "seconds": options.seconds}
         if rows.find(key) is None:
-            rows.add({**key, "gpus": row.gpus, **priced_by_hand(row, options), **planned(row, options)})
+            where = ("--topology", options.node, "--hosts", str(row.gpus // 8))
+            plan = planned(MODEL, row.settings, where, options.seconds)
+            rows.add({**key, "gpus": row.gpus, **priced_by_hand(row, options), **plan})
             note(f"{row.name}: {rows.find(key)}")
         write_text_atomic(options.results / "megatron.md", page(rows.rows))
 
@@ -155,13 +158,13 @@ def equal_blocks(names: list[str], layers: int, stages: int) -> tuple[int, ...]:
     return (0, *(first[k * layers // stages] for k in range(1, stages)), len(names))
 
 
-def planned(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """The plan that the command makes, and how long it takes in all."""
+def planned(model: str, settings: Mapping[str, Any], where: Sequence[str], seconds: float) -> dict[str, Any]:
+    """The plan that the command makes of a model, and how long it takes in all; `where`: the options of its topology."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "soapjax", "plan", MODEL, "--topology", options.node, "--hosts", str(row.gpus // 8)]
-        command += [x for k, v in row.settings.items() for x in ("--set", f"{k}={v}")]
-        command += ["--pipeline", "auto", "--seconds", str(options.seconds), "-o", str(out)]
+        command = [sys.executable, "-m", "soapjax", "plan", model, *where]
+        command += [x for k, v in settings.items() for x in ("--set", f"{k}={v}")]
+        command += ["--pipeline", "auto", "--seconds", str(seconds), "-o", str(out)]
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
         after, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - begin
@@ -183,9 +186,9 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Pipelines planned, against configurations tuned by hand", "",
         "`python scripts/megatron_table.py megatron_configurations.csv`: GPT, sequences of 2,048, bfloat16, Adam, on hosts of eight"
-        " A100 80GB (topology `dgx_a100`, where a program may take 95 % of the memory, 80.7 GB; a plan that nobody compiled keeps"
-        " a tenth of that free, what people ran needs no margin); both columns by the same simulator, from data sheets. Wall and CPU "
-        "seconds are of the whole command, tracing included, on 2 cores.", "",
+        " A100 80GB (topology `dgx_a100`, where a program may take 95 % of the memory, 80.7 GB; a plan that nobody compiled keeps a"
+        " tenth of that free, what people ran needs no margin); both columns by the same simulator, from data sheets. Wall and CPU"
+        " seconds are of the whole command, tracing included, on 2 cores.", "",
         "| model | GPUs | by hand s | GB | planned s | GB | by hand / planned | wall s | CPU s | the plan | by hand |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---|",
     ]  # fmt: skip

@@ -23,10 +23,10 @@ import sys  # noqa: E402
 import traceback  # noqa: E402
 from typing import Any  # noqa: E402
 
+from soapjax.additive.additive_problem import Score  # noqa: E402
+from soapjax.additive.iopddl import load_problem  # noqa: E402
+from soapjax.additive.solver import Best, solve  # noqa: E402
 from soapjax.errors import Problem, SoapjaxError  # noqa: E402
-from soapjax.search.additive.additive_problem import Score  # noqa: E402
-from soapjax.search.additive.iopddl import load_problem  # noqa: E402
-from soapjax.search.additive.solver import Best, solve  # noqa: E402
 
 AGAIN_S = 0.2  # between interrupts, if one is not enough
 START_S = 0.5  # of a process, and of printing: kept free at the end

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "jit": set(),
     "topology": set(),
     "strategy": {"graph", "topology"},
+    "additive": {"topology"},
     "costs": {"graph", "topology", "strategy", "jit"},
     "simulate": {"graph", "topology", "strategy", "jit", "costs"},
     "search": {"graph", "topology", "strategy", "jit", "costs", "simulate"},

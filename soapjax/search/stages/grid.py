@@ -68,8 +68,11 @@ class Grid:
         self.layers = [problem.layers(self.batch, marks) for marks in dict.fromkeys((problem.joints, problem.cuts))]
         self.bounds: dict[int, tuple[int, ...] | None] = {}
 
-    def choices(self) -> Iterator[tuple[str, Choice]]:
-        """Points as choices that the problem can price, with the name of their kind: what fits by the formula and is fast first."""
+    def choices(self) -> Iterator[tuple[str, float, Choice]]:
+        """Points as choices that the problem can price: the name of their kind, seconds of a step by the formula, and the choice.
+
+        What fits by the formula, and is fast, comes first.
+        """
         points = self._points()
         if not points:
             return
@@ -77,7 +80,7 @@ class Grid:
         for k in np.lexsort((step_s, excess)):
             choice = self._choice(points[k])
             if choice is not None and self.problem.is_valid(choice):
-                yield points[k].name, choice
+                yield points[k].name, float(step_s[k]), choice
 
     def _points(self) -> list[Point]:
         problem, devices = self.problem, self.topology.num_devices

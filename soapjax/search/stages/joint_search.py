@@ -49,11 +49,6 @@ class StageSearch(NamedTuple):
     stopped_by: str
 
 
-def _starts(problem: StageProblem) -> Iterator[tuple[str, Choice]]:
-    """The grid's points, best first."""
-    yield from Grid(problem).choices()
-
-
 def _uneven(problem: StageProblem, like: Choice) -> Choice | None:
     """PipeDream's partition into as many stages as a choice has, with its micro-batches and schedule, data parallelism inside."""
     layers, marks = problem.layers(like.num_microbatches)
@@ -192,7 +187,7 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
     Memory is known without simulating, which of a thousand devices takes a second: what does not fit waits until nothing else does.
     """
     too_large = []
-    for k, (name, choice) in enumerate(_starts(problem)):
+    for k, (name, _, choice) in enumerate(Grid(problem).choices()):
         if k >= MOST_TRIED or (seen.fits and (k >= MOST_STARTS or time.monotonic() >= until)):
             break
         memory = problem.memory_bytes(choice)

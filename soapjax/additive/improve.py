@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from soapjax.search.additive.blocks import Blocks
-from soapjax.search.additive.core import Core
+from soapjax.additive.blocks import Blocks
+from soapjax.additive.core import Core
 
 MAX_TABLE = 2e4  # entries: larger blocks at once, or more blocks in the time
 

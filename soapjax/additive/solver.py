@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from soapjax.search.additive.additive_problem import FORBIDDEN, AdditiveProblem, Score
-from soapjax.search.additive.core import Core
-from soapjax.search.additive.dual import Dual
-from soapjax.search.additive.enumeration import best_of_all, is_small
-from soapjax.search.additive.helper import Helper
-from soapjax.search.additive.improve import Improver
-from soapjax.search.additive.reduction import NoAllowedChoice, reduce_problem
-from soapjax.search.additive.shrinking import Reduced
+from soapjax.additive.additive_problem import FORBIDDEN, AdditiveProblem, Score
+from soapjax.additive.core import Core
+from soapjax.additive.dual import Dual
+from soapjax.additive.enumeration import best_of_all, is_small
+from soapjax.additive.helper import Helper
+from soapjax.additive.improve import Improver
+from soapjax.additive.reduction import NoAllowedChoice, reduce_problem
+from soapjax.additive.shrinking import Reduced
 
 REDUCTION_SHARE = 0.4  # of the time, at most
 DUAL_SHARE = 0.4  # of the time after the reduction

@@ -22,8 +22,8 @@ import time
 
 import numpy as np
 
-from soapjax.search.additive.additive_problem import AdditiveProblem
-from soapjax.search.additive.shrinking import BIG, Reduced, Shrinking
+from soapjax.additive.additive_problem import AdditiveProblem
+from soapjax.additive.shrinking import BIG, Reduced, Shrinking
 
 MAX_PAIR_TABLE = 40_000  # entries of a table that an elimination may make
 MAX_PRODUCT = 3_000_000  # of a min-plus product

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from soapjax.search.additive.shrinking import Reduced
+from soapjax.additive.shrinking import Reduced
 
 
 class Core:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.search.additive.core import Core
+from soapjax.additive.core import Core
 
 
 class EliminationOrder(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.search.additive.core import Core
+from soapjax.additive.core import Core
 
 FEW_NODES = 1500  # cores up to this size are swept in program order
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from soapjax.search.additive.core import Core
-from soapjax.search.additive.messages import Messages
+from soapjax.additive.core import Core
+from soapjax.additive.messages import Messages
 
 STALL = 15  # steps without gain, after which they become shorter
 FAR = 100  # aims behind the best bound, likewise

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.search.additive.additive_problem import FORBIDDEN, AdditiveProblem
+from soapjax.additive.additive_problem import FORBIDDEN, AdditiveProblem
 
 BIG = float(FORBIDDEN)
 

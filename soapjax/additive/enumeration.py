@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from soapjax.search.additive.core import Core
+from soapjax.additive.core import Core
 
 MAX_CHOICES = 200_000  # about a second
 CHUNK = 4096  # choices judged at once

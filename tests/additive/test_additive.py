@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soapjax.additive.additive_problem import FORBIDDEN, AdditiveProblem, Score
+from soapjax.additive.blocks import Blocks
+from soapjax.additive.core import Core
+from soapjax.additive.dual import Dual
+from soapjax.additive.improve import Improver
+from soapjax.additive.iopddl import load_problem
+from soapjax.additive.messages import Messages
+from soapjax.additive.reduction import NoAllowedChoice, reduce_problem
+from soapjax.additive.solver import Best, solve
 from soapjax.errors import SoapjaxError
-from soapjax.search.additive.additive_problem import FORBIDDEN, AdditiveProblem, Score
-from soapjax.search.additive.blocks import Blocks
-from soapjax.search.additive.core import Core
-from soapjax.search.additive.dual import Dual
-from soapjax.search.additive.improve import Improver
-from soapjax.search.additive.iopddl import load_problem
-from soapjax.search.additive.messages import Messages
-from soapjax.search.additive.reduction import NoAllowedChoice, reduce_problem
-from soapjax.search.additive.solver import Best, solve
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "solve_iopddl.py"
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "iopddl"
@@ -375,7 +375,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("soapjax.search.additive.iopddl.MAX_BYTES", 2**16)
+    monkeypatch.setattr("soapjax.additive.iopddl.MAX_BYTES", 2**16)
     path = tmp_path / "problem.json.gz"
     path.write_bytes(gzip.compress(b" " * 2**20))
     with pytest.raises(SoapjaxError, match="at most 65536 bytes"):
