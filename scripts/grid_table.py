@@ -18,9 +18,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
+
 from megatron_table import planned
 from paper_tables import Rows, guarded, note
 
+from models import bert, gnmt, vgg
 from soapjax.files import write_text_atomic
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
@@ -33,9 +36,6 @@ from soapjax.topology import load_topology
 ROOT = Path(__file__).resolve().parent.parent
 GPT3 = dict(size="175B", batch=1536, seq=2048, vocab=51_200, remat=True, dtype="bfloat16")
 LLAMA_70B = dict(layers=80, width=8192, hidden=28672, heads=64, vocab=32_000, seq=2048, batch=1024, dtype="bfloat16", remat=True)
-VGG = dict(depth=16, batch=1024, image=224, classes=1000, width=1.0, dropout=0.5)
-GNMT = dict(batch=1024, seq=40, hidden=1024, layers=8, vocab=32_000, optimizer="adam")
-BERT = dict(batch=256)
 
 
 class Case(NamedTuple):
@@ -50,9 +50,10 @@ CASES = (
     Case("gpt3 175B, 64", "models.gpt3", GPT3, "dgx_h100", 8),
     Case("gpt3 175B, 1024", "models.gpt3", GPT3, "dgx_h100", 128),
     Case("llama 70B, 128", "models.llama", LLAMA_70B, "dgx_h100", 16),
-    Case("vgg", "models.vgg", VGG, "p100x16"),
-    Case("gnmt", "models.gnmt", GNMT, "p100x16"),
-    Case("bert", "models.bert", BERT, "p100x16"),
+    # So many samples on each of 16 devices.
+    Case("vgg", "models.vgg", vgg.PAPER | dict(batch=16 * 64), "p100x16"),
+    Case("gnmt", "models.gnmt", gnmt.PAPER | dict(batch=16 * 64), "p100x16"),
+    Case("bert", "models.bert", bert.PAPER | dict(batch=16 * 8), "p100x16"),
 )
 
 
@@ -82,9 +83,7 @@ def table(options: argparse.Namespace) -> None:
 def swept(case: Case, within: float) -> dict[str, Any]:
     """The best point of the grid that fits."""
     begin = time.monotonic()
-    made = abstract_model(ModelSource(path=case.model, settings=case.settings))
-    graph = build_graph(trace(made.step, *made.arguments))[0]
-    problem = StageProblem(graph, load_topology(case.topology, hosts=case.hosts))
+    problem = problem_of(case)
     points = list(Grid(problem).choices())
     best, priced = None, 0
     for _, formula_s, choice in sorted(points, key=lambda p: p[1]):
@@ -100,6 +99,11 @@ def swept(case: Case, within: float) -> dict[str, Any]:
         "best_step_s": best.timeline.step_time_s, "best_memory_gb": best.memory_bytes / 1e9, **took,
         "best": problem.sentence(best.choice),
     }  # fmt: skip
+
+
+def problem_of(case: Case) -> StageProblem:
+    made = abstract_model(ModelSource(path=case.model, settings=case.settings))
+    return StageProblem(build_graph(trace(made.step, *made.arguments))[0], load_topology(case.topology, hosts=case.hosts))
 
 
 def page(rows: list[dict[str, Any]]) -> str:

@@ -75,3 +75,8 @@ def test_every_option_of_soap_shard_is_told():
     table = re.search(r"^## Options\n(.*?)^## ", text("steps.md"), re.DOTALL | re.MULTILINE)[1]
     told = {option for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for option in re.findall(r"`(\w+)`", row)}
     assert inspect.signature(soapjax.soap_shard).parameters.keys() - {"fn"} <= told
+
+
+def test_the_index_of_scripts_names_each_of_them():
+    index = (ROOT / "scripts" / "README.md").read_text()
+    assert sorted(re.findall(r"`(\w+\.py)`", index)) == sorted(p.name for p in (ROOT / "scripts").glob("*.py"))

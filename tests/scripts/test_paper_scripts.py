@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import figure7
 import figure8
 import figure12
+import grid_table
 import optimality
 import paper_problems
 import planner_table
@@ -26,6 +27,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult
+from soapjax.search.stages.grid import Grid
 
 SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table", "trinity_tables")
 QUICK = ("--tiny", "--proposals", "500")
@@ -285,3 +287,14 @@ def test_curves_of_learning_have_a_row_per_batch(tmp_path, monkeypatch):
     assert all(float(b["best_cost_s"]) <= float(a["best_cost_s"]) for a, b in ((rows[0], rows[1]), (rows[2], rows[3])))
     monkeypatch.setattr(trinity_tables, "curve", refuse)
     assert trinity_tables.main(command) == 0
+
+
+def test_the_grid_is_swept_for_its_best_point():
+    """No point that fits is better, also of those that the closed formula let out."""
+    sizes = dict(batch=16, seq=32, width=64, layers=4, heads=4, vocab=128)
+    case = grid_table.Case("small", "models.transformer_lm", sizes, "p100x16")
+    found = grid_table.swept(case, within=3.0)
+    problem = grid_table.problem_of(case)
+    every = [problem.price(choice) for *_, choice in Grid(problem).choices()]
+    assert 0 < found["priced"] <= found["points"] == len(every)
+    assert found["best_step_s"] == min(p.timeline.step_time_s for p in every if p.is_feasible)
