@@ -169,6 +169,14 @@ class StageProblem:
         """What `price` says of the memory, without simulating."""
         return max(memory_of(outline(choice), self._loads_of(choice))[0])
 
+    def busy_s(self, choice: Choice) -> float:
+        """Seconds that the busiest group computes and communicates inside its stages in a step: no pipeline is faster."""
+        busy, num = [0.0] * len(choice.counts), choice.num_microbatches
+        for i, load in enumerate(self._loads_of(choice)):
+            passes_s = load.forward_s * (1 + choice.rematerialise[i]) + load.backward_s
+            busy[i % len(busy)] += num * passes_s + load.update_s
+        return max(busy)
+
     def _loads_of(self, choice: Choice) -> list[StageLoad]:
         return [
             self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, choice.num_microbatches, inner)
@@ -247,7 +255,10 @@ class StageProblem:
         degree, *others = name.removeprefix("tensor/").split(", ")
         tensor = int(degree) if degree.isdecimal() else 1
         stored = "sharded parameters" if "regathered" in others else "sharded optimizer state"
-        words = {"sequence": "sequence parallelism", "sharded": stored, "regathered": "gathered for each pass"}
+        words = {
+            "sequence": "sequence parallelism", "sharded": stored, "regathered": "gathered for each pass",
+            "searched": "and some operators otherwise",
+        }  # fmt: skip
         return ", ".join([f"tensor {tensor} x data {count // tensor}", *(words[o] for o in others)])
 
     def is_valid(self, choice: Choice) -> bool:
