@@ -23,12 +23,14 @@ from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
 from soapjax.planning.stage_baselines import whole_baselines
 from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.inside_search import LEAST_GAIN, searched_inside
 from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stages.stage_problem import Choice, StageProblem, prefix_crossing
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.plan import Plan
+from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 
@@ -183,6 +185,26 @@ def test_the_search_finds_the_best_of_all_choices():
     assert all(found.best.cost <= p.cost for p in found.baselines.values())
     again = search_stages(two_stage_problem(), seed=1, num_proposals=600)
     assert again.best.choice == found.best.choice
+
+
+def test_inside_the_stages_the_best_of_all_strategies_is_found():
+    """Of two stages on two devices each, by enumeration; from data parallelism, and priced as the search prices it."""
+    machine = dataclasses.replace(topology_of("2x4"), levels=topology_of("2x4").levels[1:])
+    problem = StageProblem(graph_with("mlp", layers=1, width=512), machine, num_stages=2, num_microbatches=4)
+    n = len(problem.forward)
+    at = problem.price(Choice("1f1b", 4, (0, n // 2, n), (2, 2), (0, 0), (False, False)))
+    space = problem.loads.space(0, 2, 4)
+    every = itertools.product(*(list(space.configs(k)) for k in range(space.graph.num_operators)))
+    as_used = np.zeros(space.graph.num_operators, np.int8)
+    strategies = [Strategy(np.array(axes, np.int8), as_used) for axes in every]
+    assert len(strategies) > 100
+    inner = problem.loads.offer(0, 2, 4, "any", strategies)
+    wanted = min(problem.price(dataclasses.replace(at.choice, inner=(i, i))).cost for i in inner)
+    found = at
+    for found in searched_inside(problem, np.random.default_rng(0), at):
+        assert found.cost <= at.cost
+    assert found.cost <= wanted * (1 + LEAST_GAIN) and wanted < (1 - LEAST_GAIN) * at.cost
+    assert problem.price(found.choice) == found
 
 
 def test_what_does_not_fit_is_recomputed():
