@@ -33,7 +33,7 @@ class InsideStages:
         self.where = first, count, at.choice.num_microbatches
         self.start = problem.loads.choices(*self.where)[inner]
         self.space = problem.loads.space(*self.where)
-        self.busy_s = problem.busy_s(at.choice)
+        self.estimate_s = problem.estimated_s(at.choice)
 
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
         """Step time, memory and cost of the pipeline with each of them inside."""
@@ -42,16 +42,16 @@ class InsideStages:
         return [self._judged(s, i) for s, i in zip(strategies, places, strict=True)]
 
     def _judged(self, strategy: Strategy, place: int) -> Evaluation:
-        """A pipeline whose busiest group has more to do than the best one's, or that does not fit, is not simulated."""
+        """A pipeline that is slower than the best one by its estimate, or does not fit, is not simulated."""
         choice, best, problem = self._with(place), self.best, self.problem
         if problem.objective.is_time and best.is_feasible:
-            busy_s, memory = problem.busy_s(choice), problem.memory_bytes(choice)
-            if busy_s > self.busy_s or memory > problem.usable_bytes:
-                slower_s = best.timeline.step_time_s * max(busy_s / self.busy_s, memory / problem.usable_bytes)
+            estimate_s, memory = problem.estimated_s(choice), problem.memory_bytes(choice)
+            if estimate_s > self.estimate_s or memory > problem.usable_bytes:
+                slower_s = best.timeline.step_time_s * max(estimate_s / self.estimate_s, memory / problem.usable_bytes)
                 return Evaluation(strategy, slower_s, memory, memory <= problem.usable_bytes, slower_s)
         found = problem.price(choice)
         if found.rank < best.rank:
-            self.best, self.busy_s = found, problem.busy_s(choice)
+            self.best, self.estimate_s = found, problem.estimated_s(choice)
         return Evaluation(strategy, found.timeline.step_time_s, found.memory_bytes, found.is_feasible, found.cost)
 
     def _with(self, place: int) -> Choice:

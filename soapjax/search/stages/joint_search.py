@@ -32,8 +32,8 @@ from soapjax.search.stages.inside_search import searched_inside
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
 
-MOST_STARTS = 96  # points of the grid that are priced
-MOST_TRIED = 480  # where none of them fits
+LEAST_TRIED, MOST_TRIED = 24, 480  # points of the grid whose stages are looked at
+MOST_STARTS = 96  # of these that are priced
 STARTS_SHARE = 0.4  # of the seconds, for starts
 INSIDE_SHARE = 0.3  # of the seconds and of the proposals, for what is inside the stages of the best
 MOST_UNEVEN = 64  # devices of PipeDream's dynamic program, which takes minutes for more
@@ -201,22 +201,28 @@ def _walks(problem: StageProblem, rng: np.random.Generator, seen: _Best) -> Iter
 
 
 def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
-    """Prices the grid's best, and beside them uneven stages; until one fits, or MOST_TRIED, beyond the clock and MOST_STARTS.
+    """Prices the grid's best, and beside them uneven stages.
 
-    Memory is known without simulating, which of a thousand devices takes a second: what does not fit waits until nothing else does.
+    The formula orders all points. Of the first MOST_TRIED, or as many as half of the time allows, the loads of their own stages
+    tell memory, and the time but for what is sent. The best MOST_STARTS of these are simulated, which on a thousand devices takes
+    a second each. Beyond the clock goes only the search for one that fits; what does not fit is simulated where nothing else is.
     """
-    too_large = []
+    begin = time.monotonic()
+    fits, too_large = [], []
     for k, (name, _, choice) in enumerate(Grid(problem).choices()):
-        if k >= MOST_TRIED or (seen.fits and (k >= MOST_STARTS or time.monotonic() >= until)):
+        if k >= MOST_TRIED or (fits and k >= LEAST_TRIED and time.monotonic() >= begin + (until - begin) / 2):
             break
         memory = problem.memory_bytes(choice)
         if memory > problem.usable_bytes:
             too_large.append((memory, k, name, choice))
         else:
-            seen.see(problem.price(choice), name)
+            fits.append((problem.estimated_s(choice), k, name, choice))
         interrupts.check()
-    for *_, name, choice in sorted(too_large)[: 0 if seen.fits else CHAINS]:
+    for *_, name, choice in sorted(fits)[:MOST_STARTS] or sorted(too_large)[:CHAINS]:
         seen.see(problem.price(choice), name)
+        interrupts.check()
+        if time.monotonic() >= until:
+            break
     for like in [p.choice for p in sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]]:
         if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
             seen.see(problem.price(choice), f"{choice.schedule}, uneven")

@@ -169,13 +169,20 @@ class StageProblem:
         """What `price` says of the memory, without simulating."""
         return max(memory_of(outline(choice), self._loads_of(choice))[0])
 
-    def busy_s(self, choice: Choice) -> float:
-        """Seconds that the busiest group computes and communicates inside its stages in a step: no pipeline is faster."""
-        busy, num = [0.0] * len(choice.counts), choice.num_microbatches
+    def estimated_s(self, choice: Choice) -> float:
+        """Seconds of a step without simulating: what the busiest group does, and a pass of the others while it fills and drains.
+
+        Nothing of what stages send to one another. Gradients of weights that are put off fill a third of the bubble.
+        """
+        groups, num = len(choice.counts), choice.num_microbatches
+        pass_s, busy_s = np.zeros(groups), np.zeros(groups)
         for i, load in enumerate(self._loads_of(choice)):
-            passes_s = load.forward_s * (1 + choice.rematerialise[i]) + load.backward_s
-            busy[i % len(busy)] += num * passes_s + load.update_s
-        return max(busy)
+            pass_s[i % groups] += load.forward_s * (1 + choice.rematerialise[i]) + load.backward_s
+            busy_s[i % groups] += load.update_s
+        busy_s += num * pass_s
+        last = int(busy_s.argmax())
+        bubble_s = (pass_s.sum() - pass_s[last]) * groups / choice.num_stages
+        return float(busy_s[last] + bubble_s * (2 / 3 if SCHEDULES[choice.schedule].splits_backward else 1))
 
     def _loads_of(self, choice: Choice) -> list[StageLoad]:
         return [
