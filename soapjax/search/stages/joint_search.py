@@ -32,7 +32,7 @@ from soapjax.search.stages.inside_search import searched_inside
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
 
-LEAST_TRIED, MOST_TRIED = 24, 480  # points of the grid whose stages are looked at
+MOST_TRIED = 480  # points of the grid whose stages are looked at
 MOST_STARTS = 96  # of these that are priced
 STARTS_SHARE = 0.4  # of the seconds, for starts
 INSIDE_SHARE = 0.3  # of the seconds and of the proposals, for what is inside the stages of the best
@@ -210,7 +210,7 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
     begin = time.monotonic()
     fits, too_large = [], []
     for k, (name, _, choice) in enumerate(Grid(problem).choices()):
-        if k >= MOST_TRIED or (fits and k >= LEAST_TRIED and time.monotonic() >= begin + (until - begin) / 2):
+        if k >= MOST_TRIED or (fits and time.monotonic() >= begin + (until - begin) / 2):
             break
         memory = problem.memory_bytes(choice)
         if memory > problem.usable_bytes:
