@@ -22,7 +22,9 @@ from soapjax.planning.entry import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
 from soapjax.planning.stage_baselines import whole_baselines
+from soapjax.search.stages import condensed_loads, stage_problem
 from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.inside_search import LEAST_GAIN, searched_inside
 from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
@@ -219,6 +221,17 @@ def test_what_does_not_fit_is_recomputed():
     found = search_stages(problem, num_proposals=400).best
     assert found.is_feasible and found.memory_bytes <= problem.usable_bytes
     assert found.timeline.step_time_s >= free.timeline.step_time_s
+
+
+def test_a_long_model_is_cut_at_the_joints_of_its_blocks_too(monkeypatch):
+    """Of many places only the cheapest of each run are looked at; joints between blocks need not be among them."""
+    monkeypatch.setattr(stage_problem, "MAX_BOUNDARIES", 9)
+    monkeypatch.setattr(condensed_loads, "condense", lambda *_: None)
+    problem = StageProblem(graph_with("lm", layers=8, batch=64), topology_of("2x4"), num_microbatches=8)
+    assert set(problem.joints) - set(problem.cuts)
+    choices = list(Grid(problem).choices())
+    assert {c.num_stages for *_, c in choices} >= {1, 2, 4, 8}
+    assert all(seconds > 0 for _, seconds, _ in choices)
 
 
 def test_a_start_is_simulated_only_where_it_fits_or_none_does():
