@@ -247,7 +247,7 @@ def test_a_start_is_simulated_only_where_it_fits_or_none_does():
         problem.price = lambda c, priced=priced, simulated=simulated: priced.append(simulated(c)) or priced[-1]
         found = _Best()
         _price_starts(problem, found, math.inf)
-        assert found.fits == fits
+        assert found.best.is_feasible == fits
         assert all(p.memory_bytes <= usable_bytes for p in priced) if fits else 0 < len(priced) <= 2 * CHAINS
 
 

@@ -141,10 +141,6 @@ class _Best:
             if key is not None and (key not in table or found.rank < table[key].rank):
                 table[key] = found
 
-    @property
-    def fits(self) -> bool:
-        return self.best is not None and self.best.is_feasible
-
 
 def search_stages(
     problem: StageProblem, *, seed: int = 0, num_proposals: int | None = None, seconds: float | None = None,
@@ -216,6 +212,8 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
         if memory > problem.usable_bytes:
             too_large.append((memory, k, name, choice))
         else:
+            if not fits:
+                seen.see(problem.price(choice), name)  # Ctrl-C has something to give from now on
             fits.append((problem.estimated_s(choice), k, name, choice))
         interrupts.check()
     for *_, name, choice in sorted(fits)[:MOST_STARTS] or sorted(too_large)[:CHAINS]:
