@@ -209,6 +209,14 @@ def test_inside_the_stages_the_best_of_all_strategies_is_found():
     assert problem.price(found.choice) == found
 
 
+def test_what_a_search_offers_is_no_baseline():
+    problem = StageProblem(graph_of("mlp"), topology_of("cpu8"), num_stages=1, num_microbatches=1)
+    before, space = whole_baselines(problem.loads), problem.loads.space(0, 8, 1)
+    rng = np.random.default_rng(0)
+    problem.loads.offer(0, 8, 1, "tensor/8, searched", [space.random(rng) for _ in range(50)])
+    assert whole_baselines(problem.loads) == before
+
+
 def test_what_does_not_fit_is_recomputed():
     """With memory for the best choice less a byte, another one is best, fits, and is slower."""
     free = search_stages(two_stage_problem(num_microbatches=8), num_proposals=200).best

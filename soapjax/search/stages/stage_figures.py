@@ -87,6 +87,7 @@ class Inside:
     name: str
     strategy: Strategy
     fabric: Fabric
+    is_by_hand: bool = True  # as people write it; else a search offered it
 
     @functools.cached_property
     def figures(self) -> Figures:
@@ -122,7 +123,7 @@ class Fabric:
         for strategy in strategies:
             if strategy.key() not in place:
                 place[strategy.key()] = len(self.choices)
-                self.choices.append(Inside(name, strategy, self))
+                self.choices.append(Inside(name, strategy, self, is_by_hand=False))
         return [place[s.key()] for s in strategies]
 
     def figures(self, strategy: Strategy) -> Figures:
