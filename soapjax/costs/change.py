@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import paying, previous_in
@@ -18,6 +18,7 @@ from soapjax.costs.rules.rules import gathers_again, row_costs
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import in_kernel, put, row
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.memory.memory import Lives, memory_of
 from soapjax.costs.rules.rules import (
@@ -25,6 +25,7 @@ from soapjax.costs.rules.rules import (
 )
 from soapjax.costs.rules.sets import SET, every, parts_of, union
 from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import added, in_kernel, put, row
 
 

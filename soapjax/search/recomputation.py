@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 
 from soapjax.costs.by_operator import owners
 from soapjax.costs.tables.tables import CostTables
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
+from soapjax.jit.arrays import Array
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import Simulator

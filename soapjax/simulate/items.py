@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables.tables import CostTables
+from soapjax.jit.arrays import Array
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 
 LINK = 5  # a wait for an input that is never converted

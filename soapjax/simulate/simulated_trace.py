@@ -18,8 +18,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import put, row
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax import Array
 
 from soapjax.costs.evaluate import LANES, Costs, Evaluator
 from soapjax.costs.itemize import sent_parts
@@ -22,6 +21,7 @@ from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.whole import Evaluated
+from soapjax.jit.arrays import Array
 from soapjax.jit.programs import PlannerProgram, threads
 from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.tables import CostTables
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items
@@ -27,12 +28,12 @@ class ItemRecords(NamedTuple):
     """`Items` as data: T items, and one behind the last that nobody waits for."""
 
     item: Array  # int32 [T + 1, 7]: predecessor, is_compute, is_link, is_barrier, phase, place of its end, task or row
-    count: Array  # int32 []
-    num_phases: Array  # int32 []
+    count: Scalar  # int32 []
+    num_phases: Scalar  # int32 []
     phase_end: Array  # int32 [F + 1]: the item behind the phase's last
     last_reader: Array  # int32 [T + 1]: the last item that waits for it, -1
     previous_reader: Array  # int32 [T + 1]: the item before that waits for the same, -1
-    overlap: Array  # bool []
+    overlap: Scalar  # bool []
     of_task: Array  # int32 [K + 1]: the item of a task, T for none
     of_row: Array  # int32 [X + 1]
 

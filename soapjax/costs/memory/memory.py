@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.tables.arrays import CostArrays
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import added, added_at, row
 
 

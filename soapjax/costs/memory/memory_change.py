@@ -11,13 +11,14 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.memory.memory import Lives, needed_until, steps_of, stored_bytes, waited
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import added, added_at, put, row
 
 
@@ -28,7 +29,7 @@ class Alive(NamedTuple):
     waiting: Array  # [K + 1, 2, G]
     peak: Array  # [G] of both together
     persistent: Array  # [G]: parameters and optimizer state
-    slack: Array  # []: what may have been added since
+    slack: Scalar  # []: what may have been added since
 
 
 def since_of(p: CostArrays, base: Base, e: Array) -> Array:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
 
 from soapjax.costs.rules.sets import SET
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import row
 
 
@@ -57,7 +57,7 @@ class Change(NamedTuple):
     row_of: Array  # int32 [X + 1]: the row of the change, 0 where nothing changes
     task_of: Array  # int32 [K + 1]: 1 + the place among the operator's own tasks, 0
     heir: Array  # int32 [R]: what row a heir's row is, X for nobody
-    num_heirs: Array  # int32 []
+    num_heirs: Scalar  # int32 []
     again: Array  # bool [Q]: whether the operator's parameters are gathered anew
 
 

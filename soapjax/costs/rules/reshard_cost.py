@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER, Links
 from soapjax.costs.rules.sets import SET, Mesh, behind, divides, every, only_if, parts_of, stage, steps_of, union
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import row
 
 # The collectives of a conversion, in their order.
@@ -49,8 +50,8 @@ class Network(NamedTuple):
     message_rate: Array  # float32 [L]
     share_axes: Array  # SET [M]: groups along these axes have a share of their level's rate
     share: Array  # float32 [M]
-    num_shares: Array  # int32 []
-    is_ring: Array  # int32 []: 1 where rings run across levels
+    num_shares: Scalar  # int32 []
+    is_ring: Scalar  # int32 []: 1 where rings run across levels
 
 
 def network_of(links: Links, num_levels: int) -> Network:

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.costs.rules.reshard_cost import Network, network_of
 from soapjax.costs.rules.sets import DIGITS, Mesh, encoded, mesh_of
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.tables.tensor_tables import FROM_FIXED, FROM_READER
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.strategy.layout import HALO, PARTIAL
 from soapjax.strategy.space import NOT_FIXED
 
@@ -89,7 +89,7 @@ class CostArrays(NamedTuple):
     scalars: Array  # float32 [4]: memory bytes per second, launch seconds, usable bytes, up to which size sums are merged
     flags: Array  # int32 [1]: whether sums write over their operands
     waiting: Array  # float32 [2, 2]: most_waiting, operand_share, as in WorkingMemory
-    merged_at: Array  # int32 []
+    merged_at: Scalar  # int32 []
     counts: Array  # int32 [8]: operators, parameters, tasks, tensors, edges, rows, slot records, slots
     divisors: Array  # int32 [N, K]
     group_digits: Array  # SET [DIGITS, G]: coordinates of device groups
@@ -102,7 +102,7 @@ class CostArrays(NamedTuple):
     parameter_fixed: Array  # SET [P + 1, W]
     state_bytes: Array  # float32 [P + 1]
     storage_axes: Array  # SET [O]
-    storage_again: Array  # int32 []: bits of the storages that are gathered again
+    storage_again: Scalar  # int32 []: bits of the storages that are gathered again
     # rows
     row_int: Array  # int32 [X + 1, 8]: kind, is_fixed, is_reader, is_summand, is_joint, is_product, waits, has halos
     row_float: Array  # float32 [X + 1, 4]: bytes sent, latency share, trips, bytes held

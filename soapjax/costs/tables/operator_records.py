@@ -16,10 +16,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 
 from soapjax.costs.tables.arrays import NONE, Bucket, Records, padded, slot_masks
 from soapjax.costs.tables.tables import CostTables
+from soapjax.jit.arrays import Array
 
 
 class OwnRecords(NamedTuple):

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.memory.memory_change import Alive
 from soapjax.costs.rules.base import Base
 from soapjax.costs.rules.sets import DIGITS
 from soapjax.costs.tables.arrays import Bucket
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.search.chain.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
@@ -42,17 +43,17 @@ class Walker(NamedTuple):
     """One chain."""
 
     at: Position
-    cost: Array  # []: relative to the reference
-    accepted: Array  # int32 []: changes of config
-    steps: Array  # int32 []: that were taken
-    best_cost: Array  # []: among all that was judged
+    cost: Scalar  # []: relative to the reference
+    accepted: Scalar  # int32 []: changes of config
+    steps: Scalar  # int32 []: that were taken
+    best_cost: Scalar  # []: among all that was judged
     best: State
 
 
 class Draws(NamedTuple):
     """Of one block."""
 
-    operator: Array  # int32 []
+    operator: Scalar  # int32 []
     axes: Array  # int8 [A, MAX_STEPS]
     storage: Array  # int8 [MAX_STEPS]
     config: Array  # int32 [MAX_STEPS]: one number for each distinct candidate
@@ -86,7 +87,7 @@ class Lanes(NamedTuple):
 
     of_step: Array  # int32 [MAX_STEPS]
     first: Array  # int32 [LANES]: the first step of each
-    held: Array  # int32 []: so many steps are judged
+    held: Scalar  # int32 []: so many steps are judged
 
 
 def lanes_of(config: Array, steps: Array) -> Lanes:

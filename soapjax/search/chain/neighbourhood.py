@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
 from soapjax.costs.evaluate import Evaluator
@@ -24,6 +24,7 @@ from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.whole import Evaluated
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
@@ -82,8 +83,8 @@ class Judged(NamedTuple):
 class Effects(NamedTuple):
     """What `move` asks of candidates that were judged."""
 
-    first: Array  # int32 []: of the items that may change
-    last: Array  # int32 []
+    first: Scalar  # int32 []: of the items that may change
+    last: Scalar  # int32 []
     added: Array  # [Q]: bytes that may be added to the peak, at the most
     stored: Array  # [G, Q]: bytes of parameters and optimizer state that are added
 
