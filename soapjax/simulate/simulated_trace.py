@@ -151,7 +151,7 @@ def traced(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, last: Ar
 
     The last item's rests are those of a phase's end.
     """
-    end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.count, first))
+    end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.num_items, first))
     rests = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
     return Trace(end, free, gathered, *rests, length)
 

@@ -28,7 +28,7 @@ class ItemRecords(NamedTuple):
     """`Items` as data: T items, and one behind the last that nobody waits for."""
 
     item: Array  # int32 [T + 1, 7]: predecessor, is_compute, is_link, is_barrier, phase, place of its end, task or row
-    count: Scalar  # int32 []
+    num_items: Scalar  # int32 []
     num_phases: Scalar  # int32 []
     phase_end: Array  # int32 [F + 1]: the item behind the phase's last
     last_reader: Array  # int32 [T + 1]: the last item that waits for it, -1
@@ -188,7 +188,7 @@ def makespans(
 
     start = tuple(jnp.zeros((*groups, q)) for _ in range(1 + levels))
     ends = jnp.zeros((num_places + 1, q))
-    free = lax.fori_loop(0, items.count, body, (start, zeros, zeros, jnp.int32(num_places), ends))[0]
+    free = lax.fori_loop(0, items.num_items, body, (start, zeros, zeros, jnp.int32(num_places), ends))[0]
     latest = free[0]
     for stream in free[1:]:
         latest = jnp.maximum(latest, stream)

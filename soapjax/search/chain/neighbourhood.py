@@ -155,7 +155,7 @@ def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
     """What `base` is, which says nothing of who pays yet."""
     base = base._replace(previous=in_kernel(all_previous, tables.costs, base.layout, base.storage))
     trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
-    everything = jnp.int32(0), tables.items.count - 1, jnp.bool_(True)
+    everything = jnp.int32(0), tables.items.num_items - 1, jnp.bool_(True)
     trace = in_kernel(traced, tables.items, item_costs_of(base, sizes.pins), trace, *everything)
     sent = in_kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
     return Position(base, trace, in_kernel(alive_of, tables.costs, base), sent)
@@ -181,7 +181,7 @@ def judge(
 
     costs = in_kernel(price, p, config, n, times, memory, sent, tables.limits)
     row_of, task_of = in_kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
-    effects = Effects(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0), added, stored)
+    effects = Effects(jnp.minimum(first.min(), items.num_items - 1), jnp.maximum(last.max(), 0), added, stored)
     into = Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
     return Judged(times, memory, sent, costs), effects, alive, into
 

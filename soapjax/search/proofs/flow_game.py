@@ -101,7 +101,7 @@ def _operators_of(relaxation: Relaxation) -> list[list[int]]:
         field = getattr(like, t.kind)
         width = field[0].size
         for i in range(width):
-            out[start[t.kind] + t.index * width + i] = [n for n in (t.a, t.b) if n >= 0]
+            out[start[t.kind] + t.place * width + i] = [n for n in (t.a, t.b) if n >= 0]
     return out
 
 
@@ -110,7 +110,7 @@ def active_durations(relaxation: Relaxation) -> Durations:
     active = relaxation.weights(0.0)
     for t in relaxation.terms:
         rows = t.seconds[np.unique(t.of_a)][:, np.unique(t.of_b)]
-        getattr(active, t.kind)[t.index] = (rows > 0).all(axis=(0, 1)) if t.kind != "compute_s" else bool((rows > 0).all())
+        getattr(active, t.kind)[t.place] = (rows > 0).all(axis=(0, 1)) if t.kind != "compute_s" else bool((rows > 0).all())
     return active
 
 

@@ -103,7 +103,7 @@ class Relaxation:
         by_pair: dict[tuple[int, int], list[tuple[np.ndarray, Term]]] = {}
         for term in self.terms:
             w = getattr(weights, term.kind)
-            w = np.atleast_1d(w[list(term.payers)].min(axis=0) if term.payers else w[term.index]).astype(np.float32)
+            w = np.atleast_1d(w[list(term.payers)].min(axis=0) if term.payers else w[term.place]).astype(np.float32)
             if term.b < 0:
                 costs[term.a] += (term.seconds[:, 0] @ w)[term.of_a]
             elif w.any():
@@ -161,9 +161,9 @@ class Relaxation:
         out = self.weights(0.0)
         for t in self.terms:
             w = getattr(weights, t.kind)
-            w = w[list(t.payers)].min(axis=0) if t.payers else w[t.index]
+            w = w[list(t.payers)].min(axis=0) if t.payers else w[t.place]
             seconds = t.seconds[t.of_a[chosen[t.a]], t.of_b[chosen[t.b]] if t.b >= 0 else 0] * w
-            getattr(out, t.kind)[t.index] += seconds if t.kind != "compute_s" else seconds[0]
+            getattr(out, t.kind)[t.place] += seconds if t.kind != "compute_s" else seconds[0]
         return out
 
     def restricted(self, keep: list[np.ndarray], *, deadline: float = math.inf) -> Relaxation:
