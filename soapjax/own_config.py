@@ -60,3 +60,14 @@ def own_configuration() -> Iterator[None]:
         jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False),
     ):  # fmt: skip
         yield
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Searches run on the CPU, since the accelerator's memory belongs to the training step, and under JAX's own configuration."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = None
+    with own_configuration(), contextlib.nullcontext() if device is None else jax.default_device(device):
+        yield

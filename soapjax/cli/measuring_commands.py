@@ -24,7 +24,8 @@ from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
 from soapjax.graph.trace.tracing import trace
-from soapjax.planning import entry, plan_files
+from soapjax.own_config import on_cpu
+from soapjax.planning import plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.planning.request import find_profile
 from soapjax.planning.verify_top import require_real_devices
@@ -110,7 +111,7 @@ def calibrate_command(command: CalibrateCommand) -> Result:
             base = profile_of(plan.profile, place=f"{path}: profile")
         base = _plain(base)
         bases += [base] if base is not None else []
-        with entry.on_cpu():
+        with on_cpu():
             # Fitted beside the measurements, without earlier scalars.
             problem = plan_files.problem_of_plan(plan.model_copy(update={"profile": None}), step, place=path, profile=base)
             strategy = strategy_of(plan, problem.space, place=path)

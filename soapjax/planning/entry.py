@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,9 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep, trace
-from soapjax.own_config import own_configuration
+from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
+from soapjax.planning.compile_ahead import compiled_ahead
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
 from soapjax.planning.pipeline_files import pipeline_plan
 from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
@@ -110,12 +110,14 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
     if asked.verify_top:
         require_real_devices(topology, jax.devices() if asked.devices is None else list(asked.devices))
     planner = get_planner(asked.planner, space=asked.space)
-    step = trace(fn, *args, **asked.tracing)
-    deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
-    static = {i % len(args) for i in asked.static_argnums} if args else set()
-    given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
-    layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
-    problem = _problem_of(asked, step, layouts)
+    with compiled_ahead(asked.planner, topology) as found_to_be:
+        step = trace(fn, *args, **asked.tracing)
+        deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+        static = {i % len(args) for i in asked.static_argnums} if args else set()
+        given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
+        layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
+        problem = _problem_of(asked, step, layouts)
+        found_to_be(problem)
     if asked.pareto or not asked.objective.is_time:
         problem = problem.keeping_front()
     remarks = (*remarks, *structure_remarks(problem.graph))
@@ -239,17 +241,6 @@ def _verified(
     except KeyboardInterrupt:
         note = "interrupted while the best strategies were run: this is the best predicted one"
         return found._replace(result=result._replace(stopped_by="interrupted")), (), (note,)
-
-
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Searches run on the CPU, since the accelerator's memory belongs to the training step, and under JAX's own configuration."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        device = None
-    with own_configuration(), contextlib.nullcontext() if device is None else jax.default_device(device):
-        yield
 
 
 def plan_of_strategy(

@@ -97,7 +97,7 @@ def find_pipeline(
         )  # fmt: skip
         points = () if problem.front is None else problem.front.points()
         seen = min((problem.price(p.plan) for p in points), key=lambda p: p.rank, default=result.best)
-        priced, times = _as_it_runs(problem, [result.best, seen, *sorted(result.seen, key=lambda p: p.rank)])
+        priced, times = _as_it_runs(problem, [result.best, seen, *result.others])
         figures |= {name: problem.figures(p) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
         notes = (problem.sentence(priced.choice), *notes)
@@ -128,7 +128,7 @@ def _as_it_runs(problem: StageProblem, found: Sequence[Priced]) -> tuple[Priced,
 
     The search prices a stage as if its plan held on all stages, and a deep model by few of its blocks.
     """
-    priced = {p: _times_of(problem, p) for p in dict.fromkeys(found[:2])}
+    priced = {p: _times_of(problem, p) for p in dict.fromkeys(found[:3])}
     for p in dict.fromkeys(found):
         if any(t.is_feasible for t in priced.values()) or len(priced) >= MOST_EXACT:
             break

@@ -17,7 +17,8 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.planning.entry import on_cpu, plan_of_strategy
+from soapjax.own_config import on_cpu
+from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.pipeline_files import recost_pipeline
 from soapjax.planning.stage_times import StageTimes
 from soapjax.planning.timelines import pipeline_events, spmd_events

@@ -13,6 +13,8 @@ def whole_baselines(loads: CondensedLoads) -> dict[str, StrategyFigures]:
     best: dict[str, StrategyFigures] = {}
     everything = (0, len(loads.whole.forward))
     for k, inside in enumerate(loads.choices(0, count, 1)):
+        if not inside.is_by_hand:
+            continue
         load = loads.load(everything, 0, count, 1, k)
         name = "tensor_parallel" if inside.name.startswith("tensor") else "fsdp" if "sharded" in inside.name else "data_parallel"
         step_s = load.forward_s + load.backward_s + load.update_s

@@ -65,10 +65,21 @@ class SearchSpace:
     def is_valid(self, strategy: Strategy) -> bool:
         return not self.violations(strategy)
 
+    def _suspects(self, strategy: Strategy) -> np.ndarray:
+        """Operators that may violate the space: all that do, and those with pins."""
+        axes, sizes = strategy.axes, np.array(self.mesh.axis_sizes)
+        is_known = (axes >= REPLICATE) & (axes < self.allowed.shape[2] - 1)
+        n, a = np.indices(axes.shape)
+        is_allowed = is_known & self.allowed[n, a, np.where(is_known, axes, REPLICATE) + 1]
+        degrees = np.where(axes[:, :, None] == np.arange(self.divisors.shape[1]), sizes[:, None], 1).prod(axis=1)
+        is_stored = (strategy.storage >= 0) & (strategy.storage < len(self.storages))
+        return np.flatnonzero(~(is_allowed.all(axis=1) & (self.divisors % degrees == 0).all(axis=1) & is_stored))
+
     def violations(self, strategy: Strategy) -> list[Problem]:
         """Everything about a strategy that this space does not offer."""
         problems = []
-        for n, op in enumerate(self.graph.operators):
+        for n in self._suspects(strategy).tolist():
+            op = self.graph.operators[n]
             for a, value in enumerate(strategy.axes[n]):
                 name = self.mesh.axis_names[a]
                 if value <= FIRST_PIN and self.may_pin(n) and FIRST_PIN - value < self.mesh.axis_sizes[a]:

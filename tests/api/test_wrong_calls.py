@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from soapjax import SoapjaxError, soap_shard, trace
 from soapjax.graph.passes.build import build_graph
+from soapjax.own_config import on_cpu
 from soapjax.planning import entry
 
 pytestmark = pytest.mark.usefixtures("no_search")
@@ -162,7 +163,7 @@ def test_x64_is_the_users():
 
 def test_the_planner_runs_under_jaxs_own_configuration():
     with UNDER["strict promotion"](), UNDER["no rank promotion"](), UNDER["no transfers"](), UNDER["set_mesh, explicit"]():
-        with entry.on_cpu():
+        with on_cpu():
             assert (jnp.ones((2, 3), jnp.int32) + jnp.ones(3, jnp.int8)).dtype == jnp.int32
             assert jax.sharding.get_abstract_mesh().empty
         assert not jax.sharding.get_abstract_mesh().empty

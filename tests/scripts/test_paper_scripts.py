@@ -1,6 +1,7 @@
 """The scripts of the paper's tables and figures, at tiny sizes: they run, resume, refuse bad input and mean what they print."""
 
 import csv
+import dataclasses
 import importlib
 import sys
 import time
@@ -15,6 +16,7 @@ import figure7
 import figure8
 import figure12
 import grid_table
+import megatron_table
 import optimality
 import paper_problems
 import planner_table
@@ -28,6 +30,7 @@ from soapjax.search.experts.baselines import data_parallel_strategy, replicate_a
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult
 from soapjax.search.stages.grid import Grid
+from soapjax.topology import load_topology
 
 SCRIPTS = ("figure7", "figure8", "figure10b", "figure12", "table4", "optimality", "planner_table", "trinity_tables")
 QUICK = ("--tiny", "--proposals", "500")
@@ -298,3 +301,12 @@ def test_the_grid_is_swept_for_its_best_point():
     every = [problem.price(choice) for *_, choice in Grid(problem).choices()]
     assert 0 < found["priced"] <= found["points"] == len(every)
     assert found["best_step_s"] == min(p.timeline.step_time_s for p in every if p.is_feasible)
+
+
+def test_configurations_by_hand_have_the_memory_that_they_ran_with(tmp_path):
+    node = tmp_path / "node.toml"
+    node.write_text(megatron_table.with_memory_fraction("dgx_a100", 0.95))
+    ours, theirs = load_topology("dgx_a100", hosts=2), load_topology(str(node), hosts=2)
+    assert theirs.device.memory_fraction == 0.95 != ours.device.memory_fraction
+    assert dataclasses.replace(theirs.device, memory_fraction=ours.device.memory_fraction) == ours.device
+    assert theirs.levels == ours.levels

@@ -22,13 +22,17 @@ from soapjax.planning.entry import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
 from soapjax.planning.stage_baselines import whole_baselines
+from soapjax.search.stages import condensed_loads, stage_problem
 from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.grid import Grid
+from soapjax.search.stages.inside_search import LEAST_GAIN, searched_inside
 from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stages.stage_problem import Choice, StageProblem, prefix_crossing
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.plan import Plan
+from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 
@@ -185,6 +189,34 @@ def test_the_search_finds_the_best_of_all_choices():
     assert again.best.choice == found.best.choice
 
 
+def test_inside_the_stages_the_best_of_all_strategies_is_found():
+    """Of two stages on two devices each, by enumeration; from data parallelism, and priced as the search prices it."""
+    machine = dataclasses.replace(topology_of("2x4"), levels=topology_of("2x4").levels[1:])
+    problem = StageProblem(graph_with("mlp", layers=1, width=512), machine, num_stages=2, num_microbatches=4)
+    n = len(problem.forward)
+    at = problem.price(Choice("1f1b", 4, (0, n // 2, n), (2, 2), (0, 0), (False, False)))
+    space = problem.loads.space(0, 2, 4)
+    every = itertools.product(*(list(space.configs(k)) for k in range(space.graph.num_operators)))
+    as_used = np.zeros(space.graph.num_operators, np.int8)
+    strategies = [Strategy(np.array(axes, np.int8), as_used) for axes in every]
+    assert len(strategies) > 100
+    inner = problem.loads.offer(0, 2, 4, "any", strategies)
+    wanted = min(problem.price(dataclasses.replace(at.choice, inner=(i, i))).cost for i in inner)
+    found = at
+    for found in searched_inside(problem, np.random.default_rng(0), at):
+        assert found.cost <= at.cost
+    assert found.cost <= wanted * (1 + LEAST_GAIN) and wanted < (1 - LEAST_GAIN) * at.cost
+    assert problem.price(found.choice) == found
+
+
+def test_what_a_search_offers_is_no_baseline():
+    problem = StageProblem(graph_of("mlp"), topology_of("cpu8"), num_stages=1, num_microbatches=1)
+    before, space = whole_baselines(problem.loads), problem.loads.space(0, 8, 1)
+    rng = np.random.default_rng(0)
+    problem.loads.offer(0, 8, 1, "tensor/8, searched", [space.random(rng) for _ in range(50)])
+    assert whole_baselines(problem.loads) == before
+
+
 def test_what_does_not_fit_is_recomputed():
     """With memory for the best choice less a byte, another one is best, fits, and is slower."""
     free = search_stages(two_stage_problem(num_microbatches=8), num_proposals=200).best
@@ -197,6 +229,17 @@ def test_what_does_not_fit_is_recomputed():
     found = search_stages(problem, num_proposals=400).best
     assert found.is_feasible and found.memory_bytes <= problem.usable_bytes
     assert found.timeline.step_time_s >= free.timeline.step_time_s
+
+
+def test_a_long_model_is_cut_at_the_joints_of_its_blocks_too(monkeypatch):
+    """Of many places only the cheapest of each run are looked at; joints between blocks need not be among them."""
+    monkeypatch.setattr(stage_problem, "MAX_BOUNDARIES", 9)
+    monkeypatch.setattr(condensed_loads, "condense", lambda *_: None)
+    problem = StageProblem(graph_with("lm", layers=8, batch=64), topology_of("2x4"), num_microbatches=8)
+    assert set(problem.joints) - set(problem.cuts)
+    choices = list(Grid(problem).choices())
+    assert {c.num_stages for *_, c in choices} >= {1, 2, 4, 8}
+    assert all(seconds > 0 for _, seconds, _ in choices)
 
 
 def test_a_start_is_simulated_only_where_it_fits_or_none_does():
@@ -212,7 +255,7 @@ def test_a_start_is_simulated_only_where_it_fits_or_none_does():
         problem.price = lambda c, priced=priced, simulated=simulated: priced.append(simulated(c)) or priced[-1]
         found = _Best()
         _price_starts(problem, found, math.inf)
-        assert found.fits == fits
+        assert found.best.is_feasible == fits
         assert all(p.memory_bytes <= usable_bytes for p in priced) if fits else 0 < len(priced) <= 2 * CHAINS
 
 

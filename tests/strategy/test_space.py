@@ -238,3 +238,22 @@ def test_a_constraint_that_the_plans_mesh_cannot_express_is_named():
     with pytest.raises(SoapjaxError) as error:
         search_space(graph, factor_mesh(topology_of("a100x8")))
     assert error.value.problems and all("'data'" in p.value and "d0" in p.expected for p in error.value.problems)
+
+
+@names
+def test_what_violates_the_space_is_found_one_operator_at_a_time(model, topology):
+    space, rng = case(model, topology).space, np.random.default_rng(0)
+    names, sizes = space.mesh.axis_names, space.mesh.axis_sizes
+    for _ in range(20):
+        drawn = space.random(rng)
+        axes, storage = drawn.axes.copy(), drawn.storage.copy()
+        for _ in range(rng.integers(0, 4)):
+            axes[rng.integers(len(axes)), rng.integers(len(names))] = rng.integers(-3, axes.max() + 3)
+        storage[rng.integers(len(storage))] = rng.integers(-1, len(space.storages) + 1)
+        expected = []
+        for n, op in enumerate(space.graph.operators):
+            offered = [[REPLICATE, *(k for k in range(len(op.dims)) if space.allowed[n, a, k + 1])] for a in range(len(names))]
+            expected += [f"{op.name}.axes.{names[a]}" for a in range(len(names)) if axes[n, a] not in offered[a]]
+            expected += [f"{op.name}.{d.name}" for k, d in enumerate(op.dims) if d.divisor % degree(axes[n], k, sizes)]
+            expected += [f"{op.name}.storage"] if not 0 <= storage[n] < len(space.storages) else []
+        assert [p.place for p in space.violations(Strategy(axes, storage))] == [f"operators.{place}" for place in expected]

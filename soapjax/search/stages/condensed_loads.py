@@ -14,6 +14,7 @@ from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.search.stages.stage_figures import Figures, Inside
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
+from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 from soapjax.topology import FactorMesh
 
@@ -35,6 +36,14 @@ class CondensedLoads:
     def choices(self, first: int, count: int, num: int) -> list[Inside]:
         """The inner strategies that a stage on these devices may have; the first is data parallelism."""
         return self.small.choices(first, count, num)
+
+    def offer(self, first: int, count: int, num: int, name: str, strategies: Sequence[Strategy]) -> list[int]:
+        """Places among `choices` of further inner strategies, of the condensed graph."""
+        return self.small.offer(first, count, num, name, strategies)
+
+    def space(self, first: int, count: int, num: int) -> SearchSpace:
+        """What inner strategies may choose, in the condensed graph."""
+        return self.small.space(first, count, num)
 
     def mesh(self, first: int, count: int, num: int) -> FactorMesh:
         return self.small.mesh(first, count, num)

@@ -176,8 +176,12 @@ class Grid:
     def _slowest_share(self, stages: np.ndarray) -> np.ndarray:
         """Of the whole model's time, what the slowest of so many stages takes; all of it where it cannot be cut so often."""
         layers, marks = self.layers[-1]
-        before = dict(zip(marks, np.r_[0.0, np.cumsum(layers.compute_s)] / layers.compute_s.sum(), strict=True))
-        shares = {g: max(np.diff([before[b] for b in self._bounds(g) or marks[:: len(marks) - 1]])) for g in set(stages.tolist())}
+        before = np.r_[0.0, np.cumsum(layers.compute_s)] / layers.compute_s.sum()
+        shares = {}
+        for g in set(stages.tolist()):
+            bounds = self._bounds(g) or (marks[0], marks[-1])
+            # Of a long model the joints of its blocks are not all among the other places to cut at.
+            shares[g] = np.diff(np.interp(bounds, marks, before)).max()
         return np.array([shares[g] for g in stages.tolist()])
 
     # From points to choices.

@@ -10,6 +10,8 @@ Metropolis-Hastings. The number of stages is fixed within a chain, so every move
     inside      of one group, or of all by the same step: one of the inner strategies (stage_figures.py)
     micro-batches, schedule, rematerialisation of one stage
 
+Of the best, what is inside its stages is searched operator by operator at last (inside_search.py), and taken where that pays.
+
 The asynchronous schedule of PipeDream trains other weights, so it is planned only where it is asked for.
 """
 
@@ -26,12 +28,14 @@ import numpy as np
 from soapjax import interrupts
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.search.stages.grid import Grid
+from soapjax.search.stages.inside_search import searched_inside
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
 
-MOST_STARTS = 96  # points of the grid that are priced
-MOST_TRIED = 480  # where none of them fits
-STARTS_SHARE = 0.5  # of the seconds, for starts
+MOST_TRIED = 480  # points of the grid whose stages are looked at
+MOST_STARTS = 96  # of these that are priced
+STARTS_SHARE = 0.4  # of the seconds, for starts
+INSIDE_SHARE = 0.3  # of the seconds and of the proposals, for what is inside the stages of the best
 MOST_UNEVEN = 64  # devices of PipeDream's dynamic program, which takes minutes for more
 BETA = 100.0  # of the chain: a choice 1 % slower than the start is accepted with probability 1/e
 CHAINS = 3
@@ -39,11 +43,15 @@ DEFAULT_PROPOSALS = 600
 
 
 class StageSearch(NamedTuple):
-    """What a search of pipelines found; `baselines` are the best of every start by its name, `seen` of every number of stages."""
+    """What a search of pipelines found.
+
+      baselines: the best of every start by its name.
+      others: the best before the search inside its stages, and the best of every number of stages.
+    """
 
     best: Priced
     baselines: dict[str, Priced]
-    seen: tuple[Priced, ...]
+    others: tuple[Priced, ...]
     num_proposals: int
     search_s: float
     stopped_by: str
@@ -133,71 +141,86 @@ class _Best:
             if key is not None and (key not in table or found.rank < table[key].rank):
                 table[key] = found
 
-    @property
-    def fits(self) -> bool:
-        return self.best is not None and self.best.is_feasible
-
 
 def search_stages(
     problem: StageProblem, *, seed: int = 0, num_proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None,
 ) -> StageSearch:  # fmt: skip
-    """The best pipeline found: from the best points of the grid, then by chains from the best of them.
+    """The best pipeline found: from the best points of the grid by chains, then inside the stages of the best.
 
     Args:
-      num_proposals: of the chains; DEFAULT_PROPOSALS where neither it nor `seconds` is given.
+      num_proposals: after the starts; DEFAULT_PROPOSALS where neither it nor `seconds` is given.
       seconds: of all of the search; a start that fits is looked for beyond them. Ctrl-C ends it early.
     Raises: SoapjaxError where no pipeline is possible; KeyboardInterrupt where none has been priced yet.
     """
     begin = time.monotonic()
     if num_proposals is None and seconds is None:
         num_proposals = DEFAULT_PROPOSALS
-    seen, done, stopped = _Best(), 0, "proposals"
+    seen, done, stopped, chained = _Best(), 0, "proposals", None
+
+    def until(share: float) -> float:
+        return math.inf if seconds is None else begin + share * seconds
+
     try:
         with interrupts.searching():
-            _price_starts(problem, seen, math.inf if seconds is None else begin + STARTS_SHARE * seconds)
+            _price_starts(problem, seen, until(STARTS_SHARE))
             if seen.best is None:
                 raise SoapjaxError(_impossible(problem))
-            seeds = sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]
-            rng = np.random.default_rng(seed)
-            for k, at in enumerate(seeds):
-                share = STARTS_SHARE + (1 - STARTS_SHARE) * (k + 1) / len(seeds)
-                until = math.inf if seconds is None else begin + share * seconds
-                most = math.inf if num_proposals is None else -(-num_proposals // len(seeds))
-                for step, found in enumerate(_chain(problem, rng, at, seeds[0].cost)):
+            for walk, share, of_seconds in _walks(problem, np.random.default_rng(seed), seen):
+                chained = seen.best
+                most = math.inf if num_proposals is None else math.ceil(share * num_proposals)
+                for step, found in enumerate(walk, 1):
                     done += 1
                     seen.see(found)
                     if progress is not None and done % 16 == 0:
                         progress(done, seen.best.timeline.step_time_s, time.monotonic() - begin)
-                    if step + 1 >= most:
+                    if step >= most:
                         break
-                    if time.monotonic() >= until:
+                    if time.monotonic() >= until(of_seconds):
                         stopped = "seconds"
                         break
     except KeyboardInterrupt:
         if seen.best is None:
             raise
         stopped = "interrupted"
-    return StageSearch(seen.best, seen.of_name, tuple(seen.of_stages.values()), done, time.monotonic() - begin, stopped)
+    good = (chained or seen.best, *sorted(seen.of_stages.values(), key=lambda p: p.rank))
+    return StageSearch(seen.best, seen.of_name, good, done, time.monotonic() - begin, stopped)
+
+
+def _walks(problem: StageProblem, rng: np.random.Generator, seen: _Best) -> Iterator[tuple[Iterator[Priced], float, float]]:
+    """What follows the starts: walks, with their shares of the proposals, and of the seconds by which each ends."""
+    seeds = sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]
+    of_chain, of_seconds = (1 - INSIDE_SHARE) / len(seeds), (1 - INSIDE_SHARE - STARTS_SHARE) / len(seeds)
+    for k, at in enumerate(seeds, 1):
+        yield _chain(problem, rng, at, seeds[0].cost), of_chain, STARTS_SHARE + k * of_seconds
+    yield searched_inside(problem, rng, seen.best), INSIDE_SHARE, 1.0
 
 
 def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
-    """Prices the grid's best, and beside them uneven stages; until one fits, or MOST_TRIED, beyond the clock and MOST_STARTS.
+    """Prices the grid's best, and beside them uneven stages.
 
-    Memory is known without simulating, which of a thousand devices takes a second: what does not fit waits until nothing else does.
+    The formula orders all points. Of the first MOST_TRIED, or as many as half of the time allows, the loads of their own stages
+    tell memory, and the time but for what is sent. The best MOST_STARTS of these are simulated, which on a thousand devices takes
+    a second each. Beyond the clock goes only the search for one that fits; what does not fit is simulated where nothing else is.
     """
-    too_large = []
+    begin = time.monotonic()
+    fits, too_large = [], []
     for k, (name, _, choice) in enumerate(Grid(problem).choices()):
-        if k >= MOST_TRIED or (seen.fits and (k >= MOST_STARTS or time.monotonic() >= until)):
+        if k >= MOST_TRIED or (fits and time.monotonic() >= begin + (until - begin) / 2):
             break
         memory = problem.memory_bytes(choice)
         if memory > problem.usable_bytes:
             too_large.append((memory, k, name, choice))
         else:
-            seen.see(problem.price(choice), name)
+            if not fits:
+                seen.see(problem.price(choice), name)  # Ctrl-C has something to give from now on
+            fits.append((problem.estimated_s(choice), k, name, choice))
         interrupts.check()
-    for *_, name, choice in sorted(too_large)[: 0 if seen.fits else CHAINS]:
+    for *_, name, choice in sorted(fits)[:MOST_STARTS] or sorted(too_large)[:CHAINS]:
         seen.see(problem.price(choice), name)
+        interrupts.check()
+        if time.monotonic() >= until:
+            break
     for like in [p.choice for p in sorted(seen.of_stages.values(), key=lambda p: p.rank)[:CHAINS]]:
         if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
             seen.see(problem.price(choice), f"{choice.schedule}, uneven")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,7 @@ class Inside:
     name: str
     strategy: Strategy
     fabric: Fabric
+    is_by_hand: bool = True  # as people write it; else a search offered it
 
     @functools.cached_property
     def figures(self) -> Figures:
@@ -112,8 +114,17 @@ class Fabric:
 
     @functools.cached_property
     def choices(self) -> list[Inside]:
-        """The inner strategies, data parallelism first."""
+        """The inner strategies, data parallelism first; behind those by hand what a search offered."""
         return [Inside(name, s, self) for name, s in _inner(self.space.graph, self.space, self.topology)]
+
+    def offer(self, name: str, strategies: Sequence[Strategy]) -> list[int]:
+        """The places of strategies among `choices`, where they are appended if they are new."""
+        place = {inside.strategy.key(): i for i, inside in enumerate(self.choices)}
+        for strategy in strategies:
+            if strategy.key() not in place:
+                place[strategy.key()] = len(self.choices)
+                self.choices.append(Inside(name, strategy, self, is_by_hand=False))
+        return [place[s.key()] for s in strategies]
 
     def figures(self, strategy: Strategy) -> Figures:
         return _figures(self, strategy)

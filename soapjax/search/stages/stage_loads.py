@@ -120,6 +120,10 @@ class StageLoads:
         """The inner strategies that a stage on these devices may have; the first is data parallelism."""
         return self._fabric(first, count, num)[0].choices
 
+    def offer(self, first: int, count: int, num: int, name: str, strategies: Sequence[Strategy]) -> list[int]:
+        """Places among `choices` of further inner strategies."""
+        return self._fabric(first, count, num)[0].offer(name, strategies)
+
     def mesh(self, first: int, count: int, num: int) -> FactorMesh:
         return self._fabric(first, count, num)[0].mesh
 

@@ -169,6 +169,21 @@ class StageProblem:
         """What `price` says of the memory, without simulating."""
         return max(memory_of(outline(choice), self._loads_of(choice))[0])
 
+    def estimated_s(self, choice: Choice) -> float:
+        """Seconds of a step without simulating: what the busiest group does, and a pass of the others while it fills and drains.
+
+        Nothing of what stages send to one another. Gradients of weights that are put off fill a third of the bubble.
+        """
+        groups, num = len(choice.counts), choice.num_microbatches
+        pass_s, busy_s = np.zeros(groups), np.zeros(groups)
+        for i, load in enumerate(self._loads_of(choice)):
+            pass_s[i % groups] += load.forward_s * (1 + choice.rematerialise[i]) + load.backward_s
+            busy_s[i % groups] += load.update_s
+        busy_s += num * pass_s
+        last = int(busy_s.argmax())
+        bubble_s = (pass_s.sum() - pass_s[last]) * groups / choice.num_stages
+        return float(busy_s[last] + bubble_s * (2 / 3 if SCHEDULES[choice.schedule].splits_backward else 1))
+
     def _loads_of(self, choice: Choice) -> list[StageLoad]:
         return [
             self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, choice.num_microbatches, inner)
@@ -247,7 +262,10 @@ class StageProblem:
         degree, *others = name.removeprefix("tensor/").split(", ")
         tensor = int(degree) if degree.isdecimal() else 1
         stored = "sharded parameters" if "regathered" in others else "sharded optimizer state"
-        words = {"sequence": "sequence parallelism", "sharded": stored, "regathered": "gathered for each pass"}
+        words = {
+            "sequence": "sequence parallelism", "sharded": stored, "regathered": "gathered for each pass",
+            "searched": "and some operators otherwise",
+        }  # fmt: skip
         return ", ".join([f"tensor {tensor} x data {count // tensor}", *(words[o] for o in others)])
 
     def is_valid(self, choice: Choice) -> bool:
