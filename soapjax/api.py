@@ -237,7 +237,7 @@ class SoapShard:
                 "tx or apply_fn made anew): the step will plan again for it", place,
             )  # fmt: skip
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return structure.unflatten(place_all(leaves, jax.tree_util.tree_leaves(wanted)))
+        return jax.tree_util.tree_unflatten(structure, place_all(leaves, jax.tree_util.tree_leaves(wanted)))
 
     def shardings(self) -> tuple[Any, ...]:
         """NamedShardings of every argument but the static ones, as pytrees: `in_shardings` for plain `jax.jit`.

@@ -225,14 +225,16 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
         return paid[0] + more_s, paid[1] + jnp.where(kinds, more, 0.0)
 
     seconds, sent = lax.fori_loop(0, ints[7], with_halos, (seconds, sent))
-    memory = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target)
+    held, copy, is_sent, passing, waiting = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target)
     on_kept = holders(p, jnp.where(is_edge, target, of.home))
     on_home = holders(p, of.home)
     on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
     total = functools.reduce(jnp.add, [sent[i] for i in range(sent.shape[0])])
     late = jnp.where(is_edge, late, 0.0)
     sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
-    return RowCosts(*of, seconds * floats[2], sent * floats[2], sent_on * floats[2], *memory, on, on_kept)
+    return RowCosts(
+        *of, seconds * floats[2], sent * floats[2], sent_on * floats[2], held, copy, is_sent, passing, waiting, on, on_kept
+    )
 
 
 def _memory_of(p: CostArrays, ints: Array, floats: Array, of: Homes, target: Array) -> tuple[Array, Array, Array, Array, Array]:

@@ -246,7 +246,7 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     fixed = np.zeros((len(numbers), b.width), np.int16)
     fixed[:num_t] = encoded(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed), b.dims, bool(b.groups))
     fixed[edges] = fixed[tables.edge_tensor]
-    found = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
+    found: dict[str, np.ndarray] = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
     return {name: padded(x, b.rows + 1) for name, x in found.items()}
 
 
@@ -256,7 +256,8 @@ def _tensor_lives(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     by_tensor = np.argsort(tables.edge_tensor, kind="stable").astype(np.int32)
     number = np.bincount(tables.edge_tensor, minlength=num_t)[:num_t]
     life = np.stack([order.since, order.until, order.at_least, np.cumsum(number) - number, number], 1).astype(np.int32)
-    stops, tensor_stops = [], np.zeros((num_t, 2), np.int32)
+    stops: list[int] = []
+    tensor_stops = np.zeros((num_t, 2), np.int32)
     start = life[:, 3].tolist()
     for t in range(num_t):
         low, high = int(order.at_least[t]), int(order.until[t])
@@ -279,7 +280,8 @@ def _conversions(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     life = np.stack(
         [read_at, np.minimum(order.made_at, read_at), tables.edge_task + 1, tables.edge_slot, order.read_at, order.made_at], 1
     ).astype(np.int32)
-    group, members = np.zeros((len(tables.edge_task), 4), np.int32), []
+    group = np.zeros((len(tables.edge_task), 4), np.int32)
+    members: list[int] = []
     may_again = (tables.edge_parameter >= 0) & tables.edge_is_backward
     owner = tables.parameter_op[np.maximum(tables.edge_parameter, 0)] if len(tables.parameter_op) else 0
     group[:, 3] = np.where(may_again, owner, NONE)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -94,7 +94,7 @@ def store() -> KeyValueStore:
     return KeyValueStore()
 
 
-def connect(address: str, num_processes: int, process_id: int, local_device_ids: Any, **times: int) -> None:
+def connect(address: str, num_processes: int, process_id: int, local_device_ids: Any, **times: Any) -> None:
     """`jax.distributed.initialize`; on every rank but 0 through a relay (relay.py).
 
     Raises: RuntimeError as that does.
@@ -129,7 +129,7 @@ def job_of_environment(given: Job, *, timeout_s: float) -> Job:
     address = given.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = given.num_processes if given.num_processes is not None else _number("JAX_NUM_PROCESSES")
     rank = given.process_id if given.process_id is not None else _number("JAX_PROCESS_ID")
-    local = given.local_device_ids
+    local: Sequence[int] | None = given.local_device_ids
     if None in (address, count, rank):
         address, count, rank, local = _clusters.ClusterEnv.auto_detect_unset_distributed_params(
             address, count, rank, local, None, int(timeout_s)

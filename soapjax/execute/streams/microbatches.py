@@ -79,7 +79,7 @@ def micro_step(
     for i in leaves:
         aval = full.in_avals[i]
         flat[i] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
-    rest = iter(tree.unflatten(flat))
+    rest = iter(jax.tree_util.tree_unflatten(tree, flat))
     small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
     scaling = scalings(small.program, full.program, num_microbatches)
     batch = {small.program.inputs[k] for k in leaves}
