@@ -150,7 +150,7 @@ class SoapShard:
         """Of the arguments that are no constants."""
         return form.dynamic(tuple(argument_names(self._calling.function(form, len(args)), len(args))))
 
-    def _is_agreed(self, compiled: CompiledStep) -> bool:
+    def _is_agreed(self, compiled: CompiledStep | StreamStep) -> bool:
         """Whether it may run: over several processes only after all have compiled the same program."""
         return not compiled.spans_processes or compiled in self._agreed
 

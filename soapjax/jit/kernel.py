@@ -62,7 +62,7 @@ def in_kernel(fn: Callable[..., Any], *of: Any) -> Any:
     return as_one_kernel(fn)(*of)
 
 
-def put(x: Array, i: Array | Scalar, value: Any) -> Array:
+def put(x: Array, i: Array | Scalar, value: Any) -> jax.Array:
     """`x.at[i].set(value)` of one index, which is trusted: not negative, and inside.
 
     `x[i]` of jax.numpy first counts negative indices from the end: four operations more per access, in programs that consist of
@@ -71,22 +71,22 @@ def put(x: Array, i: Array | Scalar, value: Any) -> Array:
     return jax.lax.dynamic_update_index_in_dim(x, jnp.asarray(value, x.dtype), i, 0, allow_negative_indices=False)
 
 
-def row(x: Array, i: Array | Scalar) -> Array:
+def row(x: Array, i: Array | Scalar) -> jax.Array:
     """`x[i]` of one index, which is trusted."""
     return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
 
 
-def rows(x: Array, index: Array) -> Array:
+def rows(x: jax.Array, index: Array) -> jax.Array:
     """`x[index]` of indices that are trusted."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def added_at(x: Array, places: tuple[Array, ...], values: tuple[Array, ...]) -> Array:
+def added_at(x: Array, places: tuple[Array, ...], values: tuple[Array, ...]) -> jax.Array:
     """`x` with `values` added at `places`, one after the other: in a loop, since between two adds XLA would copy the array."""
     index, value = jnp.stack(places), jnp.stack([jnp.broadcast_to(v, x.shape[1:]) for v in values])
     return jax.lax.fori_loop(0, len(places), lambda i, x: added(x, row(index, i), row(value, i)), x)
 
 
-def added(x: Array, i: Array | Scalar, value: Array) -> Array:
+def added(x: Array, i: Array | Scalar, value: Array) -> jax.Array:
     """`x.at[i].add(value)` of one index, which is trusted."""
     return put(x, i, row(x, i) + value)

@@ -94,11 +94,11 @@ class Objective:
         """The smaller of what the device has and what is tolerated."""
         return min(usable_bytes, self.max_memory)
 
-    def cost(self, scores: Scores, usable_bytes: float | Array) -> Array:
+    def cost(self, scores: Scores, usable_bytes: float) -> Array:
         """Seconds [B]: see above; times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
         return cost_by(limits_of(self, usable_bytes), scores.step_time_s, scores.memory_bytes, scores.sent_bytes, scores.violations)
 
-    def reward(self, scores: Scores, usable_bytes: float | Array) -> Array:
+    def reward(self, scores: Scores, usable_bytes: float) -> Array:
         """R [B], larger is better; -inf if invalid. Of objective "time" minus the logarithm of the seconds."""
         cost = self.cost(scores, usable_bytes)
         xp = jnp if isinstance(cost, jax.Array) else np
@@ -182,8 +182,8 @@ def objective_of(
     given = {"max_bytes": max_bytes, "max_memory": max_memory, "weights": weights}
     parts = None if weights is None else [x.strip() for x in weights.split(",")]
     read = WEIGHTS if parts is None else tuple(float(x) if _is_number(x) else x for x in parts)
-    limits = (math.inf if x is None else x for x in (max_bytes, max_memory))
-    values, problems = _read(name, *limits, read)
+    of_bytes, of_memory = (math.inf if x is None else x for x in (max_bytes, max_memory))
+    values, problems = _read(name, of_bytes, of_memory, read)
     # A name that is unknown is an option's problem, found with the others (options.py).
     problems = [p for p in problems if name in OBJECTIVES or p.place != "objective"]
     problems = [p._replace(place="--" + p.place.replace("_", "-")) for p in problems]

@@ -117,7 +117,8 @@ def backward(items: ItemRecords, of: ItemCosts, old: Trace, last: Array, stop: A
             return row(items.previous_reader, c), jnp.maximum(path, row(rest_begin, c))
 
         never = jnp.full((), NEVER, path.dtype)
-        _, path = lax.while_loop(lambda x: x[0] >= 0, reader, (row(items.last_reader, t), never))
+        begin: tuple[Array, Array] = row(items.last_reader, t), never
+        _, path = lax.while_loop(lambda x: x[0] >= 0, reader, begin)
         path = jnp.where(is_link, jnp.maximum(path, gathered), path)
         own, on = costs_of_item(of, item)
         streams = [free[s] for s in range(free.shape[0])]
@@ -152,6 +153,6 @@ def traced(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, last: Ar
     The last item's rests are those of a phase's end.
     """
     end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.num_items, first))
-    rests = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
-    return Trace(end, free, gathered, *rests, length)
+    of_free, of_gathered, of_begin = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
+    return Trace(end, free, gathered, of_free, of_gathered, of_begin, length)
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, SupportsFloat, TypeVar
 
 import jax
 import numpy as np
@@ -198,7 +198,7 @@ def occupied_by(schedule: Schedule, costs: Costs) -> np.ndarray:
     return schedule.occupies if costs.holders is None else schedule.occupies_of_groups(costs.holders)
 
 
-def _rounded(seconds: float) -> float:
+def _rounded(seconds: SupportsFloat) -> float:
     """To what float32 carries, so that a file is the same on every host."""
     return float(f"{float(seconds):.6g}")
 

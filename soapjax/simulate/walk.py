@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -33,7 +34,7 @@ class ItemRecords(NamedTuple):
     phase_end: Array  # int32 [F + 1]: the item behind the phase's last
     last_reader: Array  # int32 [T + 1]: the last item that waits for it, -1
     previous_reader: Array  # int32 [T + 1]: the item before that waits for the same, -1
-    overlap: Scalar  # bool []
+    overlap: jax.Array | np.bool_  # []
     of_task: Array  # int32 [K + 1]: the item of a task, T for none
     of_row: Array  # int32 [X + 1]
 
@@ -49,7 +50,9 @@ def places_of(items: Items) -> tuple[np.ndarray, int]:
     for t in range(n - 1, -1, -1):
         # An item of no duration passes its predecessor's end on to its own readers.
         last_use[predecessor[t]] = max(last_use[predecessor[t]], t, last_use[t])
-    slot, free, expiring, count = np.full(n + 1, -1, np.int64), [], {}, 0
+    slot, count = np.full(n + 1, -1, np.int64), 0
+    free: list[int] = []
+    expiring: dict[int, list[int]] = {}
     for t in range(n):
         free += expiring.pop(t, [])
         if last_use[t] >= 0:
@@ -125,7 +128,7 @@ def records_of_items(
 
 
 def stream_times(
-    free: list[Array], end: Array, own: list[Array], overlap: Array, on: Array | None, never: float
+    free: Sequence[Array], end: Array, own: Sequence[Array], overlap: Array | np.bool_, on: Array | None, never: float
 ) -> tuple[list[Array], Array]:
     """Runs one item: (times at which each stream is free, its end), of [Q], or [G, Q] and [Q] where groups take part (`on`).
 
@@ -202,8 +205,8 @@ def program(sizes: ItemSizes, b: Bucket) -> PlannerProgram:
     def walk(items: ItemRecords, compute_s: Array, row_s: Array, on_compute: Array, on_rows: Array) -> Array:
         groups = (on_compute, on_rows) if b.groups else ()
 
-        def run(*of: Array) -> Array:
-            return makespans(of[0], sizes.places, of[1], of[2], *(of[3:] or (None, None)))
+        def run(items: ItemRecords, compute_s: Array, row_s: Array, *on: Array) -> Array:
+            return makespans(items, sizes.places, compute_s, row_s, *(on or (None, None)))
 
         return in_kernel(run, items, compute_s, row_s, *groups)
 

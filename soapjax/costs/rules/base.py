@@ -69,10 +69,13 @@ def nothing_changed(p: CostArrays, sizes: OwnSizes, lanes: int) -> Change:
     def zeros(*shape: int, dtype=jnp.float32) -> Array:
         return jnp.zeros((*shape, lanes), dtype)
 
+    on, on_kept, on_compute, on_stored = (
+        zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)
+    )
     return Change(
         zeros(sizes.slots + 1, width, dtype=SET), zeros(sizes.tasks + 1), zeros(sizes.parameters + 1), zeros(count, levels),
         zeros(count) + 1, zeros(count, groups), zeros(count), zeros(count), zeros(count, dtype=bool), zeros(count), zeros(count, 2),
-        *(zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)),
+        on, on_kept, on_compute, on_stored,
         jnp.zeros(p.row_int.shape[0], jnp.int32), jnp.zeros(p.task_float.shape[0], jnp.int32),
         jnp.full(count, p.row_int.shape[0] - 1, jnp.int32), jnp.int32(0), jnp.zeros(lanes, bool),
     )  # fmt: skip

@@ -157,6 +157,7 @@ def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
         waiting=np.stack([working.most_waiting, working.operand_share]).astype(f32),
         merged_at=np.int32(working.merged_at),
         counts=_counts(tables),
+        storage_again=np.int32(sum(1 << i for i, x in enumerate(tables.storage_regather) if x)),
         **_axes(tables, b), **_tasks(tables, b), **_parameters(tables, b), **_rows(tables, b), **_tensor_lives(tables, b),
         **_conversions(tables, b),
     )  # fmt: skip
@@ -212,7 +213,6 @@ def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
         "parameter_fixed": padded(fixed, b.parameters + 1),
         "state_bytes": padded((tables.parameter_bytes * tables.state_copies).astype(np.float32), b.parameters + 1),
         "storage_axes": padded((tables.storage_masks * bits).sum(1).astype(np.int16), 32),
-        "storage_again": np.int32(sum(1 << i for i, x in enumerate(tables.storage_regather) if x)),
     }
 
 

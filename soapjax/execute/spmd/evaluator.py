@@ -207,4 +207,6 @@ def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
             jnp.where(rows.reshape(rows.shape + (1,) * (a.ndim - rows.ndim)), a, b) for a, b in zip(new, carry, strict=True)
         )  # fmt: skip
 
-    return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), trip, tuple(map(jnp.asarray, inputs[start:]))))
+    carry: tuple[Any, ...] = tuple(map(jnp.asarray, inputs[start:]))
+    carry = jax.lax.while_loop(lambda carry: goes_on(carry).any(), trip, carry)
+    return list(carry)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -117,7 +117,7 @@ def not_executable(plan: Plan, *, place: str = "plan") -> list[Problem]:
     return [Problem(f"{place}: executable", value, "one update, and the operators of each loop on the same devices", remedy)]
 
 
-def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> BoundStep:
+def bind_plan(step: TracedStep, plan: Plan, *, devices: Sequence[Any] | None = None) -> BoundStep:
     """Puts a traced step and a plan together.
 
     Raises: SoapjaxError where the plan is for another step, or cannot be executed here.

@@ -27,7 +27,7 @@ class MicroBatched(abc.ABC):
     in_shardings: list[NamedSharding | None]  # of flat arguments; None of the batch, which is taken as it comes
 
     @abc.abstractmethod
-    def dispatches(self, **options: Any) -> Stream: ...
+    def dispatches(self, *, with_gradients: bool = False) -> Stream: ...
 
     @property
     @abc.abstractmethod

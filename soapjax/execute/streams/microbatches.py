@@ -93,7 +93,7 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
 
     Raises: SoapjaxError where no argument has a leading dim.
     """
-    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs and getattr(a, "shape", ())}
+    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs if getattr(a, "shape", ())}
     if not shapes:
         expected = "an argument beside the training state with a leading batch dim"
         remedy = "pass the batch as an argument of the step; the state is what the step returns anew"

@@ -46,7 +46,8 @@ def pieces_of(source: NamedSharding, target: NamedSharding, shape: Sequence[int]
         for held, having in holders.items():
             block = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True))
             if all(a < b for a, b in block) or (block == wanted == held):
-                near = [d for d in having if d == device] or [d for d in having if d.process_index == device.process_index]
+                own = device.process_index  # type: ignore[attr-defined]  # the stub's Device is no type
+                near = [d for d in having if d == device] or [d for d in having if d.process_index == own]
                 found.append(Piece((near or having)[k % len(near or having)], device, block, held, wanted))
     return found
 

@@ -141,7 +141,7 @@ def move_tables(space: SearchSpace, num_ops: int, num_axes: int, op_dims: int, s
     )  # fmt: skip
 
 
-def pick(u: Array, count: Array | int) -> Array:
+def pick(u: Array, count: Array | Scalar | int) -> jax.Array:
     """A uniform integer below `count`, from a uniform number."""
     return jnp.minimum((u * count).astype(jnp.int32), count - 1)
 

@@ -162,7 +162,7 @@ def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
 
 
 def judge(
-    tables: Tables, sizes: Sizes, at: Position, into: Scratch, n: Array, axes: Array, storage: Array
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, n: Array | Scalar, axes: Array, storage: Array
 ) -> tuple[Judged, Effects, Alive, Scratch]:
     """Candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
     p, own, items, pins = tables.costs, tables.own, tables.items, sizes.pins
@@ -241,8 +241,8 @@ def _memory(
 
 
 def move(
-    tables: Tables, sizes: Sizes, at: Position, into: Scratch, effects: Effects, alive: Alive, n: Array, q: Array, axes: Array,
-    storage: Array, is_wanted: Array,
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, effects: Effects, alive: Alive, n: Array | Scalar, q: Array,
+    axes: Array, storage: Array, is_wanted: Array,
 ) -> Position:  # fmt: skip
     """The position after operator `n` took candidate `q` that `judge` judged; the same one unless `is_wanted`."""
     p = tables.costs

@@ -77,7 +77,7 @@ def bounded(search: Incumbent, relaxation: Relaxation, node: Node) -> Bounded:
         d = np.array([s.durations for s in seen])
         differs = share @ np.abs(d - share @ d)  # flat
         operators = _operators_of(relaxation)
-        for i in np.flatnonzero(differs):
+        for i in np.flatnonzero(differs).tolist():
             contested[operators[i]] += differs[i]
         # Where the longest chain turns at a task that may be inactive, the flow could not follow it.
         d = seen[int(share.argmax())].durations

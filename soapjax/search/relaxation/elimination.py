@@ -200,7 +200,7 @@ def _min_plus(factors: list[Factor], pair: list[Factor], scope: tuple[int, ...],
     first, second = sorted(pair, key=lambda f: u not in f.scope)
     left = first.table if first.scope[0] == u else first.table.T  # [u, n]
     right = second.table if second.scope[0] == w else second.table.T  # [w, n]
-    rest = {f.scope[0]: 0.0 for f in factors if len(f.scope) == 1}
+    rest: dict[int, float | np.ndarray] = {f.scope[0]: 0.0 for f in factors if len(f.scope) == 1}
     for f in factors:
         if len(f.scope) == 1:
             rest[f.scope[0]] = rest[f.scope[0]] + f.table

@@ -111,7 +111,7 @@ def _move_microbatches(rng: np.random.Generator, problem: StageProblem, c: Choic
 
 
 def _move_schedule(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
-    return dataclasses.replace(c, schedule=str(rng.choice(problem.schedules)))
+    return dataclasses.replace(c, schedule=problem.schedules[int(rng.integers(len(problem.schedules)))])
 
 
 def _move_memory(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
@@ -204,7 +204,8 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
     a second each. Beyond the clock goes only the search for one that fits; what does not fit is simulated where nothing else is.
     """
     begin = time.monotonic()
-    fits, too_large = [], []
+    fits: list[tuple[float, int, str, Choice]] = []
+    too_large: list[tuple[float, int, str, Choice]] = []
     for k, (name, _, choice) in enumerate(Grid(problem).choices()):
         if k >= MOST_TRIED or (fits and time.monotonic() >= begin + (until - begin) / 2):
             break
