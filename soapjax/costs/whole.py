@@ -184,8 +184,8 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
 
     raw, home, resolved = (zeros(t_pad + 1, width, dtype=SET) for _ in range(3))
     nothing = Rows(
-        raw, home, resolved, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups), zeros(t_pad + 1),
-        zeros(e_pad + 1),
+        raw, home, resolved, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups),
+        zeros(t_pad + 1), zeros(e_pad + 1),
         zeros(e_pad + 1, dtype=bool), zeros(t_pad + 1), zeros(t_pad + 1, 2), zeros(x_rows, groups, dtype=bool),
         zeros(x_rows, groups, dtype=bool),
     )  # fmt: skip

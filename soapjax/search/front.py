@@ -79,5 +79,5 @@ def joined(*fronts: Sequence[Point]) -> tuple[Point, ...]:
     figures = np.array([p[:3] for p in every])
     below = (figures[:, None] <= figures[None]).all(-1)  # [i, j]: i is no worse than j
     earlier = np.arange(len(every))[:, None] < np.arange(len(every))
-    beaten = (below & (~below.T | earlier)).any(0).tolist()
-    return tuple(sorted((p for p, is_out in zip(every, beaten, strict=True) if not is_out), key=lambda p: p[:3]))
+    beaten = set(np.flatnonzero((below & (~below.T | earlier)).any(0)).tolist())
+    return tuple(sorted((p for i, p in enumerate(every) if i not in beaten), key=lambda p: p[:3]))

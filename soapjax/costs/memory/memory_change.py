@@ -234,7 +234,8 @@ class _Steps:
         places = begin_of(p, base, e), last + 1, made
         values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
         diff = added_at(diff, places, values)
-        return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
+        start: tuple[Array, Array, Array] = place - 1, since > 0, diff
+        return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, start)[2]
 
 
 def _peaks(p: CostArrays, alive: Alive, diff: Array, waiting: Array) -> tuple[Array, tuple[Array, Array]]:

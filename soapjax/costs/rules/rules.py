@@ -198,7 +198,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     which, dims = record[0], p.row_shape.shape[1]
     ints, floats, shape = row(p.row_int, which), row(p.row_float, which), row(p.row_shape, which)[:, None]
     is_edge, is_sum = ints[0] == EDGE, ints[0] == SUM
-    of = stage(p.mesh, functools.partial(homes, p), which, made, reader, common)
+    of: Homes = stage(p.mesh, functools.partial(homes, p), which, made, reader, common)
 
     def ends(raw: Array, home: Array, resolved: Array, made: Array, wanted: Array) -> tuple[Array, Array]:
         # Of a collective inside a task: partial sums are made; blocks get their borders, which no layout says.

@@ -288,7 +288,7 @@ class PipeDreamStep(MicroBatched):
         first = later if self.donate else jax.jit(fn, out_shardings=tuple(shardings))
         return _Update(first, later, state, summed, [state[k] for k in taken])
 
-    def _is_free(self, v: int, s: int, lent: Collection[tuple]) -> bool:
+    def _is_free(self, v: int, s: int, lent: Collection[Name]) -> bool:
         """Whether nothing reads a version of this state of a stage once its update has."""
         is_read = any(v in p.inputs for p in (self.cut.forward[s], self.cut.backward[s]))
         is_alone = len(self.places[s]) == 1 and in_flight(self.pipeline)[s] == 1 and not self.pipeline.vertical_sync

@@ -94,7 +94,7 @@ class Record:
         if TIME_DECIDED not in self.notes:
             self.notes.append(TIME_DECIDED)
 
-    def offer(self, strategy: Strategy, cost_s: float | np.floating) -> None:
+    def offer(self, strategy: Strategy, cost_s: float) -> None:
         if cost_s < self.lowest_s:
             self.lowest_s, self.best_at, self.best_elapsed = cost_s, self.done, self.elapsed
             self.candidates.append(strategy)

@@ -10,6 +10,7 @@ apart from each other in groups (mini-buckets: Dechter and Rish 2003).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class Elimination(NamedTuple):
                 down[n] = Factor((), np.array(self.constant + sum(roots) - float(mine.table)))
             joined = [*factors, down[n]]
             scope = tuple(sorted({v for f in joined for v in f.scope}))
-            total = sum(_aligned(f, scope) for f in joined)
+            total = functools.reduce(np.add, (_aligned(f, scope) for f in joined))
             axis = scope.index(n)
             found[n] = total.min(axis=tuple(k for k in range(len(scope)) if k != axis)).reshape(-1)
             for child in children[n]:

@@ -126,7 +126,7 @@ class Relaxation:
             parts = [(w, t.seconds, row(t.of_a, t.a), row(t.of_b, t.b), t.a == a) for w, t in members]
             key = tuple((w.tobytes(), id(x), id(p), id(q), is_straight) for w, x, p, q, is_straight in parts)
             if key not in made:
-                made[key] = sum(_expanded(*part) for part in parts)
+                made[key] = functools.reduce(np.add, (_expanded(*part) for part in parts))
             tables[a, b] = made[key]
         return Pairwise([c[k] for c, k in zip(costs, labels, strict=True)], tables, labels, costs)
 
@@ -229,7 +229,7 @@ def _best_candidates(relaxation: Relaxation, count: int, seeds: list[Strategy]) 
         groups.setdefault((relaxation.problem.graph.operators[n].group, c.axes.tobytes(), c.storage.tobytes()), []).append(n)
     keep: list[np.ndarray] = [np.zeros(0, np.int64)] * len(score)
     for members in groups.values():
-        total = sum(score[n] for n in members)
+        total = functools.reduce(np.add, (score[n] for n in members))
         c = relaxation.candidates[members[0]]
         storages = int(c.storage.max()) + 1  # candidates are listed axes by axes, all storages of each
         by_axes = total.reshape(-1, storages).min(axis=1)

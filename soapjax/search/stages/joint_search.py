@@ -21,7 +21,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -126,6 +126,9 @@ MOVES: tuple[Move, ...] = (
 )  # fmt: skip
 
 
+Key = TypeVar("Key", str, int)
+
+
 class _Best:
     """The best choices so far: of all, by the name of a start, by the number of stages."""
 
@@ -137,9 +140,14 @@ class _Best:
     def see(self, found: Priced, name: str | None = None) -> None:
         if self.best is None or found.rank < self.best.rank:
             self.best = found
-        for table, key in ((self.of_name, name), (self.of_stages, found.choice.num_stages)):
-            if key is not None and (key not in table or found.rank < table[key].rank):
-                table[key] = found
+        if name is not None:
+            _keep_better(self.of_name, name, found)
+        _keep_better(self.of_stages, found.choice.num_stages, found)
+
+
+def _keep_better(table: dict[Key, Priced], key: Key, found: Priced) -> None:
+    if key not in table or found.rank < table[key].rank:
+        table[key] = found
 
 
 def search_stages(
