@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.graph.operators import Access, Accumulation, Operator, OperatorGraph, Task
+from soapjax.graph.operators import NOT_SPLIT, Access, Accumulation, Operator, OperatorGraph, Task
 from soapjax.graph.passes.phases import FORWARD
 
+MOST_LAYERS = 512  # iterations of a loop that is unrolled
 MOST_KEPT = 4  # the first and the last block have other neighbours than those between; and two of these tell what one more costs
 
 
@@ -54,6 +55,20 @@ def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
         if task.phase == FORWARD:
             first.setdefault(task.operator, k)
     return tuple(sorted(first, key=first.get))
+
+
+def loops_over_layers(graph: OperatorGraph) -> bool:
+    """Whether a loop gives every iteration a layer of its own: parameters that are stacked, one row per iteration.
+
+    Not where a loop has more than MOST_LAYERS iterations, those of loops around it included: unrolled, it would be too large.
+    """
+    stacked = {p.tensor for p in graph.parameters if graph.tensors[p.tensor].shape}
+    in_loops = [task for task in graph.tasks if task.scope]
+    return max((task.trip_count for task in in_loops), default=0) <= MOST_LAYERS and any(
+        access.tensor in stacked and access.dims[0] == NOT_SPLIT and graph.tensors[access.tensor].shape[0] > 1
+        and task.trip_count % graph.tensors[access.tensor].shape[0] == 0
+        for task in in_loops for access in task.reads
+    )  # fmt: skip
 
 
 def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> BlockRun | None:

@@ -20,6 +20,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.graph.condensing import loops_over_layers
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
@@ -51,6 +52,7 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 DEFAULT_PROPOSALS = 100_000
+UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
 OF_PIPELINES = "pipeline", "microbatches", "stages", "microbatch_reduction"
 OF_ONE_PROGRAM = "planner", "space", "simplicity", "check", "verify_top", "fixed", "logical_axis_rules", "donate"
 
@@ -160,9 +162,12 @@ def plan_staged(
     Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
+    graph = _traced_graph(asked, fn, *args) if graph is None else graph
+    require_operators(graph)
+    if not asked.unroll and loops_over_layers(graph):
+        asked, remarks = asked.but(unroll=True), (*remarks, UNROLLED)
+        graph = _traced_graph(asked, fn, *args)
     with on_cpu():
-        graph = build_graph(trace(fn, *args, **asked.tracing))[0] if graph is None else graph
-        require_operators(graph)
         found = find_pipeline(
             graph, asked.topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
             seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
@@ -174,6 +179,12 @@ def plan_staged(
     how = dict(model=asked.model, provenance=provenance, unroll=asked.unroll, profile=asked.profile)
     with on_cpu():
         return pipeline_plan(graph, asked.topology, found.times, **how), found
+
+
+def _traced_graph(asked: PlanRequest, fn: Callable[..., Any], *args: Any) -> OperatorGraph:
+    step = trace(fn, *args, **asked.tracing)
+    with own_configuration():
+        return build_graph(step)[0]
 
 
 def _proposals(asked: PlanRequest) -> int | None:

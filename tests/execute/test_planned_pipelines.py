@@ -4,6 +4,7 @@ import collections
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from balanced import balanced_pipeline
@@ -16,11 +17,13 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stages import step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
+from soapjax.planning import entry
 from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
+from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh, load_topology
@@ -160,3 +163,35 @@ def test_specs_that_are_not_there_are_named(planned, step):
 def test_a_device_that_is_not_there_is_named(planned, step):
     with pytest.raises(SoapjaxError, match="devices: got 3 devices; expected the 8 that the pipeline is for"):
         step_of_plan(*step, plan=planned, devices=jax.devices()[:3])
+
+
+def scanning_step(weights, batch):
+    """Four layers of a scan, each with a row of the stacked weights."""
+
+    def loss(weights):
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w[0]) @ w[1], None), batch, weights)
+        return (h**2).mean()
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return weights - 0.1 * gradients, value
+
+
+def test_a_loop_over_layers_is_unrolled_to_be_cut():
+    weights = jax.random.normal(jax.random.key(0), (4, 2, 16, 16)) / 4
+    batch = jax.random.normal(jax.random.key(1), (32, 16))
+    plan, _ = soapjax.plan_pipeline(
+        scanning_step, weights, batch, pipeline="1f1b", topology="cpu8", stages=2, microbatches=4, proposals=20
+    )  # fmt: skip
+    assert plan.unroll and entry.UNROLLED in plan.provenance.notes
+    wanted = jax.jit(scanning_step)(weights, batch)
+    found = soapjax.soap_shard(scanning_step, plan=plan)(weights, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+def test_no_loop_is_cut_that_is_not_unrolled():
+    graph = build_graph(soapjax.trace(scanning_step, jnp.ones((4, 2, 16, 16)), jnp.ones((32, 16))))[0]
+    problem = StageProblem(graph, load_topology("cpu8"))
+    in_loop = [k for k, n in enumerate(problem.forward) if any(graph.tasks[t].scope for t in graph.operators[n].tasks)]
+    assert in_loop and not set(problem.cuts) & set(range(min(in_loop) + 1, max(in_loop) + 1))
+    with pytest.raises(SoapjaxError, match="of a loop all together.*unroll the loop"):
+        StageProblem(graph, load_topology("cpu8"), num_stages=len(problem.forward) + 1)

@@ -231,14 +231,26 @@ class StagePart:
         tables, figures, graph = self.tables, self.figures, self.graph
         owns = self.mine[tables.parameter_op] if len(tables.parameter_op) else np.zeros(0, bool)
         gradients = [p.gradient for p, o in zip(graph.parameters, owns, strict=True) if o]
+        copies, sums = self._of_others(owns)
         inputs = {k for k in self.tasks if graph.tasks[k].phase == BACKWARD} - self.weights
         return StageLoad(
             forward_s=self.seconds(FORWARD), backward_s=self.seconds(BACKWARD), update_s=self.seconds(UPDATE),
             parameter_bytes=float(figures.parameter_bytes[owns].sum()),
-            state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum()),
-            gradient_bytes=float(figures.shard_bytes[gradients].sum()), inputs_s=self.seconds(BACKWARD, inputs),
+            state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum() + figures.shard_bytes[copies].sum()),
+            gradient_bytes=float(figures.shard_bytes[[*gradients, *sums]].sum()), inputs_s=self.seconds(BACKWARD, inputs),
             weights_s=self.seconds(BACKWARD, self.weights), between_bytes=self._between_bytes(), **self._activations(),
         )  # fmt: skip
+
+    def _of_others(self, owns: np.ndarray) -> tuple[list[int], list[int]]:
+        """Parameters that it reads and others hold, as copies for the step; and its own sums of what it adds to their gradients."""
+        graph = self.graph
+        others = {p.tensor for p, o in zip(graph.parameters, owns, strict=True) if not o}
+        passes = [graph.tasks[k] for k in self.tasks if graph.tasks[k].phase != UPDATE]
+        copies = {a.tensor for task in passes for a in task.reads if a.tensor in others}
+        gradients = {p.gradient for p in graph.parameters if p.tensor in copies}
+        parts = {i for s in graph.accumulations if s.total in gradients for i in s.summands}
+        sums = {a.tensor for task in passes for a in task.writes if a.tensor in parts}
+        return sorted(copies), sorted(sums)
 
     def _activations(self) -> dict[str, float]:
         """What arrives and is kept per micro-batch, and the peak while it is computed with."""

@@ -95,19 +95,23 @@ class StageProblem:
         self.most_microbatches = sample_divisor(graph)  # one sample each
         every = [n for n in range(2, min(self.most_microbatches, MAX_MICROBATCHES) + 1) if self.most_microbatches % n == 0] or [1]
         self.microbatches = [num_microbatches] if num_microbatches is not None else every
+        self.in_loops = inside_loops(graph, self.exact.position)
         self.cuts = self._boundaries()
         self.stages = self._numbers_of_stages(num_stages)
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
 
     def _numbers_of_stages(self, given: int | None) -> list[int]:
-        most = len(self.forward)
+        most = len(self.forward) - len(self.in_loops)
         devices = self.topology.num_devices
         if given is not None:
             problems = []
             if not 1 <= given <= most:
-                value, expected = str(given), f"1 to {most}, the operators of the forward pass"
-                problems.append(Problem("stages", value, expected, "ask for fewer stages"))
+                value, expected, remedy = str(given), f"1 to {most}, the operators of the forward pass", "ask for fewer stages"
+                if self.in_loops:
+                    expected += ", of a loop all together"
+                    remedy += ", or unroll the loop (unroll=True, --unroll)"
+                problems.append(Problem("stages", value, expected, remedy))
             if given > devices:
                 problems.append(Problem("stages", str(given), f"at most {devices}, the devices", "ask for fewer stages"))
             if problems:
@@ -126,9 +130,11 @@ class StageProblem:
         """Where to cut: all places between forward operators, or in long models the cheapest of each of MAX_BOUNDARIES runs."""
         n = len(self.forward)
         if n <= MAX_BOUNDARIES:
-            return tuple(range(n + 1))
+            return tuple(k for k in range(n + 1) if k not in self.in_loops)
         edges = np.linspace(1, n, MAX_BOUNDARIES + 1).astype(int)
-        inside = {a + int(np.argmin(self.crossing_bytes[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a}
+        crossing = self.crossing_bytes.copy()
+        crossing[list(self.in_loops)] = np.inf
+        inside = {a + int(np.argmin(crossing[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a} - self.in_loops
         return self._joints(inside) if self.loads.condensed is not None else (0, *sorted(inside - {0, n}), n)
 
     @functools.cached_property
@@ -139,7 +145,7 @@ class StageProblem:
     def _joints(self, places: set[int]) -> tuple[int, ...]:
         if (blocks := repeated_blocks(self.graph, self.crossing_bytes)) is not None:
             places = {k for k in places if not blocks.first < k < blocks.end}
-            places |= set(range(blocks.first, blocks.end + 1, blocks.period))
+            places |= set(range(blocks.first, blocks.end + 1, blocks.period)) - self.in_loops
         return tuple(sorted(places | {0, len(self.forward)}))
 
     def layers(self, num: int, marks: Sequence[int] | None = None) -> tuple[LayerGraph, tuple[int, ...]]:
@@ -335,6 +341,18 @@ def prefix_crossing(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
             steps[begin + 1] += graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
             steps[k + 1] -= graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
     return np.cumsum(steps)[: len(forward) + 1]
+
+
+def inside_loops(graph: OperatorGraph, position: np.ndarray) -> set[int]:
+    """Places between forward operators, those [N] that operators stand at, with operators of one loop on both sides."""
+    spans: dict[str, tuple[int, int]] = {}
+    for task in graph.tasks:
+        at = int(position[task.operator])
+        if task.scope and at >= 0:
+            loop = task.scope.split("/")[0]
+            first, last = spans.get(loop, (at, at))
+            spans[loop] = min(first, at), max(last, at)
+    return {k for first, last in spans.values() for k in range(first + 1, last + 1)}
 
 
 def _is_regular(topology: DeviceTopology, first: int, count: int) -> bool:
