@@ -138,10 +138,9 @@ class PlacedStep:
         return self._outputs(results)[0], events
 
     def _outputs(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = iter(results)
+        found, program = iter(results), self.step.program
         outputs = [
-            jnp.asarray(out.val, out.aval.dtype) if result is None else next(found)
-            for out, result in zip(self.step.program.outputs, self.updates.results, strict=True)
+            next(found) if isinstance(out, int) else jnp.asarray(out.val, program.aval(out).dtype) for out in program.outputs
         ]
         return outputs, list(found)
 
