@@ -147,8 +147,7 @@ class PlacedStep:
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and layouts of `arguments`."""
         return [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-            for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
         ]
 
     @functools.cached_property
@@ -156,9 +155,7 @@ class PlacedStep:
         """Parameters and optimizer state -> the value that replaces each."""
         leaves = {k for p in self.program.graph.parameters for k in (p.leaf, *p.state_leaves)}
         inputs, outputs = self.step.program.inputs, self.step.program.outputs
-        return {
-            inputs[k]: new for k, o in self.step.state_pairs.items() if k in leaves and isinstance(new := outputs[o], int)
-        }
+        return {inputs[k]: new for k, o in self.step.state_pairs.items() if k in leaves and isinstance(new := outputs[o], int)}
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - with and without gradients; lives as long as the step
     def dispatches(self, with_gradients: bool = False) -> Stream:
