@@ -191,7 +191,8 @@ def _spare_threads(job: Job) -> None:
     """
     if job.num_processes > 1 and jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]  # options are made at run time
         flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        devices = int(flag[1]) if flag else max(1, jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]  # options are made at run time
+        count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are made at run time
+        devices = int(flag[1]) if flag else max(1, count)
         os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices + 2)))
 
 

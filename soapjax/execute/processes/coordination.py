@@ -94,7 +94,10 @@ def store() -> KeyValueStore:
     return KeyValueStore()
 
 
-def connect(address: str, num_processes: int, process_id: int, local_device_ids: Any, **times: Any) -> None:
+def connect(
+    address: str, num_processes: int, process_id: int, local_device_ids: Any, *, initialization_timeout: int,
+    heartbeat_timeout_seconds: int,
+) -> None:  # fmt: skip
     """`jax.distributed.initialize`; on every rank but 0 through a relay (relay.py).
 
     Raises: RuntimeError as that does.
@@ -102,7 +105,8 @@ def connect(address: str, num_processes: int, process_id: int, local_device_ids:
     host, _, port = address.rpartition(":")
     near = address if process_id == 0 else Relay(host.strip("[]"), int(port)).address
     jax.distributed.initialize(
-        near, num_processes, process_id, local_device_ids, cluster_detection_method="deactivate", **times
+        near, num_processes, process_id, local_device_ids, cluster_detection_method="deactivate",
+        initialization_timeout=initialization_timeout, heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )  # fmt: skip
     _distributed.global_state.coordinator_address = address
 
