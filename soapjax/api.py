@@ -150,7 +150,7 @@ class SoapShard:
         """Of the arguments that are no constants."""
         return form.dynamic(tuple(argument_names(self._calling.function(form, len(args)), len(args))))
 
-    def _is_agreed(self, compiled: CompiledStep) -> bool:
+    def _is_agreed(self, compiled: CompiledStep | StreamStep) -> bool:
         """Whether it may run: over several processes only after all have compiled the same program."""
         return not compiled.spans_processes or compiled in self._agreed
 
@@ -237,7 +237,7 @@ class SoapShard:
                 "tx or apply_fn made anew): the step will plan again for it", place,
             )  # fmt: skip
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        return structure.unflatten(place_all(leaves, jax.tree_util.tree_leaves(wanted)))
+        return jax.tree_util.tree_unflatten(structure, place_all(leaves, jax.tree_util.tree_leaves(wanted)))
 
     def shardings(self) -> tuple[Any, ...]:
         """NamedShardings of every argument but the static ones, as pytrees: `in_shardings` for plain `jax.jit`.

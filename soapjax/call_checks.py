@@ -65,4 +65,5 @@ def planned_tree(tree: Any, wanted: tuple[Any, ...], argument: Any, before: int,
             problems.append(Problem(f"{place}: {path}", value, "the planned shape", "pass the planned state"))
     if problems:
         raise SoapjaxError(problems)
-    return own, jax.tree_util.tree_structure(tree) == jax.tree_util.tree_structure(own)
+    wanted = jax.tree_util.tree_structure(own)
+    return own, jax.tree_util.tree_structure(tree) == wanted  # type: ignore[operator]  # the stub's PyTreeDef is no type

@@ -75,7 +75,8 @@ def initialize(
             until_watched.pop_all()
     _open_transfers(job, timeout_s)
     _spare_threads(job)
-    on_cpu = jax.config.jax_platforms == "cpu"  # accelerators may take minutes to start, without processor time
+    # Accelerators may take minutes to start, without processor time.
+    on_cpu = jax.config.jax_platforms == "cpu"  # type: ignore[attr-defined]  # options are made at run time
     with HERE.call("the connection to rank 0"):
         HERE.run(on_cpu=on_cpu)
         _connect(job, silence_s)
@@ -188,15 +189,16 @@ def _spare_threads(job: Job) -> None:
     A collective between processes holds one thread per device until the others have come. The pool has as many as there are
     cores or devices: held by them all, nothing would send what the others wait for. NPROC, where it is set, stays.
     """
-    if job.num_processes > 1 and jax.config.jax_platforms == "cpu":
+    if job.num_processes > 1 and jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]  # options are made at run time
         flag = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-        devices = int(flag[1]) if flag else max(1, jax.config.jax_num_cpu_devices)
+        count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are made at run time
+        devices = int(flag[1]) if flag else max(1, count)
         os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices + 2)))
 
 
 def _warn_of_loopback(job: Job) -> None:
     """Gloo, JAX's collectives on CPUs, listens where the host's own name points: that must not be the loopback."""
-    if jax.config.jax_platforms != "cpu" or job.num_processes == 1:
+    if jax.config.jax_platforms != "cpu" or job.num_processes == 1:  # type: ignore[attr-defined]  # options are made at run time
         return
     try:
         own, coordinator = (socket.gethostbyname(h) for h in (socket.gethostname(), job.coordinator_address.rpartition(":")[0]))

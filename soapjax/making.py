@@ -62,6 +62,7 @@ class Maker:
             else:
                 made, step, program = self._make_plan(asked, fn, args)
         devices = self.devices if self.devices is not None else jax.devices()[: made.num_devices]
+        compiled: CompiledStep | StreamStep
         if made.pipeline is not None:
             tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
             compiled = planned_pipeline(

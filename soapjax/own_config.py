@@ -21,7 +21,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 def compiled_as_planned() -> Iterator[None]:
     """For the user's step once it has a plan: compiled, on the plan's mesh."""
     with contextlib.ExitStack() as stack:
-        if jax.config.jax_disable_jit:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # options are made at run time
             stack.enter_context(jax.disable_jit(False))
         if not jax.sharding.get_abstract_mesh().empty:
             stack.enter_context(_without_mesh())

@@ -34,7 +34,8 @@ def extras_of(simulator: Simulator, strategy: Strategy) -> Extras:
     path = critical_path(schedule, durations, occupies)
     on_path = {step.task for step in path}
     takes_part = None if costs.holders is None else devices_taking_part(costs)
-    rows, where = [], {}
+    rows: list[tuple] = []
+    where: dict[str, float] = {}
     start_of_task = np.zeros(tables.num_tasks)
     for task, start_s, end_s in timeline.entries:
         kind, source, level = (int(x[task]) for x in (schedule.kind, schedule.source, schedule.level))
@@ -60,7 +61,8 @@ def extras_of(simulator: Simulator, strategy: Strategy) -> Extras:
 def pipeline_extras(timeline: PipelineTimeline, topology: DeviceTopology, graph: OperatorGraph) -> Extras:
     """Of a pipeline: passes and transfers. What a stage's memory holds when is not simulated, its peak is in the plan."""
     on_path = {step.task for step in pipeline_path(timeline.tasks)}
-    rows, where = [], {}
+    rows: list[tuple] = []
+    where: dict[str, float] = {}
     for t, task in enumerate(timeline.tasks):
         link = "" if task.level < 0 else f" {topology.levels[task.level].name} link"
         if t in on_path:
@@ -127,7 +129,8 @@ def _memory(simulator: Simulator, costs, start_of_task: np.ndarray) -> MemoryOve
     g = int(np.argmax(curve.total.max(1)))
     title = "every device" if len(curve.total) == 1 else f"device {g}"
     starts = np.maximum.accumulate(start_of_task)  # a task that takes no time begins with the one before
-    graph, names = tables.graph, {}
+    graph = tables.graph
+    names: dict[str, int] = {}
     titles = [f"{graph.operators[t.operator].name} {PHASE_NAMES[t.phase]}" for t in graph.tasks]
     of_task = [names.setdefault(title, len(names)) for title in titles]
     return MemoryOverStep(
@@ -138,7 +141,8 @@ def _memory(simulator: Simulator, costs, start_of_task: np.ndarray) -> MemoryOve
 
 def edges_of(graph: OperatorGraph) -> tuple[tuple[int, int], ...]:
     """Pairs of operators in the forward pass: the second reads what the first makes."""
-    maker, found = {}, set()
+    maker: dict[int, int] = {}
+    found: set[tuple[int, int]] = set()
     for task in graph.tasks:
         if task.phase == FORWARD:
             found |= {(maker[a.tensor], task.operator) for a in task.reads if a.tensor in maker}

@@ -146,7 +146,7 @@ class Blocks:
                     waiting.setdefault(first, []).append((around, rest))
             else:
                 answers.append((v, around, int(total.argmin())))
-        local = {}
+        local: dict[int, int] = {}
         out = choice.copy()
         for v, around, best in reversed(answers):
             k = local[v] = int(best[tuple([local[w] for w in around])]) if around else best

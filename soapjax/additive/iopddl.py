@@ -167,11 +167,11 @@ class _Reader:
             self.report(f"problem.nodes.intervals[{i}]", intervals[i], "start <= end", "exchange the two")
         links = self.pairs(ends, "problem.edges.nodes", "[first node, second node]")
         counts = np.array([len(c) for c in costs], np.int64)
-        outside = ((links < 0) | (links >= len(costs))).any(axis=1)
-        for i in np.flatnonzero(outside).tolist():
+        outside = set(np.flatnonzero(((links < 0) | (links >= len(costs))).any(axis=1)).tolist())
+        for i in sorted(outside):
             self.report(f"problem.edges.nodes[{i}]", ends[i], f"node numbers from 0 to {len(costs) - 1}", "correct the index")
         for i, (row, (u, v)) in enumerate(zip(tables, links.tolist(), strict=False)):
-            if not outside[i] and len(row) != counts[u] * counts[v]:
+            if i not in outside and len(row) != counts[u] * counts[v]:
                 expected = f"{counts[u]} x {counts[v]} = {counts[u] * counts[v]}, one per pair of strategies"
                 self.report(f"problem.edges.costs[{i}]", f"{len(row)} entries", expected, "write the table row by row")
         flat_costs = self.numbers(costs, "problem.nodes.costs", "a cost", FORBIDDEN)

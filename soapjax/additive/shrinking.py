@@ -146,7 +146,7 @@ class Shrinking:
             self.touch(w)
         self.alive[v] = False
 
-    def decide(self, v: int, by: list[int], index: np.ndarray) -> None:
+    def decide(self, v: int, by: list[int], index: np.ndarray | np.integer) -> None:
         """`index` [K of each of `by`] of v's strategies; v leaves."""
         self.decisions.append(Decision(v, tuple((u, self.label[u]) for u in by), self.label[v][index]))
         self.remove(v)

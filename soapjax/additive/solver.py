@@ -109,7 +109,8 @@ class _Current:
     """The best choice in the core that fits."""
 
     def __init__(self, core: Core):
-        self.core, self.choice, self.cost = core, None, np.inf
+        self.core, self.cost = core, np.inf
+        self.choice: np.ndarray | None = None
 
     def take(self, choice: np.ndarray) -> bool:
         cost = self.core.cost(choice)

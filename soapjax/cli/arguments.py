@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import tyro
 
@@ -289,7 +290,7 @@ class DemoCommand:
     """Print one JSON object on standard output."""
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": PlanCommand,
     "simulate": SimulateCommand,
     "explain": ExplainCommand,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from soapjax.cli import explaining_commands, measuring_commands, planning_commands, running_commands, topology_commands
@@ -34,7 +35,7 @@ def run(command: Any, progress: Progress) -> Result:
         problems += output_problems(command.output)
     if problems:
         raise SoapjaxError(problems)
-    handlers = {
+    handlers: dict[type, Callable[..., Result]] = {
         PlanCommand: functools.partial(planning_commands.plan_command, progress=progress),
         SimulateCommand: planning_commands.simulate_command,
         ExplainCommand: explaining_commands.explain_command,

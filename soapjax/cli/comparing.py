@@ -24,7 +24,9 @@ def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
         mixed = Strategy(a.strategy.axes.copy(), a.strategy.storage.copy())
         mixed.axes[rows], mixed.storage[rows] = b.strategy.axes[rows], b.strategy.storage[rows]
         strategies.append(mixed)
-    times, sent, memory = [], [], []
+    times: list[float] = []
+    sent: list[float] = []
+    memory: list[float] = []
     with on_cpu():
         for k in range(0, len(strategies), BATCH):
             some = strategies[k : k + BATCH]
@@ -32,8 +34,8 @@ def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
             times += batch.scores.step_time_s.tolist()
             memory += batch.scores.memory_bytes.tolist()
             sent += [float(batch.costs(i).bytes_by_collective.sum()) for i in range(len(some))]
-    rows = [
+    alone = [
         c._replace(alone=Alone(times[i] - times[0], int(sent[i] - sent[0]), int(memory[i] - memory[0])))
         for i, c in enumerate(found.changed, 1)
     ]
-    return found._replace(changed=tuple(sorted(rows, key=lambda c: -abs(c.alone.step_s))))
+    return found._replace(changed=tuple(sorted(alone, key=lambda c: -abs(c.alone.step_s))))

@@ -46,8 +46,8 @@ def explain(plan: Plan, opened: Opened | None = None) -> Explanation:
     named = plan.provenance.baseline_figures
     large = [n for n, f in named.items() if not f.feasible and f.step_time_s < plan.prediction.step_time_s]
     if opened is None:
-        where = {"compute": sum(t.compute_s for t in totals), "communication": sum(t.communication_s for t in totals)}
-        return Explanation((), {}, totals, limit_lines(plan, where, large, of_what="all seconds of operators, hidden or not"))
+        everywhere = {"compute": sum(t.compute_s for t in totals), "communication": sum(t.communication_s for t in totals)}
+        return Explanation((), {}, totals, limit_lines(plan, everywhere, large, of_what="all seconds of operators, hidden or not"))
     with on_cpu():
         placed = _path(opened)
     merged: dict[tuple[str, str], list[float]] = {}

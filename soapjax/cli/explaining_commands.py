@@ -65,7 +65,8 @@ def explain_command(command: ExplainCommand) -> Result:
 
 
 def diff_command(command: DiffCommand) -> Result:
-    problems, raw = [], []
+    problems: list[Problem] = []
+    raw: list[Plan] = []
     for path in (command.a, command.b):
         try:
             raw.append(Plan.load(path))

@@ -93,7 +93,8 @@ def calibrate_command(command: CalibrateCommand) -> Result:
     problems = output_problems(command.output) if command.output is not None else []
     if problems:
         raise SoapjaxError(problems)
-    rows, measured, bases, fingerprints = [], [], [], {}
+    rows, measured, bases = [], [], []
+    fingerprints: dict[str, str] = {}
     for path in command.plans:
         plan = Plan.load(path)
         if plan.pipeline is not None:
@@ -127,7 +128,7 @@ def calibrate_command(command: CalibrateCommand) -> Result:
     fit = fit.model_copy(update={"topology": topology.fingerprint()})
     device = require_kind(topology)
     found = calibrated(merged(bases) if bases else None, device, fit, _command_line())
-    path = _saved(found, command.output)
+    saved = _saved(found, command.output)
     before = predict(1.0, 1.0)
     table = TextTable(title="steps", title_justify="left")
     for column in ("plan", "predicted before", "predicted", "measured", "error"):
@@ -139,9 +140,9 @@ def calibrate_command(command: CalibrateCommand) -> Result:
         + ("" if has_network else " (nothing was sent: not fitted)"),
         f"error left: median {fit.residual:.1%}, worst {fit.worst:.1%}"
         + (" (give more plans: so few steps tell no error)" if len(rows) <= 1 + has_network else ""),
-        f"written to {path}",
+        f"written to {saved}",
     ]
-    result = {"path": str(path), "sha256": found.sha256, "predicted_before_s": [float(x) for x in before]} | fit.model_dump()
+    result = {"path": str(saved), "sha256": found.sha256, "predicted_before_s": [float(x) for x in before]} | fit.model_dump()
     result["measured_s"] = [float(np.float64(x)) for x in measured]
     return result, Group(table, Text("\n".join(lines))), 0
 

@@ -67,12 +67,13 @@ def run_command(command: RunCommand) -> Result:
     devices = start_devices(topology.num_devices)
     plan, model, step = loaded(plan, command.plan, source, concrete=True)
     _require_state(model, step)
+    compiled: CompiledStep | StreamStep
     if plan.pipeline is not None:
         compiled = planned_pipeline(model.step, *model.arguments, plan=plan, devices=devices)
     else:
         compiled = compile_step(bind_plan(step, plan, devices=devices))
     losses, times = train(compiled, model, command.steps)
-    result = {
+    result: dict[str, Any] = {
         "predicted_s": plan.prediction.step_time_s,
         "measured_s": statistics.median(times),
         "comparable": _is_comparable(plan, devices),
@@ -231,7 +232,7 @@ def _verified_programs(command: VerifyCommand, plan: Plan, found: ProgramsVerifi
 def demo_command(command: DemoCommand) -> Result:
     begin = time.perf_counter()
     devices = start_devices(8)
-    sizes = {"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8}
+    sizes: dict[str, bool | int | float | str] = {"batch": 16, "seq": 64, "width": 128, "layers": 2, "heads": 8}
     source = ModelSource(path=f"{OWN_MODELS}.transformer_lm", settings=sizes)
     model = abstract_model(source)
     found = entry.plan(model.step, *model.arguments, topology="cpu8", proposals=2048, model=source)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from soapjax.cli.arguments import TopologiesCommand
 from soapjax.cli.results import Result
-from soapjax.errors import SoapjaxError
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.report.text_table import TextTable
 from soapjax.topology import DeviceTopology, LinkLevel, ShippedTopology, load_topology, shipped_catalogue
 from soapjax.topology.shipped import LOCAL, LOCAL_DESCRIPTION
@@ -53,7 +53,8 @@ def _level_data(level: LinkLevel) -> dict[str, Any]:
 
 
 def _in_full(names: tuple[str, ...]) -> Result:
-    found, problems = [], []
+    found: list[DeviceTopology] = []
+    problems: list[Problem] = []
     for name in names:
         try:
             found.append(load_topology(name))

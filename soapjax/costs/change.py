@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import paying, previous_in
@@ -18,10 +18,11 @@ from soapjax.costs.rules.rules import gathers_again, row_costs
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 
 
-def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array, config: Array, storage: Array) -> Change:
+def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array | Scalar, config: Array, storage: Array) -> Change:
     """What candidates (`config` SET [1, C, Q], `storage` int8 [Q]) of operator `n` make of their rows."""
     pins = p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
     again = gathers_again(p, storage)

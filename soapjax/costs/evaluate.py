@@ -86,7 +86,7 @@ def program(b: Bucket) -> PlannerProgram:
     def whole(p, records, axes, storage):
         return evaluate(p, records, b.slots, axes, storage)
 
-    like = Evaluated(*(0 if name != "rows" else Rows(*[0] * len(Rows._fields)) for name in Evaluated._fields))
+    like = Evaluated._make(0 if name != "rows" else Rows._make([0] * len(Rows._fields)) for name in Evaluated._fields)
     return PlannerProgram(whole, is_urgent=True, name=f"whole {b}", results=like)
 
 
@@ -153,9 +153,9 @@ class Evaluator:
         holding = None
         if b.groups:
             groups = len(t.space.groups)
-            on, kept = ([x[:, :groups] for x in by_kind(y)] for y in (rows.on, rows.on_kept))
+            (resolve, convert, add), kept = ([x[:, :groups] for x in by_kind(y)] for y in (rows.on, rows.on_kept))
             compute, stored = own(of.on_compute, t.num_tasks)[:, :groups], own(of.on_stored, num_p)[:, :groups]
-            holding = Holders(compute, *on, kept[0], kept[1], stored)
+            holding = Holders(compute, resolve, convert, add, kept[0], kept[1], stored)
         return Costs(
             Durations(own(of.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), found, np.asarray(rows.sent)[:, lane],
             np.asarray(of.sent_bytes)[lane], np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
 from soapjax.strategy.layout import PARTIAL, REPLICATED
+
+Task = TypeVar("Task", int, np.ndarray)
 
 
 def value_index(axes: np.ndarray) -> np.ndarray:
@@ -17,8 +21,6 @@ def as_read(home: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return np.where((wanted == PARTIAL) | (home == PARTIAL).any(-1, keepdims=True), home, wanted)
 
 
-def waiting_spans(
-    waiting: np.ndarray, birth: np.ndarray, operand_share: np.ndarray, merged_at: np.ndarray | int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What waits [n, ..., 2], and from which task on [n]: operands since they are made, results behind the last of all."""
+def waiting_spans(waiting: np.ndarray, birth: Task, operand_share: np.ndarray, merged_at: int) -> list[tuple[np.ndarray, Task]]:
+    """What waits [n, ..., 2], and from which task on [n] (or of one): operands since they are made, results behind them all."""
     return [(waiting * operand_share, birth + 1), (waiting * (1 - operand_share), merged_at + 0 * birth)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.memory.memory import Lives, memory_of
 from soapjax.costs.rules.rules import (
@@ -25,6 +25,7 @@ from soapjax.costs.rules.rules import (
 )
 from soapjax.costs.rules.sets import SET, every, parts_of, union
 from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import added, in_kernel, put, row
 
 
@@ -150,7 +151,7 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array) -> Array:
             same = every(row(layout, life[3]) == wanted) & (own_copy(y) == own)
             return c - 1, jnp.where((found == 0) & same, life[2], found)
 
-        start = place - 1, jnp.zeros(since.shape[1:], since.dtype)
+        start: tuple[Array, Array] = place - 1, jnp.zeros(since.shape[1:], since.dtype)
         return put(since, e, lax.while_loop(lambda x: (x[0] >= first) & (x[1] == 0).any(), earlier, start)[1])
 
     return lax.fori_loop(0, p.counts[4], of_edge, jnp.zeros((p.edge_life.shape[0], layout.shape[2]), jnp.int32))
@@ -181,10 +182,10 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
             put(state.on_kept, x, of.on_kept),
         )  # fmt: skip
 
-    tensors = [zeros(t_pad + 1, width, dtype=SET) for _ in range(3)]
+    raw, home, resolved = (zeros(t_pad + 1, width, dtype=SET) for _ in range(3))
     nothing = Rows(
-        *tensors, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups), zeros(t_pad + 1),
-        zeros(e_pad + 1),
+        raw, home, resolved, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups),
+        zeros(t_pad + 1), zeros(e_pad + 1),
         zeros(e_pad + 1, dtype=bool), zeros(t_pad + 1), zeros(t_pad + 1, 2), zeros(x_rows, groups, dtype=bool),
         zeros(x_rows, groups, dtype=bool),
     )  # fmt: skip

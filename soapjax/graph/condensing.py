@@ -23,15 +23,15 @@ MOST_KEPT = 4  # the first and the last block have other neighbours than those b
 
 
 class BlockRun(NamedTuple):
-    """A run of forward operators that consists of `count` blocks of `period` operators each."""
+    """A run of forward operators that consists of `num_blocks` blocks of `period` operators each."""
 
     first: int  # position of the first block's first operator among the forward operators
     period: int
-    count: int
+    num_blocks: int
 
     @property
     def end(self) -> int:
-        return self.first + self.period * self.count
+        return self.first + self.period * self.num_blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> BlockRu
         same = np.diff(np.r_[0, (groups[period:] == groups[:-period]).astype(int), 0])
         for a, b in zip(np.flatnonzero(same == 1), np.flatnonzero(same == -1), strict=True):
             count = (b - a + period) // period
-            if count > 1 and (best is None or count * period > best.count * best.period):
+            if count > 1 and (best is None or count * period > best.num_blocks * best.period):
                 spare = b - a + period - count * period
                 starts = np.arange(a, a + spare + 1)
                 best = BlockRun(int(starts[crossing_bytes[starts].argmin()]), period, int(count))
@@ -99,21 +99,21 @@ def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> BlockRu
 def _cheapest(found: BlockRun, groups: np.ndarray, cost: Sequence[tuple[float, int]]) -> BlockRun:
     """The same run from where least crosses, and of equals where a module ends; one block less if it has to be."""
     starts = np.arange(found.first, found.first + found.period)
-    counts = np.where(starts == found.first, found.count, found.count - 1)
+    counts = np.where(starts == found.first, found.num_blocks, found.num_blocks - 1)
     for k, start in enumerate(starts):  # as many blocks as fit behind a later start
         while start + (counts[k] + 1) * found.period <= len(groups) and np.array_equal(
             groups[start : start + found.period], groups[start + counts[k] * found.period : start + (counts[k] + 1) * found.period]
         ):
             counts[k] += 1
-    usable = np.flatnonzero(counts >= min(found.count, MOST_KEPT + 1)).tolist()
-    k = min(usable, key=lambda k: cost[starts[k]], default=0)
+    usable = np.flatnonzero(counts >= min(found.num_blocks, MOST_KEPT + 1)).tolist()
+    k = min(usable, key=lambda k: cost[int(starts[k])], default=0)
     return BlockRun(int(starts[k]), found.period, int(counts[k]))
 
 
 def condense(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Condensed | None:
     """The graph with MOST_KEPT blocks; None where it has no more, or where its blocks are not wired alike."""
     blocks = repeated_blocks(graph, crossing_bytes)
-    return None if blocks is None or blocks.count <= MOST_KEPT else _Condensing(graph, blocks).run()
+    return None if blocks is None or blocks.num_blocks <= MOST_KEPT else _Condensing(graph, blocks).run()
 
 
 class _Unlike(Exception):
@@ -123,10 +123,10 @@ class _Unlike(Exception):
 class _Condensing:
     def __init__(self, graph: OperatorGraph, blocks: BlockRun):
         self.graph, self.blocks = graph, blocks
-        self.removed = blocks.count - MOST_KEPT
+        self.removed = blocks.num_blocks - MOST_KEPT
         forward = forward_operators(graph)
         p = blocks.period
-        self.members = [forward[blocks.first + j * p : blocks.first + (j + 1) * p] for j in range(blocks.count)]
+        self.members = [forward[blocks.first + j * p : blocks.first + (j + 1) * p] for j in range(blocks.num_blocks)]
         self.block_of = np.full(graph.num_operators, -1)
         for j, mine in enumerate(self.members):
             self.block_of[list(mine)] = j

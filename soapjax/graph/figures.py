@@ -24,7 +24,7 @@ from typing import Any
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, OperatorGraph
+from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Halo, InnerSum, OperatorGraph, Work
 from soapjax.graph.passes.checks import check_graph
 
 MOST = 2**53  # of sizes and counts: whole numbers up to it are exact as floats
@@ -91,7 +91,8 @@ class _Ranges:
     """Numbers outside of what they may be."""
 
     def __init__(self, place: str):
-        self._place, self._problems = place, []
+        self._place = place
+        self._problems: list[Problem] = []
 
     def within(self, place: str, values: Iterable[float], low: float, high: float) -> None:
         """`values` from `low` up to but without `high`."""
@@ -154,11 +155,13 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         within(f"{at}: tensors", [a.tensor for a in accesses] + [t for t, _ in task.casts], 0, tensors)
         within(f"{at}: tensors", [task.choices_of, *recomputed], min(-1, HEAVY_RESULT), tensors)
         within(f"{at}: dims of tensors", [d for a in accesses for d in a.dims], NOT_SPLIT, dims)
-        own = [d for a in (*accesses, *task.sums) for d in a.reduced]
-        own += [d for part in (*task.work, *task.sums, *task.halos) for d in part.dims] + [d for h in task.halos for d in h.edges]
+        parts: tuple[Work | InnerSum | Halo, ...] = (*task.work, *task.sums, *task.halos)
+        own = [d for a in accesses for d in a.reduced] + [d for s in task.sums for d in s.reduced]
+        own += [d for part in parts for d in part.dims] + [d for h in task.halos for d in h.edges]
         within(f"{at}: dims", own, 0, dims)
         within(f"{at}: operands", [a.operand for a in accesses], -1, MOST_DIMS * 1024)
         # A sum, a halo or FLOPs beyond any machine's: what is made of them must stay a finite float32.
-        amounts = [w.flops for w in task.work] + [x.size_bytes for x in (*task.sums, *task.halos)] + [task.result_bytes]
+        sizes = [s.size_bytes for s in task.sums] + [h.size_bytes for h in task.halos]
+        amounts = [*(w.flops for w in task.work), *sizes, task.result_bytes]
         within(f"{at}: FLOPs and bytes", amounts, 0, 1e30)
     found.raise_any()

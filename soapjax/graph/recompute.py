@@ -241,15 +241,15 @@ class _Repeater:
         order = self.forward.values.order
         equations = sorted(needed.values(), key=lambda e: order[e.key])
         made = {o for e in equations for o in e.outputs}
-        starts = {self.again.get(o, o) for e in equations for o in self.forward.read(e) if o not in made}
-        starts = [o for o in sorted(starts) if not self._is_generated(o)]
+        found = {self.again.get(o, o) for e in equations for o in self.forward.read(e) if o not in made}
+        starts = [o for o in sorted(found) if not self._is_generated(o)]
         held = self._barrier(starts, self._cotangents(reader))
         for e in equations:
             inputs = tuple(self._input(a, held) for a in e.inputs)
-            outputs = tuple(self._fresh(o) for o in e.outputs)
-            self.again.update(zip(e.outputs, outputs, strict=True))
+            again = tuple(self._fresh(o) for o in e.outputs)
+            self.again.update(zip(e.outputs, again, strict=True))
             stack = f"{RECOMPUTED}/{module_path(e.stack)}"
-            self.eqns.append(dataclasses.replace(e, inputs=inputs, outputs=outputs, stack=stack))
+            self.eqns.append(dataclasses.replace(e, inputs=inputs, outputs=again, stack=stack))
 
     def _input(self, atom: Atom, held: dict[int, int]) -> Atom:
         if not isinstance(atom, int):

@@ -69,7 +69,8 @@ def _least_peak(crossing: np.ndarray, inner: np.ndarray) -> list[int]:
     """Places of the cuts that keep least, the largest piece counted once; `crossing` and `inner` are of [q, p], q before p."""
     num = len(inner)
     largest = inner[0, num - 1]
-    best, found = largest, []
+    best = largest
+    found: list[int] = []
     for bound in largest * 2.0 ** -np.arange(1, _BOUNDS / 2, 0.5):
         kept, before = np.full(num, np.inf), np.zeros(num, int)
         kept[0] = 0.0

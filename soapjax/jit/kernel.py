@@ -19,6 +19,8 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from soapjax.jit.arrays import Array, Scalar
+
 # The mark that XLA's own SmallWhileLoopHoistingPass leaves on what it compiles so; a call that is inlined would lose it.
 ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}
 LARGEST_CONSTANT = 4096  # bytes of an argument that is known when the program around the kernel is compiled
@@ -60,7 +62,7 @@ def in_kernel(fn: Callable[..., Any], *of: Any) -> Any:
     return as_one_kernel(fn)(*of)
 
 
-def put(x: jax.Array, i: jax.Array, value: Any) -> jax.Array:
+def put(x: Array, i: Array | Scalar, value: Any) -> jax.Array:
     """`x.at[i].set(value)` of one index, which is trusted: not negative, and inside.
 
     `x[i]` of jax.numpy first counts negative indices from the end: four operations more per access, in programs that consist of
@@ -69,22 +71,22 @@ def put(x: jax.Array, i: jax.Array, value: Any) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(x, jnp.asarray(value, x.dtype), i, 0, allow_negative_indices=False)
 
 
-def row(x: jax.Array, i: jax.Array) -> jax.Array:
+def row(x: Array, i: Array | Scalar) -> jax.Array:
     """`x[i]` of one index, which is trusted."""
     return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
 
 
-def rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def rows(x: jax.Array, index: Array) -> jax.Array:
     """`x[index]` of indices that are trusted."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def added_at(x: jax.Array, places: tuple[jax.Array, ...], values: tuple[jax.Array, ...]) -> jax.Array:
+def added_at(x: Array, places: tuple[Array, ...], values: tuple[Array, ...]) -> jax.Array:
     """`x` with `values` added at `places`, one after the other: in a loop, since between two adds XLA would copy the array."""
     index, value = jnp.stack(places), jnp.stack([jnp.broadcast_to(v, x.shape[1:]) for v in values])
     return jax.lax.fori_loop(0, len(places), lambda i, x: added(x, row(index, i), row(value, i)), x)
 
 
-def added(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
+def added(x: Array, i: Array | Scalar, value: Array) -> jax.Array:
     """`x.at[i].add(value)` of one index, which is trusted."""
     return put(x, i, row(x, i) + value)

@@ -108,7 +108,7 @@ class PlannerProgram:
 
 def _narrowed(args: Any) -> Any:
     """Arguments, those of 64 bits in 32."""
-    if not jax.config.jax_enable_x64:
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]  # options are made at run time
         return args  # as they are: there are none
 
     def narrow(x: Any) -> Any:
@@ -122,7 +122,7 @@ def _narrowed(args: Any) -> Any:
 
 def threads(count: int | None) -> ThreadPoolExecutor:
     """A pool whose threads have the default device of the caller's; a thread has one of its own otherwise."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]  # options are made at run time
     return ThreadPoolExecutor(count, initializer=lambda: jax.default_device(device).__enter__())
 
 
@@ -155,7 +155,7 @@ def program_folder() -> Path | None:
 
 def _own_device() -> jax.Device | None:
     """In a job of several processes, this one's; None where it is no CPU."""
-    device = jax.config.jax_default_device or jax.local_devices()[0]
+    device = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]  # options are made at run time
     return device if getattr(device, "platform", None) == "cpu" else None
 
 
@@ -215,7 +215,7 @@ jax.monitoring.register_event_listener(_note_hit)
 
 def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
     try:
-        return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options=options)  # type: ignore[arg-type]  # numbers are taken too
     except jax.errors.JaxRuntimeError as error:
         if "option" not in str(error):
             raise

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from soapjax.costs.tables.arrays import Bucket
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.jit.programs import threads
@@ -43,7 +44,8 @@ class Ahead:
     """The simulator's programs, and then the chains', as long as they may be wanted."""
 
     def __init__(self, topology: DeviceTopology):
-        self.topology, self.usual, self.is_in_vain = topology, None, threading.Event()
+        self.topology, self.is_in_vain = topology, threading.Event()
+        self.usual: Bucket | None = None
         with on_cpu():
             pool = threads(1)
             self.done = pool.submit(self._compile)

@@ -34,8 +34,8 @@ def _words(plan: Choice | Pipeline) -> str:
     if isinstance(plan, Choice):
         stages, counts, again = plan.num_stages, plan.counts, plan.rematerialise
     else:
-        stages, counts = len(plan.stages), [len(s.devices) for s in plan.stages]
-        again = [s.rematerialise for s in plan.stages]
+        stages, counts = len(plan.stages), tuple(len(s.devices) for s in plan.stages)
+        again = tuple(s.rematerialise for s in plan.stages)
     each = f"{counts[0]} each" if len(set(counts)) == 1 else "+".join(map(str, counts))
     kept = f", {sum(again)} rematerialised" if any(again) else ""
     return f"{plan.schedule}, {stages} stages on {each}, {plan.num_microbatches} micro-batches{kept}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
-from soapjax.strategy.pipeline import Pipeline, Stage
+from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import Provenance, StrategyFigures
 from soapjax.strategy.schedules import SCHEDULES
 from soapjax.strategy.strategy import Strategy
@@ -55,7 +55,7 @@ class FoundPipeline(NamedTuple):
 
 
 def find_pipeline(
-    graph: OperatorGraph, topology: DeviceTopology, *, schedule: str, num_stages: int | None = None,
+    graph: OperatorGraph, topology: DeviceTopology, *, schedule: ScheduleName | Literal["auto"], num_stages: int | None = None,
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
     pareto: bool = False, slower_than_s: float = math.inf,

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from soapjax.costs.measured.profile import Profile, profile_of
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.stream import Event
 from soapjax.graph.figures import REMEDY, figures_sha256, graph_of
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
@@ -23,6 +22,7 @@ from soapjax.planning.pipeline_files import recost_pipeline
 from soapjax.planning.stage_times import StageTimes
 from soapjax.planning.timelines import pipeline_events, spmd_events
 from soapjax.planning.user_shardings import check_constraints
+from soapjax.report.perfetto import TraceEvent
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.plan import Plan, parse_spec
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
@@ -182,7 +182,7 @@ def _checked(
     return own, mesh
 
 
-def timeline_events(opened: Opened) -> list[Event]:
+def timeline_events(opened: Opened) -> list[TraceEvent]:
     """What runs when in the simulation of a plan: a track per device, and per device and level of links."""
     with on_cpu():
         if opened.stages is not None:

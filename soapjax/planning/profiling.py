@@ -73,7 +73,7 @@ def asked_degrees(tables: CostTables, simulator: Simulator, strategy: Strategy) 
     costs = simulator.costs(strategy)
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
     stored = np.asarray(costs.layouts.slots)[num_u : num_u + num_p]
-    found = []
+    found: list[tuple[int, ...]] = []
     for task in graph.tasks:
         if task.parameter >= 0:
             layout = stored[task.parameter]

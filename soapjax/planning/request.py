@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from soapjax import options
 from soapjax.calling import listed
@@ -64,8 +64,8 @@ class PlanRequest:
     planner: str = "mcmc"
     space: str = "soap"
     pipeline: Pipeline | str | None = None
-    microbatches: int | str | None = "auto"
-    stages: int | str | None = "auto"
+    microbatches: int | Literal["auto"] | None = "auto"
+    stages: int | Literal["auto"] | None = "auto"
     microbatch_reduction: str = "mean"
     objective: str | Objective = "time"
     pareto: bool = False

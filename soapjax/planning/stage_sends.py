@@ -73,7 +73,7 @@ def peak_sent_bytes(pipeline: Pipeline, sends: Sequence[SentPart]) -> float:
     groups = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
     total: dict[int, float] = {}
     for part in sends:
-        words, size = part.program.split(), sum(part.bytes.values())
+        words, size = part.program.split(), float(sum(part.bytes.values()))
         stage = int(words[1])
         if TRANSFER in part.bytes:
             if groups[stage] == groups[int(words[3])]:

@@ -64,8 +64,8 @@ def difference_of(a: Plan, b: Plan) -> PlanDifference:
             merged.setdefault((merged_name(name), here, there), []).append(name)
     order = {name: i for i, name in enumerate(a.operators)}
     changed = []
-    for names in merged.values():
-        names = tuple(sorted(names, key=order.get))
+    for some in merged.values():
+        names = tuple(sorted(some, key=order.__getitem__))
         changed.append(ChangedOperators(names, _side(a, names), _side(b, names)))
     changed.sort(key=lambda c: (-abs(c.a.seconds - c.b.seconds), order[c.names[0]]))
     others = []
@@ -77,8 +77,8 @@ def difference_of(a: Plan, b: Plan) -> PlanDifference:
     if a.pipeline != b.pipeline:
         same = stages[0] == stages[1]
         others.append(f"{stages[0]} differ in operators, devices or micro-batches" if same else f"{stages[0]}, and {stages[1]}")
-    only = (tuple(n for n in x.operators if n not in y.operators) for x, y in ((a, b), (b, a)))
-    return PlanDifference(tuple(changed), *only, tuple(others))
+    only_a, only_b = (tuple(n for n in x.operators if n not in y.operators) for x, y in ((a, b), (b, a)))
+    return PlanDifference(tuple(changed), only_a, only_b, tuple(others))
 
 
 def _place(plan: Plan, name: str) -> tuple[str, str]:
@@ -118,7 +118,7 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
             title = c.names[0] if len(c.names) == 1 else f"{c.names[0]} … {c.names[-1]} ({len(c.names)})"
             sides = _shown(c.a, c.b), _shown(c.b, c.a)
             if is_known:
-                columns = ("", "", "") if c.alone is None else (
+                columns: tuple[str, ...] = ("", "", "") if c.alone is None else (
                     signed(c.alone.step_s, seconds), signed(c.alone.sent_bytes, size), signed(c.alone.memory_bytes, size)
                 )  # fmt: skip
             else:

@@ -121,8 +121,8 @@ def explanation_report(plan: Plan, found: Explanation) -> RenderableType:
             table.add_row(f"{len(rest)} others", "", str(sum(p.num_tasks for p in rest)), seconds(took), f"{took / step_s:.1%}")
         out.append(table)
     if found.totals:
-        columns = ("operators", "number", "computing", "communicating", "sends", "memory")
-        table = _table("the largest costs of operators, hidden or not", *columns)
+        heads = ("operators", "number", "computing", "communicating", "sends", "memory")
+        table = _table("the largest costs of operators, hidden or not", *heads)
         for t in found.totals[:MOST_ROWS]:
             columns = seconds(t.compute_s), seconds(t.communication_s), size(t.sent_bytes), size(t.memory_bytes)
             table.add_row(t.name, str(t.num_operators), *columns)

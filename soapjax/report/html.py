@@ -148,7 +148,7 @@ def _baselines(plan: Plan) -> str:
             rows.append((name, s, *figures, f"{gain:.2f} ×" if gain else "", f"which {words}" if words else ""))
     longest = max(max(r[1], r[2] or 0) for r in rows) or 1.0
     body = []
-    for name, s, serial, share, memory, sent, gain, words in rows:
+    for name, s, serial, share, memory, sent, factor, words in rows:
         meter = f'<span class="meter" style="width:{s / longest * 160:.1f}px"></span>'
         hidden = max((serial or s) - s, 0.0)
         meter += f'<span class="meter hidden" style="width:{hidden / longest * 160:.1f}px"></span>'
@@ -157,7 +157,7 @@ def _baselines(plan: Plan) -> str:
         clause = f'<br><span class="caveat">{html.escape(words)}</span>' if words else ""
         cells = "".join(f'<td class="n">{html.escape(v)}</td>' for v in numbers)
         first = f'<td>{html.escape(name)}</td><td class="meters">{meter}</td>'
-        body.append(f'<tr>{first}{cells}<td class="speed">{html.escape(gain)}{clause}</td></tr>')
+        body.append(f'<tr>{first}{cells}<td class="speed">{html.escape(factor)}{clause}</td></tr>')
     heads = ("step", "hidden", "if none were", "FLOPs split", "sends", "memory")
     head = "".join(f'<th class="n" scope="col">{h}</th>' for h in heads)
     return (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from rich.console import RenderableType
+from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
 
 class TextTable(Table):
-    def add_row(self, *cells: RenderableType | None, **options: object) -> None:
-        super().add_row(*(Text(c.replace("\n", "\\n")) if isinstance(c, str) else c for c in cells), **options)
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        plain = (Text(c.replace("\n", "\\n")) if isinstance(c, str) else c for c in cells)
+        super().add_row(*plain, style=style, end_section=end_section)

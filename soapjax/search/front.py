@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ class FrontPoint(NamedTuple):
     sent_bytes: float  # in a step by the device that sends most
     memory_bytes: float  # of the fullest device
     plan: Any
+
+
+Point = TypeVar("Point", bound=tuple[Any, ...])  # begins with the three figures, as `FrontPoint` does
 
 
 class Front:
@@ -65,10 +68,10 @@ class Front:
         """The fastest first."""
         with self._lock:
             order = np.lexsort(self._figures.T[::-1])
-            return tuple(FrontPoint(*self._figures[k].tolist(), self._plans[k]) for k in order.tolist())
+            return tuple(FrontPoint._make([*self._figures[k].tolist(), self._plans[k]]) for k in order.tolist())
 
 
-def joined(*fronts: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
+def joined(*fronts: Sequence[Point]) -> tuple[Point, ...]:
     """The front of several, the fastest first; of equal points the one in the earlier front."""
     every = [p for front in fronts for p in front]
     if not every:
@@ -76,5 +79,5 @@ def joined(*fronts: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
     figures = np.array([p[:3] for p in every])
     below = (figures[:, None] <= figures[None]).all(-1)  # [i, j]: i is no worse than j
     earlier = np.arange(len(every))[:, None] < np.arange(len(every))
-    beaten = (below & (~below.T | earlier)).any(0)
-    return tuple(sorted((p for p, is_out in zip(every, beaten, strict=True) if not is_out), key=lambda p: p[:3]))
+    beaten = set(np.flatnonzero((below & (~below.T | earlier)).any(0)).tolist())
+    return tuple(sorted((p for i, p in enumerate(every) if i not in beaten), key=lambda p: p[:3]))

@@ -32,11 +32,12 @@ import difflib
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.jit.arrays import Array
 from soapjax.simulate.simulator import Scores
 from soapjax.sizes import size, size_of
 from soapjax.topology.table_reader import shown
@@ -93,14 +94,14 @@ class Objective:
         """The smaller of what the device has and what is tolerated."""
         return min(usable_bytes, self.max_memory)
 
-    def cost(self, scores: Scores, usable_bytes: float | Array) -> Array | np.ndarray:
+    def cost(self, scores: Scores, usable_bytes: float) -> Array:
         """Seconds [B]: see above; times 2 + 8 × the excess over the usable memory where a plan does not fit; inf if invalid."""
         return cost_by(limits_of(self, usable_bytes), scores.step_time_s, scores.memory_bytes, scores.sent_bytes, scores.violations)
 
-    def reward(self, scores: Scores, usable_bytes: float | Array) -> Array | np.ndarray:
+    def reward(self, scores: Scores, usable_bytes: float) -> Array:
         """R [B], larger is better; -inf if invalid. Of objective "time" minus the logarithm of the seconds."""
         cost = self.cost(scores, usable_bytes)
-        xp = jnp if isinstance(cost, Array) else np
+        xp = jnp if isinstance(cost, jax.Array) else np
         return -xp.log(cost if self.is_time else self.weights[0] * cost)
 
     def standing(self, scores: Scores, usable_bytes: float) -> Standing:
@@ -162,11 +163,11 @@ def limits_of(objective: Objective, usable_bytes: float) -> np.ndarray:
 
 
 def cost_by(
-    limits: Array | np.ndarray, step_time_s: Array | np.ndarray, memory_bytes: Array | np.ndarray, sent_bytes: Array | np.ndarray,
-    violations: Array | np.ndarray,
-) -> Array | np.ndarray:  # fmt: skip
+    limits: Array, step_time_s: Array, memory_bytes: Array, sent_bytes: Array,
+    violations: Array,
+) -> Array:  # fmt: skip
     """`Objective.cost` by numbers (`limits_of`), for programs that know no objective; all [B]."""
-    xp = jnp if isinstance(step_time_s, Array) else np  # eager operations of JAX are compiled one by one
+    xp = jnp if isinstance(step_time_s, jax.Array) else np  # eager operations of JAX are compiled one by one
     excess = xp.maximum(memory_bytes / limits[0] - 1, 0)
     seconds = xp.where(excess > 0, 2 + 8 * excess, 1.0) * step_time_s
     of_bytes = xp.where(sent_bytes > limits[1], limits[3] * sent_bytes / limits[1], 0.0)
@@ -181,8 +182,8 @@ def objective_of(
     given = {"max_bytes": max_bytes, "max_memory": max_memory, "weights": weights}
     parts = None if weights is None else [x.strip() for x in weights.split(",")]
     read = WEIGHTS if parts is None else tuple(float(x) if _is_number(x) else x for x in parts)
-    limits = (math.inf if x is None else x for x in (max_bytes, max_memory))
-    values, problems = _read(name, *limits, read)
+    of_bytes, of_memory = (math.inf if x is None else x for x in (max_bytes, max_memory))
+    values, problems = _read(name, of_bytes, of_memory, read)
     # A name that is unknown is an option's problem, found with the others (options.py).
     problems = [p for p in problems if name in OBJECTIVES or p.place != "objective"]
     problems = [p._replace(place="--" + p.place.replace("_", "-")) for p in problems]

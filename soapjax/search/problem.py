@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.tables.tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
+from soapjax.jit.arrays import Array
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.simulate.simulator import Scores, Simulator
@@ -77,7 +77,7 @@ class PlanningProblem:
     def usable_memory_bytes(self) -> int:
         return self.simulator.tables.usable_memory_bytes
 
-    def cost(self, scores: Scores) -> Array | np.ndarray:
+    def cost(self, scores: Scores) -> Array:
         """Seconds [B], by the objective: what a search minimises."""
         return self.objective.cost(scores, float(self.usable_memory_bytes))
 

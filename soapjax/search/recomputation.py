@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 
 from soapjax.costs.by_operator import owners
 from soapjax.costs.tables.tables import CostTables
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
+from soapjax.jit.arrays import Array
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import Simulator
@@ -74,7 +74,7 @@ class Recomputing:
         estimates = []
         for i, point in enumerate(faster):
             ranking = self.ranking(point.plan)
-            k = min(np.searchsorted(ranking.saved_bytes, point.memory_bytes - usable), len(ranking.names) - 1)
+            k = min(int(np.searchsorted(ranking.saved_bytes, point.memory_bytes - usable)), len(ranking.names) - 1)
             if k >= 0 and ranking.stored_bytes < usable and point.step_time_s + ranking.seconds[k] < limit_s:
                 estimates.append((point.step_time_s + ranking.seconds[k], i))
         best = None
@@ -135,8 +135,8 @@ class Recomputing:
         groups = {name: self.problem.graph.operators[index[name]].group for name in closed}
         order = sorted((rate[groups[name]], parts[name].segment, index[name], name) for name in closed if groups[name] in rate)
         names = list(dict.fromkeys(m for *_, name in order for m in sorted(closed[name], key=index.get)))
-        by_name = ([of[m] for m in names] for of in ({m: seconds[index[m]] for m in names}, saved))
-        return Ranking(names, *map(np.cumsum, by_name), float(costs.memory_bytes[0]))
+        again_s, freed = np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
+        return Ranking(names, again_s, freed, float(costs.memory_bytes[0]))
 
     def _closed(self, name: str) -> list[str]:
         """An operator and all that must be recomputed with it."""

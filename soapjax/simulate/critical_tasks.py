@@ -35,9 +35,9 @@ def critical_path(schedule: Schedule, durations: Sequence[float] | np.ndarray, o
     times = run(graph, durations, streams)
     before: list[tuple[int, ...]] = []  # the task before each one on each of its streams
     last: dict[int, int] = {}
-    for t, mine in enumerate(streams):
+    for i, mine in enumerate(streams):
         before.append(tuple(last[s] for s in mine if s in last))
-        last.update(dict.fromkeys(mine, t))
+        last.update(dict.fromkeys(mine, i))
     t: int | None = int(np.argmax(times.end_s))
     path: list[PathStep] = []
     while t is not None:
@@ -56,8 +56,8 @@ def critical_path(schedule: Schedule, durations: Sequence[float] | np.ndarray, o
 def pipeline_path(tasks: Sequence[PipelineTask]) -> list[PathStep]:
     """Of a pipeline's timeline, as `PipelineTimeline` keeps it; a step back goes to a task on a common device if one ended then."""
     by_end: dict[float, list[int]] = {}
-    for t, task in enumerate(tasks):
-        by_end.setdefault(task.start_s + task.duration_s, []).append(t)
+    for i, task in enumerate(tasks):
+        by_end.setdefault(task.start_s + task.duration_s, []).append(i)
     ends = np.array(sorted(by_end))
     t: int | None = by_end[ends[-1]][-1] if len(ends) else None
     path: list[PathStep] = []

@@ -147,8 +147,8 @@ def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
         if is_barrier[t]:
             barriers.append(t)
     successors: list[list[int]] = [[] for _ in range(n)]
-    for t, needs in enumerate(inputs):
-        for p in needs:
+    for t, before in enumerate(inputs):
+        for p in before:
             successors[p].append(t)
     return TaskGraph(order, tuple(inputs), tuple(map(tuple, successors)), tuple(phase), tuple(is_barrier))
 

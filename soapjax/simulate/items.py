@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables.tables import CostTables
+from soapjax.jit.arrays import Array
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 
 LINK = 5  # a wait for an input that is never converted
@@ -51,7 +51,7 @@ class Items(NamedTuple):
     def is_barrier(self) -> np.ndarray:
         return self.kind == BARRIER
 
-    def index(self, num_k: int, num_s: int, num_t: int, num_e: int) -> np.ndarray:
+    def rows_of(self, num_k: int, num_s: int, num_t: int, num_e: int) -> np.ndarray:
         """Rows [T] of the figures of K tasks, S inner collectives, T' resolutions, E conversions and a row of zeros, stacked."""
         first = np.zeros(6, np.int32)
         first[[COMPUTE, SUM, RESOLVE, CONVERT]] = np.cumsum([0, num_k, num_s, num_t])
@@ -62,16 +62,16 @@ class Items(NamedTuple):
         """Seconds [..., T, 1 + L] of every item on every stream, from the cost model's figures."""
         sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.convert_s))
         figures = with_nothing(by_stream(*d))
-        return figures[..., self.index(d.compute_s.shape[-1], *sizes), :]
+        return figures[..., self.rows_of(d.compute_s.shape[-1], *sizes), :]
 
     def holders(self, h: Holders) -> Array:
         """bool [..., T, G]: which groups of devices take part in every item."""
         every = (h.compute, h.sum, h.resolve, h.convert)
-        return with_nothing(jnp.concatenate(every, -2))[..., self.index(*(x.shape[-2] for x in every)), :]
+        return with_nothing(jnp.concatenate(every, -2))[..., self.rows_of(*(x.shape[-2] for x in every)), :]
 
 
 def by_stream(compute_s: Array, resolve_s: Array, convert_s: Array, sum_s: Array) -> Array:
-    """Seconds [..., K + S + T' + E, 1 + L] on every stream, in the order of `Items.index`, of figures [..., K] and [..., L]."""
+    """Seconds [..., K + S + T' + E, 1 + L] on every stream, in the order of `Items.rows_of`, of figures [..., K] and [..., L]."""
     levels = convert_s.shape[-1]
     compute = jnp.concatenate([compute_s[..., None], jnp.zeros((*compute_s.shape, levels), compute_s.dtype)], -1)
     sent = jnp.concatenate([sum_s, resolve_s, convert_s], -2)

@@ -269,7 +269,7 @@ class _Expansion(_Tasks):
 
     def _between(self, name: str, t: Transfer, a: tuple[int, int], b: tuple[int, int], seconds: float) -> _Row:
         """A transfer from a stage and replica to another, which is none between stages on the same devices."""
-        streams = (self._leaving(*a, t.level), self._arriving(*b, t.level))
+        streams: tuple[int, ...] = (self._leaving(*a, t.level), self._arriving(*b, t.level))
         streams += () if self.overlap else (self._compute(*a), self._compute(*b))
         seconds = seconds if self.group_of[a[0]] != self.group_of[b[0]] else 0.0
         return _Row(f"{name}: stage {a[0]} to {b[0]}", a[0], self._devices(*a) + self._devices(*b), t.level, seconds, streams)

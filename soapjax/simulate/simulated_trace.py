@@ -18,8 +18,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import put, row
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 
@@ -59,7 +60,7 @@ def costs_of_item(of: ItemCosts, item: Array) -> tuple[list[Array], Array | None
     is_compute, source = item[1] != 0, item[6]
     task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, of.paid_s.shape[0] - 1, source)
     seconds = row(of.paid_s, sent)
-    own = [jnp.where(is_compute, row(of.compute_s, task), 0.0), *(seconds[lv] for lv in range(seconds.shape[0]))]
+    own: list[Array] = [jnp.where(is_compute, row(of.compute_s, task), 0.0), *(seconds[lv] for lv in range(seconds.shape[0]))]
     if of.on_rows is None:
         return own, None
     return own, jnp.where(is_compute, row(of.on_compute, task), row(of.on_rows, sent))
@@ -116,7 +117,8 @@ def backward(items: ItemRecords, of: ItemCosts, old: Trace, last: Array, stop: A
             return row(items.previous_reader, c), jnp.maximum(path, row(rest_begin, c))
 
         never = jnp.full((), NEVER, path.dtype)
-        _, path = lax.while_loop(lambda x: x[0] >= 0, reader, (row(items.last_reader, t), never))
+        readers: tuple[Array, Array] = row(items.last_reader, t), never
+        _, path = lax.while_loop(lambda x: x[0] >= 0, reader, readers)
         path = jnp.where(is_link, jnp.maximum(path, gathered), path)
         own, on = costs_of_item(of, item)
         streams = [free[s] for s in range(free.shape[0])]
@@ -150,7 +152,7 @@ def traced(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, last: Ar
 
     The last item's rests are those of a phase's end.
     """
-    end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.count, first))
-    rests = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
-    return Trace(end, free, gathered, *rests, length)
+    end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.num_items, first))
+    of_free, of_gathered, of_begin = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
+    return Trace(end, free, gathered, of_free, of_gathered, of_begin, length)
 

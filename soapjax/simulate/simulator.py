@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, SupportsFloat, TypeVar
 
 import jax
 import numpy as np
-from jax import Array
 
 from soapjax.costs.evaluate import LANES, Costs, Evaluator
 from soapjax.costs.itemize import sent_parts
@@ -22,6 +21,7 @@ from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.whole import Evaluated
+from soapjax.jit.arrays import Array
 from soapjax.jit.programs import PlannerProgram, threads
 from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
@@ -198,7 +198,7 @@ def occupied_by(schedule: Schedule, costs: Costs) -> np.ndarray:
     return schedule.occupies if costs.holders is None else schedule.occupies_of_groups(costs.holders)
 
 
-def _rounded(seconds: float) -> float:
+def _rounded(seconds: SupportsFloat) -> float:
     """To what float32 carries, so that a file is the same on every host."""
     return float(f"{float(seconds):.6g}")
 

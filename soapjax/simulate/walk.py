@@ -11,12 +11,14 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.tables import CostTables
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items
@@ -27,12 +29,12 @@ class ItemRecords(NamedTuple):
     """`Items` as data: T items, and one behind the last that nobody waits for."""
 
     item: Array  # int32 [T + 1, 7]: predecessor, is_compute, is_link, is_barrier, phase, place of its end, task or row
-    count: Array  # int32 []
-    num_phases: Array  # int32 []
+    num_items: Scalar  # int32 []
+    num_phases: Scalar  # int32 []
     phase_end: Array  # int32 [F + 1]: the item behind the phase's last
     last_reader: Array  # int32 [T + 1]: the last item that waits for it, -1
     previous_reader: Array  # int32 [T + 1]: the item before that waits for the same, -1
-    overlap: Array  # bool []
+    overlap: jax.Array | np.bool_  # []
     of_task: Array  # int32 [K + 1]: the item of a task, T for none
     of_row: Array  # int32 [X + 1]
 
@@ -48,7 +50,9 @@ def places_of(items: Items) -> tuple[np.ndarray, int]:
     for t in range(n - 1, -1, -1):
         # An item of no duration passes its predecessor's end on to its own readers.
         last_use[predecessor[t]] = max(last_use[predecessor[t]], t, last_use[t])
-    slot, free, expiring, count = np.full(n + 1, -1, np.int64), [], {}, 0
+    slot, count = np.full(n + 1, -1, np.int64), 0
+    free: list[int] = []
+    expiring: dict[int, list[int]] = {}
     for t in range(n):
         free += expiring.pop(t, [])
         if last_use[t] >= 0:
@@ -124,7 +128,7 @@ def records_of_items(
 
 
 def stream_times(
-    free: list[Array], end: Array, own: list[Array], overlap: Array, on: Array | None, never: float
+    free: Sequence[Array], end: Array, own: Sequence[Array], overlap: Array | np.bool_, on: Array | None, never: float
 ) -> tuple[list[Array], Array]:
     """Runs one item: (times at which each stream is free, its end), of [Q], or [G, Q] and [Q] where groups take part (`on`).
 
@@ -187,7 +191,7 @@ def makespans(
 
     start = tuple(jnp.zeros((*groups, q)) for _ in range(1 + levels))
     ends = jnp.zeros((num_places + 1, q))
-    free = lax.fori_loop(0, items.count, body, (start, zeros, zeros, jnp.int32(num_places), ends))[0]
+    free = lax.fori_loop(0, items.num_items, body, (start, zeros, zeros, jnp.int32(num_places), ends))[0]
     latest = free[0]
     for stream in free[1:]:
         latest = jnp.maximum(latest, stream)
@@ -201,8 +205,8 @@ def program(sizes: ItemSizes, b: Bucket) -> PlannerProgram:
     def walk(items: ItemRecords, compute_s: Array, row_s: Array, on_compute: Array, on_rows: Array) -> Array:
         groups = (on_compute, on_rows) if b.groups else ()
 
-        def run(*of: Array) -> Array:
-            return makespans(of[0], sizes.places, of[1], of[2], *(of[3:] or (None, None)))
+        def run(items: ItemRecords, compute_s: Array, row_s: Array, *on: Array) -> Array:
+            return makespans(items, sizes.places, compute_s, row_s, *(on or (None, None)))
 
         return in_kernel(run, items, compute_s, row_s, *groups)
 

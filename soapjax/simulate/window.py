@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import put, row
 from soapjax.simulate.simulated_trace import NEVER, ItemCosts, Trace, costs_of_item
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
@@ -111,7 +112,8 @@ def window_times(
                 c, longest = state
                 return row(items.previous_reader, c), jnp.maximum(longest, end + row(trace.rest_of_begin, c))
 
-            _, longest = lax.while_loop(lambda x: x[0] > stop, waiting, (row(items.last_reader, t), longest))
+            readers: tuple[Array, Array] = row(items.last_reader, t), longest
+            _, longest = lax.while_loop(lambda x: x[0] > stop, waiting, readers)
             return jnp.stack(streams), gathered, end, item[5], longest, places
 
         start = (

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import pydantic
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "pipedream", "own"]
+ActionKind = Literal["forward", "backward", "weights", "update"]
 
 
 class Stage(pydantic.BaseModel):
@@ -43,6 +44,6 @@ class Pipeline(pydantic.BaseModel):
 class Action(NamedTuple):
     """One program of one stage for one micro-batch."""
 
-    kind: Literal["forward", "backward", "weights", "update"]
+    kind: ActionKind
     stage: int
     microbatch: int  # 0 of an update; in pipedream the minibatch that it follows

@@ -27,7 +27,7 @@ def make_pipeline_plan(
       stages: of every stage what holds on its mesh; stages with equal meshes have equal ones.
     """
     at = _stages_of_entries(graph, pipeline)
-    own = {kind: {name: getattr(stages[i], kind)[name] for name, i in of.items()} for kind, of in at.items()}
+    own: dict[str, Any] = {kind: {name: getattr(stages[i], kind)[name] for name, i in of.items()} for kind, of in at.items()}
     elsewhere = []
     for i, plan in enumerate(stages):
         if any(p.mesh == plan.mesh for p in stages[:i]):

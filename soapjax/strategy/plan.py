@@ -304,7 +304,7 @@ class Plan(MeshPlan):
         beside = {"without_overlap_s", "split_flops_share", "peak_sent_bytes"}
         explaining = {"operators": {"__all__": {"cost"}}, "prediction": beside}
         graph = {"graph": {"figures_sha256"}, "operator_graph": True}
-        left_out = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
+        left_out: dict[str, Any] = {"provenance": True, "profile": True, "logical_axes": True, **explaining, **graph}
         left_out |= {} if self.elsewhere else {"elsewhere": True}
         return _sha256(self.model_dump(mode="json", exclude=left_out))
 

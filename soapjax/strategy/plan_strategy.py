@@ -57,9 +57,9 @@ def mesh_plan(
         if task.parameter >= 0:
             continue
         operands = [spec(slots[u + k], len(a.dims)) for k, a in enumerate(task.reads)]
-        results = [spec(home[a.tensor], len(a.dims)) for a in task.writes]
+        made = [spec(home[a.tensor], len(a.dims)) for a in task.writes]
         u += len(task.reads) + len(task.writes)
-        parts[task.operator].append(TaskPart(phase=PHASE_NAMES[task.phase], operands=tuple(operands), results=tuple(results)))
+        parts[task.operator].append(TaskPart(phase=PHASE_NAMES[task.phase], operands=tuple(operands), results=tuple(made)))
     operators = {}
     for n, op in enumerate(graph.operators):
         config = strategy.config(n, op, mesh, space.storages)

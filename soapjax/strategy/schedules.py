@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.strategy.pipeline import Action, Pipeline, ScheduleName, Stage
+from soapjax.strategy.pipeline import Action, ActionKind, Pipeline, ScheduleName, Stage
 
 
 class ScheduleKind(NamedTuple):
@@ -187,7 +187,7 @@ def _pipedream(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) 
     return _with_updates(order, pipeline.stages[stage].replicas)
 
 
-_KINDS = {"F": "forward", "B": "backward", "W": "weights"}
+_KINDS: dict[str, ActionKind] = {"F": "forward", "B": "backward", "W": "weights"}
 
 
 def _written(action: Action) -> str:
@@ -220,7 +220,7 @@ def _interleaved(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int
     group, width, num = groups[g], len(groups), pipeline.num_microbatches
     rank = group[0]
 
-    def visits(kind: str, stages: Iterable[int]) -> list[Action]:
+    def visits(kind: ActionKind, stages: Iterable[int]) -> list[Action]:
         stages = list(stages)
         rounds = [range(first, min(first + width, num)) for first in range(0, num, width)]
         return [Action(kind, i, m) for microbatches in rounds for i in stages for m in microbatches]
@@ -302,7 +302,8 @@ def _check_own(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> list[
         return [Problem("pipeline.order", f"{len(pipeline.order)} lists", expected, "list the actions of every group")]
     problems = []
     for g, (words, group) in enumerate(zip(pipeline.order, groups, strict=True)):
-        place, seen = f"pipeline.order[{g}]", {}
+        place = f"pipeline.order[{g}]"
+        seen: dict[tuple[str, int, int], list[int]] = {}
         for k, word in enumerate(words):
             found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", word)
             stage = int(found[3]) if found and found[3] else group[0]

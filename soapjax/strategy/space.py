@@ -253,7 +253,7 @@ def _fixed_layouts(graph: OperatorGraph, mesh: FactorMesh, fixed, problems: list
             layouts[leaf] = layout
             continue
         twice = len({a for names in spec for a in names}) < sum(map(len, spec))
-        if twice or len(spec) > len(shapes[leaf]) or not divides(layout, shapes[leaf], mesh.axis_sizes):
+        if twice or len(spec) > len(shapes[leaf]) or not divides(layout.tolist(), shapes[leaf], mesh.axis_sizes):
             expected = f"a spec that divides shape {shapes[leaf]}"
             problems.append(Problem(place, shown, expected, "use fewer axes, each once"))
             continue

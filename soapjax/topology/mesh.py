@@ -58,7 +58,7 @@ class FactorMesh:
         {'data': ('h0', 'd0'), 'model': ('d1',)}
         """
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
-        found = {name: (name,) for name, size in other if sizes.get(name) == size}
+        found: dict[str, tuple[str, ...]] = {name: (name,) for name, size in other if sizes.get(name) == size}
         if len(found) == len(other) or math.prod(size for _, size in other) != self.num_devices:
             return found
         left = [name for name in self.axis_names if sizes[name] > 1]

@@ -22,7 +22,7 @@ def lm(layers, **options):
 def test_it_is_the_graph_of_the_shallow_model(options):
     whole, few = lm(DEEP, **options), lm(FEW, **options)
     found = condense(whole, prefix_crossing(whole, forward_operators(whole)))
-    assert found.blocks.count == DEEP - 1 and found.num_removed == DEEP - FEW
+    assert found.blocks.num_blocks == DEEP - 1 and found.num_removed == DEEP - FEW
     for field in ("operators", "tasks", "tensors", "parameters", "accumulations"):
         assert len(getattr(found.graph, field)) == len(getattr(few, field))
     assert [o.group for o in few.operators] == pytest.approx([o.group for o in found.graph.operators])
@@ -62,4 +62,4 @@ def test_blocks_begin_where_a_module_begins():
     graph = lm(4)
     blocks = repeated_blocks(graph, prefix_crossing(graph, forward_operators(graph)))
     names = [graph.operators[n].name for n in forward_operators(graph)]
-    assert [names[blocks.first + k * blocks.period] for k in range(blocks.count)] == [f"blk{k}/norm1" for k in (1, 2, 3)]
+    assert [names[blocks.first + k * blocks.period] for k in range(blocks.num_blocks)] == [f"blk{k}/norm1" for k in (1, 2, 3)]

@@ -156,7 +156,7 @@ def windows(items, seconds, on, item, new_seconds, new_on):
     streams = 1 + of.paid_s.shape[1]
     trace = no_trace(size, streams - 1, 0 if on is None else on.shape[-1])
     trace = jax.tree.map(lambda x: x.astype(seconds.dtype), trace)
-    trace = traced(items, of, trace, jnp.int32(0), items.count - 1, jnp.bool_(True))
+    trace = traced(items, of, trace, jnp.int32(0), items.num_items - 1, jnp.bool_(True))
     is_task = items.item[item, 1] != 0
     numbers = jnp.arange(1, rows + 1, dtype=jnp.int32)
     nobody = jnp.zeros(size + 1, jnp.int32)

@@ -84,7 +84,7 @@ def degrees_behind(graph: OperatorGraph, k: int, m: Measurement, trip_bytes: Tri
         elements = math.prod(graph.tensors[graph.parameters[task.parameter].tensor].shape)
         if m.elements == 0 or elements % m.elements:
             return None
-        degrees = (elements // m.elements,)
+        degrees: tuple[int, ...] = (elements // m.elements,)
     else:
         found = [0] * len(graph.operators[task.operator].dims)
         accesses = (*task.reads, *task.writes)
@@ -108,11 +108,11 @@ def degrees_behind(graph: OperatorGraph, k: int, m: Measurement, trip_bytes: Tri
         sizes = [graph.operators[task.operator].dims[d].divisor for d in hidden]
         choices = itertools.product(*([n for n in range(1, s + 1) if s % n == 0] for s in sizes))
         for chosen in itertools.islice(choices, MAX_GUESSES):
-            degrees = [max(1, n) for n in found]
+            guess = [max(1, n) for n in found]
             for d, n in zip(hidden, chosen, strict=True):
-                degrees[d] = n
-            if local_task(graph, k, degrees, trip_bytes).identity == m.identity:
-                return tuple(degrees)
+                guess[d] = n
+            if local_task(graph, k, guess, trip_bytes).identity == m.identity:
+                return tuple(guess)
         return None
     return degrees if local_task(graph, k, degrees, trip_bytes).identity == m.identity else None
 
@@ -170,14 +170,14 @@ def measured_arrays(
     width = max(map(len, rows), default=0)
     shape = (len(rows), width)
     num_dims = max(num_dims, 1)  # the shards of updates, where nothing else can be split
-    degrees, ratio, weight = np.zeros((*shape, num_dims), np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    point, ratio, weight = np.zeros((*shape, num_dims), np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for k, points in enumerate(rows):
         for i, (found, log_ratio) in enumerate(points):
-            degrees[k, i] = -1.0
+            point[k, i] = -1.0
             for d in visible_dims(graph, k):
-                degrees[k, i, d] = np.log2(found[d])
+                point[k, i, d] = np.log2(found[d])
             ratio[k, i], weight[k, i] = log_ratio, 1.0
-    return MeasuredArrays(degrees, ratio, weight)
+    return MeasuredArrays(point, ratio, weight)
 
 
 def figures_of(arrays: MeasuredArrays, at: np.ndarray, is_fitted: np.ndarray) -> list[str]:

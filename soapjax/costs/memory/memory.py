@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.tables.arrays import CostArrays
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import added, added_at, row
 
 
@@ -85,7 +86,8 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
             begins = left & (since == task)
             return c - 1, left & ~begins, added(alive, jnp.minimum(task, last), bytes_ * begins)
 
-        return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, (place - 1, since > 0, alive))[2]
+        start: tuple[Array, Array, Array] = place - 1, since > 0, alive
+        return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, start)[2]
 
     nothing = jnp.zeros((places, groups, q))
     steps = lax.fori_loop(0, num_t, tensor, Steps(nothing, nothing, jnp.zeros((places, 2, groups, q))))

@@ -11,13 +11,14 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.memory.memory import Lives, needed_until, steps_of, stored_bytes, waited
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import added, added_at, put, row
 
 
@@ -28,7 +29,7 @@ class Alive(NamedTuple):
     waiting: Array  # [K + 1, 2, G]
     peak: Array  # [G] of both together
     persistent: Array  # [G]: parameters and optimizer state
-    slack: Array  # []: what may have been added since
+    slack: Scalar  # []: what may have been added since
 
 
 def since_of(p: CostArrays, base: Base, e: Array) -> Array:
@@ -233,7 +234,8 @@ class _Steps:
         places = begin_of(p, base, e), last + 1, made
         values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
         diff = added_at(diff, places, values)
-        return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, (place - 1, since > 0, diff))[2]
+        start: tuple[Array, Array, Array] = place - 1, since > 0, diff
+        return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, start)[2]
 
 
 def _peaks(p: CostArrays, alive: Alive, diff: Array, waiting: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
 
 from soapjax.costs.rules.sets import SET
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import row
 
 
@@ -57,7 +57,7 @@ class Change(NamedTuple):
     row_of: Array  # int32 [X + 1]: the row of the change, 0 where nothing changes
     task_of: Array  # int32 [K + 1]: 1 + the place among the operator's own tasks, 0
     heir: Array  # int32 [R]: what row a heir's row is, X for nobody
-    num_heirs: Array  # int32 []
+    num_heirs: Scalar  # int32 []
     again: Array  # bool [Q]: whether the operator's parameters are gathered anew
 
 
@@ -69,10 +69,13 @@ def nothing_changed(p: CostArrays, sizes: OwnSizes, lanes: int) -> Change:
     def zeros(*shape: int, dtype=jnp.float32) -> Array:
         return jnp.zeros((*shape, lanes), dtype)
 
+    on, on_kept, on_compute, on_stored = (
+        zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)
+    )
     return Change(
         zeros(sizes.slots + 1, width, dtype=SET), zeros(sizes.tasks + 1), zeros(sizes.parameters + 1), zeros(count, levels),
         zeros(count) + 1, zeros(count, groups), zeros(count), zeros(count), zeros(count, dtype=bool), zeros(count), zeros(count, 2),
-        *(zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)),
+        on, on_kept, on_compute, on_stored,
         jnp.zeros(p.row_int.shape[0], jnp.int32), jnp.zeros(p.task_float.shape[0], jnp.int32),
         jnp.full(count, p.row_int.shape[0] - 1, jnp.int32), jnp.int32(0), jnp.zeros(lanes, bool),
     )  # fmt: skip

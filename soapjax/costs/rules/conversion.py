@@ -66,7 +66,8 @@ def conversion_costs(
     sets = np.zeros((2, encoded(source[:0], dims, pins).shape[-1], padded), np.int16)
     sets[0, :, :count], sets[1, :, :count] = encoded(source, dims, pins).T, encoded(target, dims, pins).T
     program, below = _program(dims, levels, pins), _below(links, levels)
-    found = [(np.zeros((levels, 0), np.float32), np.zeros((6, 0), np.float32), np.zeros(0, np.float32))]
+    nothing = np.zeros((levels, 0), np.float32), np.zeros((6, 0), np.float32), np.zeros(0, np.float32)
+    found: list[tuple[np.ndarray, ...]] = [nothing]
     for k in range(0, count, CHUNK):
         some = program(*below, *(np.ascontiguousarray(x[..., k : k + CHUNK]) for x in (*sets, shapes, *figures)))
         found.append(tuple(np.asarray(x)[..., : count - k] for x in some))

@@ -7,13 +7,14 @@ Of whole strategies whole.py says so.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.rules import gathers_again
 from soapjax.costs.rules.sets import every
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import put, row
 
 

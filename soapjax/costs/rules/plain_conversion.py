@@ -93,15 +93,15 @@ def conversion_cost_plainly(
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
     pairs = list(zip(source, target, strict=True))
     is_pinned = [min(p) <= PINNED for p in pairs]
-    unpinned = [[REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target)]
-    first = gathered_first(*unpinned, shape, sizes)
-    if list(first) != unpinned[0]:
+    was, wanted = ([REPLICATED if on else d for on, d in zip(is_pinned, x, strict=True)] for x in (source, target))
+    first = gathered_first(was, wanted, shape, sizes)
+    if list(first) != was:
         half = [s if on else f for s, f, on in zip(source, first, is_pinned, strict=True)]
-        gathers_s, gathered = conversion_cost_plainly(unpinned[0], first, size_bytes, links, latency_share)
+        gathers_s, gathered = conversion_cost_plainly(was, first, size_bytes, links, latency_share)
         rest_s, rest = conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape)
         return [a + b for a, b in zip(gathers_s, rest_s, strict=True)], {k: gathered[k] + rest[k] for k in COLLECTIVES}
-    steps = steps_of(*unpinned, sizes, is_counted=True)
-    sums = any(s == PARTIAL != t for s, t in zip(*unpinned, strict=True))
+    steps = steps_of(was, wanted, sizes, is_counted=True)
+    sums = any(s == PARTIAL != t for s, t in zip(was, wanted, strict=True))
     is_whole = len(steps) == 1 and isinstance(steps[0], Permute) and not sums  # blocks only change places
     local = size_bytes
     for a, (s, t) in enumerate(pairs):

@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER, Links
 from soapjax.costs.rules.sets import SET, Mesh, behind, divides, every, only_if, parts_of, stage, steps_of, union
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import row
 
 # The collectives of a conversion, in their order.
@@ -49,8 +50,8 @@ class Network(NamedTuple):
     message_rate: Array  # float32 [L]
     share_axes: Array  # SET [M]: groups along these axes have a share of their level's rate
     share: Array  # float32 [M]
-    num_shares: Array  # int32 []
-    is_ring: Array  # int32 []: 1 where rings run across levels
+    num_shares: Scalar  # int32 []
+    is_ring: Scalar  # int32 []: 1 where rings run across levels
 
 
 def network_of(links: Links, num_levels: int) -> Network:
@@ -157,7 +158,8 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
         late_ones = [only_if(~is_whole, x) for x in (early, late, gathers)]
         return union(given) | sent, held, jnp.stack([gathered, partial & wanted, partial & replicated, *late_ones])
 
-    return Moves(*stage(mesh, steps), gathered | follow, (follow != 0).astype(jnp.float32), moved, times)
+    given_axes, held, of_steps = stage(mesh, steps)
+    return Moves(given_axes, held, of_steps, gathered | follow, (follow != 0).astype(jnp.float32), moved, times)
 
 
 def exchanged_first(mesh: Mesh, s: Array, t: Array, exchanged: Array) -> Array:
@@ -230,7 +232,7 @@ def by_levels(
 ) -> tuple[list[list[Array]], Array]:
     """Of each of STEPS, run level by level on `sizes` [Q] bytes per device: seconds by level, and bytes sent [6, Q]."""
     num_levels = network.level_axes.shape[0]
-    of_level = [[jnp.zeros_like(sizes[2])] * num_levels for _ in STEPS]
+    of_level: list[list[Array]] = [[jnp.zeros_like(sizes[2])] * num_levels for _ in STEPS]
     moved_of = []
     for j, size in enumerate(sizes):
         kind, times = COLLECTIVES.index(STEPS[j]), 2 if STEPS[j] == "all-reduce" else 1
@@ -307,7 +309,8 @@ def transfers(
     is_other = union(source[dims + 2 :] ^ target[dims + 2 :]) & was & is_now
     to_shards, from_shards = was & wanted, split & is_now
     to_all = was & ~wanted & ~is_now & ~target[dims]
-    seconds, total = [jnp.zeros_like(local)] * num_levels, jnp.zeros_like(local)
+    seconds: list[Array] = [jnp.zeros_like(local)] * num_levels
+    total = jnp.zeros_like(local)
 
     def message(lv: int, times: Array, moved: Array) -> None:
         seconds[lv] = seconds[lv] + times * network.latency_s[lv] * latency_share + moved / network.message_rate[lv]

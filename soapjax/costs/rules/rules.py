@@ -11,12 +11,13 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.reshard_cost import PERMUTE, halos, reshard
 from soapjax.costs.rules.sets import DIGITS, SET, divides, every, first_of, only_if, parts_of, stage, union, up_to
 from soapjax.costs.tables.arrays import EDGE, PINNED_BIT, SUM, TENSOR, CostArrays
+from soapjax.jit.arrays import Array
 from soapjax.jit.kernel import row
 from soapjax.strategy.strategy import FIRST_PIN
 
@@ -197,7 +198,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     which, dims = record[0], p.row_shape.shape[1]
     ints, floats, shape = row(p.row_int, which), row(p.row_float, which), row(p.row_shape, which)[:, None]
     is_edge, is_sum = ints[0] == EDGE, ints[0] == SUM
-    of = stage(p.mesh, functools.partial(homes, p), which, made, reader, common)
+    of: Homes = stage(p.mesh, functools.partial(homes, p), which, made, reader, common)
 
     def ends(raw: Array, home: Array, resolved: Array, made: Array, wanted: Array) -> tuple[Array, Array]:
         # Of a collective inside a task: partial sums are made; blocks get their borders, which no layout says.
@@ -224,14 +225,16 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
         return paid[0] + more_s, paid[1] + jnp.where(kinds, more, 0.0)
 
     seconds, sent = lax.fori_loop(0, ints[7], with_halos, (seconds, sent))
-    memory = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target)
+    held, copy, is_sent, passing, waiting = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target)
     on_kept = holders(p, jnp.where(is_edge, target, of.home))
     on_home = holders(p, of.home)
     on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
     total = functools.reduce(jnp.add, [sent[i] for i in range(sent.shape[0])])
     late = jnp.where(is_edge, late, 0.0)
     sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
-    return RowCosts(*of, seconds * floats[2], sent * floats[2], sent_on * floats[2], *memory, on, on_kept)
+    return RowCosts(
+        *of, seconds * floats[2], sent * floats[2], sent_on * floats[2], held, copy, is_sent, passing, waiting, on, on_kept
+    )
 
 
 def _memory_of(p: CostArrays, ints: Array, floats: Array, of: Homes, target: Array) -> tuple[Array, Array, Array, Array, Array]:

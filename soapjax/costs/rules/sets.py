@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import row
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 
@@ -28,13 +29,13 @@ DIGITS = 3  # of coordinates: axes have prime sizes, 7 at most
 class Mesh(NamedTuple):
     """The mesh's axes, as data."""
 
-    one: Array  # int32 []: 1, which XLA does not know
-    num_axes: Array  # int32 []
-    all_axes: Array  # SET []
-    twos: Array  # SET []: the axes of size two
+    one: Scalar  # int32 []: 1, which XLA does not know
+    num_axes: Scalar  # int32 []
+    all_axes: Scalar  # SET []
+    twos: Scalar  # SET []: the axes of size two
     others: Array  # SET [O]: each of the other axes
     other_sizes: Array  # float32 [O]
-    num_others: Array  # int32 []
+    num_others: Scalar  # int32 []
 
 
 def mesh_of(axis_sizes: tuple[int, ...]) -> Mesh:

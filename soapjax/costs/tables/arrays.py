@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.costs.rules.reshard_cost import Network, network_of
 from soapjax.costs.rules.sets import DIGITS, Mesh, encoded, mesh_of
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.tables.tensor_tables import FROM_FIXED, FROM_READER
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.strategy.layout import HALO, PARTIAL
 from soapjax.strategy.space import NOT_FIXED
 
@@ -89,7 +89,7 @@ class CostArrays(NamedTuple):
     scalars: Array  # float32 [4]: memory bytes per second, launch seconds, usable bytes, up to which size sums are merged
     flags: Array  # int32 [1]: whether sums write over their operands
     waiting: Array  # float32 [2, 2]: most_waiting, operand_share, as in WorkingMemory
-    merged_at: Array  # int32 []
+    merged_at: Scalar  # int32 []
     counts: Array  # int32 [8]: operators, parameters, tasks, tensors, edges, rows, slot records, slots
     divisors: Array  # int32 [N, K]
     group_digits: Array  # SET [DIGITS, G]: coordinates of device groups
@@ -102,7 +102,7 @@ class CostArrays(NamedTuple):
     parameter_fixed: Array  # SET [P + 1, W]
     state_bytes: Array  # float32 [P + 1]
     storage_axes: Array  # SET [O]
-    storage_again: Array  # int32 []: bits of the storages that are gathered again
+    storage_again: Scalar  # int32 []: bits of the storages that are gathered again
     # rows
     row_int: Array  # int32 [X + 1, 8]: kind, is_fixed, is_reader, is_summand, is_joint, is_product, waits, has halos
     row_float: Array  # float32 [X + 1, 4]: bytes sent, latency share, trips, bytes held
@@ -157,6 +157,7 @@ def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
         waiting=np.stack([working.most_waiting, working.operand_share]).astype(f32),
         merged_at=np.int32(working.merged_at),
         counts=_counts(tables),
+        storage_again=np.int32(sum(1 << i for i, x in enumerate(tables.storage_regather) if x)),
         **_axes(tables, b), **_tasks(tables, b), **_parameters(tables, b), **_rows(tables, b), **_tensor_lives(tables, b),
         **_conversions(tables, b),
     )  # fmt: skip
@@ -212,7 +213,6 @@ def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
         "parameter_fixed": padded(fixed, b.parameters + 1),
         "state_bytes": padded((tables.parameter_bytes * tables.state_copies).astype(np.float32), b.parameters + 1),
         "storage_axes": padded((tables.storage_masks * bits).sum(1).astype(np.int16), 32),
-        "storage_again": np.int32(sum(1 << i for i, x in enumerate(tables.storage_regather) if x)),
     }
 
 
@@ -246,7 +246,7 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     fixed = np.zeros((len(numbers), b.width), np.int16)
     fixed[:num_t] = encoded(np.where(tables.tensor_fixed == NOT_FIXED, -1, tables.tensor_fixed), b.dims, bool(b.groups))
     fixed[edges] = fixed[tables.edge_tensor]
-    found = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
+    found: dict[str, np.ndarray] = {"row_int": numbers, "row_float": figures, "row_shape": shape, "row_fixed": fixed}
     return {name: padded(x, b.rows + 1) for name, x in found.items()}
 
 
@@ -256,7 +256,8 @@ def _tensor_lives(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     by_tensor = np.argsort(tables.edge_tensor, kind="stable").astype(np.int32)
     number = np.bincount(tables.edge_tensor, minlength=num_t)[:num_t]
     life = np.stack([order.since, order.until, order.at_least, np.cumsum(number) - number, number], 1).astype(np.int32)
-    stops, tensor_stops = [], np.zeros((num_t, 2), np.int32)
+    stops: list[int] = []
+    tensor_stops = np.zeros((num_t, 2), np.int32)
     start = life[:, 3].tolist()
     for t in range(num_t):
         low, high = int(order.at_least[t]), int(order.until[t])
@@ -279,7 +280,8 @@ def _conversions(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     life = np.stack(
         [read_at, np.minimum(order.made_at, read_at), tables.edge_task + 1, tables.edge_slot, order.read_at, order.made_at], 1
     ).astype(np.int32)
-    group, members = np.zeros((len(tables.edge_task), 4), np.int32), []
+    group = np.zeros((len(tables.edge_task), 4), np.int32)
+    members: list[int] = []
     may_again = (tables.edge_parameter >= 0) & tables.edge_is_backward
     owner = tables.parameter_op[np.maximum(tables.edge_parameter, 0)] if len(tables.parameter_op) else 0
     group[:, 3] = np.where(may_again, owner, NONE)

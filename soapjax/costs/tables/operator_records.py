@@ -16,10 +16,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 
 from soapjax.costs.tables.arrays import NONE, Bucket, Records, padded, slot_masks
 from soapjax.costs.tables.tables import CostTables
+from soapjax.jit.arrays import Array
 
 
 class OwnRecords(NamedTuple):
@@ -75,7 +75,7 @@ class _Decided(NamedTuple):
 def _decided(tables: CostTables) -> list[_Decided]:
     graph = tables.graph
     num_u, num_p = len(tables.access_op), len(tables.parameter_op)
-    by_op = {name: defaultdict(list) for name in ("access", "parameter", "task", "work", "sum")}
+    by_op: dict[str, dict[int, list[int]]] = {name: defaultdict(list) for name in ("access", "parameter", "task", "work", "sum")}
     for u, n in enumerate(tables.access_op.tolist()):
         by_op["access"][n].append(u)
     for p, n in enumerate(tables.parameter_op.tolist()):
@@ -132,8 +132,15 @@ class _Lists:
         self.number_of = {g: i for i, g in enumerate(dict.fromkeys(self.group_of))}  # in the order of `reader_groups`
         self.made, self.reader, self.common = (x.tolist() for x in (tables.tensor_slot, tables.tensor_reader, tables.tensor_sum))
         self.edge_tensor, self.edge_slot = tables.edge_tensor.tolist(), tables.edge_slot.tolist()
-        self.slot, self.sizes, self.global_slot, self.parameter, self.task = ([] for _ in range(5))
-        self.row, self.is_keyed, self.group, self.keyed = ([] for _ in range(4))
+        self.slot: list[list[int]] = []
+        self.sizes: list[list[float]] = []
+        self.global_slot: list[int] = []
+        self.parameter: list[list[int]] = []
+        self.task: list[list[int]] = []
+        self.row: list[list[int]] = []
+        self.is_keyed: list[bool] = []
+        self.group: list[list[int]] = []
+        self.keyed: list[int] = []
 
     def lengths(self) -> list[int]:
         return [len(x) for x in (self.slot, self.parameter, self.task, self.row, self.group)]
@@ -218,8 +225,8 @@ def own_records(tables: CostTables, b: Bucket) -> tuple[OwnRecords, OwnSizes]:
         spans[n, :, 0] = starts
         spans[n, :, 1] = np.subtract(lists.lengths(), starts)
         longest = np.maximum(longest, [num_places, *spans[n, 1:4, 1], num_members])
-    need = OwnSizes(longest[0], *longest[1:4], min(longest[4], lists.num_e), *lists.lengths(), len(lists.keyed))
-    found = own_sizes_for(OwnSizes(*map(int, need)))
+    of_one = (*longest[:4].tolist(), min(int(longest[4]), lists.num_e))
+    found = own_sizes_for(OwnSizes._make((*of_one, *lists.lengths(), len(lists.keyed))))
     return _padded_records(lists, spans, found, b.width), found
 
 

@@ -137,7 +137,8 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
         shape, dims, order = iota.groups()
         return tuple(_iota(dims, order, num_devices).reshape(-1)[: _numbers(shape)[-1]].tolist())
     if mesh := _MESH.search(attributes):
-        return _group_of_mesh(*mesh.groups(), num_devices)
+        axes, device_ids, names = mesh.groups()
+        return _group_of_mesh(axes, device_ids, names, num_devices)
     listed = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\{\})", attributes)
     if listed is None and "replica_groups=" in attributes:
         written = attributes.split("replica_groups=")[1][:60]
@@ -148,7 +149,8 @@ def replica_group(attributes: str, num_devices: int) -> tuple[int, ...]:
 def _group_of_mesh(mesh: str, device_ids: str | None, names: str, num_devices: int) -> tuple[int, ...]:
     axes = {name: int(size) for name, size in re.findall(r"['\"]([^'\"]+)['\"]=(\d+)", mesh)}
     if ordered := re.match(_ORDERED, device_ids or ""):
-        ids = _iota(*ordered.groups(), num_devices)
+        dims, order = ordered.groups()
+        ids = _iota(dims, order, num_devices)
     else:
         ids = np.array(_numbers(device_ids) or range(num_devices))
     wanted = [(name, int(before or 1), int(size or axes[name])) for name, before, size in _AXIS.findall(names)]

@@ -53,9 +53,11 @@ def time_collectives(
             spec = PartitionSpec(names)
             run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
             local = np.zeros(count, np.float32)
-            x = jax.make_array_from_callback(
-                (count * len(devices),), NamedSharding(mesh, spec), lambda _, local=local: local
-            )  # fmt: skip
+
+            def own(_: Any, local: np.ndarray = local) -> np.ndarray:
+                return local
+
+            x = jax.make_array_from_callback((count * len(devices),), NamedSharding(mesh, spec), own)
             points.append((kind, n, float(count * 4), _median_s(run, x, repeats) / in_a_row))
     return points
 

@@ -77,7 +77,7 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
 
 def _joined_by(micro: MicroStep, value: Any, reduction: str) -> tuple[str, int]:
     found = joining(micro, value, reduction) if isinstance(value, int) and value in micro.step.program.avals else None
-    return ("last", 0) if found is None else tuple(found)
+    return ("last", 0) if found is None else (found.how, found.dim)
 
 
 def _joined(parts: list[Numbers], hows: list[tuple[str, int]], reduction: str) -> Numbers:

@@ -116,10 +116,12 @@ def compared(
     num_outputs = sum(is_compared(single.own[0][i]) for i in losses)
 
     def errors(found: Numbers, wanted: Numbers) -> tuple[float, float, str]:
-        return _output_error(found[0], wanted[0], losses), *_gradient_error(found[1], wanted[1], names)
+        gradient, name = _gradient_error(found[1], wanted[1], names)
+        return _output_error(found[0], wanted[0], losses), gradient, name
 
     def verification(rounding: list[tuple[float, float, str]]) -> Verification:
-        loss_bound, gradient_bound = (max(OWN_BOUND, *(OWN_FACTOR * r[k] for r in rounding)) for k in range(2))
+        loss_bound = max(OWN_BOUND, *(OWN_FACTOR * r[0] for r in rounding))
+        gradient_bound = max(OWN_BOUND, *(OWN_FACTOR * r[1] for r in rounding))
         return Verification(
             loss, loss_bound, gradient, gradient_bound, loss64, gradient64, check.planned_ops, check.ops_as_planned,
             check.ops_unchecked, len(planned[1]), num_outputs, worst64 if gradient64 > FLOAT64_BOUND else worst, check.differences,
@@ -172,7 +174,7 @@ class OneDevice:
 
     def __call__(self, arguments: list[Any], *, is_float64: bool = False, number: int = 0) -> Numbers:
         with jax.enable_x64(is_float64):
-            number = np.uint32(number)
+            own = np.uint32(number)
             if is_float64 not in self._compiled:
                 evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
 
@@ -180,8 +182,8 @@ class OneDevice:
                     with evaluator.numbered(self._draws, number):
                         return evaluator.run(list(leaves), self._gradients)
 
-                self._compiled[is_float64] = _compiled(jax.jit(run), [number, *arguments])
-            outputs, extra = self._compiled[is_float64](number, *arguments)
+                self._compiled[is_float64] = _compiled(jax.jit(run), [own, *arguments])
+            outputs, extra = self._compiled[is_float64](own, *arguments)
             return list(map(_numpy, outputs)), list(map(_numpy, extra))
 
 

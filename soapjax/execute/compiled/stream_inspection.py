@@ -52,8 +52,10 @@ class StreamInspection(NamedTuple):
     def ops(self) -> OpsCheck:
         """Of all programs together."""
         found = [p.ops for p in self.parts]
-        sums = (sum(getattr(o, f) for o in found) for f in ("planned_ops", "ops_as_planned", "ops_unchecked"))
-        return OpsCheck(*sums, tuple(d for o in found for d in o.differences))
+        return OpsCheck(
+            sum(o.planned_ops for o in found), sum(o.ops_as_planned for o in found), sum(o.ops_unchecked for o in found),
+            tuple(d for o in found for d in o.differences),
+        )  # fmt: skip
 
 
 class _Compiled(NamedTuple):

@@ -38,7 +38,7 @@ def processor_name() -> str:
 
 def example_arguments(program: BoundStep) -> list[Any]:
     """Arguments of the step's types where none are at hand: small numbers, zero indices."""
-    made = []
+    made: list[Any] = []
     for aval in program.step.in_avals:
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
             made.append(jax.random.key(0))

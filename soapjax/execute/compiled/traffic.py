@@ -108,18 +108,17 @@ def differences(plan: Plan, collectives: Sequence[Collective], *, at_least: floa
     _match_nameless(predicted, compiled)
     for group in {*predicted, *compiled}:
         parts, made = predicted.get(group, []), compiled.get(group, [])
-        by_kind = [
-            {k: sum(p.bytes.get(k, 0) for p in parts) for k in KINDS},
-            {k: round(sum(c.step_bytes for c in made if c.kind == k)) for k in KINDS},
-        ]
-        if sum(abs(by_kind[0][k] - by_kind[1][k]) for k in KINDS) >= at_least * total:
+        planned = {k: sum(p.bytes.get(k, 0) for p in parts) for k in KINDS}
+        measured = {k: round(sum(c.step_bytes for c in made if c.kind == k)) for k in KINDS}
+        if sum(abs(planned[k] - measured[k]) for k in KINDS) >= at_least * total:
             members = dict.fromkeys(p.operator for p in parts)
             shown = [
                 f"{c.kind} {round(c.step_bytes)} B in groups of {len(c.group)}: {c.op_name[-100:] or 'nameless'}" for c in made
             ]
             found.append(
                 Difference(
-                    tuple(members) or (f"task {group}" if group != _NAMELESS else "merged or nameless collectives",), *by_kind,
+                    tuple(members) or (f"task {group}" if group != _NAMELESS else "merged or nameless collectives",),
+                    planned, measured,
                     tuple(p.reason for p in sorted(parts, key=lambda p: -sum(p.bytes.values()))), tuple(shown),
                 )
             )  # fmt: skip

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from soapjax.errors import Problem, SoapjaxError
@@ -68,7 +68,7 @@ def agree(
     raise SoapjaxError(problems)
 
 
-def differences(name: str, records: list[Mapping[str, str]]) -> list[Problem]:
+def differences(name: str, records: Sequence[Mapping[str, str]]) -> list[Problem]:
     """One problem per field that is not equal on all ranks; `records` by rank."""
     problems = []
     for field in dict.fromkeys(f for r in records for f in r):

@@ -291,7 +291,12 @@ def say(problems: list[Problem]) -> None:
 @contextlib.contextmanager
 def ends_within(seconds: float, problem: Callable[[], Problem]) -> Iterator[None]:
     """Ends this process where what is inside takes longer: from a thread, whatever the main thread does."""
-    timer = threading.Timer(seconds, lambda: (say([problem()]), end()))
+
+    def give_up() -> None:
+        say([problem()])
+        end()
+
+    timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -94,7 +94,10 @@ def store() -> KeyValueStore:
     return KeyValueStore()
 
 
-def connect(address: str, num_processes: int, process_id: int, local_device_ids: Any, **times: int) -> None:
+def connect(
+    address: str, num_processes: int, process_id: int, local_device_ids: Any, *, initialization_timeout: int,
+    heartbeat_timeout_seconds: int,
+) -> None:  # fmt: skip
     """`jax.distributed.initialize`; on every rank but 0 through a relay (relay.py).
 
     Raises: RuntimeError as that does.
@@ -102,7 +105,8 @@ def connect(address: str, num_processes: int, process_id: int, local_device_ids:
     host, _, port = address.rpartition(":")
     near = address if process_id == 0 else Relay(host.strip("[]"), int(port)).address
     jax.distributed.initialize(
-        near, num_processes, process_id, local_device_ids, cluster_detection_method="deactivate", **times
+        near, num_processes, process_id, local_device_ids, cluster_detection_method="deactivate",
+        initialization_timeout=initialization_timeout, heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )  # fmt: skip
     _distributed.global_state.coordinator_address = address
 
@@ -129,7 +133,7 @@ def job_of_environment(given: Job, *, timeout_s: float) -> Job:
     address = given.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = given.num_processes if given.num_processes is not None else _number("JAX_NUM_PROCESSES")
     rank = given.process_id if given.process_id is not None else _number("JAX_PROCESS_ID")
-    local = given.local_device_ids
+    local: Sequence[int] | None = given.local_device_ids
     if None in (address, count, rank):
         address, count, rank, local = _clusters.ClusterEnv.auto_detect_unset_distributed_params(
             address, count, rank, local, None, int(timeout_s)

@@ -148,7 +148,7 @@ class CompiledStep:
         if self._compiled is None:
             self.compile()
         try:
-            if jax.config.jax_disable_jit:
+            if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # options are made at run time
                 with compiled_as_planned():
                     return self._compiled(*args)
             return self._compiled(*args)
@@ -178,7 +178,7 @@ class CompiledStep:
 
     def _placed(self, args: tuple[Any, ...], shardings: Sequence[Any]) -> tuple[Any, ...]:
         leaves, tree = jax.tree_util.tree_flatten(args)
-        return tree.unflatten(place_all(leaves, shardings))
+        return jax.tree_util.tree_unflatten(tree, place_all(leaves, shardings))
 
     def lower(self, *_: Any) -> Any:
         """The program lowered for arguments laid out as planned, however any at hand lie."""

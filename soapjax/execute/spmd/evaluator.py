@@ -23,6 +23,9 @@ from soapjax.graph.trace.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
 from soapjax.own_config import on_plans_mesh
 
+# Values by id (no literal is a key), and by name what an evaluator keeps beside them.
+Env = dict[Atom | str, Any]
+
 
 def task_mark(task: int) -> str:
     """The name-stack part by which a task is found again in the compiled program."""
@@ -53,7 +56,7 @@ class ProgramEvaluator:
 
     def run(self, arguments: list[Any], also: tuple[int, ...] = ()) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the ids in `also` (gradients, say; ids of the outermost level)."""
-        env: dict[int, Any] = {k: self.lift(v) for k, v in self.program.consts.items()}
+        env: Env = {k: self.lift(v) for k, v in self.program.consts.items()}
         env.update((i, self.as_traced(i, a)) for i, a in zip(self.program.inputs, arguments, strict=True))
         self.enter(env)
         self.block(self.program, env)
@@ -70,13 +73,13 @@ class ProgramEvaluator:
             return argument
         return jnp.asarray(argument, high(dtype))
 
-    def read(self, atom: Atom, env: dict[int, Any]) -> Any:
+    def read(self, atom: Atom, env: Env) -> Any:
         if isinstance(atom, int):
             return env[atom]
         value = np.asarray(atom.val, dtype=atom.aval.dtype) if hasattr(atom.aval, "dtype") else atom.val
         if self.is_float64:
             return self.lift(jnp.asarray(value))
-        if getattr(atom.aval, "weak_type", False) and jax.typeof(value.item()).dtype == atom.aval.dtype:
+        if getattr(atom.aval, "weak_type", False) and jax.typeof(value.item()).dtype == value.dtype:
             return value.item()  # a Python number: what is made of it stays weakly typed
         return value
 
@@ -88,7 +91,7 @@ class ProgramEvaluator:
             return x
         return jax.lax.convert_element_type_p.bind(jnp.asarray(x), new_dtype=traced.dtype, weak_type=is_weak, sharding=None)
 
-    def block(self, program: Program, env: dict[int, Any]) -> None:
+    def block(self, program: Program, env: Env) -> None:
         for eqn in program.eqns:
             with jax.named_scope(self.scope_name(eqn)), eqn.ctx.manager, on_plans_mesh():
                 results = self.loop(eqn, env) if eqn.body is not None else self.equation(eqn, env)
@@ -98,7 +101,7 @@ class ProgramEvaluator:
         """The readable path of an equation, as profilers and the compiled program show it."""
         return module_path(eqn.stack) or eqn.name
 
-    def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+    def equation(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """One equation; executors override this."""
         return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
 
@@ -122,19 +125,19 @@ class ProgramEvaluator:
         out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
-    def loop(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+    def loop(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """A scan, its body evaluated in the same way."""
         body, p = eqn.body, eqn.params
         num_consts, num_carry = p["num_consts"], p["num_carry"]
         values = [self.read(a, env) for a in eqn.inputs]
-        outer = dict(zip(body.inputs[:num_consts], values[:num_consts], strict=True))
+        outer: Env = dict(zip(body.inputs[:num_consts], values[:num_consts], strict=True))
         carry_ids, x_ids = body.inputs[num_consts : num_consts + num_carry], body.inputs[num_consts + num_carry :]
         carry = self.enter_loop(eqn, values[num_consts : num_consts + num_carry], outer)
         # A body reads nothing of the outer levels but its constants.
-        held = {k: env[k] for k in self.program.consts if k in env}
+        held: Env = {k: env[k] for k in self.program.consts if k in env}
 
         def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            inner = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, xs, strict=True))}
+            inner: Env = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, xs, strict=True))}
             self.enter_body(eqn, inner)
             self.block(body, inner)
             results = [self.read(o, inner) for o in body.outputs]
@@ -146,13 +149,13 @@ class ProgramEvaluator:
         )  # fmt: skip
         return [*final, *stacked]
 
-    def enter(self, env: dict[int, Any]) -> None:
+    def enter(self, env: Env) -> None:
         """Called with the arguments in place."""
 
-    def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
+    def leave(self, env: Env, values: Iterable[int]) -> None:
         """Called with everything made: others go on with `values`."""
 
-    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
+    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: Env) -> list[Any]:
         """Called before a loop; returns the first carry."""
         # A literal as first value is weakly typed or a NumPy scalar; the carry's type must not change in the body.
         ids = eqn.body.inputs[eqn.params["num_consts"] :]
@@ -165,7 +168,7 @@ class ProgramEvaluator:
                 typed.append(jax.tree.map(lambda x, t=high(dtype) if self.is_float64 else dtype: jnp.asarray(x, t), c))
         return typed
 
-    def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
+    def enter_body(self, eqn: FlatEqn, env: Env) -> None:
         """Called in every trip (once per trace) with the body's arguments in place."""
 
 
@@ -207,4 +210,6 @@ def _while_in_float64(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
             jnp.where(rows.reshape(rows.shape + (1,) * (a.ndim - rows.ndim)), a, b) for a, b in zip(new, carry, strict=True)
         )  # fmt: skip
 
-    return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), trip, tuple(map(jnp.asarray, inputs[start:]))))
+    carry: tuple[Any, ...] = tuple(map(jnp.asarray, inputs[start:]))
+    carry = jax.lax.while_loop(lambda carry: goes_on(carry).any(), trip, carry)
+    return list(carry)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.evaluator import task_mark
+from soapjax.execute.spmd.evaluator import Env, task_mark
 from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.partial import Partial, constrained, elementwise, resolved, split_off
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
@@ -113,13 +113,13 @@ class GradientSums:
     def is_summand(self, out: int) -> bool:
         return out in self._of_summand
 
-    def is_on_way(self, eqn: FlatEqn, env: dict[int, Any]) -> bool:
+    def is_on_way(self, eqn: FlatEqn, env: Env) -> bool:
         """Whether an equation adds summands, or lays out one that is a partial sum."""
         if eqn.key in self._of_addition:
             return True
         return eqn.key in self._relayouts and isinstance(env.get(eqn.inputs[0]), Partial)
 
-    def run(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+    def run(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """Such an equation."""
         out = elementwise(lambda *x: self.bind(eqn, list(x), eqn.params)[0], *(env[a] for a in eqn.inputs))
         one = self._of_addition.get(eqn.key)

@@ -37,7 +37,7 @@ def run_product(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
         return combined(block, blocks.contracted, ordered, blocks.mesh)
 
     result = blocks.run(body, inputs, ordered)
-    return result if blocks.kept else jnp.transpose(result, np.argsort(order))
+    return result if blocks.kept else jnp.transpose(result, np.argsort(order).tolist())
 
 
 @executes("select_and_scatter_add")

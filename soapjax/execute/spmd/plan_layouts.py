@@ -15,7 +15,7 @@ from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.strategy.layout import Spec
-from soapjax.strategy.plan import Plan, TaskPart, parse_spec
+from soapjax.strategy.plan import MeshPlan, TaskPart, parse_spec
 
 
 class PlanLayouts:
@@ -27,7 +27,7 @@ class PlanLayouts:
     """
 
     def __init__(
-        self, plan: Plan, program: Program, graph: OperatorGraph, binding: Binding, mesh: Mesh,
+        self, plan: MeshPlan, program: Program, graph: OperatorGraph, binding: Binding, mesh: Mesh,
         parts: Iterable[tuple[Task, TaskPart]], *, unplaced: Set[int],
     ):  # fmt: skip
         self.program, self.graph, self.binding, self.mesh = program, graph, binding, mesh

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd import heavy, scatter  # noqa: F401 - they say how their primitives run
-from soapjax.execute.spmd.evaluator import ProgramEvaluator, task_mark
+from soapjax.execute.spmd.evaluator import Env, ProgramEvaluator, task_mark
 from soapjax.execute.spmd.gradient_sums import GradientSums
 from soapjax.execute.spmd.on_blocks import OnBlocks, contracted_axes, is_executed, partition_spec, run_on_blocks
 from soapjax.execute.spmd.partial import Partial
@@ -90,7 +90,7 @@ class BoundStep:
         return PlannedEvaluator(self, is_float64=is_float64, keeps_sums=keeps_sums)
 
 
-def mesh_of(plan: Plan, devices: list[Any] | None = None) -> Mesh:
+def mesh_of(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
     """The plan's mesh over `devices` (all local and remote ones by default), axis types Auto.
 
     Raises: SoapjaxError where there are fewer devices than planned.
@@ -117,7 +117,7 @@ def not_executable(plan: Plan, *, place: str = "plan") -> list[Problem]:
     return [Problem(f"{place}: executable", value, "one update, and the operators of each loop on the same devices", remedy)]
 
 
-def bind_plan(step: TracedStep, plan: Plan, *, devices: list[Any] | None = None) -> BoundStep:
+def bind_plan(step: TracedStep, plan: Plan, *, devices: Sequence[Any] | None = None) -> BoundStep:
     """Puts a traced step and a plan together.
 
     Raises: SoapjaxError where the plan is for another step, or cannot be executed here.
@@ -169,7 +169,7 @@ class PlannedEvaluator(ProgramEvaluator):
         k = self.binding.task_of.get(eqn.key)
         return super().scope_name(eqn) if k is None else f"{super().scope_name(eqn)}/{task_mark(k)}"
 
-    def equation(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+    def equation(self, eqn: FlatEqn, env: Env) -> list[Any]:
         if self.sums.is_on_way(eqn, env):
             return self.sums.run(eqn, env)
         if self.joint.is_on_way(eqn, env):
@@ -202,7 +202,7 @@ class PlannedEvaluator(ProgramEvaluator):
         result = run_on_blocks(eqn, inputs, OnBlocks(self.bound.mesh, in_specs, raw, home, bind, kept, order))
         return self.sums.made(result, kept, home)
 
-    def operand(self, k: int, atom: Atom, position: int, env: dict[int, Any]) -> Any:
+    def operand(self, k: int, atom: Atom, position: int, env: Env) -> Any:
         """What an equation of task `k` reads: its own task's values as they are, others as the task uses them."""
         if isinstance(atom, int) and self.values.of(atom).root not in self._made[k]:
             return self.as_used(k, atom, position, env)
@@ -214,7 +214,7 @@ class PlannedEvaluator(ProgramEvaluator):
             return tuple(n for n in self.bound.mesh.axis_names if n in partial)
         return self.sums.kept(eqn, partial)
 
-    def as_updated(self, parameter: int, atom: Any, x: Any, env: dict[int, Any]) -> Any:
+    def as_updated(self, parameter: int, atom: Any, x: Any, env: Env) -> Any:
         """What a parameter's update reads: its gradient in the layout of the parameter."""
         p = self.graph.parameters[parameter]
         alias = self.values.tensor(atom) if isinstance(atom, int) else None
@@ -230,7 +230,7 @@ class PlannedEvaluator(ProgramEvaluator):
             cache[key] = layouts.convert(atom, x, kept, layouts.shifted(atom, stored[missing:]))
         return cache[key]
 
-    def as_used(self, k: int, atom: int, operand: int, env: dict[int, Any]) -> Any:
+    def as_used(self, k: int, atom: int, operand: int, env: Env) -> Any:
         """A value in the layout in which task `k` reads it, and cast if it casts it first; equal conversions are made once."""
         alias = self.values.tensor(atom)
         tensor = self.binding.tensor_of.get(alias.root)
@@ -259,7 +259,7 @@ class PlannedEvaluator(ProgramEvaluator):
             cache[key] = layouts.convert(atom, value, source, layouts.shifted(atom, spec))
         return cache[key]
 
-    def leave(self, env: dict[int, Any], values: Iterable[int]) -> None:
+    def leave(self, env: Env, values: Iterable[int]) -> None:
         env.update({v: self.joint.leave(v, env[v]) for v in values if v in env})  # the caller adds some
 
     def as_kept(self, k: int, out: int, x: Any) -> Any:
@@ -270,10 +270,10 @@ class PlannedEvaluator(ProgramEvaluator):
         spec = self.layouts.kept[k].get(self.binding.tensor_of.get(out, -1))
         return x if spec is None else self.layouts.constrain(x, spec)
 
-    def loop(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+    def loop(self, eqn: FlatEqn, env: Env) -> list[Any]:
         return [self.sums.after_loop(eqn, o, x) for o, x in zip(eqn.outputs, super().loop(eqn, env), strict=True)]
 
-    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: dict[int, Any]) -> list[Any]:
+    def enter_loop(self, eqn: FlatEqn, carry: list[Any], consts: Env) -> list[Any]:
         ids = eqn.body.inputs[eqn.params["num_consts"] :]
         carry = [self.sums.start(i, c) for i, c in zip(ids, super().enter_loop(eqn, carry, consts), strict=False)]
         outside: dict[Any, Any] = dict(consts)
@@ -286,7 +286,7 @@ class PlannedEvaluator(ProgramEvaluator):
         self._by_loop[eqn.key] = outside.get("converted", {})
         return [self._as_carried(i, c) for i, c in zip(ids, carry, strict=False)]
 
-    def enter_body(self, eqn: FlatEqn, env: dict[int, Any]) -> None:
+    def enter_body(self, eqn: FlatEqn, env: Env) -> None:
         env["converted"] = dict(self._by_loop[eqn.key])
         first = eqn.params["num_consts"]
         for i in eqn.body.inputs[first : first + eqn.params["num_carry"]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from soapjax.execute.spmd.evaluator import task_mark
+from soapjax.execute.spmd.evaluator import Env, task_mark
 from soapjax.execute.spmd.partial import Partial, elementwise, resolved
 from soapjax.execute.spmd.plan_layouts import PlanLayouts
 from soapjax.graph.passes.joint_sums import TracedJointSum
@@ -64,7 +64,7 @@ class JointSums:
                 self._products.update(traced.products[s] for s in joined)
                 self._relayouts |= traced.relayouts
 
-    def is_on_way(self, eqn: FlatEqn, env: dict[int, Any]) -> bool:
+    def is_on_way(self, eqn: FlatEqn, env: Env) -> bool:
         """Whether an equation adds such products up, or lays one out that is a partial sum."""
         if eqn.key in self._of_addition:
             return True
@@ -74,7 +74,7 @@ class JointSums:
         """Whether an equation's sums stay apart."""
         return eqn.key in self._products
 
-    def run(self, eqn: FlatEqn, env: dict[int, Any]) -> list[Any]:
+    def run(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """An equation on the way: the last addition does the work of all."""
         one = self._of_addition.get(eqn.key)
         if one is None:
@@ -103,7 +103,7 @@ class JointSums:
         reader = layouts.binding.task_of[one.traced.last]
         return layouts.convert(last, x, home, layouts.used[reader].get((one.tensor, -1)) or home)
 
-    def _term(self, one: _Sum, atom: Atom, env: dict[int, Any]) -> Any:
+    def _term(self, one: _Sum, atom: Atom, env: Env) -> Any:
         reader = self.layouts.binding.task_of[one.traced.last]
         return self.operand(reader, atom, -1, env)
 

@@ -27,7 +27,7 @@ class MicroBatched(abc.ABC):
     in_shardings: list[NamedSharding | None]  # of flat arguments; None of the batch, which is taken as it comes
 
     @abc.abstractmethod
-    def dispatches(self, **options: Any) -> Stream: ...
+    def dispatches(self, *, with_gradients: bool = False) -> Stream: ...
 
     @property
     @abc.abstractmethod
@@ -72,8 +72,8 @@ class MicroBatched(abc.ABC):
         program, found, outputs = self.micro.step.program, iter(results), []
         batch = {program.inputs[k]: k for k in self.micro.batch_leaves}
         for out, result in zip(program.outputs, self.cut.results, strict=True):
-            if result is None:
-                outputs.append(jnp.asarray(out.val, out.aval.dtype))
+            if not isinstance(out, int):
+                outputs.append(jnp.asarray(out.val, program.aval(out).dtype))
             else:
                 outputs.append(leaves[batch[result[1]]] if result[1] in batch else next(found))
         return outputs, list(found)

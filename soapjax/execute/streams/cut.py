@@ -42,7 +42,7 @@ def make_part(
       stop: values to read although a free equation would make them.
     """
     wanted = tuple(dict.fromkeys(wanted))
-    needed, made = set(wanted), set()
+    needed, made = set(wanted), set[int]()
     eqns: list[FlatEqn] = []
     for eqn in reversed(program.eqns):
         if eqn.key not in own:

@@ -33,8 +33,8 @@ def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
     values = {p.leaf: p.value for p in bound.binding.phases.parameters}
     used: dict[int, set[Spec]] = {}
     for task, part in bound.task_parts():
-        for access, spec in zip(task.reads, part.operands, strict=True) if task.phase != UPDATE else ():
-            used.setdefault(access.tensor, set()).add(parse_spec(spec))
+        for access, text in zip(task.reads, part.operands, strict=True) if task.phase != UPDATE else ():
+            used.setdefault(access.tensor, set()).add(parse_spec(text))
     for k, (_, cast) in single_readers(graph).items():
         parameter = graph.parameters[k]
         specs, stored = used[parameter.tensor], parse_spec(plan.arguments[graph.in_paths[parameter.leaf]])

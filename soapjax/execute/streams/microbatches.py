@@ -79,7 +79,7 @@ def micro_step(
     for i in leaves:
         aval = full.in_avals[i]
         flat[i] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
-    rest = iter(tree.unflatten(flat))
+    rest = iter(jax.tree_util.tree_unflatten(tree, flat))
     small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
     scaling = scalings(small.program, full.program, num_microbatches)
     batch = {small.program.inputs[k] for k in leaves}
@@ -93,7 +93,7 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
 
     Raises: SoapjaxError where no argument has a leading dim.
     """
-    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs and getattr(a, "shape", ())}
+    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs if getattr(a, "shape", ())}
     if not shapes:
         expected = "an argument beside the training state with a leading batch dim"
         remedy = "pass the batch as an argument of the step; the state is what the step returns anew"

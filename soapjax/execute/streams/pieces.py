@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 Block = tuple[tuple[int, int], ...]  # per dim (start, end)
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     wanted: Block  # by the target
 
 
-def pieces_of(source: NamedSharding, target: NamedSharding, shape: Sequence[int]) -> list[Piece]:
+def pieces_of(source: Sharding, target: NamedSharding, shape: Sequence[int]) -> list[Piece]:
     """What must come from where, the same list on every process; each element of a target device once."""
     holders: dict[Block, list[Any]] = {}
     for device, index in source.devices_indices_map(tuple(shape)).items():
@@ -46,7 +46,8 @@ def pieces_of(source: NamedSharding, target: NamedSharding, shape: Sequence[int]
         for held, having in holders.items():
             block = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True))
             if all(a < b for a, b in block) or (block == wanted == held):
-                near = [d for d in having if d == device] or [d for d in having if d.process_index == device.process_index]
+                own = device.process_index  # type: ignore[attr-defined]  # the stub's Device is no type
+                near = [d for d in having if d == device] or [d for d in having if d.process_index == own]
                 found.append(Piece((near or having)[k % len(near or having)], device, block, held, wanted))
     return found
 
@@ -97,7 +98,7 @@ def _concerns(source: Any, target: Any) -> bool:
 class PieceMover:
     """Moves arrays of one shape from one layout to another; called many times."""
 
-    def __init__(self, source: NamedSharding, target: NamedSharding, shape: Sequence[int]):
+    def __init__(self, source: Sharding, target: NamedSharding, shape: Sequence[int]):
         self.target, self.shape = target, tuple(shape)
         self.pieces = pieces_of(source, target, shape)
         mine = jax.process_index()
@@ -145,7 +146,7 @@ def _put_together(parts: tuple[jax.Array, ...], starts: tuple[tuple[int, ...], .
     return whole
 
 
-def piecewise(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) -> Callable[..., list[jax.Array]]:
+def piecewise(sources: Sequence[Sharding], targets: Sequence[NamedSharding]) -> Callable[..., list[jax.Array]]:
     """A function that moves arrays laid out as `sources` to `targets`: all their pieces in one call."""
     movers: list[PieceMover] = []
 

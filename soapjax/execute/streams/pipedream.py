@@ -28,7 +28,7 @@ from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.part_program import Place, draws_in, evaluate_part, finished, jit_numbers, jit_part
 from soapjax.execute.streams.replicas import Replicas
 from soapjax.execute.streams.stage_cut import cut_stages
-from soapjax.execute.streams.stream import Stream, StreamBuilder
+from soapjax.execute.streams.stream import Name, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order, in_flight
@@ -196,7 +196,7 @@ class PipeDreamStep(MicroBatched):
 
     def _emit_results(self, out: StreamBuilder, version: Sequence[int]) -> list[tuple]:
         """Names of what the step returns: the last version of state, and metrics."""
-        wanted = []
+        wanted: list[tuple] = []
         inverse = {o: self.program.inputs[i] for i, o in self.step.state_pairs.items()}
         for leaf, result in enumerate(self.cut.results):
             if result is None or result[1] in self.batch:
@@ -211,7 +211,7 @@ class PipeDreamStep(MicroBatched):
                 wanted.append(self._emit_metric(out, s, v, rounds))
         return wanted
 
-    def _given_away(self, lent: Collection[tuple]) -> list[tuple]:
+    def _given_away(self, lent: Collection[Name]) -> list[tuple]:
         """The state that one stage alone holds, in arrays that nothing else stands for."""
         holders: dict[int, list[int]] = {}
         for s in range(len(self.places)):
@@ -266,7 +266,7 @@ class PipeDreamStep(MicroBatched):
             targets = [place.sharding(v) for place in self.places[s] for v in new]
             out.regroup(f"weights of {s}", f"memory of stage {s}", ins * len(every), targets, outs)
 
-    def _jit_update(self, s: int, lent: Collection[tuple]) -> _Update:
+    def _jit_update(self, s: int, lent: Collection[Name]) -> _Update:
         part, stage, avals = self.updates[s], self.stages[s], self.program.avals
         state = [v for v in part.inputs if v in self.cut.home]
         summed = [v for v in part.inputs if v not in self.cut.home]
@@ -288,7 +288,7 @@ class PipeDreamStep(MicroBatched):
         first = later if self.donate else jax.jit(fn, out_shardings=tuple(shardings))
         return _Update(first, later, state, summed, [state[k] for k in taken])
 
-    def _is_free(self, v: int, s: int, lent: Collection[tuple]) -> bool:
+    def _is_free(self, v: int, s: int, lent: Collection[Name]) -> bool:
         """Whether nothing reads a version of this state of a stage once its update has."""
         is_read = any(v in p.inputs for p in (self.cut.forward[s], self.cut.backward[s]))
         is_alone = len(self.places[s]) == 1 and in_flight(self.pipeline)[s] == 1 and not self.pipeline.vertical_sync

@@ -58,7 +58,7 @@ class _Updates:
             self._update(s)
         self._send_between(stages)
         self._mixed(stages)
-        wanted = [("out", *r) for r in self.cut.results if r is not None and r[1] not in self.stream.batch]
+        wanted: list[tuple] = [("out", *r) for r in self.cut.results if r is not None and r[1] not in self.stream.batch]
         wanted = [n if n in self.out else ("value", n[2], n[1], None) for n in wanted]
         return wanted + ([("final", s, v) for s, v in self.cut.gradients] if self.with_gradients else [])
 

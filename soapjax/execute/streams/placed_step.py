@@ -25,12 +25,12 @@ from soapjax.execute.streams.part_program import Place, jit_part
 from soapjax.execute.streams.stage_cut import Cutter, cut_updates
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
-from soapjax.strategy.plan import Plan
+from soapjax.strategy.plan import MeshPlan
 
 Pins = tuple[int | None, ...]  # per mesh axis the coordinate, None where the operator uses all of it
 
 
-def pins_of(plan: Plan, operator: str) -> Pins:
+def pins_of(plan: MeshPlan, operator: str) -> Pins:
     axes = plan.operators[operator].axes
     return tuple(int(axes[a][4:-1]) if axes[a].startswith("pin(") else None for a in plan.mesh.axis_names)
 
@@ -73,7 +73,8 @@ class PlacedStep:
         c.of_batch = set(c.phase)  # every value is made once
         order = self._ordered(c)
         free = c.keys(None)
-        parts, run = [], []
+        parts: list[Part] = []
+        run: list[str] = []
         for k, keys in enumerate(order):
             run += keys
             place = c.stage[keys[0]]
@@ -137,18 +138,16 @@ class PlacedStep:
         return self._outputs(results)[0], events
 
     def _outputs(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = iter(results)
+        found, program = iter(results), self.step.program
         outputs = [
-            jnp.asarray(out.val, out.aval.dtype) if result is None else next(found)
-            for out, result in zip(self.step.program.outputs, self.updates.results, strict=True)
+            next(found) if isinstance(out, int) else jnp.asarray(out.val, program.aval(out).dtype) for out in program.outputs
         ]
         return outputs, list(found)
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and layouts of `arguments`."""
         return [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-            for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
         ]
 
     @functools.cached_property
@@ -156,7 +155,7 @@ class PlacedStep:
         """Parameters and optimizer state -> the value that replaces each."""
         leaves = {k for p in self.program.graph.parameters for k in (p.leaf, *p.state_leaves)}
         inputs, outputs = self.step.program.inputs, self.step.program.outputs
-        return {inputs[k]: outputs[o] for k, o in self.step.state_pairs.items() if k in leaves and isinstance(outputs[o], int)}
+        return {inputs[k]: new for k, o in self.step.state_pairs.items() if k in leaves and isinstance(new := outputs[o], int)}
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - with and without gradients; lives as long as the step
     def dispatches(self, with_gradients: bool = False) -> Stream:
@@ -187,9 +186,9 @@ class PlacedStep:
                     if (v, t) not in out:
                         targets.setdefault(t, []).append(v)
             for t, moved in sorted(targets.items()):
-                layouts = [[shardings_of(p, v) for v in moved] for p in (source, t)]
+                lie, wanted = ([shardings_of(p, v) for v in moved] for p in (source, t))
                 ins, outs = ([(v, p) for v in moved] for p in (source, t))
-                out.move(f"send {source} to {t}", f"link {source} to {t}", ins, *layouts, outs)
+                out.move(f"send {source} to {t}", f"link {source} to {t}", ins, lie, wanted, outs)
 
         for s in range(len(self.places)):
             send([v for v, at in given if at == s], s)

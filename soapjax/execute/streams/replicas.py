@@ -68,7 +68,8 @@ def regrouped(targets: Sequence[NamedSharding]) -> Callable[..., list[jax.Array]
     """
 
     def regroup(*arrays: jax.Array) -> list[jax.Array]:
-        each, found = len(arrays) // len(targets), []
+        each = len(arrays) // len(targets)
+        found: list[jax.Array] = []
         for k, target in enumerate(targets):
             mine = arrays[k * each : (k + 1) * each]
             blocks = [s.data for x in mine for s in x.addressable_shards if s.device in target.device_set]

@@ -330,7 +330,7 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     passes = with_outputs(passes)
     later = {p.place: p for p in passes[2 * c.num :]}
     rows = passes[: c.num], passes[c.num : 2 * c.num], [later.get(s) for s in range(c.num)]
-    return StageCut(*map(tuple, rows), *updates)
+    return StageCut(tuple(rows[0]), tuple(rows[1]), tuple(rows[2]), *updates)
 
 
 def _put_off(c: Cutter) -> set[str]:

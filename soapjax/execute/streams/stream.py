@@ -119,7 +119,9 @@ class StreamBuilder:
 
     def _to_settle(self) -> list[tuple[set[int], set[int]]]:
         """Per entry, where it has collectives between processes on CPUs: what was made before it, and what was sent of that."""
-        found, made, sent = [], set(), set()
+        found: list[tuple[set[int], set[int]]] = []
+        made: set[int] = set()
+        sent: set[int] = set()
         for entry in self._entries:
             waits = entry.part is not None and _holds_a_thread(entry.part[0].mesh)
             found.append((made - self._taken, sent & made - self._taken) if waits else (set(), set()))
@@ -161,6 +163,7 @@ class Stream:
         made: dict[int, Sequence[Any]] = {}  # id of a program -> types and layouts of its results
         for d in self.dispatches:
             given = [slots[i] for i in d.ins]
+            results: Sequence[Any]
             if d.targets is not None:
                 results = d.arrivals(given)
             elif id(d.fn) in made:

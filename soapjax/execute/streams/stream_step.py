@@ -23,8 +23,9 @@ class Streamed(Protocol):
     """`PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
 
     in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
-    all_places: list[Place]  # of stages and their replicas
 
+    @property
+    def all_places(self) -> list[Place]: ...  # of stages and their replicas
     def dispatches(self) -> Stream: ...
     def arguments(self, leaves: Sequence[Any]) -> list[Any]: ...  # those of the dispatches
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]: ...

@@ -8,6 +8,7 @@ The additions therefore become tasks of their own, instead of parts of whatever 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 
 from soapjax.graph.passes.phases import BACKWARD, Phases
 from soapjax.graph.passes.units import ADDITIONS, is_relayout
@@ -28,7 +29,7 @@ class TracedAccumulation:
 
 
 def find_accumulations(
-    program: Program, values: Values, phases: Phases, generated: set[int] = frozenset()
+    program: Program, values: Values, phases: Phases, generated: Set[int] = frozenset()
 ) -> dict[int, TracedAccumulation]:
     """Parameter index -> how its gradient is summed up, where there is more than one summand.
 
@@ -57,7 +58,7 @@ def summand_alone(root: int, program: Program, values: Values, phases: Phases) -
 class _Context:
     """What every walk looks up."""
 
-    def __init__(self, program: Program, values: Values, phases: Phases, generated: set[int]):
+    def __init__(self, program: Program, values: Values, phases: Phases, generated: Set[int]):
         self.program, self.values, self.phases, self.generated = program, values, phases, generated
         self.uses = values.uses
 

@@ -217,7 +217,8 @@ class _Builder:
         in_result = set(ordered)
         ordered += [c for c in classes.in_order(self.units[i] for i in members) if c not in in_result]
         touched = classes.touched(first)
-        dims, counts = [], {}
+        dims: list[Dim] = []
+        counts: dict[str, int] = {}
         for c in ordered:
             nodes = classes.classes[c]
             is_parameter = any(self.values.first(t) in self.parameter_values for t, _ in nodes)

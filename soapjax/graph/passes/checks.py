@@ -18,7 +18,8 @@ class Findings:
     """Inconsistencies that one pass left."""
 
     def __init__(self, made_by: str):
-        self._made_by, self._problems = made_by, []
+        self._made_by = made_by
+        self._problems: list[Problem] = []
 
     def wrong(self, place: str, value: object, expected: str) -> None:
         remedy = f"this is a defect in soapjax's tracer (found after the pass that makes {self._made_by}): report it with the step"

@@ -15,7 +15,7 @@ from soapjax.graph.passes.phases import FORWARD, Phases, is_recompute, module_pa
 from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
 from soapjax.graph.rules import control_rules
 from soapjax.graph.rules.light_rules import BLOCKED, Labels, MadeOf, labels_of
-from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
 
@@ -70,7 +70,7 @@ def sample_nodes(
     making = [eqn for eqn in leaves if labels[eqn].made_of]
     for _ in range(8):  # a batch is cut and joined a few times at most
         samples = {uf.find(n) for n in seeds}
-        found = set()
+        found: set[tuple[int, int]] = set()
         for eqn in making:
             for made in labels[eqn].made_of:
                 target = _new_sample(eqn, made, program, values, uf, samples, sizes)
@@ -143,7 +143,7 @@ def _new_sample(
     target = values.node(out, made.result_dim)
     if source is None or target is None or uf.find(source) not in samples or uf.find(target) in samples:
         return None
-    before, after = program.avals[a].shape, program.avals[out].shape
+    before, after = program.aval(a).shape, program.avals[out].shape
     if eqn.name == "reshape" and len(after) > len(before) and before[made.dim] not in sizes:
         return None  # positions within an example, merged with the examples before
     return target if after[made.result_dim] > 1 else None
@@ -235,7 +235,7 @@ class DimClasses:
         self.poisoned.update(first[lab] for lab in whole if lab in first)
         self.labels_of[eqn.key] = first
 
-    def _unite(self, a: int, b: int) -> None:
+    def _unite(self, a: Atom, b: Atom) -> None:
         """Ties two values of equal trailing dims (a stacked value against one trip of it included)."""
         sa, sb = self._shape(a), self._shape(b)
         n = min(len(sa), len(sb))
@@ -246,8 +246,8 @@ class DimClasses:
             if na in self.sizes and nb in self.sizes:
                 self.uf.union(na, nb)
 
-    def _shape(self, atom: int) -> tuple[int, ...]:
-        return self.program.avals[atom].shape
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        return self.program.aval(atom).shape
 
     def _tie_backward(self, units: list[Unit], phases: Phases) -> None:
         roots = {root for root, _ in self.sizes}
@@ -282,7 +282,7 @@ class DimClasses:
                     if isinstance(a, int) and isinstance(b, int) and self._shape(a) == self._shape(b):
                         self._unite(a, b)
 
-    def _tie_cotangents(self, first: Unit, unit: Unit, trained: set[int]) -> None:
+    def _tie_cotangents(self, first: Unit, unit: Unit, trained: frozenset[int]) -> None:
         """A backward unit that reads one operand of the forward equation makes the cotangent of the other.
 
         A parameter is tied to its gradient already; here a square one may not be transposed yet. Nor may another square

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import TypeGuard
 
 from soapjax.graph.passes.units import ADDITIONS, Unit, is_relayout
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -63,9 +64,10 @@ class _Finder:
         avals = [self.program.aval(a) for a in (*eqn.inputs, *eqn.outputs)]
         return eqn.name in ADDITIONS and len({(a.shape, a.dtype) for a in avals}) == 1
 
-    def is_private(self, atom: Atom, reader: FlatEqn) -> bool:
-        is_itself = isinstance(atom, int) and self.values.of(atom) == Alias(atom, 0)
-        return is_itself and atom not in self.of_loops and self.uses.is_private(atom, reader)
+    def is_private(self, atom: Atom, reader: FlatEqn) -> TypeGuard[int]:
+        if not isinstance(atom, int) or self.values.of(atom) != Alias(atom, 0):
+            return False
+        return atom not in self.of_loops and self.uses.is_private(atom, reader)
 
     def is_inside(self, value: int, additions: dict[int, FlatEqn]) -> bool:
         """Whether a sum is only one on the way to another."""

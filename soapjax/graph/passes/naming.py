@@ -31,7 +31,9 @@ def operator_names(first_units: list[Unit], values: Values, phases: Phases) -> l
 
 def _parameters_of(values: Values, phases: Phases) -> tuple[dict[int, int], dict[int, int]]:
     """Root -> the first parameter that has it as its value; the same, where the optimizer's state counts too."""
-    inputs, value, state = values.program.inputs, {}, {}
+    inputs = values.program.inputs
+    value: dict[int, int] = {}
+    state: dict[int, int] = {}
     for p, parameter in enumerate(phases.parameters):
         value.setdefault(parameter.value, p)
         for root in (parameter.value, *(inputs[k] for k in parameter.state_leaves)):

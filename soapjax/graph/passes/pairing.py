@@ -183,7 +183,7 @@ class Pairing:
     def _region_partner(self, i: int) -> int | None:
         unit = self.units[i]
         made = {o for e in unit.eqns for o in e.outputs}
-        score: collections.Counter = collections.Counter()
+        score: dict[int, float] = collections.defaultdict(float)
         for root in self._roots[i]:
             op = self.made_by.get(root)
             if op is not None and self.units[self.operators[op][0]].phase == FORWARD and self._is_residual(root):

@@ -45,7 +45,7 @@ def mark_gradients(grads: Any) -> Any:
     """Marks every leaf of a tree as a gradient (an identity, free at run time)."""
     leaves, tree = jax.tree_util.tree_flatten(grads)
     names = leaf_paths(grads, "")
-    return tree.unflatten([checkpoint_name(g, f"{MARK}/{n}") for g, n in zip(leaves, names, strict=True)])
+    return jax.tree.unflatten(tree, [checkpoint_name(g, f"{MARK}/{n}") for g, n in zip(leaves, names, strict=True)])
 
 
 @functools.cache

@@ -65,8 +65,10 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, dict):
         return [[str(k), _plain(v)] for k, v in sorted(value.items(), key=str)]
-    if isinstance(value, np.dtype | type):
-        return np.dtype(value).name if _is_dtype(value) else value.__name__
+    if isinstance(value, np.dtype) or (isinstance(value, type) and _is_dtype(value)):
+        return np.dtype(value).name
+    if isinstance(value, type):
+        return value.__name__
     if isinstance(value, np.generic):
         return value.item()
     inner = getattr(value, "jaxpr", value)

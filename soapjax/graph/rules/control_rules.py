@@ -9,7 +9,7 @@ that is contracted, cut, joined or sorted inside is not split.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 from soapjax.graph.rules.rule_table import BLOCKED, Labels, is_known, labels_of, register
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
@@ -103,11 +103,11 @@ class _Body:
         inputs = tuple(labelled(("in", k), shape) for k, shape in enumerate(ins))
         return Labels(inputs, tuple(labelled(("out", r), shape) for r, shape in enumerate(outs)))
 
-    def _node(self, values: Values, atom: Atom, d: int) -> Hashable:
+    def _node(self, values: Values, atom: int, d: int) -> tuple[Hashable, ...]:
         node = values.node(atom, d)
         return (self.count, "trips", atom, d) if node is None else (self.count, *node)
 
-    def _unite(self, nodes: list[Hashable]) -> None:
+    def _unite(self, nodes: Sequence[Hashable]) -> None:
         for n in nodes:
             self.uf.union(nodes[0], n)
 

@@ -9,7 +9,8 @@ from soapjax.graph.trace.program import FlatEqn
 @register("dot_general")
 def _dot_general(eqn: FlatEqn, ins, outs) -> Labels:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-    lhs, rhs = [None] * len(ins[0]), [None] * len(ins[1])
+    lhs: list[int | None] = [None] * len(ins[0])
+    rhs: list[int | None] = [None] * len(ins[1])
     label = 0
     for i, j in zip(lb, rb, strict=True):
         lhs[i] = rhs[j] = label

@@ -31,11 +31,11 @@ LIGHT = {
 @register(*_ELEMENTWISE.split(), by_shapes=True)
 def _elementwise(eqn: FlatEqn, ins, outs) -> Labels:
     if eqn.name == "optimization_barrier":
-        start, inputs = 0, []
+        start, apart = 0, []
         for s in ins:
-            inputs.append(tuple(range(start, start + len(s))))
+            apart.append(tuple(range(start, start + len(s))))
             start += len(s)
-        return Labels(tuple(inputs), tuple(inputs))
+        return Labels(tuple(apart), tuple(apart))
     rank = max((len(s) for s in outs), default=0)
     # Scalars mix with any shape; a dim of size 1 is broadcast (cleaned to BLOCKED by the caller).
     inputs = tuple(tuple(range(rank)) if len(s) == rank else (BLOCKED,) * len(s) for s in ins)

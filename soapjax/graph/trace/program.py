@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -113,7 +113,7 @@ class _Flattener:
         return len(self.avals) - 1
 
     def inline(
-        self, jaxpr: Any, consts: list[Atom], args: list[Atom], stack: str, out: list[dict], *, barrier: bool = False,
+        self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom], stack: str, out: list[dict], *, barrier: bool = False,
         in_scan: bool = False,
     ) -> list[Atom]:  # fmt: skip
         """Appends the equations of an open jaxpr to `out`; returns its outputs as atoms."""
@@ -186,7 +186,7 @@ class _Flattener:
     def _aval(self, atom: Atom) -> Any:
         return self.avals[atom] if isinstance(atom, int) else atom.aval
 
-    def _barrier(self, args: list[Atom], stack: str, out: list[dict]) -> list[Atom]:
+    def _barrier(self, args: Sequence[Atom], stack: str, out: list[dict]) -> Sequence[Atom]:
         index = [i for i, a in enumerate(args) if isinstance(a, int)]
         if not index:
             return args
@@ -331,8 +331,9 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
             args, results, inner = r["body"]
             inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
             body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
-        fields = (r[k] for k in ("primitive", "params", "inputs", "outputs", "stack", "ctx"))
-        eqns.append(FlatEqn(address, *fields, body, r["source_info"]))
+        eqns.append(
+            FlatEqn(address, r["primitive"], r["params"], r["inputs"], r["outputs"], r["stack"], r["ctx"], body, r["source_info"])
+        )
     return tuple(eqns)
 
 

@@ -107,10 +107,9 @@ class Values:
                 self.alias[arg] = found if k < num_consts else Alias(found.root, found.shift - 1)
         self._visit(body, scope)
         for k, (out, result) in enumerate(zip(eqn.outputs, body.outputs, strict=True)):
-            found = self.of(result)
-            if found is None:
+            if not isinstance(result, int):
                 continue
-            shift = 0 if k < num_carry else 1
+            found, shift = self.alias[result], 0 if k < num_carry else 1
             if shift:
                 self.stacked.add(result)
             self.alias[out] = Alias(found.root, found.shift + shift)

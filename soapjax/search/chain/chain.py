@@ -7,17 +7,18 @@ once, in one of LANES lanes; where they are more than there are lanes the block 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.memory.memory_change import Alive
 from soapjax.costs.rules.base import Base
 from soapjax.costs.rules.sets import DIGITS
 from soapjax.costs.tables.arrays import Bucket
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.search.chain.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick
@@ -42,24 +43,24 @@ class Walker(NamedTuple):
     """One chain."""
 
     at: Position
-    cost: Array  # []: relative to the reference
-    accepted: Array  # int32 []: changes of config
-    steps: Array  # int32 []: that were taken
-    best_cost: Array  # []: among all that was judged
+    cost: Scalar  # []: relative to the reference
+    accepted: Scalar  # int32 []: changes of config
+    steps: Scalar  # int32 []: that were taken
+    best_cost: Scalar  # []: among all that was judged
     best: State
 
 
 class Draws(NamedTuple):
     """Of one block."""
 
-    operator: Array  # int32 []
+    operator: Scalar  # int32 []
     axes: Array  # int8 [A, MAX_STEPS]
     storage: Array  # int8 [MAX_STEPS]
     config: Array  # int32 [MAX_STEPS]: one number for each distinct candidate
     uniforms: Array  # float32 [MAX_STEPS]
 
 
-def draws(m: MoveTables, key: Array, axes: Array, storage: Array) -> Draws:
+def draws(m: MoveTables, key: jax.Array, axes: Array, storage: Array) -> Draws:
     """A block's operator and the candidate of every step, beside a strategy int8 [N, A] and [N]; `key` is uint32 [2]."""
     num_axes = m.values.shape[1]
     u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (3 + num_axes + (num_axes + 2) * MAX_STEPS,))
@@ -86,10 +87,10 @@ class Lanes(NamedTuple):
 
     of_step: Array  # int32 [MAX_STEPS]
     first: Array  # int32 [LANES]: the first step of each
-    held: Array  # int32 []: so many steps are judged
+    held: Scalar  # int32 []: so many steps are judged
 
 
-def lanes_of(config: Array, steps: Array) -> Lanes:
+def lanes_of(config: Array, steps: Array | Scalar) -> Lanes:
     """Of candidates `config` int32 [M], of which the first `steps` count."""
 
     def find(config: Array, steps: Array) -> tuple[Array, Array, Array]:
@@ -134,7 +135,7 @@ def metropolis(
 
 
 def block(
-    tables: Tables, moves: MoveTables, sizes: Sizes, reference_s: Array, beta: Array, key: Array, state: tuple
+    tables: Tables, moves: MoveTables, sizes: Sizes, reference_s: Array, beta: Array, key: jax.Array, state: tuple
 ) -> tuple:  # fmt: skip
     """One block of steps of a (walker, scratch)."""
     walker, into = state
@@ -184,13 +185,18 @@ def programs(sizes: Sizes) -> Programs:
     at = _position_like()
     return Programs(
         PlannerProgram(take_apart, name=f"position {sizes}", results=at, is_urgent=True),
-        PlannerProgram(walk, name=f"walk {sizes}", results=Walker(at, 0, 0, 0, 0, State(0, 0))),
+        PlannerProgram(walk, name=f"walk {sizes}", results=Walker._make([at, 0, 0, 0, 0, _zeros(State)])),
         leaps_program(sizes.bucket),
     )  # fmt: skip
 
 
 def _position_like() -> Position:
-    return Position(*(of(*[0] * len(of._fields)) for of in (Base, Trace, Alive)), 0)
+    return Position._make([_zeros(Base), _zeros(Trace), _zeros(Alive), 0])
+
+
+def _zeros(of: type[NamedTuple]) -> Any:
+    """A tree like the results of that type."""
+    return of._make([0] * len(of._fields))
 
 
 @functools.cache
@@ -200,16 +206,16 @@ def judge_program(sizes: Sizes) -> PlannerProgram:
     def run(tables: Tables, at: Position, n: Array, axes: Array, storage: Array) -> Judged:
         return judge(tables, sizes, at, scratch_of(tables, sizes, LANES), n, axes, storage)[0]
 
-    return PlannerProgram(run, name=f"judge {sizes}", results=Judged(0, 0, 0, 0), is_urgent=True)
+    return PlannerProgram(run, name=f"judge {sizes}", results=_zeros(Judged), is_urgent=True)
 
 
 @functools.cache
 def leaps_program(b: Bucket) -> PlannerProgram:
-    def leaps(moves: MoveTables, key: Array, state: State) -> State:
+    def leaps(moves: MoveTables, key: jax.Array, state: State) -> State:
         u = jax.random.uniform(jax.random.wrap_key_data(key, impl="threefry2x32"), (BATCH, NUM_UNIFORMS))
         return jax.vmap(lambda u: leap(moves, u, state, pins=bool(b.groups)))(u)
 
-    return PlannerProgram(leaps, name=f"leaps {b}", results=State(0, 0), is_urgent=True)
+    return PlannerProgram(leaps, name=f"leaps {b}", results=_zeros(State), is_urgent=True)
 
 
 def exchange(rng: np.random.Generator, walkers: list[Walker], betas: np.ndarray, parity: int) -> list[Walker]:

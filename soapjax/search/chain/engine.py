@@ -56,7 +56,7 @@ class Engine:
     def _trace_sizes(self) -> tuple[int, int, int]:
         return self.sizes.items.items, self.sizes.bucket.levels, self.sizes.bucket.groups
 
-    def walker(self, strategy: Strategy, cost: float) -> Walker:
+    def walker(self, strategy: Strategy, cost: float | np.floating) -> Walker:
         """A chain that begins at `strategy`."""
         at = self.at(strategy)
         return Walker(at, np.float32(cost), np.int32(0), np.int32(0), np.float32(cost), State(at.base.axes, at.base.storage))

@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-from jax import Array
 
+from soapjax.jit.arrays import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.chain import Walker, exchange
 from soapjax.search.chain.engine import Engine

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from soapjax.graph.trace.union_find import UnionFind
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
@@ -89,21 +89,21 @@ class MoveTables(NamedTuple):
 
     values: Array  # int8 [N, A, V]: what an axis may take
     counts: Array  # int32 [N, A]: how many of them
-    num_ops: Array  # int32 []
-    num_axes: Array  # int32 []
-    num_storages: Array  # int32 []
+    num_ops: Scalar  # int32 []
+    num_axes: Scalar  # int32 []
+    num_storages: Scalar  # int32 []
     free: Array  # int32 [N]: operators with a choice
-    num_free: Array  # int32 []
+    num_free: Scalar  # int32 []
     movable: Array  # int32 [N]: operators with a choice on some axis
-    num_movable: Array  # int32 []
+    num_movable: Scalar  # int32 []
     owners: Array  # int32 [N]: operators with parameters
-    num_owners: Array  # int32 []
+    num_owners: Scalar  # int32 []
     owns: Array  # bool [N]
     groups: Array  # int32 [N]: of repeated operators
     flows: Array  # int32 [2, N, V]: see `dim_flows`
     sizes: Array  # int32 [A]
     may_pin: Array  # bool [N]
-    steps: Array  # int32 []: of a block
+    steps: Scalar  # int32 []: of a block
     weights: Array  # float32 [4]: up to where a uniform number means each of the moves
 
 
@@ -141,7 +141,7 @@ def move_tables(space: SearchSpace, num_ops: int, num_axes: int, op_dims: int, s
     )  # fmt: skip
 
 
-def pick(u: Array, count: Array | int) -> Array:
+def pick(u: Array, count: Array | Scalar | int) -> jax.Array:
     """A uniform integer below `count`, from a uniform number."""
     return jnp.minimum((u * count).astype(jnp.int32), count - 1)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
 from soapjax.costs.evaluate import Evaluator
@@ -24,6 +24,7 @@ from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.whole import Evaluated
+from soapjax.jit.arrays import Array, Scalar
 from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
@@ -82,8 +83,8 @@ class Judged(NamedTuple):
 class Effects(NamedTuple):
     """What `move` asks of candidates that were judged."""
 
-    first: Array  # int32 []: of the items that may change
-    last: Array  # int32 []
+    first: Scalar  # int32 []: of the items that may change
+    last: Scalar  # int32 []
     added: Array  # [Q]: bytes that may be added to the peak, at the most
     stored: Array  # [G, Q]: bytes of parameters and optimizer state that are added
 
@@ -154,14 +155,14 @@ def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
     """What `base` is, which says nothing of who pays yet."""
     base = base._replace(previous=in_kernel(all_previous, tables.costs, base.layout, base.storage))
     trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
-    everything = jnp.int32(0), tables.items.count - 1, jnp.bool_(True)
+    everything = jnp.int32(0), tables.items.num_items - 1, jnp.bool_(True)
     trace = in_kernel(traced, tables.items, item_costs_of(base, sizes.pins), trace, *everything)
     sent = in_kernel(sent_by, tables.costs, base, tables.limits[5] > 0)
     return Position(base, trace, in_kernel(alive_of, tables.costs, base), sent)
 
 
 def judge(
-    tables: Tables, sizes: Sizes, at: Position, into: Scratch, n: Array, axes: Array, storage: Array
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, n: Array | Scalar, axes: Array, storage: Array
 ) -> tuple[Judged, Effects, Alive, Scratch]:
     """Candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
     p, own, items, pins = tables.costs, tables.own, tables.items, sizes.pins
@@ -180,7 +181,7 @@ def judge(
 
     costs = in_kernel(price, p, config, n, times, memory, sent, tables.limits)
     row_of, task_of = in_kernel(cleaned, own, n, change.row_of, change.task_of, change.heir, change.num_heirs)
-    effects = Effects(jnp.minimum(first.min(), items.count - 1), jnp.maximum(last.max(), 0), added, stored)
+    effects = Effects(jnp.minimum(first.min(), items.num_items - 1), jnp.maximum(last.max(), 0), added, stored)
     into = Scratch(change._replace(row_of=row_of, task_of=task_of), places, steps)
     return Judged(times, memory, sent, costs), effects, alive, into
 
@@ -240,8 +241,8 @@ def _memory(
 
 
 def move(
-    tables: Tables, sizes: Sizes, at: Position, into: Scratch, effects: Effects, alive: Alive, n: Array, q: Array, axes: Array,
-    storage: Array, is_wanted: Array,
+    tables: Tables, sizes: Sizes, at: Position, into: Scratch, effects: Effects, alive: Alive, n: Array | Scalar, q: Array,
+    axes: Array, storage: Array, is_wanted: Array,
 ) -> Position:  # fmt: skip
     """The position after operator `n` took candidate `q` that `judge` judged; the same one unless `is_wanted`."""
     p = tables.costs

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 
+from soapjax.jit.arrays import Array
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult

@@ -232,7 +232,7 @@ class Assignments:
         return axes, storage
 
     def _ranked(self, rng: np.random.Generator, axes: np.ndarray, storage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        count, num_ops = axes.shape[:2]
+        count, num_ops = len(axes), len(axes[0])
         n = rng.integers(num_ops, size=count)
         members = self._stretch(rng, n)
         for lane in np.flatnonzero(rng.random(count) < 0.5):

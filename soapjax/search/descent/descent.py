@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,11 +38,17 @@ _AT_ONCE = BATCH // 2, 4 * BATCH  # right after that, and at most
 _TRIES = 8  # so many times, for as many as are wanted that were not judged before
 
 
+class Judging(Protocol):
+    """What a descent asks of a problem."""
+
+    def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]: ...
+
+
 class Descent:
     """One descent from `start`; what it judges depends on `rng` alone."""
 
     def __init__(
-        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, *,
+        self, problem: Judging, start: Evaluation, rng: np.random.Generator, moves: Assignments, *,
         patience: int = PATIENCE, sweeps: bool = True,
     ):  # fmt: skip
         self.problem, self.best, self.rng, self.moves, self.patience = problem, start, rng, moves, patience
@@ -183,7 +189,7 @@ class Kicks:
         return [self.exchanges.pop()] if self.exchanges else self._reranked(limit)
 
     def _reranked(self, limit: int) -> list[Strategy]:
-        count = min(2 ** self.rng.integers(0, MOST_RERANKED + 1), limit)
+        count = min(2 ** int(self.rng.integers(0, MOST_RERANKED + 1)), limit)
         return self.moves.reranked(self.rng, self.best.strategy, count)
 
 

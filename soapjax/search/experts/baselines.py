@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jax import Array
 
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.passes.phases import UPDATE
+from soapjax.jit.arrays import Array
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import REPLICATE, Strategy, replicated

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import time
 
-from jax import Array
-
 from soapjax.graph.operators import NOT_SPLIT
+from soapjax.jit.arrays import Array
 from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.strategy import REPLICATE, Strategy

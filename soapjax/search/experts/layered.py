@@ -16,8 +16,8 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from jax import Array
 
+from soapjax.jit.arrays import Array
 from soapjax.search.experts.layers import Layer, forward_edges, layers_of
 from soapjax.search.experts.placement import placed, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult

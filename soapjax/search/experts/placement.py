@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from jax import Array
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.jit.arrays import Array
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.experts.layers import layers_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
@@ -39,7 +39,7 @@ def placement_error(planner: str) -> SoapjaxError:
 
 def pins_of_devices(problem: PlanningProblem, axes: Sequence[int] | None = None) -> np.ndarray:
     """int8 [D, len(axes)]: the config values that pin an operator to each device of the sub-mesh of `axes` (all by default)."""
-    sizes = problem.space.mesh.axis_sizes
+    sizes: Sequence[int] = problem.space.mesh.axis_sizes
     sizes = sizes if axes is None else [sizes[a] for a in axes]
     coordinates = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1) if len(sizes) else np.zeros((1, 0))
     return np.where(np.array(sizes) > 1, PIN(0) - coordinates, REPLICATE).astype(np.int8)
@@ -59,12 +59,13 @@ def operator_seconds(problem: PlanningProblem) -> np.ndarray:
     )  # fmt: skip
 
 
-def balanced_runs(seconds: Sequence[float], parts: int) -> list[int]:
+def balanced_runs(seconds: Sequence[float] | np.ndarray, parts: int) -> list[int]:
     """The part of each element: at most `parts` runs of neighbours whose longest sum is the smallest there is."""
     ends = np.cumsum([0.0, *seconds])
 
     def cut(limit: float) -> list[int] | None:
-        found, start = [], 0
+        found: list[int] = []
+        start = 0
         while start < len(seconds):
             end = int(np.searchsorted(ends, ends[start] + limit, side="right")) - 1
             if end <= start or len(found) == parts:

@@ -87,7 +87,8 @@ class AgentSizes(NamedTuple):
     @classmethod
     def of(cls, features: Features, num_devices: int, *, is_grouped: bool) -> AgentSizes:
         counts = zip((len(features.word), len(features.edges), num_devices), (64, 64, 4), strict=True)
-        return cls(*(max(least, 1 << (count - 1).bit_length()) for count, least in counts), is_grouped)
+        operators, edges, devices = (max(least, 1 << (count - 1).bit_length()) for count, least in counts)
+        return cls(operators, edges, devices, is_grouped)
 
     def filled(self, features: Features, num_devices: int) -> Told:
         """Features in arrays of these sizes."""
@@ -97,8 +98,8 @@ class AgentSizes(NamedTuple):
 
         n = self.operators
         is_there = longer(np.ones(len(features.word), bool), n)
-        arrays = (longer(x, n) for x in (features.word, features.figures, features.size, features.seconds))
-        return Told(*arrays, is_there, longer(features.edges, self.edges), np.int32(num_devices))
+        word, figures, size, seconds = (longer(x, n) for x in (features.word, features.figures, features.size, features.seconds))
+        return Told(word, figures, size, seconds, is_there, longer(features.edges, self.edges), np.int32(num_devices))
 
 
 class Agent:
@@ -112,7 +113,7 @@ class Agent:
         self.optimizer = optax.chain(optax.clip_by_global_norm(recipe.gradient_norm), adam)
         self.first, self.draw, self.learn = (PlannerProgram(f, is_urgent=True) for f in (self._first, self._draw, self._learn))
 
-    def prepare(self, *given: Array | Told, learns: bool) -> None:
+    def prepare(self, *given: Array | np.ndarray | Told, learns: bool) -> None:
         """Compiles them side by side, for `given` = (key, told, fixed, best) as of `draw`."""
         key, told, *places = given
         with side_by_side() as prepare:

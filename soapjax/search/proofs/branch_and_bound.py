@@ -19,9 +19,9 @@ import itertools
 import time
 
 import numpy as np
-from jax import Array
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.jit.arrays import Array
 from soapjax.search.descent.incumbent import PROOF, Incumbent, descend, kick
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult

@@ -77,7 +77,7 @@ def bounded(search: Incumbent, relaxation: Relaxation, node: Node) -> Bounded:
         d = np.array([s.durations for s in seen])
         differs = share @ np.abs(d - share @ d)  # flat
         operators = _operators_of(relaxation)
-        for i in np.flatnonzero(differs):
+        for i in np.flatnonzero(differs).tolist():
             contested[operators[i]] += differs[i]
         # Where the longest chain turns at a task that may be inactive, the flow could not follow it.
         d = seen[int(share.argmax())].durations
@@ -101,7 +101,7 @@ def _operators_of(relaxation: Relaxation) -> list[list[int]]:
         field = getattr(like, t.kind)
         width = field[0].size
         for i in range(width):
-            out[start[t.kind] + t.index * width + i] = [n for n in (t.a, t.b) if n >= 0]
+            out[start[t.kind] + t.place * width + i] = [n for n in (t.a, t.b) if n >= 0]
     return out
 
 
@@ -110,7 +110,7 @@ def active_durations(relaxation: Relaxation) -> Durations:
     active = relaxation.weights(0.0)
     for t in relaxation.terms:
         rows = t.seconds[np.unique(t.of_a)][:, np.unique(t.of_b)]
-        getattr(active, t.kind)[t.index] = (rows > 0).all(axis=(0, 1)) if t.kind != "compute_s" else bool((rows > 0).all())
+        getattr(active, t.kind)[t.place] = (rows > 0).all(axis=(0, 1)) if t.kind != "compute_s" else bool((rows > 0).all())
     return active
 
 

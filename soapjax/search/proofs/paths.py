@@ -103,7 +103,7 @@ def chains_of(tables: CostTables, is_active: Durations) -> Chains:
         sources.append(source)
         sinks.append(sink)
     arrays = (np.array(x, int) for x in (tail, head, duration, way, sources, sinks))
-    return Chains(*arrays, vertex)
+    return Chains._make([*arrays, vertex])
 
 
 def _flat_indices(schedule: Schedule, like: Durations) -> np.ndarray:
@@ -124,9 +124,9 @@ def longest_paths(chains: Chains, durations: np.ndarray) -> tuple[float, np.ndar
     Vertices are numbered so that all arcs go upwards.
     """
     cost = np.where(chains.duration >= 0, durations[np.maximum(chains.duration, 0)], 0.0).tolist()
-    best = np.full(chains.num_vertices, -np.inf)
-    best[chains.source] = 0.0
-    best, by = best.tolist(), [-1] * chains.num_vertices
+    begin = np.full(chains.num_vertices, -np.inf)
+    begin[chains.source] = 0.0
+    best, by = begin.tolist(), [-1] * chains.num_vertices
     tail, head = chains.tail.tolist(), chains.head.tolist()
     for x in np.argsort(chains.tail, kind="stable").tolist():
         value = best[tail[x]] + cost[x]

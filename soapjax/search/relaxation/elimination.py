@@ -10,6 +10,7 @@ apart from each other in groups (mini-buckets: Dechter and Rish 2003).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -64,7 +65,7 @@ class Elimination(NamedTuple):
                 down[n] = Factor((), np.array(self.constant + sum(roots) - float(mine.table)))
             joined = [*factors, down[n]]
             scope = tuple(sorted({v for f in joined for v in f.scope}))
-            total = sum(_aligned(f, scope) for f in joined)
+            total = functools.reduce(np.add, (_aligned(f, scope) for f in joined))
             axis = scope.index(n)
             found[n] = total.min(axis=tuple(k for k in range(len(scope)) if k != axis)).reshape(-1)
             for child in children[n]:
@@ -200,7 +201,7 @@ def _min_plus(factors: list[Factor], pair: list[Factor], scope: tuple[int, ...],
     first, second = sorted(pair, key=lambda f: u not in f.scope)
     left = first.table if first.scope[0] == u else first.table.T  # [u, n]
     right = second.table if second.scope[0] == w else second.table.T  # [w, n]
-    rest = {f.scope[0]: 0.0 for f in factors if len(f.scope) == 1}
+    rest: dict[int, float | np.ndarray] = {f.scope[0]: 0.0 for f in factors if len(f.scope) == 1}
     for f in factors:
         if len(f.scope) == 1:
             rest[f.scope[0]] = rest[f.scope[0]] + f.table

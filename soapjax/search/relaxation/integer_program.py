@@ -16,10 +16,10 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-from jax import Array
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
+from soapjax.jit.arrays import Array
 from soapjax.search.descent.repeats import runs_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.bound import Bound, bound_of, lower_bound

@@ -103,7 +103,7 @@ class Relaxation:
         by_pair: dict[tuple[int, int], list[tuple[np.ndarray, Term]]] = {}
         for term in self.terms:
             w = getattr(weights, term.kind)
-            w = np.atleast_1d(w[list(term.payers)].min(axis=0) if term.payers else w[term.index]).astype(np.float32)
+            w = np.atleast_1d(w[list(term.payers)].min(axis=0) if term.payers else w[term.place]).astype(np.float32)
             if term.b < 0:
                 costs[term.a] += (term.seconds[:, 0] @ w)[term.of_a]
             elif w.any():
@@ -126,7 +126,7 @@ class Relaxation:
             parts = [(w, t.seconds, row(t.of_a, t.a), row(t.of_b, t.b), t.a == a) for w, t in members]
             key = tuple((w.tobytes(), id(x), id(p), id(q), is_straight) for w, x, p, q, is_straight in parts)
             if key not in made:
-                made[key] = sum(_expanded(*part) for part in parts)
+                made[key] = functools.reduce(np.add, (_expanded(*part) for part in parts))
             tables[a, b] = made[key]
         return Pairwise([c[k] for c, k in zip(costs, labels, strict=True)], tables, labels, costs)
 
@@ -161,9 +161,9 @@ class Relaxation:
         out = self.weights(0.0)
         for t in self.terms:
             w = getattr(weights, t.kind)
-            w = w[list(t.payers)].min(axis=0) if t.payers else w[t.index]
+            w = w[list(t.payers)].min(axis=0) if t.payers else w[t.place]
             seconds = t.seconds[t.of_a[chosen[t.a]], t.of_b[chosen[t.b]] if t.b >= 0 else 0] * w
-            getattr(out, t.kind)[t.index] += seconds if t.kind != "compute_s" else seconds[0]
+            getattr(out, t.kind)[t.place] += seconds if t.kind != "compute_s" else seconds[0]
         return out
 
     def restricted(self, keep: list[np.ndarray], *, deadline: float = math.inf) -> Relaxation:
@@ -229,7 +229,7 @@ def _best_candidates(relaxation: Relaxation, count: int, seeds: list[Strategy]) 
         groups.setdefault((relaxation.problem.graph.operators[n].group, c.axes.tobytes(), c.storage.tobytes()), []).append(n)
     keep: list[np.ndarray] = [np.zeros(0, np.int64)] * len(score)
     for members in groups.values():
-        total = sum(score[n] for n in members)
+        total = functools.reduce(np.add, (score[n] for n in members))
         c = relaxation.candidates[members[0]]
         storages = int(c.storage.max()) + 1  # candidates are listed axes by axes, all storages of each
         by_axes = total.reshape(-1, storages).min(axis=1)

@@ -23,7 +23,7 @@ class Term(NamedTuple):
     """One duration as a function of the candidates of one operator or two; U distinct rows per side, L link levels."""
 
     kind: str  # the field of Durations
-    index: int
+    place: int
     a: int  # operator
     b: int  # second operator, or -1
     seconds: np.ndarray  # float32 [Ua, Ub, L] (L = 1 for compute)

@@ -75,7 +75,7 @@ class CondensedLoads:
         inside = self.choices(first, count, num)[inner]
         return self._extended(bounds, lambda b: self.small.split_flops(b, first, count, num, inside.strategy, inside.figures))
 
-    def _extended(self, bounds: tuple[int, int], figures: Callable[[tuple[int, int]], Sequence[float]]) -> np.ndarray:
+    def _extended(self, bounds: tuple[int, int], figures: Callable[[tuple[int, int]], Sequence[float] | np.ndarray]) -> np.ndarray:
         """Figures of a stage from those of the shorter one."""
         short, left_out, pair = self._shortened(bounds)
         found = np.array(figures(short), np.float64)

@@ -21,7 +21,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def _move_microbatches(rng: np.random.Generator, problem: StageProblem, c: Choic
 
 
 def _move_schedule(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
-    return dataclasses.replace(c, schedule=str(rng.choice(problem.schedules)))
+    return dataclasses.replace(c, schedule=problem.schedules[int(rng.integers(len(problem.schedules)))])
 
 
 def _move_memory(rng: np.random.Generator, problem: StageProblem, c: Choice) -> Choice | None:
@@ -126,6 +126,9 @@ MOVES: tuple[Move, ...] = (
 )  # fmt: skip
 
 
+Key = TypeVar("Key", str, int)
+
+
 class _Best:
     """The best choices so far: of all, by the name of a start, by the number of stages."""
 
@@ -137,9 +140,14 @@ class _Best:
     def see(self, found: Priced, name: str | None = None) -> None:
         if self.best is None or found.rank < self.best.rank:
             self.best = found
-        for table, key in ((self.of_name, name), (self.of_stages, found.choice.num_stages)):
-            if key is not None and (key not in table or found.rank < table[key].rank):
-                table[key] = found
+        if name is not None:
+            _keep_better(self.of_name, name, found)
+        _keep_better(self.of_stages, found.choice.num_stages, found)
+
+
+def _keep_better(table: dict[Key, Priced], key: Key, found: Priced) -> None:
+    if key not in table or found.rank < table[key].rank:
+        table[key] = found
 
 
 def search_stages(
@@ -204,7 +212,8 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
     a second each. Beyond the clock goes only the search for one that fits; what does not fit is simulated where nothing else is.
     """
     begin = time.monotonic()
-    fits, too_large = [], []
+    fits: list[tuple[float, int, str, Choice]] = []
+    too_large: list[tuple[float, int, str, Choice]] = []
     for k, (name, _, choice) in enumerate(Grid(problem).choices()):
         if k >= MOST_TRIED or (fits and time.monotonic() >= begin + (until - begin) / 2):
             break

@@ -25,12 +25,12 @@ from soapjax.simulate.schedule import schedule_of
 from soapjax.strategy.layout import PARTIAL
 from soapjax.strategy.space import SearchSpace, search_space
 from soapjax.strategy.strategy import Strategy
-from soapjax.topology import DeviceTopology, factor_mesh
+from soapjax.topology import DeviceTopology, LinkLevel, factor_mesh
 
 
 def part_of(topology: DeviceTopology, first: int, count: int) -> DeviceTopology:
     """`count` devices from `first` as a topology: whole units where they are, else one level of the slowest links between them."""
-    levels = []
+    levels: list[LinkLevel] = []
     inside = 1  # devices of a unit below
     for level in reversed(topology.levels):
         if count <= inside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
+from typing import TypedDict
 
 import numpy as np
 
@@ -133,6 +134,13 @@ class Ownership:
         return found
 
 
+class _Activations(TypedDict):
+    batch_bytes: float
+    input_bytes: float
+    kept_bytes: float
+    working_bytes: float
+
+
 class StagePart:
     """The scheduled tasks of some operators under one strategy.
 
@@ -252,7 +260,7 @@ class StagePart:
         sums = {a.tensor for task in passes for a in task.writes if a.tensor in parts}
         return sorted(copies), sorted(sums)
 
-    def _activations(self) -> dict[str, float]:
+    def _activations(self) -> _Activations:
         """What arrives and is kept per micro-batch, and the peak while it is computed with."""
         tables, figures, graph, own = self.tables, self.figures, self.graph, self.own
         reads: dict[int, list[int]] = {}  # tensor -> tasks of this part that read it

@@ -154,16 +154,16 @@ class StageProblem:
         loads = [self.loads.load((a, b), 0, 1, num, 0) for a, b in zip(marks, marks[1:], strict=False)]
         graph = micro_batch(self.graph, num)
         crossing = prefix_crossing(graph, self.forward)
-        graph = LayerGraph(
+        layers = LayerGraph(
             names=tuple(self.graph.operators[self.forward[a]].name for a in marks[:-1]),
-            forward_s=[x.forward_s for x in loads],
-            backward_s=[x.backward_s for x in loads],
-            activation_bytes=[crossing[b] for b in marks[1:]],
-            parameter_bytes=[x.parameter_bytes for x in loads],
-            kept_bytes=[x.kept_bytes for x in loads],
+            forward_s=np.array([x.forward_s for x in loads]),
+            backward_s=np.array([x.backward_s for x in loads]),
+            activation_bytes=np.array([crossing[b] for b in marks[1:]]),
+            parameter_bytes=np.array([x.parameter_bytes for x in loads]),
+            kept_bytes=np.array([x.kept_bytes for x in loads]),
             edges=tuple((i, i + 1) for i in range(len(loads) - 1)),
         )
-        return graph, marks
+        return layers, marks
 
     def price(self, choice: Choice) -> Priced:
         """Raises: SoapjaxError where the schedule does not fit."""
