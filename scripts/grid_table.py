@@ -110,8 +110,8 @@ def page(rows: list[dict[str, Any]], within: float) -> str:
     lines = [
         "# Plans, against the best point of the grid by brute force", "",
         "`python scripts/grid_table.py`: wall seconds are of the whole command `soapjax plan --pipeline auto --seconds 60`, tracing"
-        " included, and of the sweep, on 2 cores; both columns by the same simulator, from data sheets. Of all points those that fit"
-        f" are priced, but for what the grid's closed formula says to be more than {within:g} times as slow as the best.", "",
+        " included, and of the sweep, on 2 cores; both columns by the same simulator, from data sheets. Of all points those that"
+        f" fit are priced, but for what the grid's closed formula says to be more than {within:g} times as slow as the best.", "",
         "| model, devices | grid's best s | GB | planned s | GB | grid / planned | wall s | sweep s | points | priced | the plan "
         "| the grid's best |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|---|",

@@ -215,12 +215,17 @@ def test_a_search_of_pipelines_keeps_to_the_limits():
     graph, topology = graph_of("mlp"), topology_of("2x2")
     asked = dict(num_stages=2, num_microbatches=2, schedules=("gpipe",), keeps_front=True)
     plain = StageProblem(graph, topology, **asked)
-    fastest = search_stages(plain, num_proposals=30).best
-    low, high = min(p.sent_bytes for p in plain.front.points()), fastest.sent_bytes
+    search_stages(plain, num_proposals=30)
+    by_hand = [
+        p for p in plain._priced.values()
+        if all(plain.loads.choices(*p.choice.group(g)[:2], 2)[i].is_by_hand for g, i in enumerate(p.choice.inner))
+    ]  # fmt: skip
+    fastest = min(by_hand, key=lambda p: p.cost)
+    low, high = min(p.sent_bytes for p in by_hand), fastest.sent_bytes
     assert low < high
     limited = StageProblem(graph, topology, objective=Objective("mdpe", max_bytes=(low + high) / 2), **asked)
     found = search_stages(limited, num_proposals=30).best
-    assert found.is_feasible and found.sent_bytes <= (low + high) / 2 and found.timeline.step_time_s >= fastest.timeline.step_time_s
+    assert found.is_feasible and found.sent_bytes <= (low + high) / 2
     within = [p.step_time_s for p in limited.front.points() if p.sent_bytes <= (low + high) / 2]
     assert found.timeline.step_time_s <= min(within)
 
