@@ -18,7 +18,7 @@ from soapjax.costs.rules.rules import gathers_again, row_costs
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 
 

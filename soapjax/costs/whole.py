@@ -25,7 +25,7 @@ from soapjax.costs.rules.rules import (
 )
 from soapjax.costs.rules.sets import SET, every, parts_of, union
 from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, in_kernel, put, row
 
 

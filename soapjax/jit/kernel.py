@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 
 # The mark that XLA's own SmallWhileLoopHoistingPass leaves on what it compiles so; a call that is inlined would lose it.
 ATTRIBUTES = {"xla_cpu_small_call": "true", "inlineable": "false"}

@@ -16,7 +16,7 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.costs.tables.tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.simulate.simulator import Scores, Simulator

@@ -23,7 +23,7 @@ from soapjax.costs.by_operator import owners
 from soapjax.costs.tables.tables import CostTables
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import Simulator

@@ -23,7 +23,7 @@ import numpy as np
 
 from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables.tables import CostTables
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 
 LINK = 5  # a wait for an input that is never converted

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import put, row
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 

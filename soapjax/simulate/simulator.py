@@ -21,7 +21,7 @@ from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables.tables import CostTables
 from soapjax.costs.whole import Evaluated
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.programs import PlannerProgram, threads
 from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of

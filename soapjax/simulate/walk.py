@@ -18,7 +18,7 @@ from jax import lax
 
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.tables import CostTables
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import put, row
 from soapjax.simulate.simulated_trace import NEVER, ItemCosts, Trace, costs_of_item
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times

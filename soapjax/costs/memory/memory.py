@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from soapjax.costs.tables.arrays import CostArrays
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, added_at, row
 
 

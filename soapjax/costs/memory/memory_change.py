@@ -18,7 +18,7 @@ from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import added, added_at, put, row
 
 

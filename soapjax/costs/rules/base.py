@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from soapjax.costs.rules.sets import SET
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import row
 
 

@@ -14,7 +14,7 @@ from soapjax.costs.rules.rules import gathers_again
 from soapjax.costs.rules.sets import every
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import put, row
 
 

@@ -29,7 +29,7 @@ from jax import lax
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER, Links
 from soapjax.costs.rules.sets import SET, Mesh, behind, divides, every, only_if, parts_of, stage, steps_of, union
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import row
 
 # The collectives of a conversion, in their order.

@@ -17,7 +17,7 @@ from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.reshard_cost import PERMUTE, halos, reshard
 from soapjax.costs.rules.sets import DIGITS, SET, divides, every, first_of, only_if, parts_of, stage, union, up_to
 from soapjax.costs.tables.arrays import EDGE, PINNED_BIT, SUM, TENSOR, CostArrays
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import row
 from soapjax.strategy.strategy import FIRST_PIN
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import row
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from soapjax.costs.tables.arrays import NONE, Bucket, Records, padded, slot_masks
 from soapjax.costs.tables.tables import CostTables
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 
 
 class OwnRecords(NamedTuple):

@@ -18,7 +18,7 @@ from soapjax.costs.memory.memory_change import Alive
 from soapjax.costs.rules.base import Base
 from soapjax.costs.rules.sets import DIGITS
 from soapjax.costs.tables.arrays import Bucket
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.search.chain.moves import NUM_UNIFORMS, MoveTables, State, choices_of, leap, pick

@@ -31,7 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.chain import Walker, exchange
 from soapjax.search.chain.engine import Engine

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.graph.trace.union_find import UnionFind
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 

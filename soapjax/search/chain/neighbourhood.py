@@ -24,7 +24,7 @@ from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.whole import Evaluated
-from soapjax.jit.arrays import Array, Scalar
+from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem

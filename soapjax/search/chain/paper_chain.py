@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import BASELINES, replicate_all
 from soapjax.search.experts.layered import layered_expert
 from soapjax.search.experts.placement import model_parallel

@@ -16,7 +16,7 @@ import numpy as np
 
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.passes.phases import UPDATE
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import REPLICATE, Strategy, replicated

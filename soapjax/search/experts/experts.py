@@ -11,7 +11,7 @@ import math
 import time
 
 from soapjax.graph.operators import NOT_SPLIT
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.strategy import REPLICATE, Strategy

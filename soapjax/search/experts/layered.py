@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.experts.layers import Layer, forward_edges, layers_of
 from soapjax.search.experts.placement import placed, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult

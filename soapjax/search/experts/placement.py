@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.experts.layers import layers_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult

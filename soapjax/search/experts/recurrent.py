@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
 from soapjax.search.experts.layers import LOOP, Layer, forward_edges, layers_of, steps_of, transitive
 from soapjax.search.experts.placement import balanced_runs, operator_seconds, pins_of_devices, require_pins

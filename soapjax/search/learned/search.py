@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.experts.layered import layered_expert_strategies
 from soapjax.search.experts.placement import (

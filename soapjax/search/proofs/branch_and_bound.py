@@ -21,7 +21,7 @@ import time
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.descent.incumbent import PROOF, Incumbent, descend, kick
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult

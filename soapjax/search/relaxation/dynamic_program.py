@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.evaluate import Durations
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation.elimination import MAX_ENTRIES, eliminate, factors_of, order_of

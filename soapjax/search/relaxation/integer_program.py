@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, vstack
 
-from soapjax.jit.arrays import Array
+from soapjax.jit.array_types import Array
 from soapjax.search.descent.repeats import runs_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.bound import Bound, bound_of, lower_bound
