@@ -242,6 +242,14 @@ def test_a_long_model_is_cut_at_the_joints_of_its_blocks_too(monkeypatch):
     assert all(seconds > 0 for _, seconds, _ in choices)
 
 
+@pytest.mark.parametrize("stages", [3, 5, 7])
+def test_stages_that_do_not_divide_the_devices_leave_some_idle(stages):
+    problem = StageProblem(graph_of("lm"), topology_of("cpu8"), num_stages=stages)
+    starts = [c for *_, c in Grid(problem).choices()]
+    assert starts and all(set(c.counts) == {8 // stages} for c in starts)
+    assert search_stages(problem, num_proposals=10).best.is_feasible
+
+
 def test_a_start_is_simulated_only_where_it_fits_or_none_does():
     free = two_stage_problem()
     search_stages(free, num_proposals=1)

@@ -86,9 +86,9 @@ class Grid:
         problem, devices = self.problem, self.topology.num_devices
         found = []
         for groups, (inside, degree), num in itertools.product(problem.stages, self._insides(), problem.microbatches):
-            if devices % groups or (devices // groups) % degree:
+            if devices < groups or (devices // groups) % degree:
                 continue
-            data = devices // groups // degree
+            data = devices // groups // degree  # a number of stages that does not divide the devices leaves some idle
             if (self.batch // num) % data:
                 continue  # devices would repeat each other's work
             for schedule, chunks in self._schedules(groups, num):
@@ -115,7 +115,7 @@ class Grid:
         return [(n, int(n.split(",")[0].split("/")[1]) if "/" in n else 1) for n in plain]
 
     def _widest(self) -> int:
-        return self.topology.num_devices // min(g for g in self.problem.stages if self.topology.num_devices % g == 0)
+        return self.topology.num_devices // min(self.problem.stages)
 
     # The formula.
 
@@ -147,7 +147,7 @@ class Grid:
         groups, chunks, num = (np.array([getattr(p, f) for p in points], float) for f in ("groups", "chunks", "num_microbatches"))
         again = np.array([p.rematerialise for p in points])
         sharded, regathered = (np.array([word in p.storage for p in points]) for word in ("sharded", "regathered"))
-        data = devices / groups / degree
+        data = devices // groups // degree
         one = line.at(self.batch / num / data)
         gather_s = self._ring_s(one.parameter_bytes / groups, data.astype(int), degree)
         share = self._slowest_share((groups * chunks).astype(int))
