@@ -128,15 +128,16 @@ def _as_it_runs(problem: StageProblem, found: Sequence[Priced]) -> tuple[Priced,
 
     The search prices a stage as if its plan held on all stages, and a deep model by few of its blocks.
     """
-    priced = {p: _times_of(problem, p) for p in dict.fromkeys(found[:3])}
+    priced = {p: times_as_it_runs(problem, p) for p in dict.fromkeys(found[:3])}
     for p in dict.fromkeys(found):
         if any(t.is_feasible for t in priced.values()) or len(priced) >= MOST_EXACT:
             break
-        priced.setdefault(p, _times_of(problem, p))
+        priced.setdefault(p, times_as_it_runs(problem, p))
     return min(priced.items(), key=lambda x: x[1].rank(problem.objective))
 
 
-def _times_of(problem: StageProblem, priced: Priced) -> StageTimes:
+def times_as_it_runs(problem: StageProblem, priced: Priced) -> StageTimes:
+    """What a choice takes on the whole graph, every stage with a plan of its own."""
     choice: Choice = priced.choice
     pipeline, loads = problem.pipeline(choice), problem.loads
     row_of = {op.name: n for n, op in enumerate(problem.graph.operators)}
