@@ -14,7 +14,7 @@ from test_stage_search import graph_of, topology_of
 import soapjax
 from soapjax.costs.itemize import sent_items
 from soapjax.errors import SoapjaxError
-from soapjax.planning.pipelines import _times_of
+from soapjax.planning.pipelines import times_as_it_runs
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.placement import placed
 from soapjax.search.front import Front, joined
@@ -206,7 +206,7 @@ def test_what_a_pipeline_sends_is_what_its_plan_lists():
     for schedule, bounds, inner, again in (("gpipe", (0, n // 2, n), 0, False), ("1f1b", (0, n // 3, n), 1, True)):
         choice = Choice(schedule, 4, bounds, (4, 4), (inner,) * 2, (again,) * 2)
         priced = problem.price(choice)
-        times = _times_of(problem, priced)
+        times = times_as_it_runs(problem, priced)
         assert priced.sent_bytes == pytest.approx(times.peak_sent_bytes, rel=1e-3) and priced.sent_bytes > 0
         assert not priced.is_feasible and priced.cost > times.timeline.step_time_s
 
