@@ -27,7 +27,6 @@ from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
-from soapjax.planning.compile_ahead import compiled_ahead
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
 from soapjax.planning.pipeline_files import pipeline_plan
 from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
@@ -112,14 +111,12 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
     if asked.verify_top:
         require_real_devices(topology, jax.devices() if asked.devices is None else list(asked.devices))
     planner = get_planner(asked.planner, space=asked.space)
-    with compiled_ahead(asked.planner, topology) as found_to_be:
-        step = trace(fn, *args, **asked.tracing)
-        deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
-        static = {i % len(args) for i in asked.static_argnums} if args else set()
-        given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
-        layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
-        problem = _problem_of(asked, step, layouts)
-        found_to_be(problem)
+    step = trace(fn, *args, **asked.tracing)
+    deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+    static = {i % len(args) for i in asked.static_argnums} if args else set()
+    given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
+    layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
+    problem = _problem_of(asked, step, layouts)
     if asked.pareto or not asked.objective.is_time:
         problem = problem.keeping_front()
     remarks = (*remarks, *structure_remarks(problem.graph))
