@@ -103,7 +103,7 @@ def fill(options: argparse.Namespace) -> None:
             plan = planned(MODEL, row.settings, where, options.seconds)
             rows.add({**key, "gpus": row.gpus, **priced_by_hand(row, options), **plan})
             note(f"{row.name}: {rows.find(key)}")
-        write_text_atomic(options.results / "megatron.md", page(rows.rows))
+        write_text_atomic(options.results / "megatron.md", page(rows.rows, options.memory_fraction))
 
 
 def priced_by_hand(row: Row, options: argparse.Namespace) -> dict[str, Any]:
@@ -182,12 +182,12 @@ def planned(model: str, settings: Mapping[str, Any], where: Sequence[str], secon
     }  # fmt: skip
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: list[dict[str, Any]], memory_fraction: float) -> str:
     lines = [
         "# Pipelines planned, against configurations tuned by hand", "",
         "`python scripts/megatron_table.py megatron_configurations.csv`: GPT, sequences of 2,048, bfloat16, Adam, on hosts of eight"
-        " A100 80GB (topology `dgx_a100`, where a program may take 95 % of the memory, 80.7 GB; a plan that nobody compiled keeps a"
-        " tenth of that free, what people ran needs no margin); both columns by the same simulator, from data sheets. Wall and CPU"
+        f" A100 80GB (topology `dgx_a100`, where a program may take {100 * memory_fraction:g} % of the memory; a plan that nobody"
+        " compiled keeps a tenth of that free, what people ran needs no margin); both columns by the same simulator, from data sheets. Wall and CPU"
         " seconds are of the whole command, tracing included, on 2 cores.", "",
         "| model | GPUs | by hand s | GB | planned s | GB | by hand / planned | wall s | CPU s | the plan | by hand |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---|",

@@ -100,6 +100,7 @@ class StageProblem:
         self.stages = self._numbers_of_stages(num_stages)
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
+        self._looked_at: tuple[Choice, list[StageLoad]] | None = None  # the last choice: memory, estimate and price ask in turn
 
     def _numbers_of_stages(self, given: int | None) -> list[int]:
         most = len(self.forward) - len(self.in_loops)
@@ -191,10 +192,13 @@ class StageProblem:
         return float(busy_s[last] + bubble_s * (2 / 3 if SCHEDULES[choice.schedule].splits_backward else 1))
 
     def _loads_of(self, choice: Choice) -> list[StageLoad]:
-        return [
-            self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, choice.num_microbatches, inner)
-            for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
-        ]
+        if self._looked_at is None or self._looked_at[0] is not choice:
+            loads = [
+                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, choice.num_microbatches, inner)
+                for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
+            ]
+            self._looked_at = choice, loads
+        return self._looked_at[1]
 
     def _simulated(self, choice: Choice, loads: list[StageLoad]) -> Priced:
         timeline = predicted_times(outline(choice), loads, self._transfers_of(choice))
