@@ -187,8 +187,8 @@ def page(rows: list[dict[str, Any]], memory_fraction: float) -> str:
         "# Pipelines planned, against configurations tuned by hand", "",
         "`python scripts/megatron_table.py megatron_configurations.csv`: GPT, sequences of 2,048, bfloat16, Adam, on hosts of eight"
         f" A100 80GB (topology `dgx_a100`, where a program may take {100 * memory_fraction:g} % of the memory; a plan that nobody"
-        " compiled keeps a tenth of that free, what people ran needs no margin); both columns by the same simulator, from data sheets. Wall and CPU"
-        " seconds are of the whole command, tracing included, on 2 cores.", "",
+        " compiled keeps a tenth of that free, what people ran needs no margin); both columns by the same simulator, from data"
+        " sheets. Wall and CPU seconds are of the whole command, tracing included, on 2 cores.", "",
         "| model | GPUs | by hand s | GB | planned s | GB | by hand / planned | wall s | CPU s | the plan | by hand |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---|",
     ]  # fmt: skip
