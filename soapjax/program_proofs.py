@@ -105,7 +105,7 @@ def verify_programs(plan: Plan, model: Model, step: TracedStep, devices: Sequenc
         name = f"stage {i}"
         memory[name] = (plan.prediction.memory_parts_bytes[name], max(inspected.memory_bytes.get(d, 0) for d in ids))
     if runs and not isinstance(streamed, PipeDreamStep):
-        numbers, reference = verify_pipeline(made, jax.tree_util.tree_leaves(model.arguments), inspected.ops)
+        numbers, reference = verify_pipeline(made, step.rows_of(jax.tree_util.tree_leaves(model.arguments)), inspected.ops)
     return ProgramsVerified(numbers, reference, inspected, tuple(rows), memory, plan.num_devices)
 
 

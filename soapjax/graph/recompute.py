@@ -193,7 +193,7 @@ class _Repeater:
             self.eqns.append(e)
         eqns = tuple(_placed(e, (i,), self.avals) for i, e in enumerate(self.eqns))
         repeats = {b: a for a, b in self.again.items()}
-        return Program(old.inputs, old.outputs, eqns, old.consts, self.avals, repeats)
+        return dataclasses.replace(old, eqns=eqns, avals=self.avals, repeats=repeats)
 
     def _is_repeated(self, o: int) -> bool:
         return o in self.forward.saved and self.is_chosen(self.forward.makers[o])

@@ -161,8 +161,9 @@ def plan_staged(
     asked, remarks = request.understood(fn)
     graph = _traced_graph(asked, fn, *args) if graph is None else graph
     require_operators(graph)
-    if not asked.unroll and loops_over_layers(graph):
-        asked, remarks = asked.but(unroll=True), (*remarks, UNROLLED)
+    if asked.unroll or loops_over_layers(graph):
+        remarks = remarks if asked.unroll else (*remarks, UNROLLED)
+        asked = asked.but(unroll="rows")
         graph = _traced_graph(asked, fn, *args)
     with on_cpu():
         found = find_pipeline(

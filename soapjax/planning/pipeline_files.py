@@ -9,6 +9,7 @@ from __future__ import annotations
 from soapjax.costs.measured.profile import Profile, carried, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.trace.tracing import Unroll
 from soapjax.planning.stage_sends import mean_sent_bytes
 from soapjax.planning.stage_strategies import strategy_with
 from soapjax.planning.stage_times import StageTimes, simulated_stages
@@ -22,7 +23,7 @@ from soapjax.topology import DeviceTopology, FactorMesh
 
 def pipeline_plan(
     graph: OperatorGraph, topology: DeviceTopology, times: StageTimes, *, model: ModelSource | None = None,
-    provenance: Provenance = Provenance(), unroll: bool = False, profile: Profile | None = None,
+    provenance: Provenance = Provenance(), unroll: Unroll = False, profile: Profile | None = None,
 ) -> Plan:  # fmt: skip
     """The plan file of a pipeline, with what of `profile` its times come from."""
     plans: dict[FactorMesh, MeshPlan] = {}

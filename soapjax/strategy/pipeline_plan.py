@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.trace.tracing import Unroll
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, ModelSource, Plan, Prediction, Provenance, graph_parts
 from soapjax.strategy.plan_strategy import mesh_part
@@ -17,7 +18,7 @@ from soapjax.topology import DeviceTopology, factor_mesh
 
 def make_pipeline_plan(
     graph: OperatorGraph, topology: DeviceTopology, pipeline: Pipeline, stages: Sequence[MeshPlan], prediction: Prediction, *,
-    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
+    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: Unroll = False,
     profile: dict[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of a pipeline.

@@ -243,7 +243,7 @@ class Plan(MeshPlan):
     graph: GraphId
     topology: dict[str, Any]
     executable: bool = True  # the operators of every loop are on the same devices; derived from `axes`
-    unroll: bool = False  # scans were planned step by step
+    unroll: bool | Literal["rows"] = False  # scans were planned step by step; "rows": and stacked state row by row
     fixed: dict[str, str] = {}
     profile: dict[str, Any] | None = None  # the measurements that it was costed with (costs/measured/profile.py)
     logical_axes: dict[str, str] = {}  # the names that the model's own metadata gives an argument's dims: "embed, mlp"

@@ -78,7 +78,7 @@ def micro_step(
     flat, tree = jax.tree_util.tree_flatten(dynamic)
     for i in leaves:
         aval = full.in_avals[i]
-        flat[i] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
+        flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
     rest = iter(jax.tree_util.tree_unflatten(tree, flat))
     small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
     scaling = scalings(small.program, full.program, num_microbatches)

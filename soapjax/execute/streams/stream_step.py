@@ -14,6 +14,7 @@ from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pieces import on_every_process, piecewise
 from soapjax.execute.streams.placed_step import PlacedStep
+from soapjax.execute.streams.stacked_state import StackedState
 from soapjax.execute.streams.stream import Event, Stream
 from soapjax.graph.trace.tracing import TracedStep, signature
 from soapjax.own_config import compiled_as_planned
@@ -23,6 +24,7 @@ class Streamed(Protocol):
     """`PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
 
     in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
+    donate: bool
 
     @property
     def all_places(self) -> list[Place]: ...  # of stages and their replicas
@@ -52,28 +54,32 @@ class StreamStep:
         made = [k for k, v in enumerate(program.outputs) if isinstance(v, int) and v not in program.inputs]
         self._told = [k for k in made if k not in state] if self.spans_processes else []
         self._tell: Callable[..., Sequence[jax.Array]] | None = None
-        self._shapes = tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
-        (self.in_shardings, _) = step.in_tree.unflatten(streamed.in_shardings)
+        pairs = {o: i for i, o in step.leaf_pairs.items()}
+        self._state = StackedState(step.program.rows, pairs, streamed.in_shardings, donate=streamed.donate)
+        (self.in_shardings, _) = step.in_tree.unflatten(self._state.in_shardings)
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        if signature((args, {})) != (self._step.in_tree, self._shapes):
+        if signature((args, {})) != (self._step.in_tree, self._step.leaf_shapes):
             raise ShapesChanged
         leaves = jax.tree_util.tree_leaves(args)
         if any(isinstance(x, jax.core.Tracer) for x in leaves):
             value, expected = "a call inside another transformation (jit, scan, eval_shape, ...)", "a plan that is one program"
             remedy = "call it outside, or plan without pins and pipeline"
             raise SoapjaxError(Problem("a step of several programs", value, expected, remedy))
-        require_arrays(leaves, self._step.in_paths)
+        require_arrays(leaves, self._step.leaf_paths)
         return leaves
 
     def __call__(self, *args: Any) -> Any:
         with compiled_as_planned():
-            return self._step.out_tree.unflatten(self._everywhere(self.streamed.run(self._leaves(args))[0]))
+            return self._results(self.streamed.run(self._state.apart(self._leaves(args), give=True))[0])
 
     def traced(self, *args: Any) -> tuple[Any, list[Event]]:
         """As a call, and what ran when: one event per program and transfer."""
-        outputs, events = self.streamed.run_traced(self._leaves(args))
-        return self._step.out_tree.unflatten(self._everywhere(outputs)), events
+        outputs, events = self.streamed.run_traced(self._state.apart(self._leaves(args), give=True))
+        return self._results(outputs), events
+
+    def _results(self, outputs: list[Any]) -> Any:
+        return self._step.out_tree.unflatten(self._state.together(self._everywhere(outputs)))
 
     def _everywhere(self, outputs: list[Any]) -> list[Any]:
         """Outputs, those that are no state on every process."""
@@ -90,11 +96,12 @@ class StreamStep:
         places, stream = self.streamed.all_places, self.streamed.dispatches()
         stages = [f"{p.bound.plan.mesh_plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
         fields = {"graph": places[0].bound.graph.fingerprint(), "stages": "\n".join(stages), "program": stream.text()}
-        return fields, lambda: stream.compile(self.streamed.arguments(self._leaves(args)))
+        return fields, lambda: stream.compile(self.streamed.arguments(self._state.apart(self._leaves(args))))
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""
-        return self._step.in_tree.unflatten(self.streamed.place(self._leaves(args)))[0]
+        placed = self.streamed.place(self._state.apart(self._leaves(args)))
+        return self._step.in_tree.unflatten(self._state.inputs_together(placed))[0]
 
     place_state = place
 

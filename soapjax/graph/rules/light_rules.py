@@ -10,25 +10,27 @@ from soapjax.graph.rules import control_rules, heavy_rules, linalg_rules  # noqa
 from soapjax.graph.rules.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 from soapjax.graph.trace.program import FlatEqn
 
-__all__ = ["BLOCKED", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated", "shard_map_axes", "user_spec"]
+__all__ = ["BLOCKED", "ELEMENTWISE", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated", "shard_map_axes", "user_spec"]
 
-_ELEMENTWISE = """
+ELEMENTWISE = frozenset(
+    """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
 convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac
 imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
 polygamma population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt
 select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
 threefry2x32 xor eq_to le_to lt_to name zeta clz erf_inv mulhi pvary
-"""
+""".split()
+)
 
 # What the compiler computes anew in every reader instead of storing the result.
 LIGHT = {
-    *_ELEMENTWISE.split(), "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice", "pad", "iota",
+    *ELEMENTWISE, "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "slice", "pad", "iota",
     "concatenate", "split", "bitcast_convert_type",
 }  # fmt: skip
 
 
-@register(*_ELEMENTWISE.split(), by_shapes=True)
+@register(*ELEMENTWISE, by_shapes=True)
 def _elementwise(eqn: FlatEqn, ins, outs) -> Labels:
     if eqn.name == "optimization_barrier":
         start, apart = 0, []

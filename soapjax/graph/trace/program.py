@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
 from soapjax.graph.trace.source_lines import line_of_equation
+from soapjax.graph.trace.unstacking import Unstacked, unstacked
 
 # Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
 CALL_PRIMITIVES = {
@@ -78,6 +79,7 @@ class Program:
     """Equations in order; `avals` (shared by all nesting levels) gives the type of each value id.
 
     `repeats`: value -> the value of the forward pass that it repeats, where that is not kept for the backward pass (recompute.py).
+    `rows`: of a whole step how many values stand for every input and every output leaf (unstacking.py).
     """
 
     inputs: tuple[int, ...]
@@ -86,6 +88,7 @@ class Program:
     consts: dict[int, Any]
     avals: dict[int, Any]
     repeats: dict[int, int] = dataclasses.field(default_factory=dict)
+    rows: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def walk(self, trip_count: int = 1) -> Iterator[tuple[FlatEqn, int]]:
         """Every equation with the number of times it runs in a step; a loop comes before its body."""
@@ -262,22 +265,33 @@ def made_of(eqn: Any) -> Any:
     return closed if is_same and all(e.primitive is not eqn.primitive for e in closed.eqns) else None
 
 
-def flatten(closed: Any, *, unroll: bool = False, has_rule: Callable[[str], bool] = lambda name: True) -> Program:
+def flatten(
+    closed: Any, *, unroll: bool = False, has_rule: Callable[[str], bool] = lambda name: True,
+    apart: Mapping[int, int] | None = None, elementwise: Container[str] = (),
+) -> Program:  # fmt: skip
     """The flat program of a ClosedJaxpr.
 
     Args:
       unroll: also unroll every scan into equations.
       has_rule: whether a primitive of this name is planned as it stands; others are looked into where they can be.
+      apart: state (input leaf -> the output leaf that it becomes) that is taken apart into its rows where it is read so
+        (unstacking.py); None: nothing is.
+      elementwise: names of primitives that work element by element, for that.
     """
     f = _Flattener(unroll, has_rule)
-    args: list[Atom] = [f.fresh(v.aval) for v in closed.jaxpr.invars]
+    args = [f.fresh(v.aval) for v in closed.jaxpr.invars]
     records: list[dict] = []
     consts = [f._const(c, records) for c in closed.consts]
-    results = f.inline(closed.jaxpr, list(consts), args, "", records)
-    values = {r["const"]: r["value"] for r in records if "const" in r}
-    records = _own_casts(records, {a for a in args if isinstance(a, int)}, f)
-    eqns = _finish([r for r in records if "const" not in r], {a for a in results if isinstance(a, int)}, (), f.avals, values)
-    return Program(tuple(a for a in args if isinstance(a, int)), tuple(results), eqns, values, f.avals)
+    results = f.inline(closed.jaxpr, list(consts), list(args), "", records)
+    found = Unstacked(records, [(a,) for a in args], [(a,) for a in results])
+    if apart is not None:
+        found = unstacked(records, args, results, apart, avals=f.avals, elementwise=elementwise, traced=f._traced)
+    inputs, outputs = (tuple(a for rows in leaves for a in rows) for leaves in (found.inputs, found.outputs))
+    values = {r["const"]: r["value"] for r in found.records if "const" in r}
+    records = _own_casts(found.records, set(inputs), f)
+    eqns = _finish([r for r in records if "const" not in r], {a for a in outputs if isinstance(a, int)}, (), f.avals, values)
+    rows = tuple(map(len, found.inputs)), tuple(map(len, found.outputs))
+    return Program(inputs, outputs, eqns, values, f.avals, rows=rows)
 
 
 def _own_casts(records: list[dict], inputs: set[int], f: _Flattener) -> list[dict]:

@@ -10,26 +10,36 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
-from soapjax.graph.rules.light_rules import is_known
+from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
 from soapjax.graph.trace.one_program import for_one_program
 from soapjax.graph.trace.program import Program, flatten
 from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.own_config import traced_for_plan
 
+Unroll = bool | Literal["rows"]  # loops stay, are unrolled, or are unrolled with the stacked state that they read taken apart
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedStep:
-    """A traced step: its flat program, the paths of its leaves, and which outputs replace which inputs."""
+    """A traced step: its flat program, the paths of its leaves, and which outputs replace which inputs.
+
+    Leaves are those of the program: where a leaf of the step's arguments is taken apart into its rows (`unroll="rows"`), each row is
+    one, `state.w[2]`; trees, and what is called `leaf_...`, are of the arguments as the user has them.
+    """
 
     program: Program
     in_tree: Any
     out_tree: Any
+    leaf_paths: tuple[str, ...]  # of the arguments as the user has them,
+    leaf_shapes: tuple[tuple[tuple[int, ...], str], ...]  # their shapes and dtypes,
+    leaf_pairs: dict[int, int]  # and those that are state, as in `state_pairs`
     in_paths: tuple[str, ...]
     out_paths: tuple[str, ...]
     state_pairs: dict[int, int]  # input leaf -> the output leaf that becomes it in the next step
@@ -45,6 +55,16 @@ class TracedStep:
     @property
     def out_avals(self) -> list[Any]:
         return [self.program.aval(o) for o in self.program.outputs]
+
+    @functools.cached_property
+    def leaf_of(self) -> tuple[int, ...]:
+        """Per input of the program the leaf of the arguments that it is, or is a row of."""
+        return tuple(k for k, n in enumerate(self.program.rows[0]) for _ in range(n))
+
+    def rows_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """The program's inputs of flat arguments."""
+        rows = self.program.rows[0]
+        return [y for x, n in zip(leaves, rows, strict=True) for y in ([x] if n == 1 else [x[t] for t in range(n)])]
 
     @functools.cached_property
     def is_read(self) -> tuple[bool, ...]:
@@ -104,12 +124,13 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 @fewer_collections()
 def trace(
-    fn: Callable[..., Any], *args: Any, unroll: bool = False, static_argnums: Sequence[int] = (),
+    fn: Callable[..., Any], *args: Any, unroll: Unroll = False, static_argnums: Sequence[int] = (),
     axis_name: str | Sequence[str] = (), strip_constraints: bool = False, **kwargs: Any,
 ) -> TracedStep:  # fmt: skip
     """Traces `fn(*args, **kwargs)`; positions in `static_argnums` are compile-time constants.
 
     Args:
+      unroll: loops (`scan`) into their iterations; "rows": and the state that they read row by row into its rows.
       axis_name: axes over which the step's collectives go, as for `jax.pmap`: the whole batch is their one member.
       strip_constraints: leave the step's own sharding constraints out.
     Raises: SoapjaxError where an argument is no array, and where the function cannot be traced: the cause is named, with its line,
@@ -143,14 +164,29 @@ def trace(
         raise SoapjaxError(_untraceable(fn, e)) from e
     if axes or strip_constraints:
         closed = for_one_program(closed, axes, strip_constraints=strip_constraints)
-    in_paths = [p for n, a in zip(names, dynamic, strict=True) for p in leaf_paths(a, n)]
-    in_paths += [p for k in sorted(kwargs) for p in leaf_paths(kwargs[k], k)]
-    out_paths = leaf_paths(out_info, "out")
-    program = flatten(closed, unroll=unroll, has_rule=is_known)
-    pairs = _state_pairs([*dynamic, *(kwargs[k] for k in sorted(kwargs))], out_info)
+    arguments = [*dynamic, *(kwargs[k] for k in sorted(kwargs))]
+    all_names = (*names, *sorted(kwargs))
+    pairs = _state_pairs(arguments, out_info)
+    apart = pairs if unroll == "rows" else None
+    program = flatten(closed, unroll=bool(unroll), has_rule=is_known, apart=apart, elementwise=ELEMENTWISE)
+    in_rows, out_rows = program.rows
+    paths = tuple(p for n, a in zip(all_names, arguments, strict=True) for p in leaf_paths(a, n))
     in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
     out_tree = jax.tree_util.tree_structure(out_info)
-    return TracedStep(program, in_tree, out_tree, tuple(in_paths), tuple(out_paths), pairs, (*names, *sorted(kwargs)))
+    return TracedStep(
+        program, in_tree, out_tree, paths, signature(arguments)[1], pairs, in_paths=_paths_of_rows(paths, in_rows),
+        out_paths=_paths_of_rows(leaf_paths(out_info, "out"), out_rows), state_pairs=_pairs_of_rows(pairs, in_rows, out_rows),
+        in_names=all_names,
+    )  # fmt: skip
+
+
+def _paths_of_rows(paths: Sequence[str], rows: Sequence[int]) -> tuple[str, ...]:
+    return tuple(p if n == 1 else f"{p}[{t}]" for p, n in zip(paths, rows, strict=True) for t in range(n))
+
+
+def _pairs_of_rows(pairs: dict[int, int], in_rows: Sequence[int], out_rows: Sequence[int]) -> dict[int, int]:
+    ins, outs = np.cumsum([0, *in_rows]).tolist(), np.cumsum([0, *out_rows]).tolist()
+    return {ins[k] + t: outs[o] + t for k, o in pairs.items() for t in range(in_rows[k])}
 
 
 def _untraceable(fn: Callable[..., Any], e: Exception) -> Problem:

@@ -1,0 +1,163 @@
+"""Stacked state of a step whose stages hold its rows: one array for the user, many for the stages.
+
+A step that loops over its layers has their weights in one array, a row per layer, and a pipeline cuts that array between the stages
+(graph/trace/unstacking.py). Between steps it is one array again. Where every stage has as many rows, on a mesh of one shape, that array
+lies on all stages at once, and each device holds what it works with; taking it apart moves nothing between devices:
+
+    w [4, n, m] on 2 stages of 2 devices, mesh (stage=2, d=2), spec (stage, d, -)
+    stage 0: w0, w1 [n, m] on its own mesh (d=2), spec (d, -)          stage 1: w2, w3
+
+Else JAX has no name for where the parts are (its shards are of one size): the array lies where the first row does, and the other
+rows go to their stages and back in every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from soapjax.execute.spmd.arrivals import place
+from soapjax.execute.streams.transfer import mover
+
+
+class _Rows(NamedTuple):
+    """Rows that lie on one mesh, one after the other."""
+
+    shardings: tuple[NamedSharding, ...]  # of each
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.shardings[0].mesh
+
+    def stacked(self) -> NamedSharding:
+        """Of all of them as one array."""
+        return NamedSharding(self.mesh, PartitionSpec(None, *self.shardings[0].spec))
+
+
+class Stack:
+    """One leaf: its rows, and where it lies as a whole.
+
+    Args:
+      shardings: of every row on its stage's mesh.
+    """
+
+    def __init__(self, shardings: Sequence[NamedSharding]):
+        runs = [_Rows(tuple(run)) for _, run in itertools.groupby(shardings, key=lambda s: s.mesh)]
+        self.is_even = _is_even(runs)
+        # Where the array is taken apart: on every stage; or on the first one, from where other stages' rows go on.
+        self._parts = runs if self.is_even else [_Rows(tuple(NamedSharding(runs[0].mesh, s.spec) for s in shardings))]
+        self._sent = [] if self.is_even else runs[1:]
+        self._kept = len(shardings) - sum(len(run.shardings) for run in self._sent)
+        self.sharding = _on_all(runs) if self.is_even else self._parts[0].stacked()
+        self._take = [_taking(part) for part in self._parts]
+        self._put = [_putting(part) for part in self._parts]
+        here = self._parts[0].shardings[self._kept :]
+        ends = list(itertools.accumulate(len(run.shardings) for run in self._sent))
+        spans = [(end - len(run.shardings), end, run) for end, run in zip(ends, self._sent, strict=True)]
+        self._send = [mover(here[a:b], run.shardings) for a, b, run in spans]
+        self._fetch = [mover(run.shardings, here[a:b]) for a, b, run in spans]
+
+    def apart(self, x: Any, *, give: bool) -> list[jax.Array]:
+        """The rows, each on its stage; with `give` the memory of `x` is let go."""
+        x = place(x, self.sharding)
+        rows: list[jax.Array] = []
+        for part, take in zip(self._parts, self._take, strict=True):
+            rows += take(_blocks([x], (len(part.shardings), *x.shape[1:]), part.stacked()))
+        if give:
+            x.delete()
+        return self._moved(rows, self._send)
+
+    def together(self, rows: Sequence[jax.Array]) -> jax.Array:
+        """Rows, which are used up, as one array."""
+        here = iter(self._moved(rows, self._fetch))
+        stacked = [
+            put(*itertools.islice(here, len(part.shardings))) for part, put in zip(self._parts, self._put, strict=True)
+        ]  # fmt: skip
+        for row in rows:
+            row.delete()
+        return _blocks(stacked, (len(rows), *rows[0].shape), self.sharding)
+
+    def _moved(self, rows: Sequence[jax.Array], moves: Sequence[Callable[..., Sequence[Any]]]) -> list[jax.Array]:
+        """The rows, those of other stages moved."""
+        found, rest = list(rows[: self._kept]), iter(rows[self._kept :])
+        for move, run in zip(moves, self._sent, strict=True):
+            found += move(*itertools.islice(rest, len(run.shardings)))
+        return found
+
+
+class StackedState:
+    """All leaves of a step: those of the user, and those of the program.
+
+    Args:
+      rows: how many rows every input leaf, and every output leaf, is taken apart into; 1: it is not.
+      state: output leaf -> the input leaf that it becomes.
+      shardings: of the program's inputs.
+      donate: whether results may take the memory of state.
+    """
+
+    def __init__(
+        self, rows: tuple[Sequence[int], Sequence[int]], state: dict[int, int], shardings: Sequence[Any], *, donate: bool
+    ):
+        self._in_rows, self._out_rows, self._state, self._donate = *rows, state, donate
+        of_leaves = _split(shardings, self._in_rows)
+        self._stacks = {k: Stack(s) for k, s in enumerate(of_leaves) if len(s) > 1}
+        self.in_shardings = [self._stacks[k].sharding if k in self._stacks else s[0] for k, s in enumerate(of_leaves)]
+
+    def apart(self, leaves: Sequence[Any], *, give: bool = False) -> list[Any]:
+        """The program's inputs."""
+        give = give and self._donate
+        found = ([x] if k not in self._stacks else self._stacks[k].apart(x, give=give) for k, x in enumerate(leaves))
+        return [x for rows in found for x in rows]
+
+    def inputs_together(self, values: Sequence[Any]) -> list[Any]:
+        """The user's arguments of the program's inputs."""
+        return self._joined(_split(values, self._in_rows), {k: k for k in self._stacks})
+
+    def together(self, values: Sequence[Any]) -> list[Any]:
+        """The user's results of the program's outputs."""
+        return self._joined(_split(values, self._out_rows), self._state)
+
+    def _joined(self, found: list[list[Any]], stack_of: dict[int, int]) -> list[Any]:
+        return [rows[0] if len(rows) == 1 else self._stacks[stack_of[k]].together(rows) for k, rows in enumerate(found)]
+
+
+def _split(values: Sequence[Any], rows: Sequence[int]) -> list[list[Any]]:
+    values = iter(values)
+    return [list(itertools.islice(values, n)) for n in rows]
+
+
+def _is_even(runs: Sequence[_Rows]) -> bool:
+    """Whether the runs are shards of one size, on devices of their own."""
+    devices = [d for run in runs for d in run.mesh.devices.flat]
+    alike = {(run.mesh.devices.shape, run.mesh.axis_names, len(run.shardings)) for run in runs}
+    return len(alike) == 1 and len(set(devices)) == len(devices)
+
+
+def _on_all(runs: Sequence[_Rows]) -> NamedSharding:
+    """Of an array whose rows lie on several meshes of one shape."""
+    first, name = runs[0], "stage"
+    if len(runs) == 1:
+        return first.stacked()
+    while name in first.mesh.axis_names:
+        name += "_"
+    mesh = Mesh(np.stack([run.mesh.devices for run in runs]), (name, *first.mesh.axis_names))
+    return NamedSharding(mesh, PartitionSpec(name, *first.shardings[0].spec))
+
+
+def _taking(part: _Rows) -> Callable[..., tuple[jax.Array, ...]]:
+    return jax.jit(lambda x: tuple(x[t] for t in range(len(part.shardings))), out_shardings=part.shardings)
+
+
+def _putting(part: _Rows) -> Callable[..., jax.Array]:
+    return jax.jit(lambda *rows: jax.numpy.stack(rows), out_shardings=part.stacked())
+
+
+def _blocks(arrays: Sequence[jax.Array], shape: tuple[int, ...], target: NamedSharding) -> jax.Array:
+    """The blocks that arrays have on the target's devices, as one array: nothing is copied."""
+    blocks = [s.data for x in arrays for s in x.addressable_shards if s.device in target.device_set]
+    return jax.make_array_from_single_device_arrays(shape, target, blocks, dtype=arrays[0].dtype)
