@@ -58,12 +58,16 @@ def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
 
 
 def loops_over_layers(graph: OperatorGraph) -> bool:
-    """Whether a loop gives every iteration a layer of its own: parameters that are stacked, one row per iteration.
+    """Whether a loop gives every iteration a layer of its own: parameters that are stacked, one row per iteration, or their casts.
 
     Not where a loop has more than MOST_LAYERS iterations, those of loops around it included: unrolled, it would be too large.
     """
     stacked = {p.tensor for p in graph.parameters if graph.tensors[p.tensor].shape}
     in_loops = [task for task in graph.tasks if task.scope]
+    for task in graph.tasks:
+        if task.phase == FORWARD and not task.scope:
+            lengths = {graph.tensors[a.tensor].shape[0] for a in task.reads if a.tensor in stacked}
+            stacked |= {a.tensor for a in task.writes if {*graph.tensors[a.tensor].shape[:1]} & lengths}
     return max((task.trip_count for task in in_loops), default=0) <= MOST_LAYERS and any(
         access.tensor in stacked and access.dims[0] == NOT_SPLIT and graph.tensors[access.tensor].shape[0] > 1
         and task.trip_count % graph.tensors[access.tensor].shape[0] == 0

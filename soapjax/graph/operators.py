@@ -188,6 +188,7 @@ class OperatorGraph:
     is_single_phase: bool
     accumulations: tuple[Accumulation, ...] = ()
     joint_sums: tuple[JointSum, ...] = ()  # not part of the fingerprint
+    leaf_of: tuple[int, ...] = ()  # by input the leaf that it is a row of, where stacked state is taken apart (trace/unstacking.py)
     step_fingerprint: str = ""  # of the step's graph where nothing is recomputed, where this one recomputes something
 
     @property

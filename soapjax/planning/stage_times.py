@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +12,9 @@ from soapjax.costs.split_share import share_of
 from soapjax.planning.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.search.objective import Objective
 from soapjax.search.stages.pipedream_stages import Workers
-from soapjax.search.stages.stage_figures import level_between
-from soapjax.search.stages.stage_loads import StageLoads
+from soapjax.search.stages.stacks import Stacks
+from soapjax.search.stages.stage_figures import Figures, level_between
+from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline
@@ -92,9 +93,15 @@ def simulated_stages(
         once = loads.sends((bounds[i], bounds[i + 1]), first, count, num, strategy, figures[i])
         sends += sends_of_stage(pipeline, i, once)
         sends += sends_among_replicas(pipeline, i, load, len(loads.whole.tasks))
-    crossing = loads.crossing(bounds, [c for _, c in shares], num, figures)
+    counts = [c for _, c in shares]
+    crossing = loads.crossing(bounds, counts, num, figures)
     sends += sends_between(len(loads.whole.tasks), crossing, num)
-    transfers = loads.transfers(bounds, [f for f, _ in shares], [c for _, c in shares], num, figures)
+    away = _elsewhere(loads, bounds, counts, figures)
+    found, serial = ([x._replace(state_bytes=x.state_bytes + more) for x, more in zip(xs, away.sum(1))] for xs in (found, serial))
+    for s, t in np.argwhere(away).tolist():
+        size, others = float(away[s, t]) * counts[s], crossing.get((s, t), CrossingBytes())
+        crossing[s, t] = others._replace(parameters=others.parameters + size, sums=others.sums + size)
+    transfers = transfers_of(crossing, topology, [f for f, _ in shares], counts)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
     for k, t in enumerate(transfers):
@@ -111,3 +118,11 @@ def simulated_stages(
     return StageTimes(
         pipeline, timeline, tuple(inside), topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
     )
+
+
+def _elsewhere(loads: StageLoads, bounds: Sequence[int], counts: Sequence[int], figures: Sequence[Figures]) -> np.ndarray:
+    """Bytes per device [S, S] of stacked state that lies on stage s although stage t works with it."""
+    stacks = Stacks(loads.whole, loads.position)
+    if not stacks or stacks.is_even(bounds, counts):
+        return np.zeros((len(counts), len(counts)))
+    return stacks.elsewhere(bounds, figures[0].stored_bytes)

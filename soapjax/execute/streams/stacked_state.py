@@ -1,8 +1,8 @@
 """Stacked state of a step whose stages hold its rows: one array for the user, many for the stages.
 
 A step that loops over its layers has their weights in one array, a row per layer, and a pipeline cuts that array between the stages
-(graph/trace/unstacking.py). Between steps it is one array again. Where every stage has as many rows, on a mesh of one shape, that array
-lies on all stages at once, and each device holds what it works with; taking it apart moves nothing between devices:
+(graph/trace/unstacking.py). Between steps it is one array again. Where every stage has as many rows, on a mesh of one shape, that
+array lies on all stages at once, and each device holds what it works with; taking it apart moves nothing between devices:
 
     w [4, n, m] on 2 stages of 2 devices, mesh (stage=2, d=2), spec (stage, d, -)
     stage 0: w0, w1 [n, m] on its own mesh (d=2), spec (d, -)          stage 1: w2, w3
@@ -34,9 +34,9 @@ class _Rows(NamedTuple):
     def mesh(self) -> Mesh:
         return self.shardings[0].mesh
 
-    def stacked(self) -> NamedSharding:
-        """Of all of them as one array."""
-        return NamedSharding(self.mesh, PartitionSpec(None, *self.shardings[0].spec))
+    def stacked(self, row: PartitionSpec) -> NamedSharding:
+        """Of all of them as one array, every row split alike."""
+        return NamedSharding(self.mesh, PartitionSpec(None, *row))
 
 
 class Stack:
@@ -53,9 +53,11 @@ class Stack:
         self._parts = runs if self.is_even else [_Rows(tuple(NamedSharding(runs[0].mesh, s.spec) for s in shardings))]
         self._sent = [] if self.is_even else runs[1:]
         self._kept = len(shardings) - sum(len(run.shardings) for run in self._sent)
-        self.sharding = _on_all(runs) if self.is_even else self._parts[0].stacked()
+        row = shardings[0].spec
+        self._wholes = [part.stacked(row) for part in self._parts]
+        self.sharding = _on_all(runs, row) if self.is_even else self._wholes[0]
         self._take = [_taking(part) for part in self._parts]
-        self._put = [_putting(part) for part in self._parts]
+        self._put = [_putting(whole) for whole in self._wholes]
         here = self._parts[0].shardings[self._kept :]
         ends = list(itertools.accumulate(len(run.shardings) for run in self._sent))
         spans = [(end - len(run.shardings), end, run) for end, run in zip(ends, self._sent, strict=True)]
@@ -66,8 +68,8 @@ class Stack:
         """The rows, each on its stage; with `give` the memory of `x` is let go."""
         x = place(x, self.sharding)
         rows: list[jax.Array] = []
-        for part, take in zip(self._parts, self._take, strict=True):
-            rows += take(_blocks([x], (len(part.shardings), *x.shape[1:]), part.stacked()))
+        for part, whole, take in zip(self._parts, self._wholes, self._take, strict=True):
+            rows += take(_blocks([x], (len(part.shardings), *x.shape[1:]), whole))
         if give:
             x.delete()
         return self._moved(rows, self._send)
@@ -138,23 +140,23 @@ def _is_even(runs: Sequence[_Rows]) -> bool:
     return len(alike) == 1 and len(set(devices)) == len(devices)
 
 
-def _on_all(runs: Sequence[_Rows]) -> NamedSharding:
+def _on_all(runs: Sequence[_Rows], row: PartitionSpec) -> NamedSharding:
     """Of an array whose rows lie on several meshes of one shape."""
     first, name = runs[0], "stage"
     if len(runs) == 1:
-        return first.stacked()
+        return first.stacked(row)
     while name in first.mesh.axis_names:
         name += "_"
     mesh = Mesh(np.stack([run.mesh.devices for run in runs]), (name, *first.mesh.axis_names))
-    return NamedSharding(mesh, PartitionSpec(name, *first.shardings[0].spec))
+    return NamedSharding(mesh, PartitionSpec(name, *row))
 
 
 def _taking(part: _Rows) -> Callable[..., tuple[jax.Array, ...]]:
     return jax.jit(lambda x: tuple(x[t] for t in range(len(part.shardings))), out_shardings=part.shardings)
 
 
-def _putting(part: _Rows) -> Callable[..., jax.Array]:
-    return jax.jit(lambda *rows: jax.numpy.stack(rows), out_shardings=part.stacked())
+def _putting(whole: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(lambda *rows: jax.numpy.stack(rows), out_shardings=whole)
 
 
 def _blocks(arrays: Sequence[jax.Array], shape: tuple[int, ...], target: NamedSharding) -> jax.Array:

@@ -166,6 +166,7 @@ class _Builder:
             self.phases.is_single_phase or not self.phases.parameters,
             tuple(accumulations),
             tuple(joint_sums),
+            self.step.leaf_of if max(self.step.program.rows[0], default=1) > 1 else (),
             self.step.fingerprint,
         )
 

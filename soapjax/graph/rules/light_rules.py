@@ -10,7 +10,10 @@ from soapjax.graph.rules import control_rules, heavy_rules, linalg_rules  # noqa
 from soapjax.graph.rules.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 from soapjax.graph.trace.program import FlatEqn
 
-__all__ = ["BLOCKED", "ELEMENTWISE", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated", "shard_map_axes", "user_spec"]
+__all__ = [
+    "BLOCKED", "ELEMENTWISE", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated", "shard_map_axes",
+    "user_spec",
+]  # fmt: skip
 
 ELEMENTWISE = frozenset(
     """

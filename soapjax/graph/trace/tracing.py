@@ -30,8 +30,8 @@ Unroll = bool | Literal["rows"]  # loops stay, are unrolled, or are unrolled wit
 class TracedStep:
     """A traced step: its flat program, the paths of its leaves, and which outputs replace which inputs.
 
-    Leaves are those of the program: where a leaf of the step's arguments is taken apart into its rows (`unroll="rows"`), each row is
-    one, `state.w[2]`; trees, and what is called `leaf_...`, are of the arguments as the user has them.
+    Inputs are those of the program: where a leaf of the arguments is taken apart into its rows (`unroll="rows"`), each row is one,
+    `state.w[2]`. Trees, and what is called `leaf_...`, are of the arguments as the user has them.
     """
 
     program: Program

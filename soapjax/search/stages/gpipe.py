@@ -12,14 +12,19 @@ from soapjax.costs.measured.layer_graph import LayerGraph, cuts
 from soapjax.errors import Problem, SoapjaxError
 
 
-def balanced_partition(graph: LayerGraph, num_stages: int) -> tuple[tuple[int, ...], ...]:
+def balanced_partition(
+    graph: LayerGraph, num_stages: int, allowed: np.ndarray | None = None
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
     """Layers of each stage.
 
+    Args:
+      allowed: [cuts, cuts] which runs of layers may be a stage; all by default.
     Raises: SoapjaxError where there are fewer layers to cut between than stages.
     """
     found = cuts(graph)
     s = found.num_cuts
-    seconds = np.where(found.is_inside, found.compute_s[None, :] - found.compute_s[:, None], np.inf)
+    is_stage = found.is_inside if allowed is None else found.is_inside & allowed
+    seconds = np.where(is_stage, found.compute_s[None, :] - found.compute_s[:, None], np.inf)
     if not 1 <= num_stages:
         raise SoapjaxError(Problem("stages", str(num_stages), "at least 1", "ask for one stage or more"))
     best = np.full(s, np.inf)
@@ -30,7 +35,7 @@ def balanced_partition(graph: LayerGraph, num_stages: int) -> tuple[tuple[int, .
         came.append(candidates.argmin(0))
         best = candidates.min(0)
     if not np.isfinite(best[-1]):
-        most = max_stages(found.is_inside)
+        most = max_stages(is_stage)
         raise SoapjaxError(
             Problem("stages", str(num_stages), f"1 to {most}: so many times can this model be cut", "ask for fewer stages")
         )
@@ -47,5 +52,5 @@ def max_stages(is_inside: np.ndarray) -> int:
     """The most stages that cuts [S, S] allow: the longest chain of prefixes."""
     longest = np.zeros(len(is_inside), int)
     for j in range(1, len(is_inside)):
-        longest[j] = 1 + longest[:j][is_inside[:j, j]].max()
-    return int(longest[-1])
+        longest[j] = 1 + longest[:j][is_inside[:j, j]].max(initial=-len(is_inside))
+    return max(int(longest[-1]), 0)

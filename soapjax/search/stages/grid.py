@@ -15,12 +15,15 @@ what a point costs is said by `StageProblem.price`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.measured.layer_graph import LayerGraph
+from soapjax.errors import SoapjaxError
 from soapjax.search.stages.gpipe import balanced_partition
 from soapjax.search.stages.stage_figures import STORED, level_between
 from soapjax.search.stages.stage_problem import Choice, StageProblem
@@ -199,9 +202,19 @@ class Grid:
         return Choice(p.schedule, p.num_microbatches, bounds, (count,) * p.groups, (inner,) * p.groups, again)
 
     def _bounds(self, stages: int) -> tuple[int, ...] | None:
-        """GPipe's balanced partition into so many stages; None where the model has too few places to cut."""
+        """GPipe's balanced partition into so many stages, even of stacked state; None where the model has too few places to cut."""
         if stages not in self.bounds:
-            layers, marks = next((x for x in self.layers if stages <= x[0].num_layers), (None, ()))
-            parts = balanced_partition(layers, stages) if layers is not None else ()
-            self.bounds[stages] = (0, *(marks[p[-1] + 1] for p in parts)) if parts else None
+            self.bounds[stages] = next(filter(None, (self._partition(*x, stages) for x in self.layers)), None)
         return self.bounds[stages]
+
+    def _partition(self, layers: LayerGraph, marks: tuple[int, ...], stages: int) -> tuple[int, ...] | None:
+        if stages > layers.num_layers:
+            return None
+        ways = self.problem.stacks.even_cuts(marks, stages) if self.problem.cuts_evenly else (None,)
+        before = np.r_[0.0, np.cumsum(layers.compute_s)]
+        found: list[tuple[float, tuple[int, ...]]] = []
+        for allowed in ways:
+            with contextlib.suppress(SoapjaxError):
+                ends = [0, *(p[-1] + 1 for p in balanced_partition(layers, stages, allowed))]
+                found.append((float(np.diff(before[ends]).max()), tuple(marks[k] for k in ends)))
+        return min(found)[1] if found else None

@@ -23,6 +23,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.search.stages.condensed_loads import CondensedLoads
+from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, memory_of, predicted_times
@@ -97,7 +98,11 @@ class StageProblem:
         self.microbatches = [num_microbatches] if num_microbatches is not None else every
         self.in_loops = inside_loops(graph, self.exact.position)
         self.cuts = self._boundaries()
+        self.stacks = Stacks(graph, self.exact.position)
         self.stages = self._numbers_of_stages(num_stages)
+        # Stacked state lies where its rows are used only where all stages have as many of them (stacks.py).
+        even = [k for k in self.stages if self._can_be_even(k)] if self.stacks and self.schedules != ("interleaved",) else []
+        self.cuts_evenly, self.stages = bool(even), even or self.stages
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
         self._looked_at: tuple[Choice, list[StageLoad]] | None = None  # the last choice: memory, estimate and price ask in turn
@@ -121,6 +126,10 @@ class StageProblem:
         # One stage, and several micro-batches: one program's way to need less memory.
         least = 1 if self.schedules == SYNCHRONOUS else 2
         return [k for k in range(least, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
+
+    def _can_be_even(self, stages: int) -> bool:
+        marks = {*self.cuts, *self.joints}
+        return any(reaches(allowed, stages) for allowed in self.stacks.even_cuts(sorted(marks), stages))
 
     @functools.cached_property
     def most_inner(self) -> int:
@@ -288,6 +297,8 @@ class StageProblem:
         if not SCHEDULES[choice.schedule].may_share_devices and choice.num_stages != groups:
             return False
         if self.always_rematerialise and not all(choice.rematerialise):
+            return False
+        if self.cuts_evenly and not self.stacks.is_even(choice.bounds, choice.counts):
             return False
         first = 0
         for count, inner in zip(choice.counts, choice.inner, strict=True):

@@ -1,0 +1,93 @@
+"""Stacked state that a pipeline cuts: which cuts leave every stage as many rows of it.
+
+A loop over layers keeps a row per layer in one array, and between steps it is one array again (execute/streams/stacked_state.py).
+Only where every stage that has rows has equally many, on devices of its own, can that array lie where its rows are used. So the
+search cuts such loops evenly, as people do; where no even cut exists, the array lies on the stage of its first row, and the others'
+rows, with their optimizer state, go there and back in every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from soapjax.graph.operators import OperatorGraph
+
+MOST_WAYS = 64  # of dealing stages out to the loops of a model
+MOST_CROWDED = 2  # times as many rows as a stage would have if all had rows: beyond, other cuts are the lesser evil
+
+
+class Stacks:
+    """The stacks of a graph: arrays whose rows are parameters of their own.
+
+    Args:
+      position: [N] of every operator its place among the forward operators.
+    """
+
+    def __init__(self, graph: OperatorGraph, position: np.ndarray):
+        of_leaf: dict[int, list[int]] = {}
+        for p, parameter in enumerate(graph.parameters):
+            if graph.leaf_of:
+                of_leaf.setdefault(graph.leaf_of[parameter.leaf], []).append(p)
+        owner = np.array([p.owner for p in graph.parameters], int)
+        # Parameters of every stack in the order of its rows, and the places of those who own them.
+        self._parameters = [np.array(mine) for mine in of_leaf.values() if len(mine) > 1]
+        self._places = [position[owner[mine]] for mine in self._parameters]
+        self._sorted = [np.sort(places) for places in self._places]
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    def _before(self, marks: Sequence[int]) -> np.ndarray:
+        """How many rows of each stack [stacks, M] stand before each mark."""
+        return np.array([np.searchsorted(places, marks) for places in self._sorted])
+
+    def is_even(self, bounds: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether stages have equally many rows of a stack, or none, on devices of their own.
+
+        Args:
+          counts: devices of every group; stage i is on group i mod G.
+        """
+        rows = np.diff(self._before(bounds), axis=1)
+        group = np.arange(rows.shape[1]) % len(counts)
+        devices = np.asarray(counts)[group]
+        return all(
+            len({*r[r > 0]}) == 1 and len({*devices[r > 0]}) == 1 and len({*group[r > 0]}) == (r > 0).sum() for r in rows
+        )  # fmt: skip
+
+    def even_cuts(self, marks: Sequence[int], stages: int) -> Iterator[np.ndarray]:
+        """For every way of dealing so many stages out to the loops: which runs marks[a] : marks[b] may be a stage [M, M]."""
+        before = self._before(marks)
+        rows = before[:, None, :] - before[:, :, None]
+        lengths = np.array([len(places) for places in self._places])
+        loops = sorted({*lengths.tolist()})
+        divisors = ([n for n in range(1, min(length, stages) + 1) if length % n == 0] for length in loops)
+        ways = sorted(itertools.product(*divisors), key=lambda way: -sum(way))  # most stages with rows first
+        for way in ways[:MOST_WAYS]:
+            each = lengths // np.array(way)[np.searchsorted(loops, lengths)]
+            if (each > MOST_CROWDED * -(-lengths // stages)).any():
+                continue
+            yield ((rows == 0) | (rows == each[:, None, None])).all(0)
+
+    def elsewhere(self, bounds: Sequence[int], stored_bytes: np.ndarray) -> np.ndarray:
+        """Bytes [S, S] of rows that stage t works with, and their state, of arrays that lie on stage s.
+
+        Args:
+          stored_bytes: [P] of every parameter with its optimizer state, on one device of its stage.
+        """
+        found = np.zeros((len(bounds) - 1,) * 2)
+        for mine, places in zip(self._parameters, self._places, strict=True):
+            stage = np.searchsorted(bounds, places, side="right") - 1
+            np.add.at(found, (stage[0], stage), stored_bytes[mine])
+        return found * (1 - np.eye(len(found)))
+
+
+def reaches(allowed: np.ndarray, stages: int) -> bool:
+    """Whether so many runs, one after the other, lead from the first mark to the last; `allowed`: [M, M], of runs."""
+    forwards = np.triu(allowed, 1)
+    at = np.arange(len(allowed)) == 0
+    for _ in range(stages):
+        at = (at[:, None] & forwards).any(0)
+    return bool(at[-1])
