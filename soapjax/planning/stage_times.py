@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from soapjax.planning.stage_sends import peak_sent_bytes, sends_among_replicas, 
 from soapjax.search.objective import Objective
 from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stacks import Stacks
-from soapjax.search.stages.stage_figures import Figures, level_between
+from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
@@ -96,7 +96,8 @@ def simulated_stages(
     counts = [c for _, c in shares]
     crossing = loads.crossing(bounds, counts, num, figures)
     sends += sends_between(len(loads.whole.tasks), crossing, num)
-    away = _elsewhere(loads, bounds, counts, figures)
+    # Of stacked state that is not cut evenly: what lies on one stage although another works with it.
+    away = Stacks(loads.whole, loads.position).elsewhere(bounds, counts, figures[0].stored_bytes)
     found, serial = ([x._replace(state_bytes=x.state_bytes + more) for x, more in zip(xs, away.sum(1))] for xs in (found, serial))
     for s, t in np.argwhere(away).tolist():
         size, others = float(away[s, t]) * counts[s], crossing.get((s, t), CrossingBytes())
@@ -118,11 +119,3 @@ def simulated_stages(
     return StageTimes(
         pipeline, timeline, tuple(inside), topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
     )
-
-
-def _elsewhere(loads: StageLoads, bounds: Sequence[int], counts: Sequence[int], figures: Sequence[Figures]) -> np.ndarray:
-    """Bytes per device [S, S] of stacked state that lies on stage s although stage t works with it."""
-    stacks = Stacks(loads.whole, loads.position)
-    if not stacks or stacks.is_even(bounds, counts):
-        return np.zeros((len(counts), len(counts)))
-    return stacks.elsewhere(bounds, figures[0].stored_bytes)

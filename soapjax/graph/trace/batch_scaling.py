@@ -29,7 +29,7 @@ ZERO = Scaling(0.0, True)
 
 _KEEP = {
     "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze", "copy", "copy_p", "rev",
-    "reduce_precision", "real", "imag", "name", "optimization_barrier", "expand_dims", "abs", "reduce_max", "reduce_min",
+    "reduce_precision", "real", "imag", "name", "expand_dims", "abs", "reduce_max", "reduce_min",
     "stop_gradient", "sharding_constraint", "reduce_window_max", "split",
 }  # fmt: skip
 _FIRST = {"gather", "dynamic_slice"}  # as the first operand; the others are indices
@@ -70,6 +70,8 @@ class _Scaler:
                 self.data.update(eqn.outputs)
             if eqn.body is not None:
                 self.loop(eqn, other)
+            elif eqn.name == "optimization_barrier":  # of many values, each as it was
+                self.found.update(zip(eqn.outputs, map(self.read, eqn.inputs, other.inputs), strict=True))
             else:
                 result = self.equation(eqn, other)
                 self.found.update(dict.fromkeys(eqn.outputs, result))

@@ -2,8 +2,8 @@
 
 A loop over layers keeps a row per layer in one array, and between steps it is one array again (execute/streams/stacked_state.py).
 Only where every stage that has rows has equally many, on devices of its own, can that array lie where its rows are used. So the
-search cuts such loops evenly, as people do; where no even cut exists, the array lies on the stage of its first row, and the others'
-rows, with their optimizer state, go there and back in every step.
+search cuts such loops evenly, as people do; where no even cut exists, and for some small arrays, the array lies on the stage of its
+first row, and the others' rows, with their optimizer state, go there and back in every step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from soapjax.graph.operators import OperatorGraph
 
 MOST_WAYS = 64  # of dealing stages out to the loops of a model
+SMALL = 0.05  # of the bytes of all stacks: biases and scales, which may belong to a neighbour's operator, are cut as it comes
 MOST_CROWDED = 2  # times as many rows as a stage would have if all had rows: beyond, other cuts are the lesser evil
 
 
@@ -36,6 +37,8 @@ class Stacks:
         self._parameters = [np.array(mine) for mine in of_leaf.values() if len(mine) > 1]
         self._places = [position[owner[mine]] for mine in self._parameters]
         self._sorted = [np.sort(places) for places in self._places]
+        size = np.array([sum(graph.tensors[graph.parameters[p].tensor].size_bytes for p in mine) for mine in self._parameters])
+        self._share = size / max(size.sum(), 1)  # of all stacks
 
     def __bool__(self) -> bool:
         return bool(self._parameters)
@@ -45,42 +48,47 @@ class Stacks:
         return np.array([np.searchsorted(places, marks) for places in self._sorted])
 
     def is_even(self, bounds: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether stages have equally many rows of a stack, or none, on devices of their own.
+        """Whether stages have equally many rows of a stack, or none, on devices of their own, of all stacks but small ones.
 
         Args:
           counts: devices of every group; stage i is on group i mod G.
         """
+        return bool(self._share @ ~self._even(bounds, counts) <= SMALL)
+
+    def _even(self, bounds: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+        """Of every stack [stacks]."""
         rows = np.diff(self._before(bounds), axis=1)
         group = np.arange(rows.shape[1]) % len(counts)
         devices = np.asarray(counts)[group]
-        return all(
+        return np.array([
             len({*r[r > 0]}) == 1 and len({*devices[r > 0]}) == 1 and len({*group[r > 0]}) == (r > 0).sum() for r in rows
-        )  # fmt: skip
+        ])  # fmt: skip
 
     def even_cuts(self, marks: Sequence[int], stages: int) -> Iterator[np.ndarray]:
         """For every way of dealing so many stages out to the loops: which runs marks[a] : marks[b] may be a stage [M, M]."""
-        before = self._before(marks)
+        is_large = np.cumsum(np.sort(self._share))[np.argsort(np.argsort(self._share))] > SMALL
+        before = self._before(marks)[is_large]
         rows = before[:, None, :] - before[:, :, None]
-        lengths = np.array([len(places) for places in self._places])
+        lengths = np.array([len(places) for places in self._places])[is_large]
         loops = sorted({*lengths.tolist()})
         divisors = ([n for n in range(1, min(length, stages) + 1) if length % n == 0] for length in loops)
         ways = sorted(itertools.product(*divisors), key=lambda way: -sum(way))  # most stages with rows first
         for way in ways[:MOST_WAYS]:
             each = lengths // np.array(way)[np.searchsorted(loops, lengths)]
-            if (each > MOST_CROWDED * -(-lengths // stages)).any():
-                continue
-            yield ((rows == 0) | (rows == each[:, None, None])).all(0)
+            if (each <= MOST_CROWDED * -(-lengths // stages)).all():
+                yield ((rows == 0) | (rows == each[:, None, None])).all(0)
 
-    def elsewhere(self, bounds: Sequence[int], stored_bytes: np.ndarray) -> np.ndarray:
-        """Bytes [S, S] of rows that stage t works with, and their state, of arrays that lie on stage s.
+    def elsewhere(self, bounds: Sequence[int], counts: Sequence[int], stored_bytes: np.ndarray) -> np.ndarray:
+        """Bytes per device [S, S] of rows that stage t works with, and their state, of arrays that lie on stage s.
 
         Args:
           stored_bytes: [P] of every parameter with its optimizer state, on one device of its stage.
         """
         found = np.zeros((len(bounds) - 1,) * 2)
-        for mine, places in zip(self._parameters, self._places, strict=True):
-            stage = np.searchsorted(bounds, places, side="right") - 1
-            np.add.at(found, (stage[0], stage), stored_bytes[mine])
+        if self._places:
+            for k in np.flatnonzero(~self._even(bounds, counts)):
+                stage = np.searchsorted(bounds, self._places[k], side="right") - 1
+                np.add.at(found, (stage[0], stage), stored_bytes[self._parameters[k]])
         return found * (1 - np.eye(len(found)))
 
 
