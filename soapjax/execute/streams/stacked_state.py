@@ -102,9 +102,7 @@ class StackedState:
       donate: whether results may take the memory of state.
     """
 
-    def __init__(
-        self, rows: tuple[Sequence[int], Sequence[int]], state: dict[int, int], shardings: Sequence[Any], *, donate: bool
-    ):
+    def __init__(self, rows: tuple[Sequence[int], Sequence[int]], state: dict[int, int], shardings: Sequence[Any], *, donate: bool):
         self._in_rows, self._out_rows, self._state, self._donate = *rows, state, donate
         of_leaves = _split(shardings, self._in_rows)
         self._stacks = {k: Stack(s) for k, s in enumerate(of_leaves) if len(s) > 1}

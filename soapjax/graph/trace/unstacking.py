@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from soapjax.graph.trace.union_find import UnionFind
 
@@ -68,6 +69,7 @@ class _Unstacking:
         self.rows: dict[int, list[Any]] = {}  # of every value that was taken apart
         self.unit: dict[int, Any] = {}  # value [1, ...] -> the row that it is
         self.same: dict[int, Any] = {}  # value -> the row that stands for it
+        self.zeros: set[int] = set()  # rows that are
         self.out: list[Record] = []
 
     def run(self) -> Unstacked:
@@ -95,7 +97,7 @@ class _Unstacking:
         whole: set[int] = set()  # what is read, or computed, in a way that is not row by row
         made_of_rows: set[int] = set()
         for r in (r for r in self.records if "const" not in r):
-            if self._stacked(r) is not None:
+            if self._stacked(r) is not None or self._padded(r) is not None:
                 made_of_rows.update(r["outputs"])
             elif (at := self._row_read(r)) is not None:
                 read_rows.setdefault(r["inputs"][0], set()).add(at)
@@ -137,6 +139,15 @@ class _Unstacking:
         if r["primitive"].name == "concatenate" and r["params"]["dimension"] == 0 and len(r["inputs"]) > 1:
             return list(r["inputs"]) if all(self._length(a) == 1 for a in r["inputs"]) else None
         return None
+
+    def _padded(self, r: Record) -> int | None:
+        """Of an equation that puts one row among rows of zeros (the gradient of reading it) which one it is."""
+        if r["primitive"].name != "pad" or self._length(r["inputs"][0]) != 1:
+            return None
+        (low, high, inner), *others = (tuple(map(int, dim)) for dim in r["params"]["padding_config"])
+        value = getattr(r["inputs"][1], "val", None)
+        is_row = value is not None and not np.any(value) and not any(map(any, others))
+        return low if is_row and low >= 0 and high >= 0 and not inner else None
 
     def _row_read(self, r: Record) -> int | None:
         """The row that an equation takes out of its operand."""
@@ -185,6 +196,11 @@ class _Unstacking:
         name, outputs, read = r["primitive"].name, r["outputs"], _values(r["inputs"])
         if (stacked := self._stacked(r)) is not None and outputs[0] in self.taken:
             self.rows[outputs[0]] = stacked if name == "stack" else [self._first(a, r) for a in stacked]
+        elif (at := self._padded(r)) is not None and outputs[0] in self.taken:
+            (zeros,) = self._trace(lambda x: jax.numpy.zeros_like(x[0]), [r["inputs"][0]], r)
+            self.zeros.add(zeros)
+            self.rows[outputs[0]] = [zeros] * self._length(outputs[0])
+            self.rows[outputs[0]][at] = self._first(r["inputs"][0], r)
         elif (at := self._row_read(r)) is not None and read[0] in self.rows:
             self._read_row(r, self.rows[read[0]][at])
         elif name in ("squeeze", "reshape") and read and read[0] in self.unit and self._is_row(outputs[0], read[0]):
@@ -208,7 +224,7 @@ class _Unstacking:
         inputs = list(zip(*operands, strict=True))
         if found.folds is None:
             aval = self._row_aval(r["outputs"][0])
-            self.rows[r["outputs"][0]] = [self._emit(r, found.params, row, aval) for row in inputs]
+            self.rows[r["outputs"][0]] = [self._row(r, found.params, row, aval) for row in inputs]
             return
         aval = self._aval(r["outputs"][0])
         parts = [self._emit(r, found.params, row, aval) if found.params["axes"] else row[0] for row in inputs]
@@ -218,6 +234,14 @@ class _Unstacking:
         o = self._fresh(aval)
         self.out.append(dict(r, params=params, inputs=tuple(inputs), outputs=(o,)))
         return o
+
+    def _row(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> Any:
+        """One row of a result; of a sum with a row of zeros, the other one."""
+        if r["primitive"].name in ("add", "add_any"):
+            rest = [a for a in inputs if not isinstance(a, int) or a not in self.zeros]
+            if len(rest) < len(inputs):
+                return (rest or inputs)[0]
+        return self._emit(r, params, inputs, aval)
 
     def _per_row(self, a: Any, has_rows: bool, length: int, r: Record) -> list[Any]:
         """An operand, row by row."""

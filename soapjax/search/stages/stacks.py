@@ -17,7 +17,7 @@ from soapjax.graph.operators import OperatorGraph
 
 MOST_WAYS = 64  # of dealing stages out to the loops of a model
 SMALL = 0.05  # of the bytes of all stacks: biases and scales, which may belong to a neighbour's operator, are cut as it comes
-MOST_CROWDED = 2  # times as many rows as a stage would have if all had rows: beyond, other cuts are the lesser evil
+MOST_CROWDED = 1.5  # times as many rows as a stage would have if all had rows: beyond, other cuts are the lesser evil
 
 
 class Stacks:

@@ -1,0 +1,110 @@
+"""Stacked state of pipelines: one array for the user, whose rows lie on the stages that work with them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import soapjax
+from models import transformer_lm
+from soapjax.execute.compiled.stream_inspection import inspect_stream
+from soapjax.execute.streams.stacked_state import Stack
+from soapjax.execute.streams.stages import step_of_plan
+from soapjax.graph.trace.tracing import trace
+from soapjax.planning.plan_files import recost
+from soapjax.strategy.plan import Plan
+
+SPECS = [PartitionSpec(), PartitionSpec("d"), PartitionSpec(None, "d"), PartitionSpec("d", None)]
+
+
+def on(devices, spec):
+    return NamedSharding(Mesh(np.array(jax.devices()[devices]), ("d",)), spec)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("stages", [[4, 4], [2, 2, 2, 2], [4, 2], [3, 5], [8]])
+def test_rows_go_apart_and_together_again(stages, seed):
+    rng = np.random.default_rng([seed, *stages])
+    ends = list(itertools.accumulate(stages))
+    each = rng.integers(1, 3, len(stages)) if seed % 2 else np.full(len(stages), 2)
+    slices = [slice(end - n, end) for n, end in zip(stages, ends, strict=True)]
+    shardings = [on(s, SPECS[rng.integers(len(SPECS))]) for s, n in zip(slices, each, strict=True) for _ in range(n)]
+    stack = Stack(shardings)
+    assert stack.is_even == (len(set(stages)) == 1 and len(set(each)) == 1)
+    given = np.asarray(rng.normal(size=(len(shardings), 120, 120)), np.float32)
+    rows = stack.apart(jnp.asarray(given), give=False)
+    for row, sharding, wanted in zip(rows, shardings, given, strict=True):
+        assert row.sharding.is_equivalent_to(sharding, 2)
+        np.testing.assert_array_equal(row, wanted)
+    whole = stack.together(rows)
+    np.testing.assert_array_equal(whole, given)
+    assert whole.sharding.is_equivalent_to(stack.sharding, 3) and all(row.is_deleted() for row in rows)
+    if stack.is_even:  # every device holds rows of its own stage alone
+        for shard in whole.addressable_shards:
+            mine = next(k for k, s in enumerate(slices) if shard.device.id in range(s.start, s.stop))
+            assert shard.index[0] == slice(mine * each[0], (mine + 1) * each[0], None) or len(stages) == 1
+    again = stack.apart(whole, give=True)
+    assert whole.is_deleted()
+    np.testing.assert_array_equal(np.stack(again), given)
+
+
+def scanning(layers, optimizer):
+    """Layers of a scan, computed again in the backward pass."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    def loss(params, batch):
+        return (jax.lax.scan(layer, batch @ params["first"], params["layers"])[0] ** 2).mean()
+
+    def step(state, batch):
+        params, inner = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, inner = optimizer.update(gradients, inner, params)
+        return (optax.apply_updates(params, updates), inner), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = {"up": jax.random.normal(keys[0], (layers, 16, 24)) / 4, "down": jax.random.normal(keys[1], (layers, 24, 16)) / 4}
+    params = {"first": jax.random.normal(keys[2], (8, 16)), "layers": layers}
+    return step, (params, optimizer.init(params)), jax.random.normal(keys[3], (32, 8))
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "schedule"),
+    [(6, 4, "gpipe"), (5, 3, "1f1b"), (4, 2, "zb-h1"), (4, 2, "interleaved")],
+)
+def test_a_pipeline_of_a_loop_trains_as_one_device(layers, stages, schedule):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    step, state, batch = scanning(layers, optimizer)
+    plan, _ = soapjax.plan_pipeline(
+        step, state, batch, pipeline=schedule, topology="cpu8", stages=stages, microbatches=4, proposals=20
+    )  # fmt: skip
+    plan = Plan.loads(plan.dumps())
+    run, wanted = soapjax.soap_shard(step, plan=plan), state
+    single = jax.jit(step)
+    state = jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        state, value = run(state, batch)
+        wanted, value_alone = single(wanted, batch)
+        np.testing.assert_allclose(value, value_alone, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, wanted)
+    placed = run.shard(wanted)
+    assert jax.tree.map(lambda x: x.sharding, placed) == jax.tree.map(lambda x: x.sharding, state)
+    jax.tree.map(np.testing.assert_array_equal, placed, wanted)
+
+
+def test_memory_of_a_scanned_model_is_as_predicted():
+    """Stages once held all layers' weights, of which the prediction knew nothing."""
+    made = transformer_lm.make(layers=2, width=64, heads=2, batch=8, seq=16, vocab=64, scan=True)
+    plan, _ = soapjax.plan_pipeline(*made, pipeline="1f1b", topology="cpu8", stages=2, microbatches=2, proposals=1)
+    assert recost(plan, trace(*made, unroll=plan.unroll)).prediction == plan.prediction
+    run = step_of_plan(*made, plan=plan).streamed
+    found = inspect_stream(run.dispatches(), run.argument_structs()).memory_bytes
+    for i, stage in enumerate(plan.pipeline.stages):
+        compiled = max(found[d] for d in stage.devices)
+        assert plan.prediction.memory_parts_bytes[f"stage {i}"] == pytest.approx(compiled, rel=0.15)
