@@ -24,7 +24,7 @@ from soapjax.graph.condensing import loops_over_layers
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.graph.trace.tracing import TracedStep, Unroll, trace
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
@@ -254,7 +254,7 @@ def _verified(
 
 def plan_of_strategy(
     problem: PlanningProblem, strategy: Strategy, *, model: ModelSource | None = None, provenance: Provenance = Provenance(),
-    unroll: bool = False,
+    unroll: Unroll = False,
 ) -> Plan:  # fmt: skip
     """The plan of any strategy of a problem's space, with its specs and prediction."""
     simulator = problem.simulator

@@ -99,9 +99,10 @@ def simulated_stages(
     # Of stacked state that is not cut evenly: what lies on one stage although another works with it.
     away = Stacks(loads.whole, loads.position).elsewhere(bounds, counts, figures[0].stored_bytes)
     found, serial = ([x._replace(state_bytes=x.state_bytes + more) for x, more in zip(xs, away.sum(1))] for xs in (found, serial))
-    for s, t in np.argwhere(away).tolist():
-        size, others = float(away[s, t]) * counts[s], crossing.get((s, t), CrossingBytes())
-        crossing[s, t] = others._replace(parameters=others.parameters + size, sums=others.sums + size)
+    for source, target in np.argwhere(away).tolist():
+        size = float(away[source, target]) * counts[source]
+        others = crossing.get((source, target), CrossingBytes())
+        crossing[source, target] = others._replace(parameters=others.parameters + size, sums=others.sums + size)
     transfers = transfers_of(crossing, topology, [f for f, _ in shares], counts)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]

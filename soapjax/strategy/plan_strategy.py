@@ -11,6 +11,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import PHASE_NAMES
+from soapjax.graph.trace.tracing import Unroll
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
     MeshPart,
@@ -79,7 +80,7 @@ def mesh_part(mesh: FactorMesh) -> MeshPart:
 
 def make_plan(
     space: SearchSpace, topology: DeviceTopology, strategy: Strategy, on_mesh: MeshPlan, prediction: Prediction, *,
-    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: bool = False,
+    model: ModelSource | None = None, provenance: Provenance = Provenance(), unroll: Unroll = False,
     profile: dict[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """A plan of one program, from a strategy and what it says of the mesh; `profile`: the measurements behind the prediction."""

@@ -31,7 +31,7 @@ class _Rows(NamedTuple):
     shardings: tuple[NamedSharding, ...]  # of each
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Any:
         return self.shardings[0].mesh
 
     def stacked(self, row: PartitionSpec) -> NamedSharding:
@@ -127,8 +127,8 @@ class StackedState:
 
 
 def _split(values: Sequence[Any], rows: Sequence[int]) -> list[list[Any]]:
-    values = iter(values)
-    return [list(itertools.islice(values, n)) for n in rows]
+    rest = iter(values)
+    return [list(itertools.islice(rest, n)) for n in rows]
 
 
 def _is_even(runs: Sequence[_Rows]) -> bool:

@@ -165,18 +165,18 @@ def trace(
     if axes or strip_constraints:
         closed = for_one_program(closed, axes, strip_constraints=strip_constraints)
     arguments = [*dynamic, *(kwargs[k] for k in sorted(kwargs))]
-    all_names = (*names, *sorted(kwargs))
+    of_arguments = (*names, *sorted(kwargs))
     pairs = _state_pairs(arguments, out_info)
     apart = pairs if unroll == "rows" else None
     program = flatten(closed, unroll=bool(unroll), has_rule=is_known, apart=apart, elementwise=ELEMENTWISE)
     in_rows, out_rows = program.rows
-    paths = tuple(p for n, a in zip(all_names, arguments, strict=True) for p in leaf_paths(a, n))
+    paths = tuple(p for n, a in zip(of_arguments, arguments, strict=True) for p in leaf_paths(a, n))
     in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
     out_tree = jax.tree_util.tree_structure(out_info)
     return TracedStep(
         program, in_tree, out_tree, paths, signature(arguments)[1], pairs, in_paths=_paths_of_rows(paths, in_rows),
         out_paths=_paths_of_rows(leaf_paths(out_info, "out"), out_rows), state_pairs=_pairs_of_rows(pairs, in_rows, out_rows),
-        in_names=all_names,
+        in_names=of_arguments,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class _Unstacking:
 
     def _groups(self) -> set[int]:
         """Values whose group has state that is read row by row, or consists of stacks that are; nothing reads it whole."""
-        groups = UnionFind()
+        groups, tied_values = UnionFind(), set[int]()
         read_rows: dict[int, set[int]] = {}
         whole: set[int] = set()  # what is read, or computed, in a way that is not row by row
         made_of_rows: set[int] = set()
@@ -108,9 +108,10 @@ class _Unstacking:
                 whole.update(set(_values(r["inputs"])) - {a for pair in tied for a in pair})
                 for a, b in tied:
                     groups.union(a, b)
+                    tied_values |= {a, b}
         state = {self.inputs[k] for k in self.state}
         members: dict[Any, set[int]] = {}
-        for v in {*read_rows, *groups.parent}:
+        for v in tied_values | read_rows.keys():
             members.setdefault(groups.find(v), set()).add(v)
         taken: set[int] = set()
         for group in members.values():
