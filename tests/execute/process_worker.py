@@ -26,12 +26,16 @@ FLOOR = 4 * float(np.finfo(np.float32).eps) / BOUND  # of the norm of all gradie
 MODELS = {
     "mlp": (mlp, dict(batch=16, width=16, layers=4, features=8)),
     "nmt": (nmt, dict(batch=8, seq=2, hidden=8, layers=1, vocab=32)),
+    "scan": (transformer_lm, dict(batch=8, seq=4, width=8, layers=4, heads=1, vocab=16, scan=True)),
     "tied": (transformer_lm, dict(batch=8, seq=4, width=8, layers=1, heads=1, vocab=16, tie=True)),
 }
 
 
 def sharded_step(step, arguments, kind):
     devices = jax.devices()
+    if kind == "planned":
+        num = jax.process_count()
+        return soapjax.soap_shard(step, devices=devices, pipeline="1f1b", stages=num, microbatches=4, proposals=1)
     if kind not in ("pinned", "random", "one"):
         graph, _ = build_graph(soapjax.trace(step, *arguments))
         if kind == "replicas":  # two stages with a replica per process: in one round of minibatches nothing is stale

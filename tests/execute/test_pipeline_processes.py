@@ -65,3 +65,10 @@ def test_operators_pinned_to_processes(free_port, count):
 @pytest.mark.parametrize("devices_each", [1, 2])
 def test_four_processes(free_port, devices_each):
     check(run_processes(free_port, ["mlp/1f1b", "tied/1f1b", "tied/gpipe", "mlp/pinned"], 4, devices_each), last_is_empty=(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices_each", [1, 2])
+def test_stacked_state_on_two_processes(free_port, devices_each):
+    """Rows on both, of arrays that are one for the user; biases and scales, which are cut unevenly, go to and fro."""
+    check(run_processes(free_port, ["scan/planned"], 2, devices_each), random=(0,))

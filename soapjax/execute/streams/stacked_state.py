@@ -80,7 +80,7 @@ class Stack:
         stacked = [
             put(*itertools.islice(here, len(part.shardings))) for part, put in zip(self._parts, self._put, strict=True)
         ]  # fmt: skip
-        for row in rows:
+        for row in rows[: self._kept]:  # what is sent to another process, JAX does not keep from being let go
             row.delete()
         return _blocks(stacked, (len(rows), *rows[0].shape), self.sharding)
 
