@@ -143,7 +143,6 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
     within("state_pairs: inputs", [i for i, _ in graph.state_pairs], 0, inputs)
     within("state_pairs: outputs", [o for _, o in graph.state_pairs], 0, outputs)
     within("leaf_of", graph.leaf_of, 0, inputs)
-    within("leaf_of: entries", [len(graph.leaf_of)] if graph.leaf_of else [], inputs, inputs + 1)
     found.raise_any()  # what follows looks operators and tensors up
     for i, parameter in enumerate(graph.parameters):
         within(f"parameters.{i}: storage_dims", parameter.storage_dims, 0, len(graph.tensors[parameter.tensor].shape))

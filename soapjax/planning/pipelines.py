@@ -28,6 +28,9 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
 PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))
+NOT_EVEN = (
+    "stages have unequal numbers of a loop's layers: its stacked arrays lie on the first, and rows go to and fro in every step"
+)
 NEAR = 0.02  # relative step time that few blocks of a deep model may be off
 EXACT_SHARE = 0.3  # of the seconds, for pricing what was found on the whole graph
 MOST_EXACT = 4  # pipelines that are priced on the whole graph, until one fits
@@ -100,6 +103,8 @@ def find_pipeline(
         priced, times = _as_it_runs(problem, [result.best, seen, *result.others])
         figures |= {name: problem.figures(p) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
+        if problem.stacks and not problem.stacks.is_even(priced.choice.bounds, priced.choice.counts):
+            notes = (NOT_EVEN, *notes)
         notes = (problem.sentence(priced.choice), *notes)
         found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
     if not found.times.is_feasible:

@@ -15,6 +15,7 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stacked_state import Stack
 from soapjax.execute.streams.stages import step_of_plan
 from soapjax.graph.trace.tracing import trace
+from soapjax.planning.pipelines import NOT_EVEN
 from soapjax.planning.plan_files import recost
 from soapjax.strategy.plan import Plan
 
@@ -85,6 +86,7 @@ def test_a_pipeline_of_a_loop_trains_as_one_device(layers, stages, schedule):
     plan, _ = soapjax.plan_pipeline(
         step, state, batch, pipeline=schedule, topology="cpu8", stages=stages, microbatches=4, proposals=20
     )  # fmt: skip
+    assert (NOT_EVEN in plan.provenance.notes) == ((layers, stages) == (5, 3) or schedule == "interleaved")
     plan = Plan.loads(plan.dumps())
     run, wanted = soapjax.soap_shard(step, plan=plan), state
     single = jax.jit(step)

@@ -114,6 +114,8 @@ def check_graph(graph: OperatorGraph) -> None:
     names = [o.name for o in graph.operators]
     if len(set(names)) != len(names):
         wrong("operators", sorted({n for n in names if names.count(n) > 1}), "unique names")
+    if len(graph.leaf_of) not in (0, len(graph.in_paths)):
+        wrong("leaf_of", f"{len(graph.leaf_of)} entries", f"one for each of {len(graph.in_paths)} inputs, or none")
     written: set[int] = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0}
     carried = {e.target for e in graph.entries}
     makers: dict[int, int] = {}
