@@ -154,13 +154,13 @@ def plan_staged(
     """As `plan_pipeline`.
 
     Args:
-      graph: of the step, where it has been traced before.
+      graph: of the step, where it has been traced before, as the request says.
       slower_than_s: a step time that the pipeline is to come near.
     Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
-    graph = _traced_graph(asked, fn, *args) if graph is None else graph
-    require_operators(graph)
+    if not asked.unroll and graph is None:
+        graph = _traced_graph(asked, fn, *args)
     if asked.unroll or loops_over_layers(graph):
         remarks = remarks if asked.unroll else (*remarks, UNROLLED)
         asked = asked.but(unroll="rows")
@@ -182,7 +182,9 @@ def plan_staged(
 def _traced_graph(asked: PlanRequest, fn: Callable[..., Any], *args: Any) -> OperatorGraph:
     step = trace(fn, *args, **asked.tracing)
     with own_configuration():
-        return build_graph(step)[0]
+        graph = build_graph(step)[0]
+    require_operators(graph)
+    return graph
 
 
 def _proposals(asked: PlanRequest) -> int | None:
