@@ -298,7 +298,7 @@ class _Oracle:
                 return True
         return False
 
-    @property
+    @functools.cached_property
     def waiting(self) -> set[int]:
         """Gradients that nothing but their own parameter's update reads."""
         found = set()
