@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, TINY, call, done, plan_text, step_of
+from ranks import flags_without_devices
 
 from soapjax import Plan
 from soapjax.cli.arguments import COMMANDS
@@ -225,8 +226,7 @@ def test_help_lists_the_commands():
 
 def started(*argv, hash_seed="0", **streams):
     """A process of its own, which finds one CPU and must start the fake devices by itself."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env |= {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"XLA_FLAGS": flags_without_devices(), "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "soapjax", *map(str, argv)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, **streams)
 

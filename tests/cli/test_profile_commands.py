@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import ROOT, TINY, call, done, step_of
+from ranks import flags_without_devices
 
 from soapjax import Plan
 from soapjax.costs.measured.profile import load_profile, save_profile
@@ -132,7 +133,7 @@ def test_fake_devices_are_not_timed():
 
 def one_device(*argv):
     """A process with one real CPU device."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": flags_without_devices(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "soapjax", *map(str, argv), "--json"]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
@@ -201,7 +202,7 @@ def test_two_real_processes_take_the_same_measured_best():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": flags_without_devices(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(Path(__file__).parent / "two_processes.py")]
     both = [subprocess.Popen([*command, str(r), str(port)], env=env, stdout=subprocess.PIPE, text=True) for r in range(2)]
     try:
