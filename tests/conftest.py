@@ -76,7 +76,7 @@ def forget_programs():
 
 
 def give_back():
-    """Freed memory to the system, where the C library can: kept, it counts as resident, and each module after this one forgets all."""
+    """Freed memory to the system, where the C library can: kept, it would count as resident after every further module."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
