@@ -8,6 +8,7 @@ places programs yet.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,6 +115,11 @@ class SearchSpace:
             if self.divides(n, values):
                 yield values
 
+    @functools.cached_property
+    def _choices(self) -> list[list[list[int]]]:
+        """By operator."""
+        return [self.choices(n) for n in range(self.graph.num_operators)]
+
     def choices(self, n: int) -> list[list[int]]:
         """Per axis what operator `n` may do with it, whatever it does with the others."""
         per_axis = [[v - 1 for v in range(self.allowed.shape[2]) if self.allowed[n, a, v]] for a in range(self.num_axes)]
@@ -150,20 +156,14 @@ class SearchSpace:
     def random(self, rng: np.random.Generator) -> Strategy:
         """A valid strategy: axis by axis a uniform choice among what still divides."""
         start = replicated(self.graph, self.mesh)
-        for n in range(self.graph.num_operators):
-            values = [REPLICATE] * self.num_axes
-            for a in rng.permutation(self.num_axes):
-                choices = []
-                for v in range(-1, self.allowed.shape[2] - 1):
-                    if self.allowed[n, a, v + 1]:
-                        trial = [*values]
-                        trial[a] = v
-                        if self.divides(n, trial):
-                            choices.append(v)
-                if self.may_pin(n) and self.mesh.axis_sizes[a] > 1:
-                    choices += [PIN(i) for i in range(self.mesh.axis_sizes[a])]
-                values[a] = int(rng.choice(choices))
-            start.axes[n] = values
+        for n, left in enumerate(self.divisors.tolist()):  # what of each dim is not split yet
+            per_axis = self._choices[n]
+            for a in rng.permutation(self.num_axes).tolist():
+                size = self.mesh.axis_sizes[a]
+                choices = [v for v in per_axis[a] if v < 0 or left[v] % size == 0]
+                start.axes[n, a] = value = choices[rng.integers(len(choices))]
+                if value >= 0:
+                    left[value] //= size
             if self.owns_parameters[n]:
                 start.storage[n] = rng.integers(len(self.storages))
         return start
