@@ -165,21 +165,28 @@ class StagePart:
 
     def seconds(self, phase: int, tasks: set[int] | None = None) -> float:
         """Makespan of one phase's tasks, or of those of the graph's `tasks`, each stream in program order."""
-        needs, streams, durations = self.own.needs, self.own.streams(overlap=self.overlap), self.figures.seconds
+        needs, streams = self.own.needs, self.own.streams(overlap=self.overlap)
         free = [0.0] * self.own.schedule.occupies.shape[1]
         end: dict[int, float] = {}
         last = 0.0
-        for t in np.flatnonzero(self.owned & (self.phase == phase)).tolist():
-            if tasks is not None and int(self.own.graph_task[t]) not in tasks:
+        rows = np.flatnonzero(self.owned & (self.phase == phase))
+        graph_tasks, durations = self.own.graph_task[rows].tolist(), self.figures.seconds[rows].tolist()
+        for t, graph_task, took in zip(rows.tolist(), graph_tasks, durations, strict=True):
+            if tasks is not None and graph_task not in tasks:
                 continue
-            ready = max((end.get(p, 0.0) for p in needs[t]), default=0.0)
-            took = float(durations[t])
+            ready = 0.0
+            for p in needs[t]:  # written out: most of a grid's search is in here
+                if p in end and end[p] > ready:
+                    ready = end[p]
             if took > 0:
-                ready = max([ready, *(free[s] for s in streams[t])])
+                for s in streams[t]:
+                    if free[s] > ready:
+                        ready = free[s]
                 for s in streams[t]:
                     free[s] = ready + took
-            end[t] = ready + took
-            last = max(last, end[t])
+            end[t] = ready = ready + took
+            if ready > last:
+                last = ready
         return last
 
     @cached_property
