@@ -69,7 +69,7 @@ class _Unstacking:
         self.rows: dict[int, list[Any]] = {}  # of every value that was taken apart
         self.unit: dict[int, Any] = {}  # value [1, ...] -> the row that it is
         self.same: dict[int, Any] = {}  # value -> the row that stands for it
-        self.zeros: set[int] = set()  # rows that are
+        self.zeros: set[int] = set()  # values that are known to be
         self.out: list[Record] = []
 
     def run(self) -> Unstacked:
@@ -146,8 +146,7 @@ class _Unstacking:
         if r["primitive"].name != "pad" or self._length(r["inputs"][0]) != 1:
             return None
         (low, high, inner), *others = (tuple(map(int, dim)) for dim in r["params"]["padding_config"])
-        value = getattr(r["inputs"][1], "val", None)
-        is_row = value is not None and not np.any(value) and not any(map(any, others))
+        is_row = _is_zero(r["inputs"][1]) and not any(map(any, others))
         return low if is_row and low >= 0 and high >= 0 and not inner else None
 
     def _row_read(self, r: Record) -> int | None:
@@ -208,9 +207,13 @@ class _Unstacking:
             self.same[outputs[0]] = self.unit[read[0]]
         elif name == "optimization_barrier" and any(a in self.rows for a in read):
             self._barrier(r)
+        elif name == "add_any" and (rest := self._without_zeros(r["inputs"])) is not None and outputs[0] not in self.taken:
+            self.same[outputs[0]] = rest  # what all layers add to starts as zeros
         elif (any(a in self.rows for a in read) or outputs[0] in self.taken) and (found := self._row_wise(r)) is not None:
             self._by_row(r, found)
         else:
+            if name == "broadcast_in_dim" and _is_zero(r["inputs"][0]):
+                self.zeros.update(outputs)
             self.out.append(r)
 
     def _read_row(self, r: Record, row: Any) -> None:
@@ -238,11 +241,13 @@ class _Unstacking:
 
     def _row(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> Any:
         """One row of a result; of a sum with a row of zeros, the other one."""
-        if r["primitive"].name in ("add", "add_any"):
-            rest = [a for a in inputs if not isinstance(a, int) or a not in self.zeros]
-            if len(rest) < len(inputs):
-                return (rest or inputs)[0]
-        return self._emit(r, params, inputs, aval)
+        rest = self._without_zeros(inputs) if r["primitive"].name in ("add", "add_any") else None
+        return self._emit(r, params, inputs, aval) if rest is None else rest
+
+    def _without_zeros(self, terms: Sequence[Any]) -> Any:
+        """What a sum of two is, where one of them is known to be zeros; None where none is."""
+        rest = [a for a in terms if not isinstance(a, int) or a not in self.zeros]
+        return (rest or terms)[0] if len(rest) < len(terms) else None
 
     def _per_row(self, a: Any, has_rows: bool, length: int, r: Record) -> list[Any]:
         """An operand, row by row."""
@@ -309,6 +314,10 @@ class _Unstacking:
 
     def _row_aval(self, v: int) -> Any:
         return self.avals[v].update(shape=self.avals[v].shape[1:])
+
+
+def _is_zero(a: Any) -> bool:
+    return not isinstance(a, int) and not np.any(a.val)
 
 
 def _is_split(sharding: Any) -> bool:

@@ -17,7 +17,7 @@ from soapjax.graph.operators import OperatorGraph
 
 MOST_WAYS = 64  # of dealing stages out to the loops of a model
 SMALL = 0.05  # of the bytes of all stacks: biases and scales, which may belong to a neighbour's operator, are cut as it comes
-MOST_CROWDED = 1.5  # times as many rows as a stage would have if all had rows: beyond, other cuts are the lesser evil
+MOST_CROWDED = 1.5  # times as many layers as a stage would have if all had some: beyond, other cuts are the lesser evil
 
 
 class Stacks:
@@ -73,10 +73,22 @@ class Stacks:
         loops = sorted({*lengths.tolist()})
         divisors = ([n for n in range(1, min(length, stages) + 1) if length % n == 0] for length in loops)
         ways = sorted(itertools.product(*divisors), key=lambda way: -sum(way))  # most stages with rows first
+        most = MOST_CROWDED * -(-self._iterations(is_large) // stages)
         for way in ways[:MOST_WAYS]:
             each = lengths // np.array(way)[np.searchsorted(loops, lengths)]
-            if (each <= MOST_CROWDED * -(-lengths // stages)).all():
+            if (each <= most).all():
                 yield ((rows == 0) | (rows == each[:, None, None])).all(0)
+
+    def _iterations(self, is_large: np.ndarray) -> int:
+        """Of all loops, one after the other: stacks whose rows lie among each other are of one."""
+        loops: list[int] = []
+        reached = -1
+        for places in sorted((self._sorted[k] for k in np.flatnonzero(is_large)), key=lambda places: places[0]):
+            if places[0] > reached:
+                loops.append(0)
+            loops[-1] = max(loops[-1], len(places))
+            reached = max(reached, int(places[-1]))
+        return sum(loops)
 
     def elsewhere(self, bounds: Sequence[int], counts: Sequence[int], stored_bytes: np.ndarray) -> np.ndarray:
         """Bytes per device [S, S] of rows that stage t works with, and their state, of arrays that lie on stage s.
