@@ -165,28 +165,21 @@ class StagePart:
 
     def seconds(self, phase: int, tasks: set[int] | None = None) -> float:
         """Makespan of one phase's tasks, or of those of the graph's `tasks`, each stream in program order."""
-        needs, streams = self.own.needs, self.own.streams(overlap=self.overlap)
+        needs, streams, durations = self.own.needs, self.own.streams(overlap=self.overlap), self.figures.seconds
         free = [0.0] * self.own.schedule.occupies.shape[1]
         end: dict[int, float] = {}
         last = 0.0
-        rows = np.flatnonzero(self.owned & (self.phase == phase))
-        graph_tasks, durations = self.own.graph_task[rows].tolist(), self.figures.seconds[rows].tolist()
-        for t, graph_task, took in zip(rows.tolist(), graph_tasks, durations, strict=True):
-            if tasks is not None and graph_task not in tasks:
+        for t in np.flatnonzero(self.owned & (self.phase == phase)).tolist():
+            if tasks is not None and int(self.own.graph_task[t]) not in tasks:
                 continue
-            ready = 0.0
-            for p in needs[t]:  # written out: most of a grid's search is in here
-                if p in end and end[p] > ready:
-                    ready = end[p]
+            ready = max((end.get(p, 0.0) for p in needs[t]), default=0.0)
+            took = float(durations[t])
             if took > 0:
-                for s in streams[t]:
-                    if free[s] > ready:
-                        ready = free[s]
+                ready = max([ready, *(free[s] for s in streams[t])])
                 for s in streams[t]:
                     free[s] = ready + took
-            end[t] = ready = ready + took
-            if ready > last:
-                last = ready
+            end[t] = ready + took
+            last = max(last, end[t])
         return last
 
     @cached_property
