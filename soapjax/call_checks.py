@@ -25,7 +25,7 @@ def check_planned(args: Sequence[Any], names: Sequence[str]) -> None:
         return
     problems = [
         Problem(f"argument {name}", f"an empty batch: no array of it has a row ({shown(found[:2])})", "one example or more",
-                "skip empty batches")
+                "give it one, and skip empty batches")
         for name, found in shapes.items() if found
     ]  # fmt: skip
     if problems:

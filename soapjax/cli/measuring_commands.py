@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.text import Text
 
 from soapjax import interrupts
+from soapjax.call_checks import check_planned
 from soapjax.cli.arguments import CalibrateCommand, ProfileCommand
 from soapjax.cli.results import Result, closing, loaded, output_problems, wanted_topology
 from soapjax.cli.step_source import required_source
@@ -23,7 +24,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.files import write_text_atomic
-from soapjax.graph.trace.tracing import trace
+from soapjax.graph.trace.tracing import argument_names, trace
 from soapjax.own_config import on_cpu
 from soapjax.planning import plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
@@ -40,6 +41,7 @@ def profile_command(command: ProfileCommand, progress: Any = None) -> Result:
     topology = wanted_topology(command)
     require_kind(topology)
     model = abstract_model(model_source(command.model, command.set))
+    check_planned(model.arguments, argument_names(model.step, len(model.arguments)))
     step = trace(model.step, *model.arguments, unroll=command.unroll)
     with closing(progress):
         found, notes = measure_profile(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from soapjax import interrupts
+from soapjax.call_checks import check_planned
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.measured.profile import Profile, carried
 from soapjax.errors import Problem, SoapjaxError
@@ -24,7 +25,7 @@ from soapjax.graph.condensing import loops_over_layers
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
-from soapjax.graph.trace.tracing import TracedStep, Unroll, trace
+from soapjax.graph.trace.tracing import TracedStep, Unroll, argument_names, trace
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
@@ -111,10 +112,10 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
     if asked.verify_top:
         require_real_devices(topology, jax.devices() if asked.devices is None else list(asked.devices))
     planner = get_planner(asked.planner, space=asked.space)
+    given = _given(asked, fn, args)
     step = trace(fn, *args, **asked.tracing)
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
-    static = {i % len(args) for i in asked.static_argnums} if args else set()
-    given, axis_names = [a for i, a in enumerate(args) if i not in static], factor_mesh(topology).axis_names
+    axis_names = factor_mesh(topology).axis_names
     layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
     problem = _problem_of(asked, step, layouts)
     if asked.pareto or not asked.objective.is_time:
@@ -159,6 +160,7 @@ def plan_staged(
     Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
+    _given(asked, fn, args)
     if not asked.unroll and graph is None:
         graph = _traced_graph(asked, fn, *args)
     if asked.unroll or loops_over_layers(graph):
@@ -177,6 +179,18 @@ def plan_staged(
     how = dict(model=asked.model, provenance=provenance, unroll=asked.unroll, profile=asked.profile)
     with on_cpu():
         return pipeline_plan(graph, asked.topology, found.times, **how), found
+
+
+def _given(asked: PlanRequest, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """The arguments that are no constants.
+
+    Raises: SoapjaxError naming what cannot be planned for: leaves that are no arrays, an empty batch.
+    """
+    static = {i % len(args) for i in asked.static_argnums} if args else set()
+    named = [(n, a) for i, (n, a) in enumerate(zip(argument_names(fn, len(args)), args, strict=True)) if i not in static]
+    given = [a for _, a in named]
+    check_planned(given, [n for n, _ in named])
+    return given
 
 
 def _traced_graph(asked: PlanRequest, fn: Callable[..., Any], *args: Any) -> OperatorGraph:

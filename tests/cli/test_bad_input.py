@@ -297,6 +297,17 @@ def test_a_file_that_is_no_plan_is_refused(make, command, folder, monkeypatch):
     refused(command, "plan.json", words=FILES[make])
 
 
+# --- batches
+
+
+@pytest.mark.parametrize("command", [("plan",), ("plan", "--pipeline", "1f1b", "--stages", "2"), ("profile",)], ids=" ".join)
+def test_an_empty_batch_is_refused_before_anything_is_planned(command, monkeypatch):
+    monkeypatch.setattr("soapjax.planning.entry.trace", lambda *a, **k: pytest.fail("traced"))
+    monkeypatch.setattr("soapjax.cli.measuring_commands.trace", lambda *a, **k: pytest.fail("traced"))
+    words = ["argument batch", "an empty batch", "(0, 64)", "one example or more"]
+    refused(*command, "models.mlp", "--set", "batch=0", "--topology", "cpu8", words=words)
+
+
 # --- topologies
 
 
