@@ -82,6 +82,36 @@ def adversaries(s, x):
     return {"g": g, "d": d}, (lost, won)
 
 
+def scores(p, x):
+    return forward(p, x) + p["b"]
+
+
+def critic():
+    return trained(weights() | {"b": jnp.full((HIDDEN,), 0.5), "scale": jnp.ones(())})
+
+
+@pattern(critic)
+def constant_gradients(s, x):
+    """Of a mean of scores the gradient of the last bias is a constant, which no data flow into."""
+    return update(s, lambda p: scores(p, x).mean() - p["scale"])
+
+
+@pattern(critic)
+def constant_gradients_in_a_loop(s, x):
+    """The critic of a Wasserstein GAN: some updates, each with the constant gradient anew."""
+    return lax.fori_loop(0, 3, lambda _, c: update(c[0], lambda p: scores(p, x).mean() - p["scale"]), (s, 0.0))
+
+
+@pattern(critic)
+def constant_gradients_accumulated(s, x):
+    def add(total, part):
+        value, g = jax.value_and_grad(lambda p: scores(p, part).mean() - p["scale"])(s["p"])
+        return jax.tree.map(jnp.add, total, g), value
+
+    g, values = lax.scan(add, jax.tree.map(jnp.zeros_like, s["p"]), x.reshape(2, BATCH // 2, WIDTH))
+    return apply(s, g), values.mean()
+
+
 @pattern(fresh)
 def sharpness_aware(s, x):
     g = jax.grad(error)(s["p"], x)

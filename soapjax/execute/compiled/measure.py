@@ -122,7 +122,7 @@ class LocalStep:
     @functools.cached_property
     def _generated(self) -> set[int]:
         """Roots that no input of the step flows into."""
-        return generated_values(self.step.program, self.binding.values)
+        return generated_values(self.step.program, self.binding.values, self.binding.phases.by_gradient.keys())
 
     def _read_outside(self, k: int, eqns: list[FlatEqn]) -> list[int]:
         """Results of the task: what its own equations do not consume, and what the graph says it writes."""

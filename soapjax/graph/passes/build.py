@@ -85,7 +85,7 @@ class _Builder:
         self.values = Values(self.program)
         self.phases = find_phases(step, self.values)
         check_phases(self.program, self.values, self.phases)
-        self.generated = generated_values(self.program, self.values)
+        self.generated = generated_values(self.program, self.values, self.phases.by_gradient.keys())
         self.sums = traced.find_accumulations(self.program, self.values, self.phases, self.generated)
         additions = frozenset(key for found in self.sums.values() for key in found.additions)
         self.units, self.updates = find_units(self.program, self.values, self.phases, self.generated, additions)

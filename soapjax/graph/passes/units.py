@@ -10,6 +10,8 @@ takes them apart.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from soapjax.graph.passes.order import Unit, ordered, without_circles
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.rules import linalg_rules
@@ -148,11 +150,16 @@ def _read_by_units(program: Program, values: Values, phases: Phases) -> set[int]
     return found
 
 
-def generated_values(program: Program, values: Values) -> set[int]:
-    """Values computed without any input of the step."""
+def generated_values(program: Program, values: Values, gradients: Set[int] = frozenset()) -> set[int]:
+    """Values computed without any input of the step.
+
+    None of the `gradients` is one, nor what follows from it. That of the last bias of a critic whose scores are averaged is the
+    constant 1: its update is an update like any other, stored as its parameter is.
+    """
     made: set[int] = set(program.consts)
     for eqn in program.leaves:
-        if made.issuperset(values.reads[eqn.key]) and not eqn.name.startswith("rng_uniform"):
+        is_generated = made.issuperset(values.reads[eqn.key]) and gradients.isdisjoint(eqn.outputs)
+        if is_generated and not eqn.name.startswith("rng_uniform"):
             made.update(eqn.outputs)
     return made
 
