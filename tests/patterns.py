@@ -86,8 +86,32 @@ def scores(p, x):
     return forward(p, x) + p["b"]
 
 
+def experts():
+    w = weights(seed=4)["w"] * jnp.arange(1, 5, dtype=jnp.float32)[:, None, None]
+    return {"up": w, "down": w.mT}
+
+
 def critic():
     return trained(weights() | {"b": jnp.full((HIDDEN,), 0.5), "scale": jnp.ones(())})
+
+
+@pattern(lambda: trained(experts()))
+def sorted_experts(s, x):
+    """A mixture of experts without capacity: rows sorted by expert meet the matrix of their group."""
+    expert = jnp.abs(jnp.round(3 * x[:, 0])).astype(jnp.int32) % 4
+    order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=4)
+
+    def loss(p):
+        hidden = jnp.tanh(lax.ragged_dot(x[order], p["up"], sizes))
+        return ((lax.ragged_dot(hidden, p["down"], sizes) - 1) ** 2).mean()
+
+    return update(s, loss)
+
+
+@pattern(lambda: trained({"w": weights(seed=6)["w"][:, :WIDTH], "v": jnp.full((WIDTH, 1), 0.1)}))
+def literal_in_a_product(s, x):
+    """The gradient of a product that is one number has the literal 1 as an operand."""
+    return update(s, lambda p: error(p, x) + jnp.einsum("ij,ji->", p["w"], p["w"]))
 
 
 @pattern(critic)

@@ -18,7 +18,7 @@ from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 
-@executes("dot_general", "conv_general_dilated")
+@executes("dot_general", "ragged_dot_general", "conv_general_dilated")
 def run_product(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """One dot or convolution."""
     inputs = blocks.constrained(inputs)

@@ -193,7 +193,7 @@ class DimClasses:
         roots, chains = [], []
         for a in unit.heavy.inputs:
             chain = set()
-            while a in makers:
+            while isinstance(a, int) and a in makers:  # a product may have a literal: the cotangent 1 of a number
                 chain.add(makers[a].key)
                 a = makers[a].inputs[0]
             roots.append(a)
@@ -230,7 +230,7 @@ class DimClasses:
                     self.labelled.add(node)
                     if lab in found.spatial:
                         self.spatial_nodes[node] = min(found.spatial[lab], self.spatial_nodes.get(node, found.spatial[lab]))
-                elif shape[d] > 1 and not is_heavy:
+                elif shape[d] > 1 and (not is_heavy or eqn.name == "ragged_dot_general"):  # whose rows no other equation may split
                     self.poisoned.add(node)
         self.poisoned.update(first[lab] for lab in whole if lab in first)
         self.labels_of[eqn.key] = first

@@ -18,6 +18,7 @@ from soapjax.graph.trace.values import Values
 
 _PARTNERS = {
     "dot": {"dot"},
+    "ragged_dot": {"ragged_dot"},
     "conv": {"conv"},
     "gather": {"gather", "scatter"},
     "scatter": {"gather", "scatter"},

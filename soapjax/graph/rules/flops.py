@@ -42,6 +42,8 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
     if name == "dot_general":
         (lhs_contract, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * math.prod(out) * math.prod(ins[0][d] for d in lhs_contract)
+    if name == "ragged_dot_general":
+        return _ragged_dot(eqn, ins)
     if name == "conv_general_dilated":
         return _conv(eqn, ins, out)
     if name in ("while", "cond"):
@@ -64,6 +66,14 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
     if name.startswith("scatter"):
         return float(math.prod(ins[2]))
     return float(math.prod(out))
+
+
+def _ragged_dot(eqn: FlatEqn, ins: list[tuple[int, ...]]) -> float:
+    """Every row meets one group's matrix, however many groups there are."""
+    dn = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = dn.dot_dimension_numbers
+    columns = [n for d, n in enumerate(ins[1]) if d not in (*contracted, *batch, *dn.rhs_group_dimensions)]
+    return 2.0 * math.prod(ins[0]) * math.prod(columns)
 
 
 def _conv(eqn: FlatEqn, ins: list[tuple[int, ...]], out: tuple[int, ...]) -> float:

@@ -102,7 +102,7 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
                 chosen = access.dims[d]
         if chosen is None and op.parameters:
             features = [k for k, d in enumerate(op.dims) if d.kind == "P" and not d.is_reduced]
-            offered = features if first.kind in ("dot", "conv") else _table_rows(graph, n)
+            offered = features if first.kind in ("dot", "conv") or op.kind == "ragged_dot" else _table_rows(graph, n)
             chosen = next((k for k in offered if _fits(problem, n, k, axes)), None)
         is_pair = chosen is not None and _fits(problem, n, chosen, axes)
         if not is_pair and sequence_parallel:
