@@ -45,6 +45,16 @@ def indices(high, *shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(high, size=shape), jnp.int32)
 
 
+@covers("ragged_dot_general")
+def ragged_dots():
+    sizes = jnp.asarray([2, 0, 6], jnp.int32)
+
+    def fn(x, w, c):  # the product, and its two gradients: rows by columns, and a sum of rows for each group
+        return lax.ragged_dot(x, w, sizes), *jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)[1](c)
+
+    return fn, (values(8, 4), values(3, 4, 6, seed=1), values(8, 6, seed=2))
+
+
 @covers("dot_general")
 def dots():
     def fn(a, b, c):
@@ -305,7 +315,9 @@ COMBINE = {
     "reduce_and": jnp.logical_and,
     "reduce_or": jnp.logical_or,
     "reduce_xor": jnp.bitwise_xor,
-} | dict.fromkeys(["dot_general", "conv_general_dilated", "reduce_sum", "gather", "scatter-add", "scatter-sub"], jnp.add)
+} | dict.fromkeys(
+    ["dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "gather", "scatter-add", "scatter-sub"], jnp.add
+)
 
 
 def is_key(x):
