@@ -29,6 +29,7 @@ from soapjax.graph.trace.tracing import TracedStep, Unroll, argument_names, trac
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
+from soapjax.planning.given_pipeline import require_runnable
 from soapjax.planning.pipeline_files import pipeline_plan
 from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
 from soapjax.planning.profiling import compute_figures
@@ -173,6 +174,8 @@ def plan_staged(
             seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
             objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
+    with own_configuration():
+        require_runnable(fn, *args, pipeline=found.times.pipeline, graph=graph, **asked.tracing)
     found = found._replace(notes=(*remarks, *found.notes))
     base = Provenance(versions=_versions(), objective=asked.objective.describe())
     provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)

@@ -1,11 +1,13 @@
-"""The steps of pipelines: of one whose stages the user gives, and of one that is planned."""
+"""The steps of pipelines: of one whose stages the user gives, and of one that is planned; and whether a planned one will run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soapjax.execute.streams.microbatches import micro_step
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.streams.microbatches import REDUCTIONS, micro_step
+from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
@@ -14,7 +16,10 @@ from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan
 from soapjax.strategy.plan_strategy import topology_of
+from soapjax.strategy.schedules import kind_of
 from soapjax.topology import DeviceTopology, load_topology
+
+MOST_TASKS = 2_500  # of a step that is traced for this with one micro-batch: about 48 blocks of a Transformer, a few seconds
 
 
 def pipelined(
@@ -49,3 +54,32 @@ def planned_pipeline(fn: Any, *args: Any, plan: Plan, **options: Any) -> StreamS
         return plans_of_stages(graph, plan.pipeline, topology_of(plan)[0], axes, storage)
 
     return step_of_plan(fn, *args, plan=plan, anew=anew, **options)
+
+
+def require_runnable(fn: Any, *args: Any, pipeline: Pipeline, graph: OperatorGraph, **tracing: Any) -> None:
+    """Refuses stages whose micro-batches do not add up to the step; not of the largest steps: of these running them says it.
+
+    Args:
+      graph: of the whole step.
+      tracing: as for `trace`.
+    Raises: SoapjaxError as running the stages would.
+    """
+    num = pipeline.num_microbatches
+    if num == 1 or len(graph.tasks) > MOST_TASKS or not kind_of(pipeline).is_synchronous:
+        return
+    micro = micro_step(fn, *args, num_microbatches=num, **tracing)
+    own, binding = build_graph(micro.step)
+    names = {op.name for op in own.operators}
+    if other := sorted(names ^ {op.name for op in graph.operators}):
+        value = f"{num}: the step with one of them has other operators ({', '.join(other[:3])})"
+        expected = "the same operators for every size of the batch"
+        remedy = "choose another number, or another batch: its size may equal another dim's; or plan without a pipeline"
+        raise SoapjaxError(Problem("microbatches", value, expected, remedy))
+    problems: list[Problem] = []
+    for reduction in REDUCTIONS:  # which it is, whoever runs it says
+        try:
+            cut_and_joined(micro, own, binding, pipeline, reduction)
+            return
+        except SoapjaxError as e:
+            problems = problems or list(e.problems)
+    raise SoapjaxError(problems)

@@ -195,3 +195,51 @@ def test_no_loop_is_cut_that_is_not_unrolled():
     assert in_loop and not set(problem.cuts) & set(range(min(in_loop) + 1, max(in_loop) + 1))
     with pytest.raises(SoapjaxError, match="of a loop all together.*unroll the loop"):
         StageProblem(graph, load_topology("cpu8"), num_stages=len(problem.forward) + 1)
+
+
+def pairwise(w, x):
+    """Every sample with every other."""
+    return jnp.tanh(x @ w) @ jnp.tanh(x @ w).T
+
+
+LOSSES = {
+    "a mean": (lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w), None),
+    "a sum, which whoever runs it says": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), None),
+    "softmax over pairs, a mean": (lambda w, x: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))), None),
+    "a sum over pairs": (lambda w, x: jnp.sum(jax.nn.softplus(pairwise(w, x))) / len(x), r"shape \[32, 32\], every sample with"),
+    "a ratio": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x > 0), "divided by a sum over the batch's data"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_stages_that_micro_batches_cannot_run_are_not_planned(name):
+    loss, refused = LOSSES[name]
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return w - 0.1 * gradient, value
+
+    def planned():
+        return soapjax.plan_pipeline(
+            step, jnp.ones((24, 24)) / 100, jnp.ones((32, 24)), pipeline="1f1b", topology="cpu8", stages=2, microbatches=2,
+            proposals=1,
+        )  # fmt: skip
+
+    if refused is None:
+        assert planned()[0].pipeline.num_microbatches == 2
+    else:
+        with pytest.raises(SoapjaxError, match=refused):
+            planned()
+
+
+def test_a_batch_whose_size_is_another_dims_is_named():
+    """Of a batch of 24 the product of weights and samples is square, of its micro-batches it is not."""
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(lambda w: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))))(w)
+        return w - 0.1 * gradient, value
+
+    with pytest.raises(SoapjaxError, match="microbatches: got 2: the step with one of them has other operators.*choose another"):
+        soapjax.plan_pipeline(
+            step, jnp.ones((24, 24)), jnp.ones((24, 24)), pipeline="1f1b", topology="cpu8", stages=2, microbatches=2, proposals=1
+        )  # fmt: skip

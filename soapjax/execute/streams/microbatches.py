@@ -119,6 +119,11 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(place, value, expected, remedy))
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
+    apart = [s for _, s in found if s.power is not None and not s.is_zero and s.power != 0.0]
+    if apart and (pairs := pairs_of_samples(micro)):
+        value = f"the loss is made of a value of shape {list(pairs)}, every sample with every other"
+        expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
+        raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
     other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
     if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
         value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
@@ -127,6 +132,17 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         value = f"{reduction!r}, and the gradient of {other[0][0]!r} (and {len(other) - 1} more) grows as batch^{other[0][1]:g}"
         remedy = "say 'mean'" if all(p == 0.0 for _, p in other) else "make the loss a mean over the batch, or use one micro-batch"
         raise SoapjaxError(Problem(place, value, f"a loss that is a {reduction} over the batch", remedy))
+
+
+def pairs_of_samples(micro: MicroStep) -> tuple[int, ...]:
+    """The shape of a product that has the batch twice, as the similarities of a contrastive loss do; () where there is none."""
+    small, large = micro.step.program, micro.full.program
+    for eqn in small.leaves:
+        if eqn.name == "dot_general" and eqn.outputs[0] in large.avals:
+            ours, theirs = small.avals[eqn.outputs[0]].shape, large.avals[eqn.outputs[0]].shape
+            if len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) > 1:
+                return theirs
+    return ()
 
 
 def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:

@@ -19,8 +19,10 @@ from soapjax.execute.streams.microbatches import Joining, MicroStep, joining, re
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
-from soapjax.execute.streams.stage_cut import cut_stages
+from soapjax.execute.streams.stage_cut import StageCut, cut_stages
 from soapjax.execute.streams.stream import Stream
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import Binding
 from soapjax.strategy.pipeline import Pipeline
 
 
@@ -42,14 +44,10 @@ class PipelineStep(MicroBatched):
         self.micro, self.pipeline, self.places, self.donate = micro, pipeline, list(places), donate
         self.step = micro.step
         bound = places[0].bound
-        self.cut = cut_stages(micro, bound.graph, bound.binding, pipeline)
         self.reduction = reduction
-        paths = [p.path for p in bound.binding.phases.parameters]
-        self.gradient_paths = tuple(paths)
-        values = [v for _, v in self.cut.gradients]
-        require_reduction(micro, list(zip(paths, values, strict=True)), reduction)
-        self._joinings = self._find_joinings(set(values))
-        self._defer(values)
+        self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
+        self.cut, self._joinings = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
+        self._defer([v for _, v in self.cut.gradients])
         self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
         self._streams: dict[bool, StepStream] = {}
@@ -80,23 +78,6 @@ class PipelineStep(MicroBatched):
             if source != target:
                 self.places[target].receive(v, self.places[source])
 
-    def _find_joinings(self, gradients: set[int]) -> dict[int, Joining]:
-        problems, found = [], {}
-        outputs = {v: k for k, v in reversed([*enumerate(self.step.program.outputs)]) if isinstance(v, int)}
-        for crossing in self.cut.crossings:
-            v = crossing.value
-            how = joining(self.micro, v, self.reduction, is_gradient=v in gradients)
-            place = self.step.out_paths[outputs[v]] if v in outputs else f"a value of shape {self.step.program.avals[v].shape}"
-            if how is None or (how.how == "join" and v not in outputs):
-                value = "neither a mean over the batch nor a count nor split by it"
-                remedy = "return it from the loss as a float mean, or use one micro-batch"
-                problems.append(Problem(place, value, "what micro-batches' values can be put together to", remedy))
-            else:
-                found[v] = how
-        if problems:
-            raise SoapjaxError(problems)
-        return found
-
     def _leaf_sharding(self, leaf: int) -> Any:
         if leaf in self.micro.batch_leaves:
             return None
@@ -122,3 +103,32 @@ class PipelineStep(MicroBatched):
     @functools.cached_property
     def feeds(self) -> list[tuple[int, Place]]:
         return [(leaf, self.places[s]) for leaf, s in self._built(False).feeds]
+
+
+def cut_and_joined(
+    micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str
+) -> tuple[StageCut, dict[int, Joining]]:  # fmt: skip
+    """The parts of all stages, and how micro-batches' values of what crosses into the update become one.
+
+    Args:
+      graph, binding: of the micro-batched step.
+    Raises: SoapjaxError where step, stages and reduction do not go together.
+    """
+    cut = cut_stages(micro, graph, binding, pipeline)
+    values = [v for _, v in cut.gradients]
+    require_reduction(micro, [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)], reduction)
+    problems, found = [], {}
+    outputs = {v: k for k, v in reversed([*enumerate(micro.step.program.outputs)]) if isinstance(v, int)}
+    for crossing in cut.crossings:
+        v = crossing.value
+        how = joining(micro, v, reduction, is_gradient=v in values)
+        place = micro.step.out_paths[outputs[v]] if v in outputs else f"a value of shape {micro.step.program.avals[v].shape}"
+        if how is None or (how.how == "join" and v not in outputs):
+            value = "neither a mean over the batch nor a count nor split by it"
+            remedy = "return it from the loss as a float mean, or use one micro-batch"
+            problems.append(Problem(place, value, "what micro-batches' values can be put together to", remedy))
+        else:
+            found[v] = how
+    if problems:
+        raise SoapjaxError(problems)
+    return cut, found
