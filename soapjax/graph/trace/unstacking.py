@@ -63,7 +63,12 @@ def unstacked(
 
 
 class _Unstacking:
-    def __init__(self, records, inputs, outputs, state, avals, elementwise, traced):  # as `unstacked`
+    """Arguments: as of `unstacked`."""
+
+    def __init__(
+        self, records: list[Record], inputs: Sequence[int], outputs: Sequence[Any], state: Mapping[int, int],
+        avals: dict[int, Any], elementwise: Container[str], traced: Traced,
+    ):  # fmt: skip
         self.records, self.inputs, self.outputs, self.state = records, inputs, outputs, state
         self.avals, self.elementwise, self.traced = avals, elementwise, traced
         self.rows: dict[int, list[Any]] = {}  # of every value that was taken apart
