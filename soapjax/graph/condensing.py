@@ -66,13 +66,23 @@ def loops_over_layers(graph: OperatorGraph) -> bool:
     in_loops = [task for task in graph.tasks if task.scope]
     for task in graph.tasks:
         if task.phase == FORWARD and not task.scope:
-            lengths = {graph.tensors[a.tensor].shape[0] for a in task.reads if a.tensor in stacked}
-            stacked |= {a.tensor for a in task.writes if {*graph.tensors[a.tensor].shape[:1]} & lengths}
+            shapes = {graph.tensors[a.tensor].shape for a in task.reads if a.tensor in stacked}
+            stacked |= {a.tensor for a in task.writes if graph.tensors[a.tensor].shape in shapes}
     return max((task.trip_count for task in in_loops), default=0) <= MOST_LAYERS and any(
         access.tensor in stacked and access.dims[0] == NOT_SPLIT and graph.tensors[access.tensor].shape[0] > 1
         and task.trip_count % graph.tensors[access.tensor].shape[0] == 0
         for task in in_loops for access in task.reads
     )  # fmt: skip
+
+
+def reads_rows(graph: OperatorGraph) -> bool:
+    """Whether a step without loops reads a parameter row by row, as a Python loop over stacked layers does."""
+    readers: dict[int, int] = {}
+    for task in graph.tasks:
+        for access in task.reads if task.phase == FORWARD else ():
+            if access.dims and access.dims[0] == NOT_SPLIT and graph.tensors[access.tensor].shape[0] > 1:
+                readers[access.tensor] = readers.get(access.tensor, 0) + 1
+    return not any(task.scope for task in graph.tasks) and any(readers.get(p.tensor, 0) > 1 for p in graph.parameters)
 
 
 def repeated_blocks(graph: OperatorGraph, crossing_bytes: np.ndarray) -> BlockRun | None:

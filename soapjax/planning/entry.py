@@ -21,7 +21,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.graph.condensing import loops_over_layers
+from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
@@ -54,6 +54,7 @@ from soapjax.topology import DeviceTopology, factor_mesh
 
 DEFAULT_PROPOSALS = 100_000
 UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
+NOT_CUT = "stacked parameters stay whole on the first stage that reads them: something reads all their rows at once"
 OF_PIPELINES = "pipeline", "microbatches", "stages", "microbatch_reduction"
 OF_ONE_PROGRAM = "planner", "space", "simplicity", "check", "verify_top", "fixed", "logical_axis_rules", "donate"
 
@@ -164,18 +165,18 @@ def plan_staged(
     _given(asked, fn, args)
     if not asked.unroll and graph is None:
         graph = _traced_graph(asked, fn, *args)
-    if asked.unroll or loops_over_layers(graph):
-        remarks = remarks if asked.unroll else (*remarks, UNROLLED)
+    if asked.unroll or loops_over_layers(graph) or reads_rows(graph):
+        has_loops = not asked.unroll and any(task.scope for task in graph.tasks)
         asked = asked.but(unroll="rows")
         graph = _traced_graph(asked, fn, *args)
+        remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not graph.leaf_of else ()))
     with on_cpu():
         found = find_pipeline(
             graph, asked.topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
             seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
             objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
-    with own_configuration():
-        require_runnable(fn, *args, pipeline=found.times.pipeline, graph=graph, **asked.tracing)
+    require_runnable(fn, *args, pipeline=found.times.pipeline, graph=graph, **asked.tracing)
     found = found._replace(notes=(*remarks, *found.notes))
     base = Provenance(versions=_versions(), objective=asked.objective.describe())
     provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)

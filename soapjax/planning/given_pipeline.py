@@ -12,6 +12,7 @@ from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
+from soapjax.own_config import own_configuration
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan
@@ -68,7 +69,8 @@ def require_runnable(fn: Any, *args: Any, pipeline: Pipeline, graph: OperatorGra
     if num == 1 or len(graph.tasks) > MOST_TASKS or not kind_of(pipeline).is_synchronous:
         return
     micro = micro_step(fn, *args, num_microbatches=num, **tracing)
-    own, binding = build_graph(micro.step)
+    with own_configuration():
+        own, binding = build_graph(micro.step)
     names = {op.name for op in own.operators}
     if other := sorted(names ^ {op.name for op in graph.operators}):
         value = f"{num}: the step with one of them has other operators ({', '.join(other[:3])})"
@@ -78,7 +80,8 @@ def require_runnable(fn: Any, *args: Any, pipeline: Pipeline, graph: OperatorGra
     problems: list[Problem] = []
     for reduction in REDUCTIONS:  # which it is, whoever runs it says
         try:
-            cut_and_joined(micro, own, binding, pipeline, reduction)
+            with own_configuration():
+                cut_and_joined(micro, own, binding, pipeline, reduction)
             return
         except SoapjaxError as e:
             problems = problems or list(e.problems)

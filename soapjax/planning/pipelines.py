@@ -103,7 +103,7 @@ def find_pipeline(
         priced, times = _as_it_runs(problem, [result.best, seen, *result.others])
         figures |= {name: problem.figures(p) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
-        if problem.stacks and not problem.stacks.is_even(priced.choice.bounds, priced.choice.counts):
+        if not problem.is_even(priced.choice):
             notes = (NOT_EVEN, *notes)
         notes = (problem.sentence(priced.choice), *notes)
         found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)

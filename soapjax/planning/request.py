@@ -16,7 +16,6 @@ from soapjax import options
 from soapjax.calling import listed
 from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.trace.tracing import Unroll
 from soapjax.planning.profiling import device_at_hand
 from soapjax.search.objective import Objective
 from soapjax.strategy.pipeline import Pipeline
@@ -50,7 +49,7 @@ class PlanRequest:
       fixed: argument path -> PartitionSpec (or axis names per dim, or a pytree of shardings) that the plan must keep.
       logical_axis_rules: (logical name, mesh axis, several or None) pairs, as Flax has them, for the logical names in Flax's
         partitioning metadata. Names that nothing maps to axes of the plan's mesh are ignored, with one note.
-      unroll: plan every step of a scan on its own; of pipelines also the rows of the stacked state that it reads ("rows").
+      unroll: plan every step of a scan on its own.
       static_argnums: positions of compile-time constants, as for `jax.jit`.
       axis_name: axes over which the step's collectives go, as for `jax.pmap` (`jax.lax.pmean(grads, "batch")`, BatchNorm's
         `axis_name`). The step gets the global batch, which is the one member of the axis: means and sums are those over the whole
@@ -80,7 +79,7 @@ class PlanRequest:
     devices: Sequence[Any] | None = None
     fixed: Mapping[str, Any] | None = None
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None
-    unroll: Unroll = False
+    unroll: bool = False
     static_argnums: int | Sequence[int] | None = ()
     axis_name: str | Sequence[str] = ()
     strip_constraints: bool = False

@@ -97,12 +97,17 @@ def simulated_stages(
     crossing = loads.crossing(bounds, counts, num, figures)
     sends += sends_between(len(loads.whole.tasks), crossing, num)
     # Of stacked state that is not cut evenly: what lies on one stage although another works with it.
-    away = Stacks(loads.whole, loads.position).elsewhere(bounds, counts, figures[0].stored_bytes)
-    found, serial = ([x._replace(state_bytes=x.state_bytes + more) for x, more in zip(xs, away.sum(1))] for xs in (found, serial))
-    for source, target in np.argwhere(away).tolist():
-        size = float(away[source, target]) * counts[source]
-        others = crossing.get((source, target), CrossingBytes())
-        crossing[source, target] = others._replace(parameters=others.parameters + size, sums=others.sums + size)
+    meshes = [(*share, stage.replicas) for share, stage in zip(shares, pipeline.stages, strict=True)]
+    away = Stacks(loads.whole, loads.position).elsewhere(bounds, meshes, figures[0].stored_bytes)
+    here = away.sum(1).tolist()
+    found, serial = (
+        [x._replace(state_bytes=x.state_bytes + more) for x, more in zip(xs, here, strict=True)] for xs in (found, serial)
+    )  # fmt: skip
+    for home, user in np.argwhere(away).tolist():
+        # There before the first pass, and back with the update: as many bytes either way, also from a later stage to an earlier.
+        size, between = float(away[home, user]) * counts[home], (min(home, user), max(home, user))
+        others = crossing.get(between, CrossingBytes())
+        crossing[between] = others._replace(parameters=others.parameters + size, sums=others.sums + size)
     transfers = transfers_of(crossing, topology, [f for f, _ in shares], counts)
     # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
     reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]

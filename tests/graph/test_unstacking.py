@@ -169,3 +169,39 @@ def test_constants_and_other_results_of_all_rows():
     found = together(traced.program, evaluated(traced.program, traced.rows_of([w, x])))
     for a, b in zip(found, jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_prints_scalars_per_layer_and_what_is_no_state():
+    """A callback without results, a Python loop over a stack of scalars, and weights that the step does not return."""
+
+    def step(state, start, x):
+        def loss(state):
+            h = x
+            for t in range(LAYERS):
+                h = h + state["rate"][t] * jnp.tanh(h @ state["w"][t])
+            jax.debug.print("{}", h.sum())
+            return jnp.mean(h**2) + sum(jnp.sum((state["w"][t] - start[t]) ** 2) for t in range(LAYERS))
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, state, gradients), value
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    state = {"rate": jnp.ones(LAYERS), "w": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH))}
+    start, x = jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)), jax.random.normal(keys[2], (8, WIDTH))
+    traced = trace(step, state, start, x, unroll="rows")
+    assert traced.program.rows[0] == (LAYERS, LAYERS, 1, 1)
+    found = together(traced.program, evaluated(traced.program, traced.rows_of(jax.tree.leaves((state, start, x)))))
+    for a, b in zip(found, jax.tree.leaves(jax.jit(step)(state, start, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_finite_check_reads_every_row():
+    def checked(w, x):
+        gradients = jax.grad(lambda w: sum(jnp.sum(jnp.tanh(x @ w[t])) for t in range(LAYERS)))(w)
+        return jnp.where(jnp.all(jnp.isfinite(gradients)), w - gradients, w), jnp.any(gradients > 1)
+
+    w, x = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)), jax.random.normal(jax.random.key(1), (8, WIDTH))
+    program = trace(checked, w, x, unroll="rows").program
+    assert program.rows == ((LAYERS, 1), (LAYERS, 1))
+    for a, b in zip(together(program, evaluated(program, [*w, x])), jax.jit(checked)(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -13,6 +13,8 @@ rows go to their stages and back in every step.
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -56,7 +58,7 @@ class Stack:
         row = shardings[0].spec
         self._wholes = [part.stacked(row) for part in self._parts]
         self.sharding = _on_all(runs, row) if self.is_even else self._wholes[0]
-        self._take = [_taking(part) for part in self._parts]
+        self._take = [_taking(part.shardings) for part in self._parts]
         self._put = [_putting(whole) for whole in self._wholes]
         here = self._parts[0].shardings[self._kept :]
         ends = list(itertools.accumulate(len(run.shardings) for run in self._sent))
@@ -74,14 +76,15 @@ class Stack:
             x.delete()
         return self._moved(rows, self._send)
 
-    def together(self, rows: Sequence[jax.Array]) -> jax.Array:
-        """Rows, which are used up, as one array."""
+    def together(self, rows: Sequence[jax.Array], keep: Sequence[bool]) -> jax.Array:
+        """Rows, which are used up but for those to `keep`, as one array."""
         here = iter(self._moved(rows, self._fetch))
         stacked = [
             put(*itertools.islice(here, len(part.shardings))) for part, put in zip(self._parts, self._put, strict=True)
         ]  # fmt: skip
-        for row in rows[: self._kept]:  # what is sent to another process, JAX does not keep from being let go
-            row.delete()
+        for row, is_kept in zip(rows[: self._kept], keep, strict=False):  # JAX does not wait for what is sent to another process
+            if not is_kept:
+                row.delete()
         return _blocks(stacked, (len(rows), *rows[0].shape), self.sharding)
 
     def _moved(self, rows: Sequence[jax.Array], moves: Sequence[Callable[..., Sequence[Any]]]) -> list[jax.Array]:
@@ -114,16 +117,17 @@ class StackedState:
         found = ([x] if k not in self._stacks else self._stacks[k].apart(x, give=give) for k, x in enumerate(leaves))
         return [x for rows in found for x in rows]
 
-    def inputs_together(self, values: Sequence[Any]) -> list[Any]:
-        """The user's arguments of the program's inputs."""
-        return self._joined(_split(values, self._in_rows), {k: k for k in self._stacks})
-
     def together(self, values: Sequence[Any]) -> list[Any]:
         """The user's results of the program's outputs."""
-        return self._joined(_split(values, self._out_rows), self._state)
-
-    def _joined(self, found: list[list[Any]], stack_of: dict[int, int]) -> list[Any]:
-        return [rows[0] if len(rows) == 1 else self._stacks[stack_of[k]].together(rows) for k, rows in enumerate(found)]
+        uses = collections.Counter(map(id, values))  # the user may return a row, or the same state twice
+        found = []
+        for k, rows in enumerate(_split(values, self._out_rows)):
+            if len(rows) > 1:
+                whole = self._stacks[self._state[k]].together(rows, keep=[uses[id(row)] > 1 for row in rows])
+                found.append(whole)
+            else:
+                found += rows
+        return found
 
 
 def _split(values: Sequence[Any], rows: Sequence[int]) -> list[list[Any]]:
@@ -149,10 +153,13 @@ def _on_all(runs: Sequence[_Rows], row: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(name, *row))
 
 
-def _taking(part: _Rows) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.jit(lambda x: tuple(x[t] for t in range(len(part.shardings))), out_shardings=part.shardings)
+@functools.lru_cache(maxsize=4096)
+def _taking(shardings: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """One for all stacks that are laid out alike: compiled once per shape."""
+    return jax.jit(lambda x: tuple(x[t] for t in range(len(shardings))), out_shardings=shardings)
 
 
+@functools.lru_cache(maxsize=4096)
 def _putting(whole: NamedSharding) -> Callable[..., jax.Array]:
     return jax.jit(lambda *rows: jax.numpy.stack(rows), out_shardings=whole)
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.arrivals import require_arrays
+from soapjax.execute.spmd.arrivals import place_all, require_arrays
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.part_program import Place
@@ -32,7 +32,7 @@ class Streamed(Protocol):
     def arguments(self, leaves: Sequence[Any]) -> list[Any]: ...  # those of the dispatches
     def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]: ...
     def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]: ...
-    def place(self, leaves: Sequence[Any]) -> list[Any]: ...
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]: ...  # shapes and layouts of these
 
 
 class StreamStep:
@@ -96,12 +96,11 @@ class StreamStep:
         places, stream = self.streamed.all_places, self.streamed.dispatches()
         stages = [f"{p.bound.plan.mesh_plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
         fields = {"graph": places[0].bound.graph.fingerprint(), "stages": "\n".join(stages), "program": stream.text()}
-        return fields, lambda: stream.compile(self.streamed.arguments(self._state.apart(self._leaves(args))))
+        return fields, lambda: stream.compile(self.streamed.argument_structs())
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""
-        placed = self.streamed.place(self._state.apart(self._leaves(args)))
-        return self._step.in_tree.unflatten(self._state.inputs_together(placed))[0]
+        return self._step.in_tree.unflatten(place_all(self._leaves(args), self._state.in_shardings))[0]
 
     place_state = place
 

@@ -23,7 +23,10 @@ import numpy as np
 
 from soapjax.graph.trace.union_find import UnionFind
 
-_FOLDED = {"reduce_sum": jax.lax.add, "reduce_max": jax.lax.max, "reduce_min": jax.lax.min}
+_FOLDED = {
+    "reduce_sum": jax.lax.add, "reduce_max": jax.lax.max, "reduce_min": jax.lax.min, "reduce_and": jax.lax.bitwise_and,
+    "reduce_or": jax.lax.bitwise_or,
+}  # fmt: skip
 _SHARDINGS = "sharding", "out_sharding"  # parameters of some primitives: of a result, which loses its leading dim
 Record = dict[str, Any]  # an equation before it has an address (program.py)
 Traced = Callable[[Callable[..., Any], list[Any], str, list[Record]], list[Any]]
@@ -80,8 +83,9 @@ class _Unstacking:
     def run(self) -> Unstacked:
         self.taken = self._groups()
         inputs: list[tuple[int, ...]] = []
+        state = {self.inputs[k] for k in self.state}
         for v in self.inputs:
-            if v in self.taken:
+            if v in self.taken & state:
                 self.rows[v] = [self._fresh(self._row_aval(v)) for _ in range(self._length(v))]
             inputs.append(tuple(self.rows.get(v, [v])))
         for r in self.records:
@@ -203,7 +207,7 @@ class _Unstacking:
             self.rows[outputs[0]] = stacked if name == "stack" else [self._first(a, r) for a in stacked]
         elif (at := self._padded(r)) is not None and outputs[0] in self.taken:
             (zeros,) = self._trace(lambda x: jax.numpy.zeros_like(x[0]), [r["inputs"][0]], r)
-            self.zeros.add(zeros)
+            self.zeros.update(_values([zeros]))
             self.rows[outputs[0]] = [zeros] * self._length(outputs[0])
             self.rows[outputs[0]][at] = self._first(r["inputs"][0], r)
         elif (at := self._row_read(r)) is not None and read[0] in self.rows:
@@ -212,10 +216,10 @@ class _Unstacking:
             self.same[outputs[0]] = self.unit[read[0]]
         elif name == "optimization_barrier" and any(a in self.rows for a in read):
             self._barrier(r)
-        elif name == "add_any" and (rest := self._without_zeros(r["inputs"])) is not None and outputs[0] not in self.taken:
+        elif name == "add_any" and outputs[0] not in self.taken and (rest := self._sum(r)) is not None:
             self.same[outputs[0]] = rest  # what all layers add to starts as zeros
-        elif (any(a in self.rows for a in read) or outputs[0] in self.taken) and (found := self._row_wise(r)) is not None:
-            self._by_row(r, found)
+        elif not self.rows.keys().isdisjoint(read) or (not self.taken.isdisjoint(outputs) and self._row_wise(r) is not None):
+            self._by_row(r, self._row_wise(r))
         else:
             if name == "broadcast_in_dim" and _is_zero(r["inputs"][0]):
                 self.zeros.update(outputs)
@@ -246,13 +250,18 @@ class _Unstacking:
 
     def _row(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> Any:
         """One row of a result; of a sum with a row of zeros, the other one."""
-        rest = self._without_zeros(inputs) if r["primitive"].name in ("add", "add_any") else None
+        rest = self._without_zeros(inputs, aval) if r["primitive"].name in ("add", "add_any") else None
         return self._emit(r, params, inputs, aval) if rest is None else rest
 
-    def _without_zeros(self, terms: Sequence[Any]) -> Any:
-        """What a sum of two is, where one of them is known to be zeros; None where none is."""
+    def _sum(self, r: Record) -> Any:
+        return self._without_zeros(r["inputs"], self._aval(r["outputs"][0]))
+
+    def _without_zeros(self, terms: Sequence[Any], aval: Any) -> Any:
+        """What a sum of two, of type `aval`, is where one of them is known to be zeros; None where none is."""
         rest = [a for a in terms if not isinstance(a, int) or a not in self.zeros]
-        return (rest or terms)[0] if len(rest) < len(terms) else None
+        other = (rest or terms)[0]
+        is_it = len(rest) < len(terms) and (self._shape(other), self._aval(other).dtype) == (tuple(aval.shape), aval.dtype)
+        return other if is_it else None
 
     def _per_row(self, a: Any, has_rows: bool, length: int, r: Record) -> list[Any]:
         """An operand, row by row."""
@@ -326,7 +335,7 @@ def _is_zero(a: Any) -> bool:
 
 
 def _is_split(sharding: Any) -> bool:
-    return sharding is not None and bool(sharding.mesh.axis_names)
+    return sharding is not None and any(sharding.spec)
 
 
 def _values(atoms: Sequence[Any]) -> list[int]:

@@ -210,7 +210,7 @@ class Grid:
     def _partition(self, layers: LayerGraph, marks: tuple[int, ...], stages: int) -> tuple[int, ...] | None:
         if stages > layers.num_layers:
             return None
-        ways = self.problem.stacks.even_cuts(marks, stages) if self.problem.cuts_evenly else (None,)
+        ways = self.problem.stacks.even_cuts(marks, stages) if stages in self.problem.even_stages else (None,)
         before = np.r_[0.0, np.cumsum(layers.compute_s)]
         found: list[tuple[float, tuple[int, ...]]] = []
         for allowed in ways:

@@ -47,22 +47,24 @@ class Stacks:
         """How many rows of each stack [stacks, M] stand before each mark."""
         return np.array([np.searchsorted(places, marks) for places in self._sorted])
 
-    def is_even(self, bounds: Sequence[int], counts: Sequence[int]) -> bool:
+    def is_even(self, bounds: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether stages have equally many rows of a stack, or none, on devices of their own, of all stacks but small ones.
 
         Args:
-          counts: devices of every group; stage i is on group i mod G.
+          meshes: of every stage its first device, and the numbers of devices that must be alike.
         """
-        return bool(self._share @ ~self._even(bounds, counts) <= SMALL)
+        return bool(self._share @ ~self._even(bounds, meshes) <= SMALL)
 
-    def _even(self, bounds: Sequence[int], counts: Sequence[int]) -> np.ndarray:
+    def _even(self, bounds: Sequence[int], meshes: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Of every stack [stacks]."""
-        rows = np.diff(self._before(bounds), axis=1)
-        group = np.arange(rows.shape[1]) % len(counts)
-        devices = np.asarray(counts)[group]
-        return np.array([
-            len({*r[r > 0]}) == 1 and len({*devices[r > 0]}) == 1 and len({*group[r > 0]}) == (r > 0).sum() for r in rows
-        ])  # fmt: skip
+        found = []
+        for places in self._places:
+            stage = np.searchsorted(bounds, places, side="right") - 1
+            runs = [(k, len(list(rows))) for k, rows in itertools.groupby(stage.tolist())]
+            mine = [meshes[k] for k, _ in runs]
+            is_apart = len({mesh[0] for mesh in mine}) == len(mine)
+            found.append(is_apart and len({mesh[1:] for mesh in mine}) == 1 and len({n for _, n in runs}) == 1)
+        return np.array(found, bool)
 
     def even_cuts(self, marks: Sequence[int], stages: int) -> Iterator[np.ndarray]:
         """For every way of dealing so many stages out to the loops: which runs marks[a] : marks[b] may be a stage [M, M]."""
@@ -90,7 +92,7 @@ class Stacks:
             reached = max(reached, int(places[-1]))
         return sum(loops)
 
-    def elsewhere(self, bounds: Sequence[int], counts: Sequence[int], stored_bytes: np.ndarray) -> np.ndarray:
+    def elsewhere(self, bounds: Sequence[int], meshes: Sequence[tuple[int, ...]], stored_bytes: np.ndarray) -> np.ndarray:
         """Bytes per device [S, S] of rows that stage t works with, and their state, of arrays that lie on stage s.
 
         Args:
@@ -98,7 +100,7 @@ class Stacks:
         """
         found = np.zeros((len(bounds) - 1,) * 2)
         if self._places:
-            for k in np.flatnonzero(~self._even(bounds, counts)):
+            for k in np.flatnonzero(~self._even(bounds, meshes)):
                 stage = np.searchsorted(bounds, self._places[k], side="right") - 1
                 np.add.at(found, (stage[0], stage), stored_bytes[self._parameters[k]])
         return found * (1 - np.eye(len(found)))

@@ -34,6 +34,7 @@ from soapjax.strategy.schedules import SCHEDULES
 from soapjax.topology import DeviceTopology
 
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")  # that are searched
+ALONE: tuple[ScheduleName, ...] = ("interleaved",)
 MAX_BOUNDARIES = 160  # places to cut at that the planners consider
 MAX_MICROBATCHES = 1024
 
@@ -101,8 +102,7 @@ class StageProblem:
         self.stacks = Stacks(graph, self.exact.position)
         self.stages = self._numbers_of_stages(num_stages)
         # Stacked state lies where its rows are used only where all stages have as many of them (stacks.py).
-        even = [k for k in self.stages if self._can_be_even(k)] if self.stacks and self.schedules != ("interleaved",) else []
-        self.cuts_evenly, self.stages = bool(even), even or self.stages
+        self.even_stages = {k for k in self.stages if self.stacks and self.schedules != ALONE and self._can_be_even(k)}
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
         self._looked_at: tuple[Choice, list[StageLoad]] | None = None  # the last choice: memory, estimate and price ask in turn
@@ -126,6 +126,16 @@ class StageProblem:
         # One stage, and several micro-batches: one program's way to need less memory.
         least = 1 if self.schedules == SYNCHRONOUS else 2
         return [k for k in range(least, min(devices, len(self.cuts) - 1) + 1) if devices % k == 0] or [1]
+
+    def is_even(self, choice: Choice) -> bool:
+        """Whether stacked state can lie where its rows are used (stacks.py)."""
+        return not self.stacks or self.stacks.is_even(choice.bounds, [choice.group(i)[:2] for i in range(choice.num_stages)])
+
+    def _cuts_stacks_well(self, choice: Choice) -> bool:
+        """Evenly where that is possible; with several stages on one group, which is never even, only where that is asked for."""
+        if choice.num_stages > len(choice.counts):
+            return self.schedules == ALONE
+        return choice.num_stages not in self.even_stages or self.is_even(choice)
 
     def _can_be_even(self, stages: int) -> bool:
         marks = {*self.cuts, *self.joints}
@@ -298,7 +308,7 @@ class StageProblem:
             return False
         if self.always_rematerialise and not all(choice.rematerialise):
             return False
-        if self.cuts_evenly and not self.stacks.is_even(choice.bounds, choice.counts):
+        if self.stacks and not self._cuts_stacks_well(choice):
             return False
         first = 0
         for count, inner in zip(choice.counts, choice.inner, strict=True):
