@@ -150,7 +150,8 @@ class _Updates:
             return []
         leaves = {k for p in self.places[0].bound.graph.parameters for k in (p.leaf, *p.state_leaves)}
         own = {v for k in leaves if self.cut.home[v := self.program.inputs[k]] == s}
-        replaced = {self.replaces[o] for o in outputs if o in self.replaces} - {*self.program.outputs}  # what is returned too stays
+        replaced = {self.replaces[o] for o in outputs if o in self.replaces}
+        replaced -= {o for o in self.program.outputs if isinstance(o, int)}  # what is returned too stays
         free = [n not in self.out.lent for n in (self.stream.name(v, s, None) for v in values)]
         return [k for k, v in enumerate(values) if v in own & replaced and free[k]]
 
