@@ -34,11 +34,9 @@ class Replicas:
 
     def __init__(self, places: Sequence[Place]):
         first = places[0].bound
-        self.axis = "replica"
-        while self.axis in first.mesh.axis_names:
-            self.axis += "_"
         self.num, self.places = len(places), list(places)
-        mesh = Mesh(np.stack([p.mesh.devices for p in places]), (self.axis, *first.mesh.axis_names))
+        mesh = together([p.mesh for p in places], "replica")
+        self.axis = mesh.axis_names[0]
         self.place = Place(BoundStep(first.step, first.plan, first.graph, first.binding, mesh), is_float64=places[0].is_float64)
 
     def round_sharding(self, value: int) -> NamedSharding:
@@ -72,9 +70,21 @@ def regrouped(targets: Sequence[NamedSharding]) -> Callable[..., list[jax.Array]
         found: list[jax.Array] = []
         for k, target in enumerate(targets):
             mine = arrays[k * each : (k + 1) * each]
-            blocks = [s.data for x in mine for s in x.addressable_shards if s.device in target.device_set]
-            shape = mine[0].shape if each == 1 else (each, *mine[0].shape[1:])
-            found.append(jax.make_array_from_single_device_arrays(shape, target, blocks, dtype=mine[0].dtype))
+            found.append(blocks_as(mine, mine[0].shape if each == 1 else (each, *mine[0].shape[1:]), target))
         return found
 
     return regroup
+
+
+def together(meshes: Sequence[Mesh], axis: str) -> Mesh:
+    """Meshes of one shape as one, along a first axis of that name, or of the next that is free."""
+    first = meshes[0]
+    while axis in first.axis_names:
+        axis += "_"
+    return Mesh(np.stack([mesh.devices for mesh in meshes]), (axis, *first.axis_names))
+
+
+def blocks_as(arrays: Sequence[jax.Array], shape: tuple[int, ...], target: NamedSharding) -> jax.Array:
+    """The blocks that arrays have on the target's devices, as one array: nothing is copied."""
+    blocks = [s.data for x in arrays for s in x.addressable_shards if s.device in target.device_set]
+    return jax.make_array_from_single_device_arrays(shape, target, blocks, dtype=arrays[0].dtype)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax.execute.spmd.arrivals import place
+from soapjax.execute.streams.replicas import blocks_as, together
 from soapjax.execute.streams.transfer import mover
 
 
@@ -71,7 +71,7 @@ class Stack:
         x = place(x, self.sharding)
         rows: list[jax.Array] = []
         for part, whole, take in zip(self._parts, self._wholes, self._take, strict=True):
-            rows += take(_blocks([x], (len(part.shardings), *x.shape[1:]), whole))
+            rows += take(blocks_as([x], (len(part.shardings), *x.shape[1:]), whole))
         if give:
             x.delete()
         return self._moved(rows, self._send)
@@ -85,7 +85,7 @@ class Stack:
         for row, is_kept in zip(rows[: self._kept], keep, strict=False):  # JAX does not wait for what is sent to another process
             if not is_kept:
                 row.delete()
-        return _blocks(stacked, (len(rows), *rows[0].shape), self.sharding)
+        return blocks_as(stacked, (len(rows), *rows[0].shape), self.sharding)
 
     def _moved(self, rows: Sequence[jax.Array], moves: Sequence[Callable[..., Sequence[Any]]]) -> list[jax.Array]:
         """The rows, those of other stages moved."""
@@ -144,13 +144,10 @@ def _is_even(runs: Sequence[_Rows]) -> bool:
 
 def _on_all(runs: Sequence[_Rows], row: PartitionSpec) -> NamedSharding:
     """Of an array whose rows lie on several meshes of one shape."""
-    first, name = runs[0], "stage"
     if len(runs) == 1:
-        return first.stacked(row)
-    while name in first.mesh.axis_names:
-        name += "_"
-    mesh = Mesh(np.stack([run.mesh.devices for run in runs]), (name, *first.mesh.axis_names))
-    return NamedSharding(mesh, PartitionSpec(name, *row))
+        return runs[0].stacked(row)
+    mesh = together([run.mesh for run in runs], "stage")
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names[0], *row))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,9 +159,3 @@ def _taking(shardings: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Arr
 @functools.lru_cache(maxsize=4096)
 def _putting(whole: NamedSharding) -> Callable[..., jax.Array]:
     return jax.jit(lambda *rows: jax.numpy.stack(rows), out_shardings=whole)
-
-
-def _blocks(arrays: Sequence[jax.Array], shape: tuple[int, ...], target: NamedSharding) -> jax.Array:
-    """The blocks that arrays have on the target's devices, as one array: nothing is copied."""
-    blocks = [s.data for x in arrays for s in x.addressable_shards if s.device in target.device_set]
-    return jax.make_array_from_single_device_arrays(shape, target, blocks, dtype=arrays[0].dtype)

@@ -74,6 +74,7 @@ class _Unstacking:
     ):  # fmt: skip
         self.records, self.inputs, self.outputs, self.state = records, inputs, outputs, state
         self.avals, self.elementwise, self.traced = avals, elementwise, traced
+        self.may_be_apart = {inputs[k] for k in state}
         self.rows: dict[int, list[Any]] = {}  # of every value that was taken apart
         self.unit: dict[int, Any] = {}  # value [1, ...] -> the row that it is
         self.same: dict[int, Any] = {}  # value -> the row that stands for it
@@ -83,9 +84,8 @@ class _Unstacking:
     def run(self) -> Unstacked:
         self.taken = self._groups()
         inputs: list[tuple[int, ...]] = []
-        state = {self.inputs[k] for k in self.state}
         for v in self.inputs:
-            if v in self.taken & state:
+            if v in self.taken and v in self.may_be_apart:
                 self.rows[v] = [self._fresh(self._row_aval(v)) for _ in range(self._length(v))]
             inputs.append(tuple(self.rows.get(v, [v])))
         for r in self.records:
@@ -118,7 +118,6 @@ class _Unstacking:
                 for a, b in tied:
                     groups.union(a, b)
                     tied_values |= {a, b}
-        state = {self.inputs[k] for k in self.state}
         members: dict[Any, set[int]] = {}
         for v in tied_values | read_rows.keys():
             members.setdefault(groups.find(v), set()).add(v)
@@ -126,7 +125,7 @@ class _Unstacking:
         for group in members.values():
             length = self._length(next(iter(group)))
             reads = set().union(*(read_rows.get(v, ()) for v in group))
-            is_worth_it = bool(group & state) or group <= made_of_rows
+            is_worth_it = bool(group & self.may_be_apart) or group <= made_of_rows
             if length > 1 and reads == set(range(length)) and is_worth_it and not group & whole:
                 taken |= group
         return taken
@@ -216,10 +215,10 @@ class _Unstacking:
             self.same[outputs[0]] = self.unit[read[0]]
         elif name == "optimization_barrier" and any(a in self.rows for a in read):
             self._barrier(r)
-        elif name == "add_any" and outputs[0] not in self.taken and (rest := self._sum(r)) is not None:
+        elif self._has_rows(read, outputs) and (found := self._row_wise(r)) is not None:
+            self._by_row(r, found)
+        elif name == "add_any" and (rest := self._without_zeros(r["inputs"], self._aval(outputs[0]))) is not None:
             self.same[outputs[0]] = rest  # what all layers add to starts as zeros
-        elif not self.rows.keys().isdisjoint(read) or (not self.taken.isdisjoint(outputs) and self._row_wise(r) is not None):
-            self._by_row(r, self._row_wise(r))
         else:
             if name == "broadcast_in_dim" and _is_zero(r["inputs"][0]):
                 self.zeros.update(outputs)
@@ -252,9 +251,6 @@ class _Unstacking:
         """One row of a result; of a sum with a row of zeros, the other one."""
         rest = self._without_zeros(inputs, aval) if r["primitive"].name in ("add", "add_any") else None
         return self._emit(r, params, inputs, aval) if rest is None else rest
-
-    def _sum(self, r: Record) -> Any:
-        return self._without_zeros(r["inputs"], self._aval(r["outputs"][0]))
 
     def _without_zeros(self, terms: Sequence[Any], aval: Any) -> Any:
         """What a sum of two, of type `aval`, is where one of them is known to be zeros; None where none is."""
@@ -300,6 +296,9 @@ class _Unstacking:
         return (o,)
 
     # Small help.
+
+    def _has_rows(self, read: Sequence[int], made: Sequence[int]) -> bool:
+        return not self.rows.keys().isdisjoint(read) or not self.taken.isdisjoint(made)
 
     def _atom(self, a: Any) -> Any:
         return self.same.get(a, a) if isinstance(a, int) else a

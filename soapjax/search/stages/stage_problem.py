@@ -34,7 +34,7 @@ from soapjax.strategy.schedules import SCHEDULES
 from soapjax.topology import DeviceTopology
 
 SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")  # that are searched
-ALONE: tuple[ScheduleName, ...] = ("interleaved",)
+ONLY_INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved",)
 MAX_BOUNDARIES = 160  # places to cut at that the planners consider
 MAX_MICROBATCHES = 1024
 
@@ -102,7 +102,7 @@ class StageProblem:
         self.stacks = Stacks(graph, self.exact.position)
         self.stages = self._numbers_of_stages(num_stages)
         # Stacked state lies where its rows are used only where all stages have as many of them (stacks.py).
-        self.even_stages = {k for k in self.stages if self.stacks and self.schedules != ALONE and self._can_be_even(k)}
+        self.even_stages = {k for k in self.stages if self.stacks and self.schedules != ONLY_INTERLEAVED and self._can_be_even(k)}
         self._transfers: dict[tuple, list[Transfer]] = {}
         self._priced: dict[Choice, Priced] = {}
         self._looked_at: tuple[Choice, list[StageLoad]] | None = None  # the last choice: memory, estimate and price ask in turn
@@ -134,7 +134,7 @@ class StageProblem:
     def _cuts_stacks_well(self, choice: Choice) -> bool:
         """Evenly where that is possible; with several stages on one group, which is never even, only where that is asked for."""
         if choice.num_stages > len(choice.counts):
-            return self.schedules == ALONE
+            return self.schedules == ONLY_INTERLEAVED
         return choice.num_stages not in self.even_stages or self.is_even(choice)
 
     def _can_be_even(self, stages: int) -> bool:
