@@ -11,7 +11,6 @@ import numpy as np
 from soapjax import options
 from soapjax.errors import SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
-from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning import entry
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
@@ -69,7 +68,7 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
     )
     slower_than_s = predicted.step_time_s if predicted.feasible and not request.pareto else math.inf
     try:
-        plan, best = entry.plan_staged(of_pipelines, fn, *args, graph=_graph(found), slower_than_s=slower_than_s)
+        plan, best = entry.plan_staged(of_pipelines, fn, *args, traced=_traced(found), slower_than_s=slower_than_s)
     except Beaten as e:
         return _no_better(one, wanted, e.schedule, e.figures)
     except KeyboardInterrupt:
@@ -87,10 +86,10 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
     return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, one.front))
 
 
-def _graph(found: entry.Planned) -> OperatorGraph | None:
-    """The step's graph; None where the plan recomputes, and so has another."""
+def _traced(found: entry.Planned) -> entry.Traced | None:
+    """The step and its graph; None where the plan recomputes, and so has another."""
     graph = found.problem.graph
-    return None if any(op.is_recomputed for op in graph.operators) else graph
+    return None if any(op.is_recomputed for op in graph.operators) else entry.Traced(found.step, graph)
 
 
 def _no_better(one: Chosen, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:

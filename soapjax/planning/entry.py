@@ -59,6 +59,11 @@ OF_PIPELINES = "pipeline", "microbatches", "stages", "microbatch_reduction"
 OF_ONE_PROGRAM = "planner", "space", "simplicity", "check", "verify_top", "fixed", "logical_axis_rules", "donate"
 
 
+class Traced(NamedTuple):
+    step: TracedStep
+    graph: OperatorGraph
+
+
 class Planned(NamedTuple):
     """What planning found: the plan, and what it was chosen among."""
 
@@ -152,31 +157,32 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
 
 
 def plan_staged(
-    request: PlanRequest, fn: Callable[..., Any], *args: Any, graph: OperatorGraph | None = None, slower_than_s: float = math.inf
+    request: PlanRequest, fn: Callable[..., Any], *args: Any, traced: Traced | None = None, slower_than_s: float = math.inf
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """As `plan_pipeline`.
 
     Args:
-      graph: of the step, where it has been traced before, as the request says.
+      traced: the step and its graph, where it has been traced before, as the request says.
       slower_than_s: a step time that the pipeline is to come near.
     Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
     _given(asked, fn, args)
-    if not asked.unroll and graph is None:
-        graph = _traced_graph(asked, fn, *args)
-    if asked.unroll or loops_over_layers(graph) or reads_rows(graph):
-        has_loops = not asked.unroll and any(task.scope for task in graph.tasks)
+    if not asked.unroll:
+        traced = _traced(asked, fn, *args) if traced is None else traced
+    if asked.unroll or loops_over_layers(traced.graph) or reads_rows(traced.graph):
+        has_loops = not asked.unroll and any(task.scope for task in traced.graph.tasks)
         asked = asked.but(unroll="rows")
-        graph = _traced_graph(asked, fn, *args)
-        remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not graph.leaf_of else ()))
+        traced = _traced(asked, fn, *args)
+        remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
+    graph = traced.graph
     with on_cpu():
         found = find_pipeline(
             graph, asked.topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
             seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
             objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
-    require_runnable(fn, *args, pipeline=found.times.pipeline, graph=graph, **asked.tracing)
+    require_runnable(fn, *args, pipeline=found.times.pipeline, step=traced.step, graph=graph, **asked.tracing)
     found = found._replace(notes=(*remarks, *found.notes))
     base = Provenance(versions=_versions(), objective=asked.objective.describe())
     provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
@@ -197,12 +203,12 @@ def _given(asked: PlanRequest, fn: Callable[..., Any], args: Sequence[Any]) -> l
     return given
 
 
-def _traced_graph(asked: PlanRequest, fn: Callable[..., Any], *args: Any) -> OperatorGraph:
+def _traced(asked: PlanRequest, fn: Callable[..., Any], *args: Any) -> Traced:
     step = trace(fn, *args, **asked.tracing)
     with own_configuration():
         graph = build_graph(step)[0]
     require_operators(graph)
-    return graph
+    return Traced(step, graph)
 
 
 def _proposals(asked: PlanRequest) -> int | None:

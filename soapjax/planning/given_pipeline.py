@@ -12,6 +12,7 @@ from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.own_config import own_configuration
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
@@ -57,18 +58,20 @@ def planned_pipeline(fn: Any, *args: Any, plan: Plan, **options: Any) -> StreamS
     return step_of_plan(fn, *args, plan=plan, anew=anew, **options)
 
 
-def require_runnable(fn: Any, *args: Any, pipeline: Pipeline, graph: OperatorGraph, **tracing: Any) -> None:
+def require_runnable(
+    fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, **tracing: Any
+) -> None:  # fmt: skip
     """Refuses stages whose micro-batches do not add up to the step; not of the largest steps: of these running them says it.
 
     Args:
-      graph: of the whole step.
+      step, graph: of the whole batch.
       tracing: as for `trace`.
     Raises: SoapjaxError as running the stages would.
     """
     num = pipeline.num_microbatches
     if num == 1 or len(graph.tasks) > MOST_TASKS or not kind_of(pipeline).is_synchronous:
         return
-    micro = micro_step(fn, *args, num_microbatches=num, **tracing)
+    micro = micro_step(fn, *args, num_microbatches=num, full=step, **tracing)
     with own_configuration():
         own, binding = build_graph(micro.step)
     names = {op.name for op in own.operators}

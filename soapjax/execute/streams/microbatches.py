@@ -52,13 +52,13 @@ class Joining(NamedTuple):
 
 
 def micro_step(
-    fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), **tracing: Any
+    fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), full: TracedStep | None = None, **tracing: Any
 ) -> MicroStep:  # fmt: skip
-    """Traces `fn` with the whole batch and with one micro-batch; `tracing`: as for `trace`.
+    """Traces `fn` with one micro-batch, and with the whole batch where that (`full`) is not given; `tracing`: as for `trace`.
 
     Raises: SoapjaxError where the batch is not to be found, or the micro-batches do not divide it.
     """
-    full = trace(fn, *args, static_argnums=static_argnums, **tracing)
+    full = trace(fn, *args, static_argnums=static_argnums, **tracing) if full is None else full
     if num_microbatches < 1:
         problem = Problem("microbatches", str(num_microbatches), "at least 1", "choose 1 or more micro-batches")
         raise SoapjaxError(problem)
