@@ -19,7 +19,8 @@ from soapjax.graph.operators import NOT_SPLIT, Access, Accumulation, Operator, O
 from soapjax.graph.passes.phases import FORWARD
 
 MOST_LAYERS = 512  # iterations of a loop that is unrolled
-MOST_KEPT = 4  # the first and the last block have other neighbours than those between; and two of these tell what one more costs
+KEPT = 2, 2  # blocks, at the beginning and at the end of a run: those at its ends have other neighbours than those between
+MOST_KEPT = sum(KEPT)  # two between the ends tell what one more costs
 
 
 class BlockRun(NamedTuple):
@@ -55,6 +56,24 @@ def forward_operators(graph: OperatorGraph) -> tuple[int, ...]:
         if task.phase == FORWARD:
             first.setdefault(task.operator, k)
     return tuple(sorted(first, key=first.get))
+
+
+def prefix_crossing(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
+    """Bytes [n + 1] that cross forwards where the first k forward operators are one stage and the others the next."""
+    place = {op: k for k, op in enumerate(forward)}
+    made = {a.tensor: t.operator for t in graph.tasks if t.phase == FORWARD for a in t.writes}
+    last: dict[int, int] = {}
+    for task in graph.tasks:
+        for access in task.reads:
+            if access.tensor in made and task.operator in place and task.parameter < 0:
+                last[access.tensor] = max(last.get(access.tensor, 0), place[task.operator])
+    steps = np.zeros(len(forward) + 2)
+    for tensor, k in last.items():
+        begin = place.get(made[tensor], len(forward))
+        if begin < k:
+            steps[begin + 1] += graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
+            steps[k + 1] -= graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
+    return np.cumsum(steps)[: len(forward) + 1]
 
 
 def loops_over_layers(graph: OperatorGraph) -> bool:
@@ -124,10 +143,10 @@ def _cheapest(found: BlockRun, groups: np.ndarray, cost: Sequence[tuple[float, i
     return BlockRun(int(starts[k]), found.period, int(counts[k]))
 
 
-def condense(graph: OperatorGraph, crossing_bytes: np.ndarray) -> Condensed | None:
-    """The graph with MOST_KEPT blocks; None where it has no more, or where its blocks are not wired alike."""
+def condense(graph: OperatorGraph, crossing_bytes: np.ndarray, kept: tuple[int, int] = KEPT) -> Condensed | None:
+    """The graph with so many blocks of each end of the run; None where it has no more, or where its blocks are not wired alike."""
     blocks = repeated_blocks(graph, crossing_bytes)
-    return None if blocks is None or blocks.num_blocks <= MOST_KEPT else _Condensing(graph, blocks).run()
+    return None if blocks is None or blocks.num_blocks <= sum(kept) else _Condensing(graph, blocks, kept).run()
 
 
 class _Unlike(Exception):
@@ -135,17 +154,16 @@ class _Unlike(Exception):
 
 
 class _Condensing:
-    def __init__(self, graph: OperatorGraph, blocks: BlockRun):
+    def __init__(self, graph: OperatorGraph, blocks: BlockRun, kept: tuple[int, int]):
         self.graph, self.blocks = graph, blocks
-        self.removed = blocks.num_blocks - MOST_KEPT
+        self.removed = blocks.num_blocks - sum(kept)
         forward = forward_operators(graph)
         p = blocks.period
         self.members = [forward[blocks.first + j * p : blocks.first + (j + 1) * p] for j in range(blocks.num_blocks)]
         self.block_of = np.full(graph.num_operators, -1)
         for j, mine in enumerate(self.members):
             self.block_of[list(mine)] = j
-        # The second half of what is kept is the end of the run.
-        self.first_removed = MOST_KEPT // 2
+        self.first_removed = kept[0]
         self.is_removed = (self.block_of >= self.first_removed) & (self.block_of < self.first_removed + self.removed)
 
     def run(self) -> Condensed | None:

@@ -51,17 +51,13 @@ class Recomputation:
     def __init__(self, step: TracedStep):
         self.traced = step
 
-    @functools.cached_property
-    def _built(self) -> tuple[OperatorGraph, Binding]:
-        return build_graph(self.traced)
-
     @property
     def graph(self) -> OperatorGraph:
-        return self._built[0]
+        return build_graph(self.traced)[0]
 
     @property
     def binding(self) -> Binding:
-        return self._built[1]
+        return build_graph(self.traced)[1]
 
     @property
     def offered(self) -> frozenset[str]:

@@ -113,12 +113,13 @@ class Search:
     ) -> Searched:  # fmt: skip
         until, as_it_is = time.monotonic() + left_s, problem
         choice = self.recomputing(problem, problem.usable_memory_bytes) if may_recompute(problem, self.name, baselines) else None
-        simplifies = self.name == "mcmc" and self.simplicity > 0  # the others' results have names or proofs
+        is_mcmc = self.name == "mcmc"
+        simplifies = is_mcmc and self.simplicity > 0  # the others' results have names or proofs
         seconds = None if math.isinf(left_s) else max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3)
         try:
             with interrupts.searching():
                 budget = Budget(proposals, seconds, self.progress, baselines=starts)
-                result, problem = searched(self.planner, self._key, problem, budget, baselines, choice)
+                result, problem = searched(self.planner, self._key, problem, budget, baselines, choice, goes_on=is_mcmc)
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
             result = SearchResult(best, 0, 0.0, "interrupted")

@@ -88,7 +88,11 @@ class PlanningProblem:
     def judged(self, strategies: list[Strategy], scores: Scores) -> list[Evaluation]:
         """The same of strategies whose scores are known, as NumPy arrays."""
         self.see(scores, strategies)
-        cost, is_feasible, excess = self.objective.standing(scores, self.usable_memory_bytes)
+        return self.judged_at(strategies, scores, self.usable_memory_bytes)
+
+    def judged_at(self, strategies: list[Strategy], scores: Scores, usable_bytes: float) -> list[Evaluation]:
+        """The same where a device has so much memory; takes no note of them."""
+        cost, is_feasible, excess = self.objective.standing(scores, usable_bytes)
         rows = zip(strategies, scores.step_time_s, scores.memory_bytes, is_feasible, cost, scores.sent_bytes, excess, strict=True)
         return [Evaluation(s, float(t), float(m), bool(f), float(c), float(b), float(e)) for s, t, m, f, c, b, e in rows]
 

@@ -6,6 +6,7 @@ recomputed, and the search is that of the step as it is. For the others operator
 cheap ones first and of equal ones those of the first segments: this is what experts do by hand (norms and activations, then
 attention, then whole blocks, of all blocks or of some). As many as are needed are recomputed, which the simulator of the step
 with that recomputation decides: it is a problem of its own, with the operators, the space and so the strategies of the other.
+To search in it, operators are taken in whole groups, so that equal blocks stay equal.
 
 The search then walks among strategies in that problem, and what is recomputed is fitted anew to the strategy that it found.
 """
@@ -13,10 +14,12 @@ The search then walks among strategies in that problem, and what is recomputed i
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from soapjax.costs.by_operator import owners
@@ -30,7 +33,9 @@ from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.strategy import Strategy
 
 MOST_FITS = 3  # problems that are made for one strategy
+FILLED = 0.97  # of the usable memory: with more of it taken, little less can be recomputed
 SLACK = 1.02  # so much more than is needed is saved by the estimate
+MOST_SAVED = 2.0  # of the estimate of all that can be saved: copies and sums, which it leaves out, go as well
 MOST_STRATEGIES = 2  # that are fitted before the search
 FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
 UNLIMITED_BYTES = 2**62
@@ -48,6 +53,7 @@ class Ranking(NamedTuple):
     """Operators in the order in which they are recomputed, under one strategy."""
 
     names: list[str]
+    ends: np.ndarray  # so many of them are whole groups: equal operators of all blocks
     seconds: np.ndarray  # of recomputing the first 1, 2, ...
     saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...: less than turns out, of which copies and sums are a part
     stored_bytes: float  # parameters and optimizer state, which are there whatever is recomputed
@@ -62,38 +68,75 @@ class Recomputing:
         self.problem, self.options, self.problem_of = problem, options, problem_of
         self.made: dict[frozenset[str], PlanningProblem] = {frozenset(): problem}
         self.making_s = 0.0  # that one of them took, at the most
+        self._unfit: list[tuple[Evaluation, Ranking]] | None = None
 
-    def start(self, key: Array, baselines: Mapping[str, SearchResult]) -> Fitted | None:
-        """What is recomputed in the problem to search in; None where it pays under no baseline."""
-        limit_s = min((b.best.cost for b in baselines.values() if b.best.is_feasible), default=np.inf)
-        free = _unlimited(self.problem)
-        for run in BASELINES.values():
-            run(key, free, Budget())
-        usable = self.problem.usable_memory_bytes
-        faster = [p for p in free.front.points() if p.step_time_s < limit_s and p.memory_bytes > usable]
-        estimates = []
-        for i, point in enumerate(faster):
-            ranking = self.ranking(point.plan)
-            k = min(int(np.searchsorted(ranking.saved_bytes, point.memory_bytes - usable)), len(ranking.names) - 1)
-            if k >= 0 and ranking.stored_bytes < usable and point.step_time_s + ranking.seconds[k] < limit_s:
-                estimates.append((point.step_time_s + ranking.seconds[k], i))
+    def start(self, key: Array, limit_s: float) -> Fitted | None:
+        """What is recomputed in the problem to search in; None where no baseline is then faster than `limit_s`."""
+        estimates: list[tuple[float, int, Strategy]] = []
+        for kept, ranking in self._fitting(self.paying(key, limit_s)):
+            estimates.append((self._estimate_s(kept, ranking), len(estimates), kept.strategy))
         best = None
-        for seconds, i in sorted(estimates)[:MOST_STRATEGIES]:
-            if seconds < limit_s and (found := self.fitted(faster[i].plan)) is not None and found.best.cost < limit_s:
+        for seconds, _, strategy in sorted(estimates)[:MOST_STRATEGIES]:
+            if seconds < limit_s and (found := self.fitted(strategy, by_groups=True)) is not None and found.best.cost < limit_s:
                 best, limit_s = found, found.best.cost
         return best
 
-    def fitted(self, strategy: Strategy) -> Fitted | None:
-        """The least recomputation under which a strategy fits; None where none is enough."""
+    def paying(self, key: Array, limit_s: float) -> list[tuple[Evaluation, Ranking]]:
+        """Baselines that do not fit and, by estimate, are faster than `limit_s` with as much recomputed as they need."""
+        if self._unfit is None:
+            free = _unlimited(self.problem)
+            for run in BASELINES.values():
+                run(key, free, Budget())
+            unfit = [p.plan for p in free.front.points() if p.memory_bytes > self.problem.usable_memory_bytes]
+            self._unfit = [(e, self.ranking(e.strategy)) for e in (self.problem.evaluate(unfit) if unfit else [])]
+        return [
+            (kept, ranking) for kept, ranking in self._unfit
+            if ranking.names and self._excess(kept) <= MOST_SAVED * ranking.saved_bytes[-1]
+            and self._estimate_s(kept, ranking) < limit_s
+        ]  # fmt: skip
+
+    def _excess(self, kept: Evaluation) -> float:
+        return kept.memory_bytes - self.problem.usable_memory_bytes
+
+    def _estimate_s(self, kept: Evaluation, ranking: Ranking) -> float:
+        k = min(int(np.searchsorted(ranking.saved_bytes, self._excess(kept))), len(ranking.names) - 1)
+        return kept.step_time_s + ranking.seconds[k]
+
+    def _fitting(self, ranked: list[tuple[Evaluation, Ranking]]) -> list[tuple[Evaluation, Ranking]]:
+        """Those that fit where all that can be is recomputed, as the step is."""
+        if not ranked:
+            return []
+        least = self.of(frozenset(ranked[0][1].names)).evaluate([kept.strategy for kept, _ in ranked])
+        return [r for r, e in zip(ranked, least, strict=True) if e.is_feasible]
+
+    def fitted(self, strategy: Strategy, *, by_groups: bool = False) -> Fitted | None:
+        """The least recomputation under which a strategy fits; None where none is enough.
+
+        `by_groups`: of whole groups, so that equal blocks stay equal; and the first that is enough is taken.
+        """
         ranking, kept = self.ranking(strategy), self.problem.evaluate([strategy])[0]
-        excess = kept.memory_bytes - self.problem.usable_memory_bytes
         saved, tried = np.append(0.0, ranking.saved_bytes), {0: kept}
-        too_few, enough = 0, len(saved)
-        while excess > 0 and len(tried) <= MOST_FITS and enough - too_few > 1:
-            k = int(np.clip(np.searchsorted(saved, SLACK * excess), too_few + 1, enough - 1))
+        ends = ranking.ends if by_groups else np.arange(len(saved))
+
+        def judge(k: int) -> Evaluation:
             tried[k] = now = self.of(frozenset(ranking.names[:k])).evaluate([strategy])[0]
-            too_few, enough = (too_few, k) if now.is_feasible else (k, enough)
-            saved *= max(kept.memory_bytes - now.memory_bytes, 1.0) / max(saved[k], 1.0)  # as it turned out
+            saved[:] *= max(kept.memory_bytes - now.memory_bytes, 1.0) / max(saved[k], 1.0)  # as it turned out
+            return now
+
+        excess, too_few, enough = self._excess(kept), 0, len(saved)
+        if excess > 0 and frozenset(ranking.names) in self.made:
+            if not judge(len(ranking.names)).is_feasible:
+                return None
+            enough = len(ranking.names)
+        made = len(self.made)
+        while excess > 0 and len(self.made) - made < MOST_FITS:
+            between = ends[(ends > too_few) & (ends < enough)]
+            if not len(between):
+                break
+            k = int(between[min(int(np.searchsorted(saved[between], SLACK * excess)), len(between) - 1)])
+            too_few, enough = (too_few, k) if judge(k).is_feasible else (k, enough)
+            if enough == k and (by_groups or tried[k].memory_bytes > FILLED * self.problem.usable_memory_bytes):
+                break
         fits = [k for k, e in tried.items() if e.is_feasible]
         if not fits:
             return None
@@ -101,11 +144,11 @@ class Recomputing:
         recomputed = frozenset(ranking.names[:best])
         return Fitted(recomputed, self.of(recomputed), tried[best])
 
-    def again(self, result: SearchResult, chosen: Fitted, *, may_make: bool) -> tuple[SearchResult, PlanningProblem]:
-        """A search's result with the recomputation that its own strategy needs, if that is less, and `may_make` problems."""
+    def again(self, result: SearchResult, problem: PlanningProblem, *, may_make: bool) -> tuple[SearchResult, PlanningProblem]:
+        """A search's result in `problem` with the recomputation that its own strategy needs, if that is less."""
         fitted = self.fitted(result.best.strategy) if may_make and result.stopped_by != "interrupted" else None
         if fitted is None or fitted.best.rank >= result.best.rank:
-            return result, chosen.problem
+            return result, problem
         candidates = tuple(fitted.problem.evaluate([e.strategy for e in result.candidates])) if result.candidates else ()
         return result._replace(best=fitted.best, candidates=candidates), fitted.problem
 
@@ -135,8 +178,13 @@ class Recomputing:
         groups = {name: self.problem.graph.operators[index[name]].group for name in closed}
         order = sorted((rate[groups[name]], parts[name].segment, index[name], name) for name in closed if groups[name] in rate)
         names = list(dict.fromkeys(m for *_, name in order for m in sorted(closed[name], key=index.get)))
+        place = {name: i for i, name in enumerate(names)}
+        last_of: dict[int, int] = {}
+        for *_, name in order:
+            last_of[groups[name]] = max(last_of.get(groups[name], 0), *(place[m] for m in closed[name]))
+        ends = np.unique(np.maximum.accumulate([last_of[groups[name]] for *_, name in order]) + 1)
         again_s, freed = np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
-        return Ranking(names, again_s, freed, float(costs.memory_bytes[0]))
+        return Ranking(names, ends, again_s, freed, float(costs.memory_bytes[0]))
 
     def _closed(self, name: str) -> list[str]:
         """An operator and all that must be recomputed with it."""
@@ -185,26 +233,38 @@ def _forward_s(tables: CostTables, costs) -> np.ndarray:
 
 def searched(
     search: Planner, key: Array, problem: PlanningProblem, budget: Budget, baselines: Mapping[str, SearchResult],
-    choice: Recomputing | None,
+    choice: Recomputing | None, *, goes_on: bool,
 ) -> tuple[SearchResult, PlanningProblem]:  # fmt: skip
     """What a planner finds, and the problem in which it found it: that of the step as it is, or with operators recomputed.
 
-    Where recomputing pays, the planner searches there; in both, half of the budget each, where a baseline fits as it is.
+    Where a baseline fits as it is, half of the budget is for the step as it is. The other half is for it as well where recomputing
+    would not be faster than what was found, if the planner `goes_on` from strategies that it is given.
     """
-    begin = time.monotonic()
+    begin, spent = time.monotonic(), 0
+    found: list[tuple[SearchResult, PlanningProblem]] = []
 
-    def share(part: float) -> Budget:
+    def search_in(where: PlanningProblem, part: float, *known: Strategy) -> None:
+        """With so much of what is left."""
+        nonlocal spent
         left_s = None if budget.seconds is None else max(budget.seconds - (time.monotonic() - begin), 1e-3) * part
-        return budget._replace(num_proposals=budget.num_proposals and max(int(budget.num_proposals * part), 1), seconds=left_s)
+        left = None if budget.num_proposals is None else max(int((budget.num_proposals - spent) * part), 1)
+        mine = budget._replace(num_proposals=left, seconds=left_s, baselines=(*budget.baselines, *known))
+        result = search(jax.random.fold_in(key, len(found)) if found else key, where, mine)
+        spent += result.num_proposals
+        found.append((result, where))
 
-    chosen = None if choice is None else choice.start(key, baselines)
-    if chosen is None:
-        return search(key, problem, share(1.0)), problem
-    fits = any(b.best.is_feasible for b in baselines.values())
-    found = [(search(key, problem, share(0.5)), problem)] if fits else []
+    limit_s = min((b.best.cost for b in baselines.values() if b.best.is_feasible), default=np.inf)
+    may_pay = choice is not None and bool(choice.paying(key, limit_s))
+    if may_pay and np.isfinite(limit_s):
+        search_in(problem, 0.5)
+        limit_s = found[0][0].best.cost
     if not found or found[0][0].stopped_by != "interrupted":
-        of_rest = 0.5 if fits and budget.seconds is None else 1.0
-        starts = (*budget.baselines, chosen.best.strategy)
-        result = search(key, chosen.problem, share(of_rest * (1 - FITTED_AGAIN))._replace(baselines=starts))
-        found.append(choice.again(result, chosen, may_make=budget.seconds is None or share(1.0).seconds > choice.making_s))
-    return min(found, key=lambda f: f[0].best.rank)
+        chosen = choice.start(key, limit_s) if may_pay else None
+        if chosen is None and (not found or goes_on):
+            search_in(problem, 1.0, *(f[0].best.strategy for f in found))
+        elif chosen is not None:
+            search_in(chosen.problem, 1 - FITTED_AGAIN, chosen.best.strategy)
+            left_s = math.inf if budget.seconds is None else budget.seconds - (time.monotonic() - begin)
+            found[-1] = choice.again(*found[-1], may_make=left_s > choice.making_s)
+    best, where = min(found, key=lambda f: f[0].best.rank)
+    return best._replace(num_proposals=spent, search_s=time.monotonic() - begin), where

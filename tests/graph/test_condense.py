@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from problems import graph_with, topology_of
 
-from soapjax.graph.condensing import MOST_KEPT, condense, forward_operators, repeated_blocks
+from soapjax.graph.condensing import MOST_KEPT, condense, forward_operators, prefix_crossing, repeated_blocks
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stage_loads import StageLoads
-from soapjax.search.stages.stage_problem import prefix_crossing
 
 DEEP, FEW = 7, MOST_KEPT + 1  # one more is no block of the run: its first norm reads the embedding
 

@@ -11,7 +11,7 @@ from problems import graph_of, topology_of
 
 import soapjax
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.mcmc_planner import KICKS
+from soapjax.search.chain.descents import KICKS
 from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
 from soapjax.search.descent.descent import Descent, Kicks
 from soapjax.search.problem import PlanningProblem

@@ -13,8 +13,9 @@ import soapjax
 from soapjax.planning.entry import planning_problem
 from soapjax.search.chain.chain import LANES, MOST_BLOCKS, Walker, draws, exchange
 from soapjax.search.chain.engine import Engine
-from soapjax.search.chain.mcmc_planner import NUM_CHAINS, TIME_DECIDED, WITHOUT_PINS, mcmc
+from soapjax.search.chain.mcmc_planner import NUM_CHAINS, WITHOUT_PINS, mcmc
 from soapjax.search.chain.moves import NUM_UNIFORMS, State, leap, move_tables
+from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget
 from soapjax.strategy.strategy import Strategy
@@ -159,7 +160,7 @@ def test_exchange_is_metropolis():
 
 
 def test_never_worse_than_baselines_and_deterministic(step_problem, monkeypatch):
-    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.MAX_FAILED", 1)  # the chains have their turn
+    monkeypatch.setattr("soapjax.search.chain.descents.MAX_FAILED", 1)  # the chains have their turn
     walks = []
     walk = Engine.walk
     monkeypatch.setattr(Engine, "walk", lambda self, *args: walks.append(args[-1]) or walk(self, *args))
@@ -196,8 +197,8 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
 
     It decides, and notes tell, whether the additive optimum is a start, and when kicks have had their share: neither is so here.
     """
-    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.KICKED_UNTIL", math.inf)
-    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.DESCENDED_UNTIL", math.inf)
+    monkeypatch.setattr("soapjax.search.chain.descents.KICKED_UNTIL", math.inf)
+    monkeypatch.setattr("soapjax.search.chain.descents.DESCENDED_UNTIL", math.inf)
     Engine(step_problem).prepare()
     key = jax.random.key(2)
     timed = mcmc(key, step_problem, Budget(seconds=4.0, random_start=True))
@@ -209,7 +210,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
 def test_kicks_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
     """Time that chains cannot have is searched in all the same, for half of the budget at least (then nothing improves)."""
     monkeypatch.setattr(Engine, "prepare", lambda self: threading.Event().wait(6))
-    monkeypatch.setattr("soapjax.search.chain.mcmc_planner.MAX_FAILED", 1)
+    monkeypatch.setattr("soapjax.search.chain.descents.MAX_FAILED", 1)
     found = mcmc(jax.random.key(2), step_problem, Budget(seconds=4.0, random_start=True))
     assert found.stopped_by in ("seconds", "converged") and found.search_s > 2.0
     assert found.num_proposals > 1000 and found.notes == (TIME_DECIDED,)

@@ -15,6 +15,7 @@ from soapjax.costs.measured.profile import Profile, installed_versions
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
 from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import SoapjaxError
+from soapjax.graph.condensing import prefix_crossing
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.trace.tracing import trace
@@ -29,7 +30,7 @@ from soapjax.search.stages.inside_search import LEAST_GAIN, searched_inside
 from soapjax.search.stages.joint_search import CHAINS, _Best, _price_starts, search_stages
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
-from soapjax.search.stages.stage_problem import Choice, StageProblem, prefix_crossing
+from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.strategy import Strategy

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -60,14 +61,23 @@ class Binding:
     local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
 
 
-@fewer_collections()
+_BUILT: weakref.WeakKeyDictionary[TracedStep, tuple[OperatorGraph, Binding]] = weakref.WeakKeyDictionary()
+
+
 def build_graph(step: TracedStep) -> tuple[OperatorGraph, Binding]:
-    """The operator graph of a traced step, checked after every pass.
+    """The operator graph of a traced step, checked after every pass; built once for each step.
 
     A step whose phases cannot be told apart in order (a second gradient of updated parameters) is one phase in program order.
 
     Raises: SoapjaxError where a pass left something inconsistent: a defect, named with the pass.
     """
+    if step not in _BUILT:
+        _BUILT[step] = _built(step)
+    return _BUILT[step]
+
+
+@fewer_collections()
+def _built(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     builder = _Builder(step)
     graph = builder.build()
     check_graph(graph)

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.problem import Evaluation, PlanningProblem
+from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.strategy import Strategy
 
@@ -141,7 +141,7 @@ class Kicks:
     """
 
     def __init__(
-        self, problem: PlanningProblem, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str]
+        self, problem: Judging, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str]
     ):
         self.problem, self.best, self.rng, self.moves = problem, start, rng, moves
         self.kinds, self.kind = itertools.cycle(kinds), KINDS[kinds[0]]

@@ -82,7 +82,7 @@ def simplified(
     fits = [e for e in baselines if e.is_feasible]
     limit_s = min([best.step_time_s * (1 + error), *(e.step_time_s for e in fits if e.step_time_s >= best.step_time_s)])
     pool = [best, *(e for e in (*result.candidates, *fits) if e.is_feasible and e.step_time_s <= limit_s)]
-    judge = Judge(problem, deadline)
+    judge = Judge(problem, limit_s, deadline)
     known = judge(list({e.strategy.key(): e.strategy for e in pool}.values()))
     if not known:
         return result, ()
@@ -114,10 +114,11 @@ def _ways(candidate: Candidate) -> str:
 
 
 class Judge:
-    """Strategies of one problem with what is plain in them, BATCH at a time; none after `deadline`."""
+    """Strategies of one problem with what is plain in them, BATCH at a time: those that take no longer than `limit_s`, and none
+    after `deadline`."""
 
-    def __init__(self, problem: PlanningProblem, deadline: float = math.inf):
-        self.deadline = deadline
+    def __init__(self, problem: PlanningProblem, limit_s: float = math.inf, deadline: float = math.inf):
+        self.limit_s, self.deadline = limit_s, deadline
         self.problem, self.runs = problem, runs_of([op.group for op in problem.graph.operators])
 
     def __call__(self, strategies: Sequence[Strategy]) -> list[Candidate]:
@@ -129,6 +130,8 @@ class Judge:
             batch = simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
             judged = self.problem.judged(some, batch.scores)
             for i, (strategy, evaluation) in enumerate(zip(some, judged, strict=True)):
+                if evaluation.step_time_s > self.limit_s:
+                    continue
                 own = batch.costs(i)
                 num = sum(int((np.asarray(x) > 0).any(-1).sum()) for x in own.durations[1:])
                 sent = float(own.bytes_by_collective.sum(dtype=np.float64))

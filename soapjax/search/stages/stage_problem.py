@@ -17,7 +17,7 @@ from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import share_of
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.condensing import repeated_blocks
+from soapjax.graph.condensing import prefix_crossing, repeated_blocks
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.front import Front
@@ -348,24 +348,6 @@ def outline(choice: Choice) -> Pipeline:
     return Pipeline.model_construct(
         schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False, order=()
     )
-
-
-def prefix_crossing(graph: OperatorGraph, forward: Sequence[int]) -> np.ndarray:
-    """Bytes [n + 1] that cross forwards where the first k forward operators are one stage and the others the next."""
-    place = {op: k for k, op in enumerate(forward)}
-    made = {a.tensor: t.operator for t in graph.tasks if t.phase == 0 for a in t.writes}
-    last: dict[int, int] = {}
-    for task in graph.tasks:
-        for access in task.reads:
-            if access.tensor in made and task.operator in place and task.parameter < 0:
-                last[access.tensor] = max(last.get(access.tensor, 0), place[task.operator])
-    steps = np.zeros(len(forward) + 2)
-    for tensor, k in last.items():
-        begin = place.get(made[tensor], len(forward))
-        if begin < k:
-            steps[begin + 1] += graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
-            steps[k + 1] -= graph.tensors[tensor].size_bytes * graph.tensors[tensor].copies
-    return np.cumsum(steps)[: len(forward) + 1]
 
 
 def inside_loops(graph: OperatorGraph, position: np.ndarray) -> set[int]:

@@ -1,0 +1,141 @@
+"""What comes before the walk: descents from the best start and from a random one, and kicks of what they end at (descent.py).
+
+A step of many equal blocks descends with few of them first (fewer_blocks.py), and as a whole only for a short time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from soapjax.jit.array_types import Array
+from soapjax.search.chain.record import Record
+from soapjax.search.chain.starting_points import numpy_rng
+from soapjax.search.descent.assignments import Assignments
+from soapjax.search.descent.descent import Descent, Judging, Kicks
+from soapjax.search.descent.fewer_blocks import FewerBlocks
+from soapjax.search.problem import Evaluation, PlanningProblem
+from soapjax.simulate.simulator import BATCH
+from soapjax.strategy.space import SearchSpace
+from soapjax.strategy.strategy import Strategy
+
+MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
+KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
+STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
+DESCENDED_UNTIL, KICKED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
+WHOLE_AFTER_FEWER = 0.03  # of the budget: what the descent of the whole step may take after one with fewer blocks
+TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
+MOST_TIGHTENED = 3  # times
+MOST_WHOLE = 8  # of the best with fewer blocks that are judged in the whole step
+
+Found = tuple[list[Evaluation], str | None]  # best first; and why the search is to stop there
+
+
+class Descents:
+    """Descents and kicks of one search, two side by side.
+
+    Args:
+      problem: judges strategies of `space`.
+      for_whole: such a strategy -> that of the step.
+    """
+
+    def __init__(
+        self, key: Array, problem: Judging, space: SearchSpace, record: Record, pool: ThreadPoolExecutor, ready: Future[None],
+        for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy,
+    ):  # fmt: skip
+        self.key, self.problem, self.record, self.pool, self.ready = key, problem, record, pool, ready
+        self.moves, self.for_whole = Assignments(space), for_whole
+        self.number = 0  # of generators
+
+    def _rng(self) -> np.random.Generator:
+        self.number += 1
+        return numpy_rng(self.key, self.number)
+
+    def run(self, begun: list[Evaluation]) -> Found:
+        """All starts, of which the worst is a random one, and what was found from some of them."""
+        begun = sorted(begun, key=lambda e: e.rank)
+        ends = self._descended([begun[0], self._ranked(begun[-1])], until=DESCENDED_UNTIL)
+        kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
+        if self.record.limit is None and self.record.spent() >= KICKED_UNTIL:
+            self.record.time_decides()
+        return self._all([kicked, *ends, *begun])
+
+    def on(self, begun: list[Evaluation], share: float) -> Found:
+        """A descent from the best start, for a share of the budget."""
+        begun = sorted(begun, key=lambda e: e.rank)
+        return self._all([*self._descended(begun[:1], until=self.record.spent() + share), *begun])
+
+    def go_on(self, begun: list[Evaluation]) -> Found:
+        """More kicks, until chains are ready to walk or the budget is spent; as `run`."""
+        best, stopped_by = begun[0], None
+        while not self.ready.done() and not (stopped_by := self.record.stopped_by(has_walked=False)):
+            best = self._kicked(best, ends_when_ready=True)
+        return [best, *begun], stopped_by
+
+    def _all(self, found: list[Evaluation]) -> Found:
+        distinct = {e.strategy.key(): e for e in found}
+        return sorted(distinct.values(), key=lambda e: e.rank), self.record.stopped_by(has_walked=False)
+
+    def _ranked(self, start: Evaluation) -> Evaluation:
+        """The best of many draws that rank all axes of `start` anew: as random, but what follows one another is split alike."""
+        count = min(STARTING_DRAWS, max(self.record.left(), 0))
+        drawn = self.moves.reranked(self._rng(), start.strategy, count, every_axis=True)
+        self.record.done += len(drawn)
+        return min([start, *(self.problem.evaluate(drawn) if drawn else [])], key=lambda e: e.cost)
+
+    def _descended(self, begun: list[Evaluation], *, until: float) -> list[Evaluation]:
+        members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
+        while self._may_descend(until) and (active := [d for d in members if not d.is_over]):
+            self._one_round(active)
+        return [d.best for d in members]
+
+    def _may_descend(self, until: float) -> bool:
+        record = self.record
+        if record.spent() >= until and record.limit is None:
+            record.time_decides()
+        return record.spent() < until and record.stopped_by(has_walked=False) is None
+
+    def _kicked(self, best: Evaluation, *, until: float = 1.0, ends_when_ready: bool = False) -> Evaluation:
+        """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget is spent."""
+        record = self.record
+        kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
+        while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
+            if ends_when_ready and self.ready.done():
+                break
+            self._one_round(kicks)
+            best = min((k.best for k in kicks), key=lambda e: e.cost)
+            for k in kicks:
+                k.offer(best)
+        return best
+
+    def _one_round(self, members: Sequence[Descent | Kicks]) -> None:
+        record = self.record
+        limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
+        # While the chains' programs are compiled, one of two cores is left to that.
+        run = self.pool.map if self.ready.done() else map
+        record.done += sum(run(lambda d, limit: d.round(limit), members, limits))
+        for d in members:
+            record.offer(self.for_whole(d.best.strategy), d.best.cost)
+        record.tell()
+
+
+def with_fewer_blocks(
+    key: Array, problem: PlanningProblem, fewer: FewerBlocks, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor,
+    ready: Future[None],
+) -> list[Evaluation]:  # fmt: skip
+    """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
+    descents = Descents(key, fewer, fewer.space, record, pool, ready, fewer.for_whole)
+    found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]))
+    usable = problem.usable_memory_bytes
+    for tightened in range(MOST_TIGHTENED + 1):
+        judged = problem.evaluate([fewer.for_whole(e.strategy) for e in found[:MOST_WHOLE]])
+        begun = sorted([*judged, *begun], key=lambda e: e.rank)
+        over = judged[0].memory_bytes / usable
+        if over <= 1 or not found[0].is_feasible or stopped_by or tightened == MOST_TIGHTENED:
+            break
+        fewer.usable_memory_bytes /= over
+        found, stopped_by = descents.on(fewer.evaluate([e.strategy for e in found]), TIGHTENED)
+    record.settle(begun[0].cost)
+    return begun

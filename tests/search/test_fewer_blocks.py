@@ -1,0 +1,93 @@
+"""A deep step judged by few of its blocks, against the whole graph."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from problems import graph_with, topology_of
+
+from soapjax.search.chain import descents
+from soapjax.search.chain.mcmc_planner import mcmc
+from soapjax.search.descent.assignments import Assignments
+from soapjax.search.descent.fewer_blocks import fewer_blocks
+from soapjax.search.planners import BASELINES
+from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.strategy.space import search_space
+from soapjax.topology.mesh import factor_mesh
+
+LAYERS = 22
+
+
+@functools.cache
+def problem_of(topology, *, pins=False, usable_bytes=None, layers=LAYERS, **options):
+    graph, place = graph_with("lm", layers=layers, **options), topology_of(topology)
+    found = PlanningProblem.make(graph, search_space(graph, factor_mesh(place), pins=pins), place)
+    return found if usable_bytes is None else found.usable_up_to(usable_bytes)
+
+
+def drawn(problem, fewer, count):
+    """Strategies of the few blocks, some moves away from the baselines."""
+    moves, rng = Assignments(fewer.space), np.random.default_rng(0)
+    found = [fewer.of_whole(run(jax.random.key(0), problem, Budget()).best.strategy) for run in BASELINES.values()]
+    while len(found) < count:
+        strategy = found[rng.integers(len(found))]
+        for _ in range(rng.integers(1, 20)):
+            (strategy,) = moves.draw(rng, [strategy])
+        found.append(strategy)
+    return found
+
+
+@pytest.mark.parametrize("topology, remat", [("2x4", False), ("2x4", True), ("a100x8", False)])
+def test_scores_are_those_of_the_whole_graph(topology, remat):
+    problem = problem_of(topology, remat=remat, tie=remat)
+    fewer = fewer_blocks(problem)
+    strategies = drawn(problem, fewer, 40)
+    whole = problem.evaluate([fewer.for_whole(s) for s in strategies])
+    for name, most, of_most in (("step_time_s", 0.03, 0.003), ("sent_bytes", 1e-3, 1e-3), ("memory_bytes", 0.5, 0.02)):
+        one, other = (np.array([getattr(e, name) for e in found]) for found in (fewer.evaluate(strategies), whole))
+        error = np.abs(one - other) / np.maximum(other, 1e-9)
+        assert error.max() < most and np.quantile(error, 0.5) < of_most, name
+    assert len({e.step_time_s for e in whole}) > 20
+
+
+def test_strategies_go_there_and_back():
+    problem = problem_of("2x4")
+    fewer = fewer_blocks(problem)
+    for strategy in drawn(problem, fewer, 20):
+        there = fewer.for_whole(strategy)
+        assert problem.space.is_valid(there) and fewer.of_whole(there).key() == strategy.key()
+
+
+def test_no_shortcut_where_blocks_are_few_or_operators_may_be_pinned():
+    assert fewer_blocks(problem_of("2x4", layers=9)) is None
+    assert fewer_blocks(problem_of("2x4", pins=True)) is None
+    problem = problem_of("2x4")
+    one = problem.graph.num_operators // 2
+    allowed = problem.space.allowed.copy()
+    allowed[one, :, 1:] = False  # one block of them is to stay whole
+    assert fewer_blocks(dataclasses.replace(problem, space=dataclasses.replace(problem.space, allowed=allowed))) is None
+
+
+def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
+    """Where few blocks say that more fits than does, the search goes on with less memory; and the same seed finds the same."""
+    everything = problem_of("2x4")
+    least = min(run(jax.random.key(0), everything, Budget()).best.memory_bytes for run in BASELINES.values())
+    problem = everything.usable_up_to(least * 1.05)
+    tried = []
+    judge = descents.FewerBlocks.evaluate
+
+    def too_low(self, strategies):
+        tried.append(self.usable_memory_bytes)
+        found = [e._replace(memory_bytes=0.5 * e.memory_bytes, cost=e.step_time_s, excess=0.0) for e in judge(self, strategies)]
+        return [e._replace(is_feasible=e.memory_bytes <= self.usable_memory_bytes) for e in found]
+
+    monkeypatch.setattr(descents.FewerBlocks, "evaluate", too_low)
+    found = [mcmc(jax.random.key(1), problem, Budget(num_proposals=800)) for _ in range(2)]
+    assert found[0].best.is_feasible and min(tried) < max(tried)
+    assert found[0].best.strategy.key() == found[1].best.strategy.key()
+    (again,) = problem.evaluate([found[0].best.strategy])
+    assert again.cost == found[0].best.cost
+    costs = [h[2] for h in found[0].history]
+    assert costs == sorted(costs, reverse=True)
