@@ -45,7 +45,8 @@ class PlanCommand:
     """auto, gpipe, 1f1b, interleaved or pipedream: stages that work on micro-batches. auto takes a pipeline only where it is
     faster than the planner's plan, and never pipedream, which trains with old weights."""
     microbatches: str = "auto"
-    """Of a pipeline: their number, or auto."""
+    """Their number, or auto: of a pipeline the best; of one program several only where nothing fits without. Gradients are added
+    up over them."""
     stages: str = "auto"
     """Of a pipeline: their number, or auto."""
     objective: str = "time"

@@ -59,9 +59,10 @@ def _check_problems(command: PlanCommand) -> list[Problem]:
     problems = []
     if command.target is not None and command.check != "compile":
         problems.append(Problem("--target", command.target, "--check compile", "add it, or drop --target"))
-    if command.check == "compile" and command.pipeline is not None:
+    beside = f"--pipeline {command.pipeline}" if command.pipeline is not None else f"--microbatches {command.microbatches}"
+    if command.check == "compile" and beside not in ("--microbatches auto", "--microbatches 1"):
         expected, remedy = "one program: stages are not compiled", "drop one of them; soapjax verify compiles a pipeline's stages"
-        problems.append(Problem("--check", f"compile with --pipeline {command.pipeline}", expected, remedy))
+        problems.append(Problem("--check", f"compile with {beside}", expected, remedy))
     if command.target is not None and command.verify_top:
         problems.append(Problem("--target", command.target, "the devices at hand with --verify-top", "drop one of them"))
     return problems
@@ -96,13 +97,13 @@ def _planned(command: PlanCommand, chosen: Chosen, *, search_s: float) -> Result
 def _pipeline_problems(command: PlanCommand) -> list[Problem]:
     """What does not go together with `--pipeline`."""
     problems = []
-    for name in ("microbatches", "stages"):
-        text = getattr(command, name)
-        if text != "auto" and command.pipeline is None:
-            problems.append(Problem(f"--{name}", text, "a pipeline", "add --pipeline auto, or another"))
-    if command.pipeline is not None and command.space != "soap":
-        problems.append(Problem("--space", command.space, "soap with --pipeline", "drop one of them"))
-    if command.pipeline not in (None, "auto") and command.verify_top:
+    if command.stages != "auto" and command.pipeline is None:
+        problems.append(Problem("--stages", command.stages, "a pipeline", "add --pipeline auto, or another"))
+    adds_up = command.pipeline is None and command.microbatches not in ("auto", "1")
+    if (command.pipeline is not None or adds_up) and command.space != "soap":
+        beside = "--microbatches" if adds_up else "--pipeline"
+        problems.append(Problem("--space", command.space, f"soap with {beside}", "drop one of them"))
+    if (command.pipeline not in (None, "auto") or adds_up) and command.verify_top:
         expected, remedy = "no pipeline, or auto: only plans of one program are compared", "drop one of them"
         problems.append(Problem("--verify-top", str(command.verify_top), expected, remedy))
     return problems

@@ -1,23 +1,30 @@
-"""The plan that a request asks for: of one program, of a pipeline, or of "auto", the one that is predicted to be better."""
+"""The plan that a request asks for: of one program, of a pipeline, or of "auto", the one that is predicted to be better.
+
+Where no plan of one program fits, its batch is cut into micro-batches whose gradients are added up: a pipeline of one stage.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from soapjax import options
-from soapjax.errors import SoapjaxError
+from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
-from soapjax.graph.trace.tracing import TracedStep
+from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.planning import entry
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
+from soapjax.planning.given_pipeline import require_same_result
 from soapjax.planning.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
+from soapjax.planning.searching import FOR_MICROBATCHES
 from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
+from soapjax.search.planners import BASELINES
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
@@ -38,12 +45,50 @@ def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen
 
     Raises: as `plan` and `plan_pipeline`.
     """
-    if request.pipeline is None:
-        return _of_one_program(entry.plan_one_program(request, fn, *args))
     if request.pipeline == "auto":
         return _one_program_or_pipeline(request, fn, *args)
-    plan, found = entry.plan_staged(request, fn, *args)
-    return Chosen(plan, found.stopped_by, rows_of_pipelines(found))
+    if request.pipeline is not None or request.adds_up:
+        plan, found = entry.plan_staged(request.adding_up() if request.adds_up else request, fn, *args)
+        return Chosen(plan, found.stopped_by, rows_of_pipelines(found))
+    if _may_add_up(request):
+        return _one_program_that_fits(request, fn, *args)
+    return _of_one_program(entry.plan_one_program(request, fn, *args))
+
+
+def _may_add_up(request: PlanRequest) -> bool:
+    """Whether several micro-batches are offered: not where a baseline is asked for, nor beside what only one program can do."""
+    is_searched = request.planner not in BASELINES and request.space == "soap" and not request.pareto and not request.verify_top
+    return is_searched and request.microbatches == "auto" and request.fixed is None and request.logical_axis_rules is None
+
+
+def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
+    """One program; with micro-batches where it does not fit without, and does with."""
+    begin, one, found = time.monotonic(), None, None
+    try:
+        found = entry.plan_one_program(request, fn, *args)
+        one = _of_one_program(found)
+        if found.plan.prediction.feasible or one.stopped_by == "interrupted":
+            return one
+        missed = f"does not fit ({found.plan.prediction.memory_bytes_per_device / 1e9:.3g} GB per device)"
+    except InfeasibleError as e:  # as compiled
+        missed, failed = "does not fit as compiled", e
+    kept_s = None if request.seconds is None else FOR_MICROBATCHES * request.seconds
+    left_s = None if kept_s is None else max(request.seconds + begin - time.monotonic(), LEAST_LEFT * kept_s)
+    asked = request.adding_up().but(check="none", seconds=left_s)
+    try:
+        traced = None if found is None else _traced(found)
+        require_same_result(fn, *args, step=trace(fn, *args, **asked.tracing) if found is None else found.step, **asked.tracing)
+        plan, staged = entry.plan_staged(asked, fn, *args, traced=traced, reductions=(asked.microbatch_reduction,))
+    except (SoapjaxError, KeyboardInterrupt) as e:
+        if one is None:
+            raise failed from None
+        why = "interrupted before micro-batches were tried" if isinstance(e, KeyboardInterrupt) else (
+            f"micro-batches do not help: {e.problems[0]}"
+        )  # fmt: skip
+        return one._replace(plan=_with_note(one.plan, why, {}))
+    others = {} if one is None else {f"one program ({request.planner})": figures_of_plan(one.plan)}
+    note = f"the whole batch at once {missed}: gradients are added up over {plan.pipeline.num_microbatches} micro-batches"
+    return Chosen(_with_note(plan, note, others), staged.stopped_by, ())
 
 
 def _of_one_program(found: entry.Planned) -> Chosen:

@@ -21,6 +21,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.execute.streams.microbatches import REDUCTIONS
 from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
@@ -157,13 +158,15 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
 
 
 def plan_staged(
-    request: PlanRequest, fn: Callable[..., Any], *args: Any, traced: Traced | None = None, slower_than_s: float = math.inf
+    request: PlanRequest, fn: Callable[..., Any], *args: Any, traced: Traced | None = None, slower_than_s: float = math.inf,
+    reductions: Sequence[str] = REDUCTIONS,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """As `plan_pipeline`.
 
     Args:
       traced: the step and its graph, where it has been traced before, as the request says.
       slower_than_s: a step time that the pipeline is to come near.
+      reductions: of the loss, of which one must be right.
     Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
@@ -182,7 +185,8 @@ def plan_staged(
             seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
             objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
-    require_runnable(fn, *args, pipeline=found.times.pipeline, step=traced.step, graph=graph, **asked.tracing)
+    stages = found.times.pipeline
+    require_runnable(fn, *args, pipeline=stages, step=traced.step, graph=graph, reductions=reductions, **asked.tracing)
     found = found._replace(notes=(*remarks, *found.notes))
     base = Provenance(versions=_versions(), objective=asked.objective.describe())
     provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)

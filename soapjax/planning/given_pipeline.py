@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.microbatches import REDUCTIONS, micro_step
+from soapjax.execute.streams.microbatches import REDUCTIONS, batch_leaves, micro_step, mixing_of
 from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
@@ -58,13 +58,34 @@ def planned_pipeline(fn: Any, *args: Any, plan: Plan, **options: Any) -> StreamS
     return step_of_plan(fn, *args, plan=plan, anew=anew, **options)
 
 
+def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -> None:
+    """Refuses a step that computes something else, however little, with its batch in parts: nobody asked for micro-batches.
+
+    Args:
+      step: of the whole batch.
+      tracing: as for `trace`.
+    Raises: SoapjaxError where the batch has no parts, or a statistic of it comes back to its samples.
+    """
+    size = step.in_avals[batch_leaves(step)[0]].shape[0]
+    parts = next((n for n in range(2, size + 1) if size % n == 0), 1)
+    micro = micro_step(fn, *args, num_microbatches=parts, full=step, **tracing)
+    mixing = mixing_of(micro, [micro.step.program.outputs[k] for k in step.state_pairs.values()])
+    if (found := mixing.statistic() or mixing.pairs()) is not None:
+        at = f" ({found.source})" if found.source else ""
+        value = f"a statistic of the batch comes back to its samples{at}, and micro-batches have statistics of their own"
+        expected = "a loss of every sample by itself"
+        raise SoapjaxError(Problem("microbatches", value, expected, "if that will do, as it does for batch norm, say their number"))
+
+
 def require_runnable(
-    fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, **tracing: Any
+    fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, reductions: Sequence[str] = REDUCTIONS,
+    **tracing: Any,
 ) -> None:  # fmt: skip
     """Refuses stages whose micro-batches do not add up to the step; not of the largest steps: of these running them says it.
 
     Args:
       step, graph: of the whole batch.
+      reductions: of the loss, of which one must be right.
       tracing: as for `trace`.
     Raises: SoapjaxError as running the stages would.
     """
@@ -81,7 +102,7 @@ def require_runnable(
         remedy = "choose another number, or another batch: its size may equal another dim's; or plan without a pipeline"
         raise SoapjaxError(Problem("microbatches", value, expected, remedy))
     problems: list[Problem] = []
-    for reduction in REDUCTIONS:  # which it is, whoever runs it says
+    for reduction in reductions:  # which it is, whoever runs it says
         try:
             with own_configuration():
                 cut_and_joined(micro, own, binding, pipeline, reduction)

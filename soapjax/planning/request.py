@@ -34,7 +34,9 @@ class PlanRequest:
       space: "soap", or "paper": also operators on parts of the devices. Such plans run as several programs.
       pipeline: a schedule to plan ("gpipe", "1f1b", "interleaved", "pipedream"), or "auto": the best synchronous one, where it is
         faster than one program. Of `soap_shard` also a `Pipeline` to run as it is.
-      microbatches, stages: of a pipeline that is planned, a number or "auto".
+      microbatches: a number, or "auto": of a pipeline the best, of one program several only where no plan fits without. Of one
+        program they are a pipeline of one stage: gradients are added up over them.
+      stages: of a pipeline that is planned, a number or "auto".
       microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
       objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
         the one that violates them least is taken, with a note; `objective.unmet` names them.
@@ -112,14 +114,23 @@ class PlanRequest:
         """What does not go together in a pipeline; of each value by itself soapjax/options.py says it."""
         numbers = {"microbatches": self.num_microbatches, "stages": self.num_stages}
         given = [name for name, value in numbers.items() if value is not None]
-        if self.pipeline is None:
-            return [Problem(n, "given without a pipeline", "a pipeline", f'say pipeline="1f1b", or drop {n}') for n in given]
         problems = []
+        if self.pipeline is None and self.num_stages is not None:
+            problems.append(Problem("stages", "given without a pipeline", "a pipeline", 'say pipeline="1f1b", or drop stages'))
         if isinstance(self.pipeline, Pipeline):
             problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
-        if self.fixed is not None:
-            problems.append(Problem("fixed", "given beside a pipeline", "one of them", "drop it"))
+        if self.fixed is not None and (self.pipeline is not None or self.adds_up):
+            problems.append(Problem("fixed", "given beside a pipeline or micro-batches", "one of them", "drop it"))
         return problems
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether one program is to add up gradients over a number of micro-batches."""
+        return self.pipeline is None and isinstance(self.num_microbatches, int) and self.num_microbatches > 1
+
+    def adding_up(self) -> PlanRequest:
+        """One stage on all devices, whose gradients are added up over micro-batches."""
+        return self.but(pipeline="1f1b", stages=1)
 
     def understood(self, fn: Any) -> tuple[PlanRequest, tuple[str, ...]]:
         """The same with what its names mean: topology, profile and objective; and remarks on the profile.

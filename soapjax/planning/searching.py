@@ -18,6 +18,7 @@ from soapjax.search.recomputation import Recomputing, may_recompute, searched
 from soapjax.strategy.strategy import Strategy
 
 AGAIN = 0.25  # of the first search's proposals that each search under less memory gets, and of the seconds that are kept for all
+FOR_MICROBATCHES = 0.5  # of the seconds, which are kept where no baseline fits
 SIMPLIFYING = 0.1  # of the seconds, which are kept for finding the simplest of what is as good
 
 
@@ -80,7 +81,9 @@ class Search:
         """
         baselines = self._baselines(problem)
         found = tuple(b.best.strategy for b in baselines.values())
-        left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
+        fits = any(b.best.is_feasible for b in baselines.values())
+        kept = AGAIN * self.may_go_on if fits else FOR_MICROBATCHES
+        left_s = self._left_s() * (1 - kept)
         return self._searched(problem, baselines, found, self.proposals, left_s)
 
     def again(self, before: Searched, limit_bytes: float) -> Searched:

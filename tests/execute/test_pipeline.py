@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(SoapjaxError, match="gpipe or 1f1b"):
         soap_shard(step, pipeline="pipe")
     with pytest.raises(SoapjaxError, match='given without a pipeline.*pipeline="1f1b"'):
-        soap_shard(step, microbatches=2)
+        soap_shard(step, stages=2)
     names = [
         s.operators
         for s in balanced_pipeline(build_graph(soapjax.trace(step, w, batch))[0], 2, num_microbatches=1, num_stages=2).stages

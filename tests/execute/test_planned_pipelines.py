@@ -205,7 +205,9 @@ def pairwise(w, x):
 LOSSES = {
     "a mean": (lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w), None),
     "a sum, which whoever runs it says": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), None),
-    "softmax over pairs, a mean": (lambda w, x: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))), None),
+    "softmax over pairs, a mean": (
+        lambda w, x: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))), r"shape \[32, 32\], every sample with"
+    ),
     "a sum over pairs": (lambda w, x: jnp.sum(jax.nn.softplus(pairwise(w, x))) / len(x), r"shape \[32, 32\], every sample with"),
     "a ratio": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x > 0), "divided by a sum over the batch's data"),
 }

@@ -24,6 +24,8 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
 from soapjax.graph.trace.batch_scaling import Scaling, scalings
 from soapjax.graph.trace.draws import draws_alike
+from soapjax.graph.trace.program import Atom
+from soapjax.graph.trace.sample_mixing import SampleMixing
 from soapjax.graph.trace.tracing import TracedStep, trace
 
 Reduction = Literal["mean", "sum"]
@@ -119,11 +121,12 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(place, value, expected, remedy))
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
-    apart = [s for _, s in found if s.power is not None and not s.is_zero and s.power != 0.0]
-    if apart and (pairs := pairs_of_samples(micro)):
-        value = f"the loss is made of a value of shape {list(pairs)}, every sample with every other"
-        expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
-        raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if micro.scaling:
+        mixing = mixing_of(micro, [v for _, v in gradients])
+        if (pairs := mixing.pairs()) is not None:
+            value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
+            expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
+            raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
     other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
     if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
         value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
@@ -134,15 +137,10 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         raise SoapjaxError(Problem(place, value, f"a loss that is a {reduction} over the batch", remedy))
 
 
-def pairs_of_samples(micro: MicroStep) -> tuple[int, ...]:
-    """The shape of a product that has the batch twice, as the similarities of a contrastive loss do; () where there is none."""
-    small, large = micro.step.program, micro.full.program
-    for eqn in small.leaves:
-        if eqn.name == "dot_general" and eqn.outputs[0] in large.avals:
-            ours, theirs = small.avals[eqn.outputs[0]].shape, large.avals[eqn.outputs[0]].shape
-            if len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) > 1:
-                return theirs
-    return ()
+def mixing_of(micro: MicroStep, wanted: Sequence[Atom]) -> SampleMixing:
+    """Where samples are mixed in the making of values of the micro-batched step."""
+    small = micro.step.program
+    return SampleMixing(small, micro.full.program, {small.inputs[k] for k in micro.batch_leaves}, wanted)
 
 
 def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:

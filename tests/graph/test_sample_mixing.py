@@ -1,0 +1,90 @@
+"""What mixes the samples of a batch, against gradients: of micro-batches, in the mean, and of the whole batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from soapjax.execute.streams.microbatches import micro_step, mixing_of
+
+BATCH, WIDTH, PARTS = 12, 4, 3
+
+
+def hidden(w, x):
+    return jnp.tanh(x @ w)
+
+
+def contrastive(w, x):
+    z = hidden(w, x)
+    return -jax.nn.log_softmax(z @ z.T).diagonal().mean()
+
+
+def normalised(w, x):
+    z = hidden(w, x)
+    return (((z - z.mean(0)) / jnp.sqrt(z.var(0) + 0.1)) ** 3).mean()
+
+
+def through_a_scan(loss_of):
+    def loss(w, x):
+        def body(z, _):
+            return jnp.tanh(z @ w), None
+
+        return loss_of(jax.lax.scan(body, x, None, length=2)[0])
+
+    return loss
+
+
+def attention(w, x):
+    tokens = hidden(w, x).reshape(len(x), 2, WIDTH // 2)
+    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", tokens, tokens))
+    return jnp.einsum("bqk,bkd->bqd", scores, tokens).var()
+
+
+def by_itself(w, x):
+    tokens = hidden(w, x).reshape(len(x), 2, WIDTH // 2)
+    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", tokens, tokens))
+    return (jnp.einsum("bqk,bkd->bqd", scores, tokens) ** 2).mean()
+
+
+def by_vmap(w, x):
+    z = hidden(w, x)
+    return jax.vmap(lambda a: jax.vmap(lambda b: jnp.abs(a - b).sum())(z))(z).mean()
+
+
+LOSSES = {
+    "a mean": lambda w, x: (hidden(w, x) ** 2).mean(),
+    "attention": by_itself,
+    "a scan": through_a_scan(lambda z: (z**2).mean()),
+    "blocks recomputed": jax.checkpoint(lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum())),
+    "parameters alone": lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum()),
+    "a mask": lambda w, x: jnp.where(x[:, :1] > 0, hidden(w, x), 0.0).mean(),
+    "a metric beside": lambda w, x: (hidden(w, x) ** 2).mean() + jax.lax.stop_gradient((x @ x.T).mean()) * 0,
+    "means of pairs": lambda w, x: (hidden(w, x) @ hidden(w, x).T).mean(),
+    "pairs of a scan": through_a_scan(lambda z: jnp.exp(z @ z.T).mean()),
+    "contrastive": contrastive,
+    "distances": lambda w, x: jnp.exp(-((hidden(w, x)[:, None] - hidden(w, x)[None]) ** 2).sum(-1)).mean(),
+    "distances by vmap": by_vmap,
+    "normalised": normalised,
+    "a root of a mean": lambda w, x: jnp.sqrt((hidden(w, x) ** 2).mean()),
+    "a variance": attention,
+    "with weights": lambda w, x: (hidden(w, x)[:, 0] * x[:, 1] ** 2).sum() / (x[:, 1] ** 2).sum(),
+    "moments": lambda w, x: (hidden(w, x).mean(0) ** 2).sum(),
+}  # fmt: skip
+MIXES = list(LOSSES)[list(LOSSES).index("means of pairs") :]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_is_found_where_gradients_differ(name):
+    loss = LOSSES[name]
+    w, x = (jax.random.normal(jax.random.key(k), shape) for k, shape in ((0, (WIDTH, WIDTH)), (1, (BATCH, WIDTH))))
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    whole = jax.grad(loss)(w, x)
+    parts = jnp.mean(jnp.stack([jax.grad(loss)(w, part) for part in jnp.split(x, PARTS)]), 0)
+    differs = not np.allclose(whole, parts, rtol=1e-4, atol=1e-6)
+    micro = micro_step(step, w, x, num_microbatches=PARTS)
+    mixing = mixing_of(micro, micro.step.program.outputs)
+    assert ((mixing.pairs() or mixing.statistic()) is not None) == differs == (name in MIXES)
+    assert (mixing.pairs() is not None) == ("pairs" in name or "distances" in name or name == "contrastive")
