@@ -46,7 +46,7 @@ class Maker:
         Args:
           runs: whether the step is run as it is made, so that a check of the plan may compile it.
         """
-        looks = runs and self.request.pipeline is None  # stages are not compiled to be judged
+        looks = runs and self.request.pipeline is None and not self.request.adds_up  # stages are not compiled to be judged
         asked = self.request.but(static_argnums=static, donate=donate, check=self.request.check if looks else "none")
         if isinstance(asked.pipeline, Pipeline):
             return None, pipelined(

@@ -95,7 +95,7 @@ def _planned(command: PlanCommand, chosen: Chosen, *, search_s: float) -> Result
 
 
 def _pipeline_problems(command: PlanCommand) -> list[Problem]:
-    """What does not go together with `--pipeline`."""
+    """What does not go together with `--pipeline` and `--microbatches`."""
     problems = []
     if command.stages != "auto" and command.pipeline is None:
         problems.append(Problem("--stages", command.stages, "a pipeline", "add --pipeline auto, or another"))

@@ -1,7 +1,7 @@
 """The graph of a deep model with few of its repeated blocks: what planners of pipelines price instead of the whole.
 
 A model of 128 equal layers has 128 times the operators of one, and nothing more to choose. `condense` finds the longest run of
-blocks that repeat one another, keeps MOST_KEPT of them, and joins the ends as if the model had been written with so few: what a
+blocks that repeat one another, keeps some at both ends, and joins these as if the model had been written with so few: what a
 block reads of a removed neighbour it reads of the neighbour that is kept, in the forward and in the backward pass.
 """
 

@@ -15,21 +15,21 @@ import numpy as np
 from soapjax import options
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.planning import entry
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.planning.given_pipeline import require_same_result
 from soapjax.planning.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
-from soapjax.planning.searching import FOR_MICROBATCHES
 from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
-from soapjax.search.planners import BASELINES
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 
-LEAST_LEFT = 0.5  # of their half of the seconds, that pipelines have however long one program took
+LEAST_LEFT = 0.5  # of their part of the seconds, that pipelines have however long one program took
+FOR_MICROBATCHES = 0.5  # of the seconds, where no baseline fits
 
 
 class Chosen(NamedTuple):
@@ -55,44 +55,50 @@ def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen
     return _of_one_program(entry.plan_one_program(request, fn, *args))
 
 
+def _of_one_program(found: entry.Planned) -> Chosen:
+    return Chosen(found.plan, found.result.stopped_by, rows_of_planned(found), found.step, found.program)
+
+
 def _may_add_up(request: PlanRequest) -> bool:
-    """Whether several micro-batches are offered: not where a baseline is asked for, nor beside what only one program can do."""
-    is_searched = request.planner not in BASELINES and request.space == "soap" and not request.pareto and not request.verify_top
-    return is_searched and request.microbatches == "auto" and request.fixed is None and request.logical_axis_rules is None
+    """Whether several micro-batches are offered: not by another planner, nor beside what only one program can do."""
+    is_searched = request.planner == "mcmc" and request.space == "soap" and not request.pareto and not request.verify_top
+    return is_searched and request.num_microbatches is None and request.fixed is None and request.logical_axis_rules is None
 
 
 def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
     """One program; with micro-batches where it does not fit without, and does with."""
-    begin, one, found = time.monotonic(), None, None
+    begin = time.monotonic()
+    one, failed = None, None
     try:
-        found = entry.plan_one_program(request, fn, *args)
-        one = _of_one_program(found)
+        found = entry.plan_one_program(request, fn, *args, kept=FOR_MICROBATCHES)
+        one, step = _of_one_program(found), found.step
         if found.plan.prediction.feasible or one.stopped_by == "interrupted":
             return one
         missed = f"does not fit ({found.plan.prediction.memory_bytes_per_device / 1e9:.3g} GB per device)"
-    except InfeasibleError as e:  # as compiled
-        missed, failed = "does not fit as compiled", e
+    except InfeasibleError as e:
+        failed, step = e, trace(fn, *args, **request.tracing)
+        missed = "does not fit as compiled, and a program of micro-batches is not compiled to be judged"
     kept_s = None if request.seconds is None else FOR_MICROBATCHES * request.seconds
-    left_s = None if kept_s is None else max(request.seconds + begin - time.monotonic(), LEAST_LEFT * kept_s)
-    asked = request.adding_up().but(check="none", seconds=left_s)
+    asked = request.adding_up().but(
+        check="none", proposals=None if request.proposals is None else min(request.proposals, DEFAULT_PROPOSALS),
+        seconds=None if kept_s is None else max(request.seconds + begin - time.monotonic(), LEAST_LEFT * kept_s),
+    )  # fmt: skip
     try:
-        traced = None if found is None else _traced(found)
-        require_same_result(fn, *args, step=trace(fn, *args, **asked.tracing) if found is None else found.step, **asked.tracing)
-        plan, staged = entry.plan_staged(asked, fn, *args, traced=traced, reductions=(asked.microbatch_reduction,))
-    except (SoapjaxError, KeyboardInterrupt) as e:
+        require_same_result(fn, *args, step=step, **asked.tracing)
+        plan, staged = entry.plan_staged(asked, fn, *args, traced=_traced(step), is_asked_for=False)
+    except KeyboardInterrupt:
         if one is None:
+            raise
+        return one._replace(plan=_with_note(one.plan, "interrupted before micro-batches were tried", {}), stopped_by="interrupted")
+    except SoapjaxError as e:
+        if failed is not None:
             raise failed from None
-        why = "interrupted before micro-batches were tried" if isinstance(e, KeyboardInterrupt) else (
-            f"micro-batches do not help: {e.problems[0]}"
-        )  # fmt: skip
-        return one._replace(plan=_with_note(one.plan, why, {}))
-    others = {} if one is None else {f"one program ({request.planner})": figures_of_plan(one.plan)}
+        return one._replace(plan=_with_note(one.plan, f"micro-batches do not help: {e.problems[0]}", {}))
+    others = {}
+    if one is not None:
+        others = {f"one program ({request.planner})": figures_of_plan(one.plan)} | one.plan.provenance.baseline_figures
     note = f"the whole batch at once {missed}: gradients are added up over {plan.pipeline.num_microbatches} micro-batches"
     return Chosen(_with_note(plan, note, others), staged.stopped_by, ())
-
-
-def _of_one_program(found: entry.Planned) -> Chosen:
-    return Chosen(found.plan, found.result.stopped_by, rows_of_planned(found), found.step, found.program)
 
 
 def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
@@ -113,7 +119,7 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
     )
     slower_than_s = predicted.step_time_s if predicted.feasible and not request.pareto else math.inf
     try:
-        plan, best = entry.plan_staged(of_pipelines, fn, *args, traced=_traced(found), slower_than_s=slower_than_s)
+        plan, best = entry.plan_staged(of_pipelines, fn, *args, traced=_traced(found.step), slower_than_s=slower_than_s)
     except Beaten as e:
         return _no_better(one, wanted, e.schedule, e.figures)
     except KeyboardInterrupt:
@@ -131,10 +137,8 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
     return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, one.front))
 
 
-def _traced(found: entry.Planned) -> entry.Traced | None:
-    """The step and its graph; None where the plan recomputes, and so has another."""
-    graph = found.problem.graph
-    return None if any(op.is_recomputed for op in graph.operators) else entry.Traced(found.step, graph)
+def _traced(step: TracedStep) -> entry.Traced:
+    return entry.Traced(step, build_graph(step)[0])
 
 
 def _no_better(one: Chosen, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:

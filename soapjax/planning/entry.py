@@ -21,7 +21,6 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.execute.streams.microbatches import REDUCTIONS
 from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
@@ -110,8 +109,8 @@ def plan_pipeline(fn: Callable[..., Any], *args: Any, pipeline: str, **options: 
     return plan_staged(PlanRequest(pipeline=pipeline, **options), fn, *args)
 
 
-def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Planned:
-    """As `plan`."""
+def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, kept: float = 0.0) -> Planned:
+    """As `plan`; of the seconds `kept` is left where no baseline fits the devices."""
     asked, remarks = request.understood(fn)
     topology, looks = asked.topology, asked.check == "compile"
     if looks:
@@ -131,7 +130,7 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
     remarks = (*remarks, *structure_remarks(problem.graph))
     run = Search(
         asked.planner, planner, asked.seed, _proposals(asked), deadline, asked.progress, asked.simplicity / 100,
-        _recomputing(asked, step, layouts), may_go_on=looks,
+        _recomputing(asked, step, layouts), may_go_on=looks, kept=kept,
     )  # fmt: skip
 
     def plan_of(found: Searched, **more: Any) -> Plan:
@@ -159,14 +158,14 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any) -
 
 def plan_staged(
     request: PlanRequest, fn: Callable[..., Any], *args: Any, traced: Traced | None = None, slower_than_s: float = math.inf,
-    reductions: Sequence[str] = REDUCTIONS,
+    is_asked_for: bool = True,
 ) -> tuple[Plan, FoundPipeline]:  # fmt: skip
     """As `plan_pipeline`.
 
     Args:
       traced: the step and its graph, where it has been traced before, as the request says.
       slower_than_s: a step time that the pipeline is to come near.
-      reductions: of the loss, of which one must be right.
+      is_asked_for: whether a pipeline or micro-batches were; otherwise no plan is made that the caller's options could not run.
     Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
     """
     asked, remarks = request.understood(fn)
@@ -186,7 +185,8 @@ def plan_staged(
             objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
         )  # fmt: skip
     stages = found.times.pipeline
-    require_runnable(fn, *args, pipeline=stages, step=traced.step, graph=graph, reductions=reductions, **asked.tracing)
+    sure = {} if is_asked_for else {"reductions": (asked.microbatch_reduction,), "at_most": math.inf}
+    require_runnable(fn, *args, pipeline=stages, step=traced.step, graph=graph, **sure, **asked.tracing)
     found = found._replace(notes=(*remarks, *found.notes))
     base = Provenance(versions=_versions(), objective=asked.objective.describe())
     provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)

@@ -69,28 +69,33 @@ def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -
     size = step.in_avals[batch_leaves(step)[0]].shape[0]
     parts = next((n for n in range(2, size + 1) if size % n == 0), 1)
     micro = micro_step(fn, *args, num_microbatches=parts, full=step, **tracing)
+    if not micro.scaling:
+        value = f"a batch of {size} that is not the same step in parts"
+        expected = "a batch of several samples, and no loop over them"
+        raise SoapjaxError(Problem("microbatches", value, expected, "use another batch, or more devices"))
     mixing = mixing_of(micro, [micro.step.program.outputs[k] for k in step.state_pairs.values()])
-    if (found := mixing.statistic() or mixing.pairs()) is not None:
+    if (found := mixing.any()) is not None:
         at = f" ({found.source})" if found.source else ""
-        value = f"a statistic of the batch comes back to its samples{at}, and micro-batches have statistics of their own"
+        value = f"samples of the batch are mixed{at}, as by its statistics, and micro-batches would compute something else"
         expected = "a loss of every sample by itself"
         raise SoapjaxError(Problem("microbatches", value, expected, "if that will do, as it does for batch norm, say their number"))
 
 
 def require_runnable(
     fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, reductions: Sequence[str] = REDUCTIONS,
-    **tracing: Any,
+    at_most: float = MOST_TASKS, **tracing: Any,
 ) -> None:  # fmt: skip
     """Refuses stages whose micro-batches do not add up to the step; not of the largest steps: of these running them says it.
 
     Args:
       step, graph: of the whole batch.
       reductions: of the loss, of which one must be right.
+      at_most: tasks of a step that is looked at.
       tracing: as for `trace`.
     Raises: SoapjaxError as running the stages would.
     """
     num = pipeline.num_microbatches
-    if num == 1 or len(graph.tasks) > MOST_TASKS or not kind_of(pipeline).is_synchronous:
+    if num == 1 or len(graph.tasks) > at_most or not kind_of(pipeline).is_synchronous:
         return
     micro = micro_step(fn, *args, num_microbatches=num, full=step, **tracing)
     with own_configuration():

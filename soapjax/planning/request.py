@@ -111,7 +111,7 @@ class PlanRequest:
         return {name: getattr(self, name) for name in ("unroll", "static_argnums", "axis_name", "strip_constraints")}
 
     def problems(self) -> list[Problem]:
-        """What does not go together in a pipeline; of each value by itself soapjax/options.py says it."""
+        """What does not go together with a pipeline or micro-batches; of each value by itself soapjax/options.py says it."""
         numbers = {"microbatches": self.num_microbatches, "stages": self.num_stages}
         given = [name for name, value in numbers.items() if value is not None]
         problems = []
@@ -119,6 +119,9 @@ class PlanRequest:
             problems.append(Problem("stages", "given without a pipeline", "a pipeline", 'say pipeline="1f1b", or drop stages'))
         if isinstance(self.pipeline, Pipeline):
             problems += [Problem(n, "given beside a Pipeline", "one of them", f"the Pipeline has its own: drop {n}") for n in given]
+        if self.adds_up:
+            given = [name for name in ("verify_top", "space") if getattr(self, name) != getattr(PlanRequest, name)]
+            problems += [Problem(name, "given beside micro-batches", "one of them", "drop it") for name in given]
         if self.fixed is not None and (self.pipeline is not None or self.adds_up):
             problems.append(Problem("fixed", "given beside a pipeline or micro-batches", "one of them", "drop it"))
         return problems

@@ -18,7 +18,6 @@ from soapjax.search.recomputation import Recomputing, may_recompute, searched
 from soapjax.strategy.strategy import Strategy
 
 AGAIN = 0.25  # of the first search's proposals that each search under less memory gets, and of the seconds that are kept for all
-FOR_MICROBATCHES = 0.5  # of the seconds, which are kept where no baseline fits
 SIMPLIFYING = 0.1  # of the seconds, which are kept for finding the simplest of what is as good
 
 
@@ -62,6 +61,7 @@ class Search:
       simplicity: relative step time within which a simpler plan is taken.
       recomputing: of a problem the choice of what the backward pass computes again; its problems have at most so many bytes.
       may_go_on: whether a quarter of the seconds is kept for searches under less memory.
+      kept: of the seconds, where no baseline fits the devices.
     """
 
     name: str
@@ -73,6 +73,7 @@ class Search:
     simplicity: float
     recomputing: Callable[[PlanningProblem, float], Recomputing]
     may_go_on: bool = False
+    kept: float = 0.0
 
     def __call__(self, problem: PlanningProblem) -> Searched:
         """The first search.
@@ -81,9 +82,7 @@ class Search:
         """
         baselines = self._baselines(problem)
         found = tuple(b.best.strategy for b in baselines.values())
-        fits = any(b.best.is_feasible for b in baselines.values())
-        kept = AGAIN * self.may_go_on if fits else FOR_MICROBATCHES
-        left_s = self._left_s() * (1 - kept)
+        left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
         return self._searched(problem, baselines, found, self.proposals, left_s)
 
     def again(self, before: Searched, limit_bytes: float) -> Searched:
@@ -122,7 +121,9 @@ class Search:
         try:
             with interrupts.searching():
                 budget = Budget(proposals, seconds, self.progress, baselines=starts)
-                result, problem = searched(self.planner, self._key, problem, budget, baselines, choice, goes_on=is_mcmc)
+                result, problem = searched(
+                    self.planner, self._key, problem, budget, baselines, choice, goes_on=is_mcmc, kept=self.kept
+                )
         except KeyboardInterrupt:  # before a planner had anything of its own: the best baseline is the best so far
             best = min((found.best for found in baselines.values()), key=lambda e: e.rank)
             result = SearchResult(best, 0, 0.0, "interrupted")

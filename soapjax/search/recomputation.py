@@ -27,6 +27,7 @@ from soapjax.costs.tables.tables import CostTables
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.jit.array_types import Array
+from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import Simulator
@@ -56,7 +57,6 @@ class Ranking(NamedTuple):
     ends: np.ndarray  # so many of them are whole groups: equal operators of all blocks
     seconds: np.ndarray  # of recomputing the first 1, 2, ...
     saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...: less than turns out, of which copies and sums are a part
-    stored_bytes: float  # parameters and optimizer state, which are there whatever is recomputed
 
 
 class Recomputing:
@@ -184,7 +184,7 @@ class Recomputing:
             last_of[groups[name]] = max(last_of.get(groups[name], 0), *(place[m] for m in closed[name]))
         ends = np.unique(np.maximum.accumulate([last_of[groups[name]] for *_, name in order]) + 1)
         again_s, freed = np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
-        return Ranking(names, ends, again_s, freed, float(costs.memory_bytes[0]))
+        return Ranking(names, ends, again_s, freed)
 
     def _closed(self, name: str) -> list[str]:
         """An operator and all that must be recomputed with it."""
@@ -233,38 +233,57 @@ def _forward_s(tables: CostTables, costs) -> np.ndarray:
 
 def searched(
     search: Planner, key: Array, problem: PlanningProblem, budget: Budget, baselines: Mapping[str, SearchResult],
-    choice: Recomputing | None, *, goes_on: bool,
+    choice: Recomputing | None, *, goes_on: bool, kept: float = 0.0,
 ) -> tuple[SearchResult, PlanningProblem]:  # fmt: skip
     """What a planner finds, and the problem in which it found it: that of the step as it is, or with operators recomputed.
 
     Where a baseline fits as it is, half of the budget is for the step as it is. The other half is for it as well where recomputing
     would not be faster than what was found, if the planner `goes_on` from strategies that it is given.
+
+    Args:
+      kept: of the seconds, what is left of them where no baseline fits, recomputed or not.
+    Raises: KeyboardInterrupt where nothing was found before it.
     """
     begin, spent = time.monotonic(), 0
     found: list[tuple[SearchResult, PlanningProblem]] = []
+    limit_s = min((b.best.cost for b in baselines.values() if b.best.is_feasible), default=np.inf)
 
-    def search_in(where: PlanningProblem, part: float, *known: Strategy) -> None:
+    def left_s() -> float:
+        return math.inf if budget.seconds is None else budget.seconds - (time.monotonic() - begin)
+
+    def search_in(where: PlanningProblem, part: float, *known: Strategy, kept: float = 0.0) -> None:
         """With so much of what is left."""
         nonlocal spent
-        left_s = None if budget.seconds is None else max(budget.seconds - (time.monotonic() - begin), 1e-3) * part
+        seconds = None if budget.seconds is None else max(left_s(), 1e-3) * part * (1 - kept)
         left = None if budget.num_proposals is None else max(int((budget.num_proposals - spent) * part), 1)
-        mine = budget._replace(num_proposals=left, seconds=left_s, baselines=(*budget.baselines, *known))
+        mine = budget._replace(num_proposals=left, seconds=seconds, baselines=(*budget.baselines, *known))
         result = search(jax.random.fold_in(key, len(found)) if found else key, where, mine)
         spent += result.num_proposals
         found.append((result, where))
+        if result.stopped_by == "interrupted":
+            raise KeyboardInterrupt
 
-    limit_s = min((b.best.cost for b in baselines.values() if b.best.is_feasible), default=np.inf)
-    may_pay = choice is not None and bool(choice.paying(key, limit_s))
-    if may_pay and np.isfinite(limit_s):
-        search_in(problem, 0.5)
-        limit_s = found[0][0].best.cost
-    if not found or found[0][0].stopped_by != "interrupted":
-        chosen = choice.start(key, limit_s) if may_pay else None
-        if chosen is None and (not found or goes_on):
-            search_in(problem, 1.0, *(f[0].best.strategy for f in found))
-        elif chosen is not None:
+    is_interrupted = False
+    try:
+        may_pay, fits = choice is not None and bool(choice.paying(key, limit_s)), math.isfinite(limit_s)
+        chosen = choice.start(key, limit_s) if may_pay and not (fits and goes_on) else None
+        if may_pay and fits and (goes_on or chosen is not None):
+            search_in(problem, 0.5)
+            if chosen is None and left_s() > 0:
+                chosen = choice.start(key, found[0][0].best.cost)
+        if chosen is not None:
             search_in(chosen.problem, 1 - FITTED_AGAIN, chosen.best.strategy)
-            left_s = math.inf if budget.seconds is None else budget.seconds - (time.monotonic() - begin)
-            found[-1] = choice.again(*found[-1], may_make=left_s > choice.making_s)
+            found[-1] = choice.again(*found[-1], may_make=left_s() > choice.making_s)
+        elif not found or left_s() > 0:
+            fits = any(b.best.memory_bytes <= problem.usable_memory_bytes for b in baselines.values())
+            search_in(problem, 1.0, *(f[0].best.strategy for f in found), kept=0.0 if fits else kept)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        is_interrupted = True
     best, where = min(found, key=lambda f: f[0].best.rank)
-    return best._replace(num_proposals=spent, search_s=time.monotonic() - begin), where
+    stopped_by = "interrupted" if is_interrupted else found[-1][0].stopped_by
+    by_clock = [n for result, _ in found for n in result.notes if n == TIME_DECIDED]
+    notes = tuple(dict.fromkeys((*best.notes, *by_clock)))
+    took_s = time.monotonic() - begin
+    return best._replace(num_proposals=spent, search_s=took_s, stopped_by=stopped_by, notes=notes), where

@@ -1,11 +1,14 @@
-"""How `--pipeline auto` divides the seconds between one program and pipelines."""
+"""How `--pipeline auto`, and plans that do not fit, divide the budget between one program and micro-batches."""
 
+import jax
 import pytest
 from problems import MODELS
 
+from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 from soapjax.planning import choosing, entry
 from soapjax.planning.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
+from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 
@@ -36,3 +39,79 @@ def test_pipelines_get_what_one_program_leaves_of_the_seconds(left_s, given_s, m
     assert asked == [SECONDS / 2, given_s]
     assert "no pipeline is faster" in found.plan.provenance.notes
     assert found.plan.provenance.baselines["pipeline 1f1b"] == figures.step_time_s
+
+
+@pytest.fixture
+def mlp():
+    module, sizes = MODELS["mlp"]
+    return abstract_model(ModelSource(path=f"models.{module}", settings=sizes))
+
+
+def unfit(made):
+    """What planning one program gives, as if it did not fit."""
+    found = entry.plan_one_program(PlanRequest(topology="cpu8", proposals=50), made.step, *made.arguments)
+    prediction = found.plan.prediction.model_copy(update={"feasible": False})
+    return found._replace(plan=found.plan.model_copy(update={"prediction": prediction}))
+
+
+@pytest.mark.parametrize("proposals, given", [(None, None), (100, 100), (4096, DEFAULT_PROPOSALS)])
+def test_micro_batches_get_the_budget_of_pipelines(proposals, given, mlp, monkeypatch):
+    found, asked = unfit(mlp), []
+    monkeypatch.setattr(entry, "plan_one_program", lambda request, fn, *args, kept: found)
+    plan_staged = entry.plan_staged
+
+    def staged(request, fn, *args, **how):
+        asked.append(request)
+        return plan_staged(request.but(proposals=1), fn, *args, **how)
+
+    monkeypatch.setattr(entry, "plan_staged", staged)
+    request = PlanRequest(topology="cpu8", proposals=proposals, seconds=None if proposals else SECONDS)
+    chosen = choosing.as_asked(request, mlp.step, *mlp.arguments)
+    assert asked[0].proposals == given and (proposals is not None or SECONDS / 2 < asked[0].seconds <= SECONDS)
+    assert {"one program (mcmc)", "fsdp"} <= set(chosen.plan.provenance.baseline_figures)
+    assert chosen.plan.pipeline.num_microbatches > 1
+
+
+def test_what_does_not_fit_as_compiled_gets_micro_batches_or_stays_an_error(mlp, monkeypatch):
+    problem = Problem("the plan", "80 GB", "at most 60 GB", "use more devices")
+
+    def infeasible(request, fn, *args, kept):
+        raise InfeasibleError(problem)
+
+    monkeypatch.setattr(entry, "plan_one_program", infeasible)
+    request = PlanRequest(topology="cpu8", check="compile", proposals=1)
+    chosen = choosing.as_asked(request, mlp.step, *mlp.arguments)
+    assert any("is not compiled to be judged" in note for note in chosen.plan.provenance.notes)
+
+    def refused(*args, **how):
+        raise SoapjaxError(problem._replace(place="stage 0"))
+
+    monkeypatch.setattr(entry, "plan_staged", refused)
+    with pytest.raises(InfeasibleError, match="the plan: got 80 GB"):
+        choosing.as_asked(request, mlp.step, *mlp.arguments)
+
+
+def test_an_interrupt_keeps_the_plan_that_does_not_fit(mlp, monkeypatch):
+    found = unfit(mlp)
+
+    def interrupted(*args, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "plan_one_program", lambda request, fn, *args, kept: found)
+    monkeypatch.setattr(entry, "plan_staged", interrupted)
+    chosen = choosing.as_asked(PlanRequest(topology="cpu8"), mlp.step, *mlp.arguments)
+    assert chosen.stopped_by == "interrupted" and chosen.plan.pipeline is None
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_a_batch_that_has_no_parts_keeps_its_plan(batch, mlp, monkeypatch):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), mlp.arguments[1])
+    found = entry.plan_one_program(PlanRequest(topology="cpu8", proposals=50), mlp.step, mlp.arguments[0], shapes)
+    prediction = found.plan.prediction.model_copy(update={"feasible": False})
+    found = found._replace(plan=found.plan.model_copy(update={"prediction": prediction}))
+    monkeypatch.setattr(entry, "plan_one_program", lambda request, fn, *args, kept: found)
+    chosen = choosing.as_asked(PlanRequest(topology="cpu8", proposals=1), mlp.step, mlp.arguments[0], shapes)
+    if batch == 1:
+        assert chosen.plan.pipeline is None and any("micro-batches do not help" in n for n in chosen.plan.provenance.notes)
+    else:
+        assert chosen.plan.pipeline is None or chosen.plan.pipeline.num_microbatches == 7

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import graph_with, topology_of
 
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.tracing import trace
 from soapjax.search.chain import descents
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.descent.assignments import Assignments
@@ -17,7 +20,7 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.strategy.space import search_space
 from soapjax.topology.mesh import factor_mesh
 
-LAYERS = 22
+LAYERS, WIDTH = 22, 256
 
 
 @functools.cache
@@ -25,6 +28,29 @@ def problem_of(topology, *, pins=False, usable_bytes=None, layers=LAYERS, **opti
     graph, place = graph_with("lm", layers=layers, **options), topology_of(topology)
     found = PlanningProblem.make(graph, search_space(graph, factor_mesh(place), pins=pins), place)
     return found if usable_bytes is None else found.usable_up_to(usable_bytes)
+
+
+@functools.cache
+def in_two_runs(topology="2x4"):
+    """An encoder, and a decoder of other blocks, which reads the encoder's end in each of them."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch
+            for w in params["encoder"]:
+                x = x + jnp.tanh(x @ w)
+            y = x[:, :WIDTH]
+            for w, v in params["decoder"]:
+                y = y + jnp.tanh(y @ w) @ v + x
+            return (y**2).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    wide, narrow = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)))
+    params = {"encoder": [w] * 44, "decoder": [(wide, narrow)] * 40}
+    graph, place = build_graph(trace(step, params, jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)))[0], topology_of(topology)
+    return PlanningProblem.make(graph, search_space(graph, factor_mesh(place)), place)
 
 
 def drawn(problem, fewer, count):
@@ -50,6 +76,16 @@ def test_scores_are_those_of_the_whole_graph(topology, remat):
         error = np.abs(one - other) / np.maximum(other, 1e-9)
         assert error.max() < most and np.quantile(error, 0.5) < of_most, name
     assert len({e.step_time_s for e in whole}) > 20
+
+
+def test_runs_of_an_encoder_and_a_decoder_are_both_cut():
+    problem = in_two_runs()
+    fewer = fewer_blocks(problem)
+    assert len(fewer.fewer.left_out) == 2 and min(fewer.fewer.left_out) >= 9
+    strategies = drawn(problem, fewer, 40)
+    one, other = fewer.evaluate(strategies), problem.evaluate([fewer.for_whole(s) for s in strategies])
+    for name, most in (("step_time_s", 0.03), ("sent_bytes", 1e-3)):
+        np.testing.assert_allclose([getattr(e, name) for e in one], [getattr(e, name) for e in other], rtol=most)
 
 
 def test_strategies_go_there_and_back():
@@ -90,4 +126,5 @@ def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
     (again,) = problem.evaluate([found[0].best.strategy])
     assert again.cost == found[0].best.cost
     costs = [h[2] for h in found[0].history]
+    assert found[0].best.cost == pytest.approx(costs[-1], rel=1e-6)
     assert costs == sorted(costs, reverse=True)

@@ -15,9 +15,10 @@ from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import planning_problem
 from soapjax.planning.plan_files import opened_alone, recost
+from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.planners import BASELINES
-from soapjax.search.problem import Budget
-from soapjax.search.recomputation import Recomputing, may_recompute
+from soapjax.search.problem import Budget, SearchResult
+from soapjax.search.recomputation import Recomputing, may_recompute, searched
 from soapjax.strategy.plan import Plan
 
 SIZES = dict(batch=32, seq=64, width=64, layers=3, heads=4, vocab=64)
@@ -131,3 +132,73 @@ def test_it_is_not_offered_where_it_would_not_hold(traced, kept):
     found = baselines_of(gpu)
     assert may_recompute(gpu, "mcmc", found) and not may_recompute(gpu, "fsdp", found) and not may_recompute(cpu, "mcmc", found)
     assert not may_recompute(gpu.keeping_front(), "mcmc", found)
+
+
+class Scripted:
+    """A planner that takes what it is told to, and notes what it was given."""
+
+    def __init__(self, *stops):
+        self.stops, self.asked = list(stops), []
+
+    def __call__(self, key, problem, budget):
+        self.asked.append(budget)
+        stop = self.stops.pop(0)
+        if stop is KeyboardInterrupt:
+            raise stop
+        best = min(problem.evaluate(list(budget.baselines)), key=lambda e: e.rank)
+        return SearchResult(best, budget.num_proposals, 0.1, stop, notes=(TIME_DECIDED,) if stop == "seconds" else ())
+
+
+class Choice:
+    """A choice that may pay, and gives what it is told to."""
+
+    making_s = 0.0
+
+    def __init__(self, given):
+        self.given, self.limits = given, []
+
+    def paying(self, key, limit_s):
+        return [limit_s]
+
+    def start(self, key, limit_s):
+        self.limits.append(limit_s)
+        if self.given is KeyboardInterrupt:
+            raise self.given
+        return self.given
+
+    def again(self, result, problem, *, may_make):
+        return result, problem
+
+
+def searched_by(planner, choice, traced, *, goes_on=True):
+    problem = problem_with(traced, 2**40)
+    found = baselines_of(problem)
+    budget = Budget(num_proposals=100, baselines=tuple(b.best.strategy for b in found.values()))
+    return searched(planner, jax.random.key(0), problem, budget, found, choice, goes_on=goes_on), found
+
+
+def test_the_step_as_it_is_gets_the_other_half_where_recomputing_does_not_pay(traced):
+    planner, choice = Scripted("seconds", "converged"), Choice(None)
+    (result, _), found = searched_by(planner, choice, traced)
+    assert [b.num_proposals for b in planner.asked] == [50, 50] and result.num_proposals == 100
+    assert choice.limits == [min(b.best.cost for b in found.values())], "recomputing is to beat what was found"
+    assert result.stopped_by == "converged" and result.notes == (TIME_DECIDED,)
+    assert len(planner.asked[1].baselines) == len(planner.asked[0].baselines) + 1
+
+
+def test_a_planner_that_does_not_go_on_gets_its_whole_budget(traced):
+    planner = Scripted("complete")
+    searched_by(planner, Choice(None), traced, goes_on=False)
+    assert [b.num_proposals for b in planner.asked] == [100]
+
+
+@pytest.mark.parametrize("stops, given", [(("proposals", KeyboardInterrupt), None), (("proposals",), KeyboardInterrupt),
+                                          (("proposals", "interrupted"), None), (("interrupted",), None)])  # fmt: skip
+def test_an_interrupt_keeps_what_the_first_half_found(stops, given, traced):
+    (result, _), _ = searched_by(Scripted(*stops), Choice(given), traced)
+    assert result.stopped_by == "interrupted" and result.num_proposals >= 50
+
+
+def test_an_interrupt_before_anything_was_found_is_the_callers(traced):
+    with pytest.raises(KeyboardInterrupt):
+        searched_by(Scripted(KeyboardInterrupt), Choice(None), traced)

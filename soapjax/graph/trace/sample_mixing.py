@@ -4,7 +4,9 @@ Gradients of micro-batches add up to the step's where the loss is a sum, or a me
 
 * where every sample meets every other, as in a contrastive loss: micro-batches have fewer *pairs*, n²/M of n²;
 * where a *statistic* of the batch comes back to its samples: batch norm, the root of a mean, a balance over experts. It is the
-  micro-batch's then, which people accept of batch norm (GPipe does), but want to know.
+  micro-batch's then, which people accept of batch norm (GPipe does), but want to know;
+* where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken. Not
+  seen is a gather: that of a label's logit names samples by their place, too.
 
 The step is traced with two sizes of its batch. Dims that grow with it are dims of samples; what has none and was made of the data
 is a statistic.
@@ -15,10 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
-import jax
-import numpy as np
-
+from soapjax.graph.trace.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
+
+# Primitives along dims, and which of their parameters says so.
+_ALONG = {
+    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
+    "cumlogsumexp": "axis",
+}  # fmt: skip
+_WINDOWS = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
 
 
 class SampleMixing:
@@ -35,6 +42,7 @@ class SampleMixing:
         _follow(small, self.data)
         self.needed = tuple(_needed(small, {v for v in wanted if isinstance(v, int)}))
         self.producer = {o: e for e in self.needed for o in e.outputs}
+        self.own: dict[int, set[int]] = {}
 
     def pairs(self) -> FlatEqn | None:
         """An equation whose result has every sample with every other; None where there is none."""
@@ -43,6 +51,13 @@ class SampleMixing:
     def statistic(self) -> FlatEqn | None:
         """An equation that brings a statistic of the batch to its samples; None where there is none."""
         return next((e for e in self.needed if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+
+    def order(self) -> FlatEqn | None:
+        """An equation that moves, sorts or accumulates along the batch; None where there is none."""
+        return next((e for e in self.needed if self._is_along_batch(e)), None)
+
+    def any(self) -> FlatEqn | None:
+        return self.statistic() or self.pairs() or self.order()
 
     def shape(self, eqn: FlatEqn) -> tuple[int, ...]:
         """Of its largest value, with the larger batch."""
@@ -59,7 +74,23 @@ class SampleMixing:
     def _is_statistic(self, atom: Atom) -> bool:
         if not isinstance(atom, int) or atom not in self.data:
             return False
-        return jax.dtypes.issubdtype(self.small.avals[atom].dtype, np.inexact) and not self._dims(atom)
+        return not is_key(self.small.avals[atom]) and not self._dims(atom)
+
+    def _is_along_batch(self, eqn: FlatEqn) -> bool:
+        data = [a for a in eqn.inputs if isinstance(a, int) and a in self.data and self._dims(a)]
+        if not data:
+            return False
+        source, p = data[0], eqn.params
+        dims = self._dims(source)
+        if eqn.name == "slice":
+            shape = self.small.avals[source].shape
+            strides = p["strides"] or (1,) * len(shape)
+            return any((p["start_indices"][d], p["limit_indices"][d], strides[d]) != (0, shape[d], 1) for d in dims)
+        if eqn.name in _WINDOWS:
+            return any(p["window_dimensions"][d] > 1 for d in dims)
+        along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
+        named = eqn.name in _ALONG or eqn.name == "top_k"
+        return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
 
     def _makes_pairs(self, eqn: FlatEqn) -> bool:
         if eqn.name == "dot_general":
@@ -77,12 +108,21 @@ class SampleMixing:
         return any(a and b and not a & b for i, a in enumerate(own) for b in own[:i])
 
     def _own_dims(self, atom: int) -> set[int]:
-        """Dims of samples that a value has from what was broadcast to it."""
-        eqn = self.producer.get(atom)
-        if eqn is None or eqn.name != "broadcast_in_dim":
+        """Dims of samples that a value has from what was broadcast to it, and computed element by element from that."""
+        if atom not in self.own:
+            eqn = self.producer.get(atom)
+            self.own[atom] = self._dims(atom) if eqn is None else self._made_own(eqn, atom)
+        return self.own[atom]
+
+    def _made_own(self, eqn: FlatEqn, atom: int) -> set[int]:
+        operands = [a for a in eqn.inputs if isinstance(a, int)]
+        if eqn.name == "broadcast_in_dim":
+            to = eqn.params["broadcast_dimensions"]
+            return {to[d] for d in self._own_dims(operands[0])}
+        shape = self.small.avals[atom].shape
+        if any(self.small.avals[a].shape != shape for a in operands) or eqn.name in _ALONG:
             return self._dims(atom)
-        source, to = eqn.inputs[0], eqn.params["broadcast_dimensions"]
-        return {to[d] for d in self._dims(source)}
+        return set().union(*(self._own_dims(a) for a in operands if a in self.data))
 
 
 def _follow(program: Program, data: set[int]) -> None:

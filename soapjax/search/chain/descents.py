@@ -28,6 +28,7 @@ DESCENDED_UNTIL, KICKED_UNTIL = 0.3, 0.4  # of the budget: what may be spent bef
 WHOLE_AFTER_FEWER = 0.03  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
+OF_FEWER = 500  # generators before those that descents with fewer blocks draw from
 MOST_WHOLE = 8  # of the best with fewer blocks that are judged in the whole step
 
 Found = tuple[list[Evaluation], str | None]  # best first; and why the search is to stop there
@@ -39,15 +40,15 @@ class Descents:
     Args:
       problem: judges strategies of `space`.
       for_whole: such a strategy -> that of the step.
+      number: of the last generator that others have drawn from.
     """
 
     def __init__(
         self, key: Array, problem: Judging, space: SearchSpace, record: Record, pool: ThreadPoolExecutor, ready: Future[None],
-        for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy,
+        for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy, number: int = 0,
     ):  # fmt: skip
         self.key, self.problem, self.record, self.pool, self.ready = key, problem, record, pool, ready
-        self.moves, self.for_whole = Assignments(space), for_whole
-        self.number = 0  # of generators
+        self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:
         self.number += 1
@@ -126,7 +127,7 @@ def with_fewer_blocks(
     ready: Future[None],
 ) -> list[Evaluation]:  # fmt: skip
     """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
-    descents = Descents(key, fewer, fewer.space, record, pool, ready, fewer.for_whole)
+    descents = Descents(key, fewer, fewer.space, record, pool, ready, fewer.for_whole, OF_FEWER)
     found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]))
     usable = problem.usable_memory_bytes
     for tightened in range(MOST_TIGHTENED + 1):
@@ -137,5 +138,5 @@ def with_fewer_blocks(
             break
         fewer.usable_memory_bytes /= over
         found, stopped_by = descents.on(fewer.evaluate([e.strategy for e in found]), TIGHTENED)
-    record.settle(begun[0].cost)
+    record.settle(begun[0])
     return begun

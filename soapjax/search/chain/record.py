@@ -51,10 +51,11 @@ class Record:
             self.candidates.append(strategy)
             self.history.append((self.done, self.elapsed, cost_s))
 
-    def settle(self, lowest_s: float) -> None:
-        """The lowest cost so far is this: what was offered before was judged by something else than the whole step."""
-        self.lowest_s = lowest_s
-        self.history = [h for h in self.history if h[2] > lowest_s] + [(self.done, self.elapsed, lowest_s)]
+    def settle(self, best: Evaluation) -> None:
+        """The best so far is this: what was offered before was judged by something else than the whole step."""
+        self.lowest_s = best.cost
+        self.candidates.append(best.strategy)
+        self.history = [h for h in self.history if h[2] > best.cost] + [(self.done, self.elapsed, best.cost)]
 
     def tell(self) -> None:
         if self.budget.progress is not None:

@@ -1,89 +1,125 @@
 """A step of many equal blocks, judged by the same step with few of them: descents and kicks take as long as for a shallow model.
 
 A model of 96 equal layers has nothing more to choose than one of three: a first, a last, and those between, which are split alike.
-So a strategy is simulated with three blocks and with four, and what the fourth adds is added for every block that is left out.
-Of 48 layers that is within 0.1 % of the step time of the whole graph, at a sixth of the work; within 2 % where embeddings are tied
-and what crosses the step can hide more. Memory is exact but where, with more blocks, another moment is the fullest. So what is
-found is judged again in the whole graph, where the search goes on.
+So a strategy is simulated with three blocks of every run (an encoder's, a decoder's), and with four of one run after the other:
+what the fourth adds is added for every block of its run that is left out. Of 48 layers that is within 0.1 % of the step time of the
+whole graph, at a sixth of the work; within 2 % where embeddings are tied and what crosses the step can hide more. Memory is exact
+but where, with more blocks, another moment is the fullest. So what is found is judged again in the whole graph, where the search
+goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.graph.condensing import Condensed, condense, forward_operators, prefix_crossing
+from soapjax.graph.condensing import condense, forward_operators, prefix_crossing
+from soapjax.graph.operators import OperatorGraph
 from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
 
-KEPT = (2, 1), (3, 1)  # blocks at the beginning and the end of the run; the second tells what one more costs between the others
-MOST_OPERATORS = 0.5  # of the whole graph's, in both together: with more of them it is no shortcut
+KEPT, LONGER = (2, 1), (3, 1)  # blocks at the beginning and the end of a run; the second tells what one more costs between them
+LEAST_LEFT_OUT = 4  # blocks of a run, or it stays as it is
+MOST_OPERATORS = 0.5  # of the whole graph's, in all graphs together: with more of them it is no shortcut
+
+
+class Shorter(NamedTuple):
+    """A graph with few blocks of each run, the longest first."""
+
+    graph: OperatorGraph
+    operator_of: np.ndarray  # int [N]: which of its operators stands for one of the whole graph
+    left_out: tuple[int, ...]  # blocks of each run
+
+    @property
+    def kept(self) -> np.ndarray:
+        """int [n]: the whole graph's operator that each of its operators is."""
+        return np.unique(self.operator_of, return_index=True)[1]
 
 
 class FewerBlocks:
-    """`problem` by two graphs of few blocks; strategies are of the smaller one, scores those of the whole graph."""
+    """`problem` by graphs of few blocks; strategies are of the smallest one, scores those of the whole graph.
 
-    def __init__(self, problem: PlanningProblem, fewer: Condensed, more: Condensed):
-        self.whole, self.operator_of = problem, fewer.operator_of
-        self.kept = _first_of_each(fewer)
-        self.fewer = _problem_of(problem, fewer)
-        self.more = _problem_of(problem, more)
-        self.in_more = fewer.operator_of[_first_of_each(more)]
-        self.num_left_out = fewer.num_removed
+    Args:
+      fewer: with KEPT blocks of every run.
+      longer: with LONGER blocks of one run after the other.
+    """
+
+    def __init__(self, problem: PlanningProblem, fewer: Shorter, longer: Sequence[Shorter]):
+        self.whole, self.fewer = problem, fewer
+        self.shortest = _problem_of(problem, fewer)
+        self.longer = [(_problem_of(problem, x), fewer.operator_of[x.kept]) for x in longer]
         self.usable_memory_bytes: float = problem.usable_memory_bytes
 
     @property
     def space(self) -> SearchSpace:
-        return self.fewer.space
+        return self.shortest.space
 
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
-        """Of strategies of the smaller graph: what the whole graph's would be."""
-        one = self.fewer.simulator.step_times(strategies)
-        two = self.more.simulator.step_times([_taken(s, self.in_more) for s in strategies])
-        scores = Scores(*(a + self.num_left_out * (b.astype(np.float64) - a) for a, b in zip(one, two, strict=True)))
-        scores = scores._replace(violations=np.maximum(one.violations, two.violations))
-        return self.whole.judged_at(strategies, scores, self.usable_memory_bytes)
+        """Of strategies of the smallest graph: what the whole graph's would be."""
+        found = first = [x.astype(np.float64) for x in self.shortest.simulator.step_times(strategies)]
+        for (problem, operators), left_out in zip(self.longer, self.fewer.left_out, strict=True):
+            more = problem.simulator.step_times([_taken(s, operators) for s in strategies])
+            found = [x + left_out * (b - a) for x, a, b in zip(found, first, more, strict=True)]
+        return self.whole.judged_at(strategies, Scores(*found), self.usable_memory_bytes)
 
     def of_whole(self, strategy: Strategy) -> Strategy:
         """What a strategy of the whole graph does in the blocks that are left."""
-        return _taken(strategy, self.kept)
+        return _taken(strategy, self.fewer.kept)
 
     def for_whole(self, strategy: Strategy) -> Strategy:
         """The whole graph's strategy: blocks that are left out are as the one before them."""
-        return _taken(strategy, self.operator_of)
+        return _taken(strategy, self.fewer.operator_of)
 
 
 def fewer_blocks(problem: PlanningProblem) -> FewerBlocks | None:
-    """The same problem by few of its blocks; None where it does not consist of equal ones, or an operator may be pinned."""
+    """The same problem by few of its blocks; None where it does not consist of equal ones, an operator may be pinned, or a front of
+    all that is judged is kept."""
     graph, space = problem.graph, problem.space
-    if space.offers_pins:
+    if space.offers_pins or problem.front is not None:
         return None
-    crossing = prefix_crossing(graph, forward_operators(graph))
-    found = [condense(graph, crossing, kept) for kept in KEPT]
-    fewer, more = found
-    if fewer is None or more is None:
+    fewer = _shorter(graph)
+    longer = [_shorter(graph, run) for run in range(len(fewer.left_out))]
+    alike = all(x.left_out == tuple(n - (i == k) for i, n in enumerate(fewer.left_out)) for k, x in enumerate(longer))
+    operators = sum(x.graph.num_operators for x in (fewer, *longer))
+    if not longer or not alike or operators > MOST_OPERATORS * graph.num_operators:
         return None
-    if fewer.graph.num_operators + more.graph.num_operators > MOST_OPERATORS * graph.num_operators:
-        return None
-    alike = _first_of_each(fewer)[fewer.operator_of]  # an operator of the kept blocks for each of the whole graph
-    offers = space.allowed, space.divisors, space.owns_parameters
-    return FewerBlocks(problem, fewer, more) if all(np.array_equal(x, x[alike]) for x in offers) else None
+    model = fewer.kept[fewer.operator_of]  # of each operator of the whole graph that of a kept block
+    fixed = np.array([_fixed(space, n) for n in range(graph.num_operators)], object)
+    offers = space.allowed, space.divisors, space.owns_parameters, fixed
+    return FewerBlocks(problem, fewer, longer) if all(np.array_equal(x, x[model]) for x in offers) else None
 
 
-def _first_of_each(condensed: Condensed) -> np.ndarray:
-    """int [n]: the whole graph's operator that each of a condensed graph is."""
-    return np.unique(condensed.operator_of, return_index=True)[1]
+def _fixed(space: SearchSpace, n: int) -> bytes:
+    """The layouts that the user fixed of an operator's parameters."""
+    leaves = (space.graph.parameters[p].leaf for p in space.graph.operators[n].parameters)
+    return b" ".join(space.fixed_layouts[leaf].tobytes() if leaf in space.fixed_layouts else b"free" for leaf in leaves)
+
+
+def _shorter(graph: OperatorGraph, longer: int = -1) -> Shorter:
+    """All runs cut to KEPT blocks, number `longer` of them to LONGER."""
+    operator_of = np.arange(graph.num_operators)
+    left_out: list[int] = []
+    for run in itertools.count():
+        found = condense(graph, prefix_crossing(graph, forward_operators(graph)), LONGER if run == longer else KEPT)
+        if found is None or found.num_removed < LEAST_LEFT_OUT - (run == longer) or (found.operator_of < 0).any():
+            break
+        graph, operator_of = found.graph, found.operator_of[operator_of]
+        left_out.append(found.num_removed)
+    return Shorter(graph, operator_of, tuple(left_out))
 
 
 def _taken(strategy: Strategy, operators: np.ndarray) -> Strategy:
     return Strategy(strategy.axes[operators], strategy.storage[operators])
 
 
-def _problem_of(problem: PlanningProblem, condensed: Condensed) -> PlanningProblem:
-    kept, space, tables = _first_of_each(condensed), problem.space, problem.simulator.tables
-    rows = {name: getattr(space, name)[kept] for name in ("divisors", "allowed", "owns_parameters")}
-    space = dataclasses.replace(space, graph=condensed.graph, **rows)
-    return PlanningProblem.make(condensed.graph, space, tables.topology, tables.profile, problem.objective)
+def _problem_of(problem: PlanningProblem, shorter: Shorter) -> PlanningProblem:
+    space, tables = problem.space, problem.simulator.tables
+    rows = {name: getattr(space, name)[shorter.kept] for name in ("divisors", "allowed", "owns_parameters")}
+    space = dataclasses.replace(space, graph=shorter.graph, **rows)
+    return PlanningProblem.make(shorter.graph, space, tables.topology, tables.profile, problem.objective)
