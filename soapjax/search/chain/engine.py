@@ -38,19 +38,19 @@ class Engine:
         return other
 
     def prepare(self) -> None:
-        """Compiles, or loads, what is not there yet; the simulator's programs first, which a search begins with."""
-        self.problem.simulator.prepare()
+        """Compiles, or loads, what is not there yet: the longest first, beside the simulator's programs, which a search begins with."""
         nothing_sent = np.zeros(max(self.sizes.bucket.groups, 1), np.float32)
         at = Position(no_base(self.sizes), no_trace(*self._trace_sizes()), no_alive(self.sizes), nothing_sent)
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
         walker, keys = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, 2), np.uint32)
         with threads(2) as pool:
-            waiting = [
-                pool.submit(self.programs.walk.prepare, self.tables, self.moves, one, one, keys, walker, count),
+            longest = pool.submit(self.programs.walk.prepare, self.tables, self.moves, one, one, keys, walker, count)
+            self.problem.simulator.prepare()
+            others = [
                 pool.submit(self.programs.position.prepare, self.tables, at.base),
                 pool.submit(self.programs.leaps.prepare, self.moves, keys[0], state),
             ]
-            for each in waiting:
+            for each in (longest, *others):
                 each.result()
 
     def _trace_sizes(self) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from soapjax.strategy.strategy import Strategy
 
 KEPT, LONGER = (2, 1), (3, 1)  # blocks at the beginning and the end of a run; the second tells what one more costs between them
 LEAST_LEFT_OUT = 4  # blocks of a run, or it stays as it is
-MOST_OPERATORS = 0.5  # of the whole graph's, in all graphs together: with more of them it is no shortcut
+MOST_OPERATORS = 0.6  # of the whole graph's, in all graphs together: with more of them it is no shortcut
 
 
 class Shorter(NamedTuple):
