@@ -38,7 +38,7 @@ class Engine:
         return other
 
     def prepare(self) -> None:
-        """Compiles, or loads, what is not there yet: the longest first, beside the simulator's programs, which a search begins with."""
+        """Compiles, or loads, what is not there yet: the longest beside the simulator's programs, which a search begins with."""
         nothing_sent = np.zeros(max(self.sizes.bucket.groups, 1), np.float32)
         at = Position(no_base(self.sizes), no_trace(*self._trace_sizes()), no_alive(self.sizes), nothing_sent)
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
