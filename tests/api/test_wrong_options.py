@@ -98,7 +98,7 @@ def test_all_failures_come_at_once():
             never, seed=-1, seconds=math.nan, devices=[], topology=None, planner="fsdpp", microbatches=2, plan="p.json", fixed={},
         )  # fmt: skip
     assert [p.place for p in e.value.problems] == [
-        "topology", "planner", "seed", "seconds", "devices", "microbatches", "fixed",
+        "topology", "planner", "seed", "seconds", "devices", "fixed", "microbatches", "fixed",
     ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import time
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,10 @@ from problems import graph_with, topology_of
 
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
+from soapjax.jit.programs import threads
 from soapjax.search.chain import descents
-from soapjax.search.chain.mcmc_planner import mcmc
+from soapjax.search.chain.record import Record
+from soapjax.search.chain.starting_points import starts
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.fewer_blocks import fewer_blocks
 from soapjax.search.planners import BASELINES
@@ -120,11 +124,21 @@ def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
         return [e._replace(is_feasible=e.memory_bytes <= self.usable_memory_bytes) for e in found]
 
     monkeypatch.setattr(descents.FewerBlocks, "evaluate", too_low)
-    found = [mcmc(jax.random.key(1), problem, Budget(num_proposals=800)) for _ in range(2)]
-    assert found[0].best.is_feasible and min(tried) < max(tried)
-    assert found[0].best.strategy.key() == found[1].best.strategy.key()
-    (again,) = problem.evaluate([found[0].best.strategy])
-    assert again.cost == found[0].best.cost
-    costs = [h[2] for h in found[0].history]
-    assert found[0].best.cost == pytest.approx(costs[-1], rel=1e-6)
+    fewer, key = fewer_blocks(problem), jax.random.key(1)
+    ready: Future[None] = Future()
+    ready.set_result(None)
+
+    def found():
+        begun = starts(key, problem, Budget())
+        record = Record(Budget(num_proposals=600), time.monotonic(), begun[0])
+        fewer.usable_memory_bytes = problem.usable_memory_bytes
+        with threads(2) as pool:
+            return descents.with_fewer_blocks(key, problem, fewer, begun, record, pool, ready), record
+
+    (one, record), (other, _) = found(), found()
+    assert one[0].is_feasible and min(tried) < max(tried)
+    assert [e.strategy.key() for e in one] == [e.strategy.key() for e in other]
+    (again,) = problem.evaluate([record.candidates[-1]])
+    assert again.cost == one[0].cost == record.lowest_s == record.history[-1][2], "the best is what a search goes on from"
+    costs = [h[2] for h in record.history]
     assert costs == sorted(costs, reverse=True)
