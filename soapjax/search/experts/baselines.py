@@ -180,16 +180,18 @@ def _updated_in_shards(problem: PlanningProblem, strategy: Strategy, stored: Seq
 
 
 def tensor_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
-    """Megatron's pairs over the fastest axes, every possible degree, with whole or sharded storage; the best by cost."""
+    """Megatron's pairs over the fastest axes, every possible degree, what is between them repeated or split along the sequence,
+    with whole or sharded storage; the best by cost."""
     start = time.monotonic()
     num_axes = problem.space.num_axes
-    variants = []
-    for first in range(num_axes):
-        strategy = tensor_parallel_strategy(problem, range(first, num_axes))
+    variants: dict[bytes, Strategy] = {}
+    for first, is_split in itertools.product(range(num_axes), (False, True)):
+        strategy = tensor_parallel_strategy(problem, range(first, num_axes), sequence_parallel=is_split)
         for k in range(len(problem.space.storages)):
             storage = np.where(problem.space.owns_parameters, k, 0).astype(np.int8)
-            variants.append(Strategy(strategy.axes, storage))
-    valid = [s for s in variants if problem.space.is_valid(s)] or [data_parallel_strategy(problem)[0]]
+            one = Strategy(strategy.axes, storage)
+            variants.setdefault(one.key(), one)
+    valid = [s for s in variants.values() if problem.space.is_valid(s)] or [data_parallel_strategy(problem)[0]]
     return _result(problem, valid, start)
 
 
