@@ -1,12 +1,13 @@
 """What comes before the walk: descents from the best start and from a random one, and kicks of what they end at (descent.py).
 
-A step of many equal blocks descends with few of them first (fewer_blocks.py), and as a whole only for a short time.
+A step of many equal blocks descends with few of them first (shortening.py), and as a whole only for a short time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.descent import Descent, Judging, Kicks
-from soapjax.search.descent.fewer_blocks import FewerBlocks
+from soapjax.search.descent.shortening import FewerBlocks
 from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.space import SearchSpace
@@ -34,6 +35,15 @@ MOST_WHOLE = 8  # of the best with fewer blocks that are judged in the whole ste
 Found = tuple[list[Evaluation], str | None]  # best first; and why the search is to stop there
 
 
+class SearchRun(NamedTuple):
+    """What the parts of one search share."""
+
+    key: Array
+    record: Record
+    pool: ThreadPoolExecutor  # of two threads
+    ready: Future[None]  # the chains' programs
+
+
 class Descents:
     """Descents and kicks of one search, two side by side.
 
@@ -44,10 +54,11 @@ class Descents:
     """
 
     def __init__(
-        self, key: Array, problem: Judging, space: SearchSpace, record: Record, pool: ThreadPoolExecutor, ready: Future[None],
+        self, run: SearchRun, problem: Judging, space: SearchSpace, *,
         for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy, number: int = 0,
     ):  # fmt: skip
-        self.key, self.problem, self.record, self.pool, self.ready = key, problem, record, pool, ready
+        self.problem = problem
+        self.key, self.record, self.pool, self.ready = run
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:
@@ -122,12 +133,9 @@ class Descents:
         record.tell()
 
 
-def with_fewer_blocks(
-    key: Array, problem: PlanningProblem, fewer: FewerBlocks, begun: list[Evaluation], record: Record, pool: ThreadPoolExecutor,
-    ready: Future[None],
-) -> list[Evaluation]:  # fmt: skip
+def with_fewer_blocks(run: SearchRun, problem: PlanningProblem, fewer: FewerBlocks, begun: list[Evaluation]) -> list[Evaluation]:
     """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
-    descents = Descents(key, fewer, fewer.space, record, pool, ready, fewer.for_whole, OF_FEWER)
+    descents = Descents(run, fewer, fewer.space, for_whole=fewer.for_whole, number=OF_FEWER)
     found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]))
     usable = problem.usable_memory_bytes
     for tightened in range(MOST_TIGHTENED + 1):
@@ -138,5 +146,5 @@ def with_fewer_blocks(
             break
         fewer.usable_memory_bytes /= over
         found, stopped_by = descents.on(fewer.evaluate([e.strategy for e in found]), TIGHTENED)
-    record.settle(begun[0])
+    run.record.settle(begun[0])
     return begun

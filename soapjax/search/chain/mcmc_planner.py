@@ -33,12 +33,12 @@ import numpy as np
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.chain import Walker, exchange
-from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, with_fewer_blocks
+from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.moves import State
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng, starts
-from soapjax.search.descent.fewer_blocks import fewer_blocks
+from soapjax.search.descent.shortening import fewer_blocks
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation.dynamic_program import additive_start, additive_start_s, has_additive_start
 from soapjax.simulate.simulator import BATCH
@@ -65,11 +65,12 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         begun += [*_without_pins(rng_key, problem, record), *_additive(problem, record)]
         best = min(begun, key=lambda e: e.rank)
         record.offer(best.strategy, best.cost)
-        descents = Descents(rng_key, problem, problem.space, record, pool, ready)
+        run = SearchRun(rng_key, record, pool, ready)
+        descents = Descents(run, problem, problem.space)
         if (fewer := fewer_blocks(problem)) is None:
             begun, stopped_by = descents.run(begun)
         else:
-            begun = with_fewer_blocks(rng_key, problem, fewer, begun, record, pool, ready)
+            begun = with_fewer_blocks(run, problem, fewer, begun)
             begun, stopped_by = descents.on(begun, WHOLE_AFTER_FEWER)
         if stopped_by is None and record.limit is None and not ready.done():
             record.time_decides()

@@ -18,7 +18,7 @@ from soapjax.search.chain import descents
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import starts
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.fewer_blocks import fewer_blocks
+from soapjax.search.descent.shortening import fewer_blocks
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.strategy.space import search_space
@@ -133,7 +133,7 @@ def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
         record = Record(Budget(num_proposals=600), time.monotonic(), begun[0])
         fewer.usable_memory_bytes = problem.usable_memory_bytes
         with threads(2) as pool:
-            return descents.with_fewer_blocks(key, problem, fewer, begun, record, pool, ready), record
+            return descents.with_fewer_blocks(descents.SearchRun(key, record, pool, ready), problem, fewer, begun), record
 
     (one, record), (other, _) = found(), found()
     assert one[0].is_feasible and min(tried) < max(tried)
