@@ -59,13 +59,18 @@ def _check_problems(command: PlanCommand) -> list[Problem]:
     problems = []
     if command.target is not None and command.check != "compile":
         problems.append(Problem("--target", command.target, "--check compile", "add it, or drop --target"))
-    beside = f"--pipeline {command.pipeline}" if command.pipeline is not None else f"--microbatches {command.microbatches}"
-    if command.check == "compile" and beside not in ("--microbatches auto", "--microbatches 1"):
+    if command.check == "compile" and (command.pipeline is not None or _adds_up(command)):
+        beside = f"--microbatches {command.microbatches}" if command.pipeline is None else f"--pipeline {command.pipeline}"
         expected, remedy = "one program: stages are not compiled", "drop one of them; soapjax verify compiles a pipeline's stages"
         problems.append(Problem("--check", f"compile with {beside}", expected, remedy))
     if command.target is not None and command.verify_top:
         problems.append(Problem("--target", command.target, "the devices at hand with --verify-top", "drop one of them"))
     return problems
+
+
+def _adds_up(command: PlanCommand) -> bool:
+    """Whether one program is to add up gradients over a number of micro-batches."""
+    return command.pipeline is None and command.microbatches not in ("auto", "1")
 
 
 def _objective(command: PlanCommand) -> tuple[Objective, list[Problem]]:
@@ -99,7 +104,7 @@ def _pipeline_problems(command: PlanCommand) -> list[Problem]:
     problems = []
     if command.stages != "auto" and command.pipeline is None:
         problems.append(Problem("--stages", command.stages, "a pipeline", "add --pipeline auto, or another"))
-    adds_up = command.pipeline is None and command.microbatches not in ("auto", "1")
+    adds_up = _adds_up(command)
     if (command.pipeline is not None or adds_up) and command.space != "soap":
         beside = "--microbatches" if adds_up else "--pipeline"
         problems.append(Problem("--space", command.space, f"soap with {beside}", "drop one of them"))

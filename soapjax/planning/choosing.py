@@ -80,7 +80,7 @@ def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: 
         missed = "does not fit as compiled, and a program of micro-batches is not compiled to be judged"
     kept_s = None if request.seconds is None else FOR_MICROBATCHES * request.seconds
     asked = request.adding_up().but(
-        check="none", proposals=None if request.proposals is None else min(request.proposals, DEFAULT_PROPOSALS),
+        check="none", proposals=_of_stages(request.proposals),
         seconds=None if kept_s is None else max(request.seconds + begin - time.monotonic(), LEAST_LEFT * kept_s),
     )  # fmt: skip
     try:
@@ -94,9 +94,7 @@ def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: 
         if failed is not None:
             raise failed from None
         return one._replace(plan=_with_note(one.plan, f"micro-batches do not help: {e.problems[0]}", {}))
-    others = {}
-    if one is not None:
-        others = {f"one program ({request.planner})": figures_of_plan(one.plan)} | one.plan.provenance.baseline_figures
+    others = {} if one is None else _figures_of_others(one)
     note = f"the whole batch at once {missed}: gradients are added up over {plan.pipeline.num_microbatches} micro-batches"
     return Chosen(_with_note(plan, note, others), staged.stopped_by, ())
 
@@ -114,7 +112,7 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
     if one.stopped_by == "interrupted":
         return one
     of_pipelines = asked.but(
-        proposals=None if request.proposals is None else min(request.proposals, DEFAULT_PROPOSALS),
+        proposals=_of_stages(request.proposals),
         seconds=None if half_s is None else max(half_s + found.left_s, LEAST_LEFT * half_s),
     )
     slower_than_s = predicted.step_time_s if predicted.feasible and not request.pareto else math.inf
@@ -128,13 +126,26 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
         if request.num_microbatches is not None or request.num_stages is not None or not predicted.feasible:
             raise
         return one._replace(plan=_with_note(one.plan, f"no pipeline: {e.problems[0]}", {}))
-    planner, staged = one.plan.provenance.planner, rows_of_pipelines(best)
+    staged = rows_of_pipelines(best)
     if predicted.feasible and _rank(predicted, wanted) <= _rank(plan.prediction, wanted):
         chosen = _no_better(one, wanted, plan.pipeline.schedule, figures_of_plan(plan))
         return chosen._replace(front=joined_rows(one.front, staged))
-    others = {f"one program ({planner})": figures_of_plan(one.plan)} | one.plan.provenance.baseline_figures
-    note = "" if predicted.feasible else f"one program ({planner}): does not fit"
-    return Chosen(_with_note(plan, note, others), best.stopped_by, joined_rows(staged, one.front))
+    note = "" if predicted.feasible else f"{_name(one)}: does not fit"
+    return Chosen(_with_note(plan, note, _figures_of_others(one)), best.stopped_by, joined_rows(staged, one.front))
+
+
+def _of_stages(proposals: int | None) -> int | None:
+    """Of those that one program may have, what stages get: theirs take longer."""
+    return None if proposals is None else min(proposals, DEFAULT_PROPOSALS)
+
+
+def _name(one: Chosen) -> str:
+    return f"one program ({one.plan.provenance.planner})"
+
+
+def _figures_of_others(one: Chosen) -> dict[str, StrategyFigures]:
+    """What a plan of stages is compared with: one program's, and the baselines."""
+    return {_name(one): figures_of_plan(one.plan)} | one.plan.provenance.baseline_figures
 
 
 def _traced(step: TracedStep) -> entry.Traced:
