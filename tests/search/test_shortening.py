@@ -133,7 +133,7 @@ def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
         record = Record(Budget(num_proposals=600), time.monotonic(), begun[0])
         fewer.usable_memory_bytes = problem.usable_memory_bytes
         with threads(2) as pool:
-            return descents.with_fewer_blocks(descents.SearchRun(key, record, pool, ready), problem, fewer, begun), record
+            return descents.with_fewer_blocks(descents.SearchRun(key, record, pool, ready), fewer, begun), record
 
     (one, record), (other, _) = found(), found()
     assert one[0].is_feasible and min(tried) < max(tried)

@@ -17,7 +17,7 @@ from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.descent import Descent, Judging, Kicks
 from soapjax.search.descent.shortening import FewerBlocks
-from soapjax.search.problem import Evaluation, PlanningProblem
+from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
@@ -133,13 +133,13 @@ class Descents:
         record.tell()
 
 
-def with_fewer_blocks(run: SearchRun, problem: PlanningProblem, fewer: FewerBlocks, begun: list[Evaluation]) -> list[Evaluation]:
+def with_fewer_blocks(run: SearchRun, fewer: FewerBlocks, begun: list[Evaluation]) -> list[Evaluation]:
     """The starts, best first, and what was found with fewer blocks, judged in the whole step."""
     descents = Descents(run, fewer, fewer.space, for_whole=fewer.for_whole, number=OF_FEWER)
     found, stopped_by = descents.run(fewer.evaluate([fewer.of_whole(e.strategy) for e in begun]))
-    usable = problem.usable_memory_bytes
+    usable = fewer.whole.usable_memory_bytes
     for tightened in range(MOST_TIGHTENED + 1):
-        judged = problem.evaluate([fewer.for_whole(e.strategy) for e in found[:MOST_WHOLE]])
+        judged = fewer.whole.evaluate([fewer.for_whole(e.strategy) for e in found[:MOST_WHOLE]])
         begun = sorted([*judged, *begun], key=lambda e: e.rank)
         over = judged[0].memory_bytes / usable
         if over <= 1 or not found[0].is_feasible or stopped_by or tightened == MOST_TIGHTENED:

@@ -70,7 +70,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         if (fewer := fewer_blocks(problem)) is None:
             begun, stopped_by = descents.run(begun)
         else:
-            begun = with_fewer_blocks(run, problem, fewer, begun)
+            begun = with_fewer_blocks(run, fewer, begun)
             begun, stopped_by = descents.on(begun, WHOLE_AFTER_FEWER)
         if stopped_by is None and record.limit is None and not ready.done():
             record.time_decides()
