@@ -176,7 +176,7 @@ class Plans(Kind):
     """Plans of one program; placed; pipelines; one with a profile."""
 
     def made(self) -> list[Any]:
-        from soapjax.planning import entry
+        from soapjax.planning import entry, staging
         from soapjax.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 
@@ -192,7 +192,7 @@ class Plans(Kind):
             )
             for schedule in ("gpipe", "interleaved"):
                 plans.append(
-                    entry.plan_pipeline(
+                    staging.plan_pipeline(
                         deeper.step, *deeper.arguments, pipeline=schedule, stages=2, microbatches=2, proposals=8, **options
                     )[0]
                 )

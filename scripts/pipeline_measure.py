@@ -27,8 +27,9 @@ from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
 import soapjax
 import soapjax.distributed
-from soapjax.planning.entry import plan_of_strategy, plan_pipeline
+from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.plan_files import recost
+from soapjax.planning.staging import plan_pipeline
 from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.sourced_models import concrete_model

@@ -311,8 +311,8 @@ def soap_shard(
         planned are copied, and stay the caller's.
       donate_argnames: the same by name.
       check: "compile": what a call plans (not `prepare`, nor several processes) is compiled at once, as the call would do anyway;
-        where it does not fit the device, the search goes on with less memory, and where nothing fits with micro-batches, whose plan
-        is not compiled; `InfeasibleError` says so where these do not help.
+        where it does not fit the device, the search goes on with less memory, and where nothing fits with micro-batches;
+        `InfeasibleError` says so where these do not help.
         With "none", and of what is not compiled, plans keep a margin of memory.
       options: of planning, as `PlanRequest` (soapjax/planning/request.py) has them: topology, planner, seconds, proposals, seed,
         objective, simplicity, fixed, logical_axis_rules, strip_constraints, axis_name, unroll, profile, verify_top, devices,

@@ -46,8 +46,7 @@ class Maker:
         Args:
           runs: whether the step is run as it is made, so that a check of the plan may compile it.
         """
-        looks = runs and self.request.pipeline is None and not self.request.adds_up  # stages are not compiled to be judged
-        asked = self.request.but(static_argnums=static, donate=donate, check=self.request.check if looks else "none")
+        asked = self.request.but(static_argnums=static, donate=donate, check=self.request.check if runs else "none")
         if isinstance(asked.pipeline, Pipeline):
             return None, pipelined(
                 fn, *args, pipeline=asked.pipeline, reduction=asked.microbatch_reduction, topology=asked.topology,
@@ -63,14 +62,16 @@ class Maker:
                 made, step, program = self._make_plan(asked, fn, args)
         devices = self.devices if self.devices is not None else jax.devices()[: made.num_devices]
         compiled: CompiledStep | StreamStep
-        if made.pipeline is not None:
+        if program is not None:
+            compiled = program
+        elif made.pipeline is not None:
             tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
             compiled = planned_pipeline(
                 fn, *args, plan=made, devices=devices, donate=bool(donate), reduction=asked.microbatch_reduction, **tracing
             )  # fmt: skip
         else:
             step = step or trace(fn, *args, **asked.tracing)
-            compiled = program or compile_step(bind_plan(step, made, devices=devices), donate=donate)
+            compiled = compile_step(bind_plan(step, made, devices=devices), donate=donate)
         log.info(
             "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
             self.name, made.graph.num_operators, made.num_devices, time.monotonic() - start, made.prediction.step_time_s,
@@ -83,10 +84,10 @@ class Maker:
 
     def _make_plan(
         self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]
-    ) -> tuple[Plan, TracedStep | None, CompiledStep | None]:  # fmt: skip
-        """The plan, the traced step where it is of one program, and that where a check compiled it."""
+    ) -> tuple[Plan, TracedStep | None, CompiledStep | StreamStep | None]:  # fmt: skip
+        """The plan, the traced step where it is of one program, and what runs it where a check compiled that."""
         if self.source is None:
-            if asked.pipeline is None and asked.devices is None:
+            if asked.devices is None:
                 asked = asked.but(devices=jax.devices())  # of whatever platform: it runs there
             found = as_asked(asked, fn, *args)
             return found.plan, found.step, found.program

@@ -59,10 +59,6 @@ def _check_problems(command: PlanCommand) -> list[Problem]:
     problems = []
     if command.target is not None and command.check != "compile":
         problems.append(Problem("--target", command.target, "--check compile", "add it, or drop --target"))
-    if command.check == "compile" and (command.pipeline is not None or _adds_up(command)):
-        beside = f"--microbatches {command.microbatches}" if command.pipeline is None else f"--pipeline {command.pipeline}"
-        expected, remedy = "one program: stages are not compiled", "drop one of them; soapjax verify compiles a pipeline's stages"
-        problems.append(Problem("--check", f"compile with {beside}", expected, remedy))
     if command.target is not None and command.verify_top:
         problems.append(Problem("--target", command.target, "the devices at hand with --verify-top", "drop one of them"))
     return problems

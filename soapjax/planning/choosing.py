@@ -15,9 +15,11 @@ import numpy as np
 from soapjax import options
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
-from soapjax.planning import entry
+from soapjax.planning import entry, staging
+from soapjax.planning.compile_check import PlannedStages
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.planning.given_pipeline import require_same_result
 from soapjax.planning.pipelines import Beaten
@@ -37,7 +39,7 @@ class Chosen(NamedTuple):
     stopped_by: str
     front: tuple[FrontRow, ...]  # of all that was searched, where `pareto` asked for it
     step: TracedStep | None = None  # where the plan is of one program
-    program: CompiledStep | None = None  # the plan's, where a check compiled it
+    program: CompiledStep | StreamStep | None = None  # the plan's, where a check compiled it
 
 
 def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
@@ -48,8 +50,7 @@ def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen
     if request.pipeline == "auto":
         return _one_program_or_pipeline(request, fn, *args)
     if request.pipeline is not None or request.adds_up:
-        plan, found = entry.plan_staged(request.adding_up() if request.adds_up else request, fn, *args)
-        return Chosen(plan, found.stopped_by, rows_of_pipelines(found))
+        return _of_stages(staging.plan_staged(request.adding_up() if request.adds_up else request, fn, *args))
     if _may_add_up(request):
         return _one_program_that_fits(request, fn, *args)
     return _of_one_program(entry.plan_one_program(request, fn, *args))
@@ -57,6 +58,10 @@ def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen
 
 def _of_one_program(found: entry.Planned) -> Chosen:
     return Chosen(found.plan, found.result.stopped_by, rows_of_planned(found), found.step, found.program)
+
+
+def _of_stages(staged: PlannedStages) -> Chosen:
+    return Chosen(staged.plan, staged.found.stopped_by, rows_of_pipelines(staged.found), program=staged.program)
 
 
 def _may_add_up(request: PlanRequest) -> bool:
@@ -77,15 +82,15 @@ def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: 
         missed = f"does not fit ({found.plan.prediction.memory_bytes_per_device / 1e9:.3g} GB per device)"
     except InfeasibleError as e:
         failed, step = e, trace(fn, *args, **request.tracing)
-        missed = "does not fit as compiled, and a program of micro-batches is not compiled to be judged"
+        missed = "does not fit as compiled"
     kept_s = None if request.seconds is None else FOR_MICROBATCHES * request.seconds
     asked = request.adding_up().but(
-        check="none", proposals=_of_stages(request.proposals),
+        proposals=_proposals_of_stages(request.proposals),
         seconds=None if kept_s is None else max(request.seconds + begin - time.monotonic(), LEAST_LEFT * kept_s),
     )  # fmt: skip
     try:
         require_same_result(fn, *args, step=step, **asked.tracing)
-        plan, staged = entry.plan_staged(asked, fn, *args, traced=_traced(step), is_asked_for=False)
+        staged = staging.plan_staged(asked, fn, *args, traced=_traced(step), is_asked_for=False)
     except KeyboardInterrupt:
         if one is None:
             raise
@@ -95,8 +100,9 @@ def _one_program_that_fits(request: PlanRequest, fn: Callable[..., Any], *args: 
             raise failed from None
         return one._replace(plan=_with_note(one.plan, f"micro-batches do not help: {e.problems[0]}", {}))
     others = {} if one is None else _figures_of_others(one)
-    note = f"the whole batch at once {missed}: gradients are added up over {plan.pipeline.num_microbatches} micro-batches"
-    return Chosen(_with_note(plan, note, others), staged.stopped_by, ())
+    num = staged.plan.pipeline.num_microbatches
+    note = f"the whole batch at once {missed}: gradients are added up over {num} micro-batches"
+    return _of_stages(staged)._replace(plan=_with_note(staged.plan, note, others), front=())
 
 
 def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
@@ -104,20 +110,24 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
 
     Raises: SoapjaxError for every input that does not fit; that no pipeline is possible only where numbers are asked for.
     """
+    begin = time.monotonic()
     half_s = None if request.seconds is None else request.seconds / 2
     asked = request.but(seconds=half_s)
-    found = entry.plan_one_program(asked.but(pipeline=None, microbatches="auto", stages="auto"), fn, *args)
+    try:
+        found = entry.plan_one_program(asked.but(pipeline=None, microbatches="auto", stages="auto"), fn, *args)
+    except InfeasibleError as e:
+        return _pipeline_that_fits(request, e, begin, fn, *args)
     one, wanted = _of_one_program(found), options.objective(request.objective)
     predicted = found.plan.prediction
     if one.stopped_by == "interrupted":
         return one
     of_pipelines = asked.but(
-        proposals=_of_stages(request.proposals),
+        proposals=_proposals_of_stages(request.proposals),
         seconds=None if half_s is None else max(half_s + found.left_s, LEAST_LEFT * half_s),
     )
     slower_than_s = predicted.step_time_s if predicted.feasible and not request.pareto else math.inf
     try:
-        plan, best = entry.plan_staged(of_pipelines, fn, *args, traced=_traced(found.step), slower_than_s=slower_than_s)
+        staged = staging.plan_staged(of_pipelines, fn, *args, traced=_traced(found.step), slower_than_s=slower_than_s)
     except Beaten as e:
         return _no_better(one, wanted, e.schedule, e.figures)
     except KeyboardInterrupt:
@@ -126,15 +136,33 @@ def _one_program_or_pipeline(request: PlanRequest, fn: Callable[..., Any], *args
         if request.num_microbatches is not None or request.num_stages is not None or not predicted.feasible:
             raise
         return one._replace(plan=_with_note(one.plan, f"no pipeline: {e.problems[0]}", {}))
-    staged = rows_of_pipelines(best)
+    pipeline, plan = _of_stages(staged), staged.plan
     if predicted.feasible and _rank(predicted, wanted) <= _rank(plan.prediction, wanted):
         chosen = _no_better(one, wanted, plan.pipeline.schedule, figures_of_plan(plan))
-        return chosen._replace(front=joined_rows(one.front, staged))
+        return chosen._replace(front=joined_rows(one.front, pipeline.front))
     note = "" if predicted.feasible else f"{_name(one)}: does not fit"
-    return Chosen(_with_note(plan, note, _figures_of_others(one)), best.stopped_by, joined_rows(staged, one.front))
+    noted = _with_note(plan, note, _figures_of_others(one))
+    return pipeline._replace(plan=noted, front=joined_rows(pipeline.front, one.front))
 
 
-def _of_stages(proposals: int | None) -> int | None:
+def _pipeline_that_fits(request: PlanRequest, of_one: InfeasibleError, begin: float, fn: Callable[..., Any], *args: Any) -> Chosen:
+    """A pipeline where one program does not fit as compiled.
+
+    Raises: SoapjaxError where that does not help: `of_one`, but where a number of stages or micro-batches was asked for.
+    """
+    seconds = request.seconds
+    if seconds is not None:
+        seconds = max(seconds + begin - time.monotonic(), LEAST_LEFT * seconds / 2)
+    try:
+        staged = staging.plan_staged(request.but(proposals=_proposals_of_stages(request.proposals), seconds=seconds), fn, *args)
+    except SoapjaxError:
+        if request.num_microbatches is not None or request.num_stages is not None:
+            raise
+        raise of_one from None
+    return _of_stages(staged)._replace(plan=_with_note(staged.plan, "one program does not fit as compiled", {}))
+
+
+def _proposals_of_stages(proposals: int | None) -> int | None:
     """Of those that one program may have, what stages get: theirs take longer."""
     return None if proposals is None else min(proposals, DEFAULT_PROPOSALS)
 
@@ -148,8 +176,8 @@ def _figures_of_others(one: Chosen) -> dict[str, StrategyFigures]:
     return {_name(one): figures_of_plan(one.plan)} | one.plan.provenance.baseline_figures
 
 
-def _traced(step: TracedStep) -> entry.Traced:
-    return entry.Traced(step, build_graph(step)[0])
+def _traced(step: TracedStep) -> staging.Traced:
+    return staging.Traced(step, build_graph(step)[0])
 
 
 def _no_better(one: Chosen, wanted: Objective, schedule: str, figures: StrategyFigures) -> Chosen:

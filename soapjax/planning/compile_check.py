@@ -1,7 +1,8 @@
-"""The compiler's word on a plan: what its program takes of a device at the peak, and what it sends.
+"""The compiler's word on a plan: what its programs take of a device at the peak, and what they send.
 
 The winner of a search is compiled. Where it takes more than a device has for it, the limit of what may be *predicted* falls below
-that plan by what was missed, and the search goes on from what it found; until a plan fits as compiled, or ROUNDS are over.
+that plan by what was missed, and the search goes on from what it found, of stages anew; until a plan fits as compiled, or ROUNDS
+are over.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
+from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.planning.searching import Search, Searched, least_memory
-from soapjax.search.problem import PlanningProblem
+from soapjax.planning.pipelines import FoundPipeline
+from soapjax.planning.searching import AGAIN, Search, Searched, least_memory
+from soapjax.search.objective import Objective
 from soapjax.sizes import size
 from soapjax.strategy.plan import CompiledFigures, Plan
 from soapjax.strategy.plan_strategy import topology_of
-from soapjax.topology import DeviceTopology
+from soapjax.topology import DeviceKind, DeviceTopology
 
 CHECKS = ("none", "compile")
 ROUNDS = 6  # programs that are compiled, at most; one more where none of them fits: what is predicted to take least
@@ -43,11 +46,16 @@ class Checked(NamedTuple):
     program: CompiledStep | None
 
 
+class PlannedStages(NamedTuple):
+    plan: Plan
+    found: FoundPipeline
+    program: StreamStep | None = None  # the plan's, where a check compiled it
+
+
 def compiled_plan(step: TracedStep, plan: Plan, devices: Sequence[Any], donate: bool | Sequence[int] = True) -> Compiled:
     """A plan's program, or programs, compiled for devices that need not be there."""
     program = bind_plan(step, plan, devices=list(devices))
-    first = program.mesh.devices.flat[0]
-    target = first.platform if first.device_kind == first.platform else f"{first.platform}, {first.device_kind}"
+    target = _target(program.mesh.devices.flat[0])
     with jax.default_device(None):
         if plan.pinned:
             placed = PlacedStep(program)
@@ -55,6 +63,19 @@ def compiled_plan(step: TracedStep, plan: Plan, devices: Sequence[Any], donate: 
             return Compiled(target, max(inspected.memory_bytes.values()), {}, None)
         made = CompiledStep(program, donate=donate)
         return Compiled(target, made.peak_memory_bytes(), sent_bytes(made), made)
+
+
+def compiled_stages(made: StreamStep) -> Compiled:
+    """The programs of a pipeline, compiled for its devices."""
+    streamed = made.streamed
+    with jax.default_device(None):
+        inspected = inspect_stream(streamed.dispatches(), streamed.argument_structs())
+    target = _target(streamed.all_places[0].mesh.devices.flat[0])
+    return Compiled(target, max(inspected.memory_bytes.values()), {}, None)
+
+
+def _target(device: Any) -> str:
+    return device.platform if device.device_kind == device.platform else f"{device.platform}, {device.device_kind}"
 
 
 def sent_bytes(made: CompiledStep) -> dict[str, int]:
@@ -101,12 +122,14 @@ def checked(
     """
     figures: list[CompiledFigures] = []
     tried: set[bytes] = set()
+    topology = searched.problem.simulator.tables.topology
+    device = topology.device
 
     def compile_best(searched: Searched) -> Compiled:
         plan = plan_of(searched)
         compiled = compile_one(plan)
         tried.add(searched.result.best.strategy.key())
-        figures.append(_figures(searched.problem, plan, compiled))
+        figures.append(_figures(plan, compiled, device, searched.problem.objective))
         return compiled
 
     while True:
@@ -114,8 +137,7 @@ def checked(
         last = figures[-1]
         if last.fits:
             return Checked(_accepted(searched), tuple(figures), compiled.program)
-        missed = max(last.compiled_memory_bytes - last.available_memory_bytes, _LEAST * last.available_memory_bytes)
-        limit = min(last.predicted_memory_bytes, searched.problem.usable_memory_bytes) - missed
+        limit = _tightened(last, searched.problem.usable_memory_bytes)
         if len(figures) == ROUNDS or limit <= 0:
             break
         searched = search.again(searched, limit)
@@ -127,7 +149,43 @@ def checked(
         compiled = compile_best(searched)
         if figures[-1].fits:
             return Checked(_accepted(searched), tuple(figures), compiled.program)
-    raise InfeasibleError(_refusal(figures, searched.problem.simulator.tables.topology))
+    raise InfeasibleError(_refusal(figures, topology))
+
+
+def checked_stages(
+    found: FoundPipeline, topology: DeviceTopology, objective: Objective, find: Callable[[DeviceTopology, float], FoundPipeline],
+    plan_of: Callable[..., Plan], made_of: Callable[[Plan], StreamStep],
+) -> PlannedStages:  # fmt: skip
+    """The pipeline that was `found` on a topology, or what is found with less memory, that fits as compiled.
+
+    Args:
+      find: the best pipeline on a topology, with such a share of the first search's proposals.
+      plan_of: of a pipeline, its topology, and what the compiler made of it and those before.
+    Raises: InfeasibleError where no pipeline that was compiled fits.
+    """
+    figures: list[CompiledFigures] = []
+    here = topology
+    while True:
+        plan = plan_of(found, here)
+        made = made_of(plan)
+        figures.append(_figures(plan, compiled_stages(made), topology.device, objective))
+        if figures[-1].fits:
+            return PlannedStages(plan_of(found, here, tuple(figures)), found, made)
+        limit = _tightened(figures[-1], found.times.usable_bytes)
+        if len(figures) == ROUNDS or limit <= 0 or found.stopped_by == "interrupted":
+            break
+        here = topology.usable_up_to(limit)
+        try:
+            found = find(here, AGAIN)
+        except SoapjaxError:  # none is predicted to take so little
+            break
+    raise InfeasibleError(_refusal(figures, topology))
+
+
+def _tightened(last: CompiledFigures, usable_bytes: float) -> float:
+    """What the next plan may be predicted to take of a device."""
+    missed = max(last.compiled_memory_bytes - last.available_memory_bytes, _LEAST * last.available_memory_bytes)
+    return min(last.predicted_memory_bytes, usable_bytes) - missed
 
 
 def _accepted(searched: Searched) -> Searched:
@@ -136,12 +194,12 @@ def _accepted(searched: Searched) -> Searched:
     return searched if needed <= problem.usable_memory_bytes else searched.under(needed + 1)
 
 
-def _figures(problem: PlanningProblem, plan: Plan, compiled: Compiled) -> CompiledFigures:
-    p, device = plan.prediction, problem.simulator.tables.topology.device
+def _figures(plan: Plan, compiled: Compiled, device: DeviceKind, objective: Objective) -> CompiledFigures:
+    p = plan.prediction
     return CompiledFigures(
         target=compiled.target, step_time_s=p.step_time_s, predicted_memory_bytes=p.memory_bytes_per_device,
         compiled_memory_bytes=compiled.memory_bytes,
-        available_memory_bytes=int(problem.objective.memory_limit(device.available_memory_bytes)),
+        available_memory_bytes=int(objective.memory_limit(device.available_memory_bytes)),
         predicted_sent_bytes=p.bytes_by_collective if compiled.sent_bytes else {}, compiled_sent_bytes=compiled.sent_bytes,
     )  # fmt: skip
 

@@ -1,6 +1,5 @@
-"""From a step function to a plan: trace, search, and what the plan says of how it was found.
-
-`plan` for one program over all devices, or placed operators; `plan_pipeline` for stages and micro-batches.
+"""From a step function to a plan of one program over all devices, or of placed operators: trace, search, and what the plan says
+of how it was found. Of stages and micro-batches that is planning/staging.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
@@ -29,12 +27,9 @@ from soapjax.graph.trace.tracing import TracedStep, Unroll, argument_names, trac
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
-from soapjax.planning.given_pipeline import require_runnable
-from soapjax.planning.pipeline_files import pipeline_plan
-from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
 from soapjax.planning.profiling import compute_figures
 from soapjax.planning.remarks import repeated_remarks, structure_remarks
-from soapjax.planning.request import PlanRequest, takes_options
+from soapjax.planning.request import PlanRequest, Understood, takes_options
 from soapjax.planning.searching import Search, Searched
 from soapjax.planning.user_shardings import check_constraints, logical_axes, user_layouts
 from soapjax.planning.verify_top import measured_best, require_real_devices, shortlist
@@ -53,15 +48,7 @@ from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 DEFAULT_PROPOSALS = 100_000
-UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
-NOT_CUT = "stacked parameters stay whole on the first stage that reads them: something reads all their rows at once"
 OF_PIPELINES = "pipeline", "microbatches", "stages", "microbatch_reduction"
-OF_ONE_PROGRAM = "planner", "space", "simplicity", "check", "verify_top", "fixed", "logical_axis_rules", "donate"
-
-
-class Traced(NamedTuple):
-    step: TracedStep
-    graph: OperatorGraph
 
 
 class Planned(NamedTuple):
@@ -97,18 +84,6 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Planned:
     return plan_one_program(PlanRequest(**options), fn, *args)
 
 
-@takes_options("microbatch_reduction", *OF_ONE_PROGRAM)
-def plan_pipeline(fn: Callable[..., Any], *args: Any, pipeline: str, **options: Any) -> tuple[Plan, FoundPipeline]:
-    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
-
-    Options are those of `PlanRequest` (soapjax/planning/request.py), those of one program excepted; numbers of micro-batches and
-    stages that are not given are searched.
-
-    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
-    """
-    return plan_staged(PlanRequest(pipeline=pipeline, **options), fn, *args)
-
-
 def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, kept: float = 0.0) -> Planned:
     """As `plan`; of the seconds `kept` is left where no baseline fits the devices."""
     asked, remarks = request.understood(fn)
@@ -119,7 +94,7 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     if asked.verify_top:
         require_real_devices(topology, jax.devices() if asked.devices is None else list(asked.devices))
     planner = get_planner(asked.planner, space=asked.space)
-    given = _given(asked, fn, args)
+    given = given_arguments(asked, fn, args)
     step = trace(fn, *args, **asked.tracing)
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     axis_names = factor_mesh(topology).axis_names
@@ -136,7 +111,9 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     def plan_of(found: Searched, **more: Any) -> Plan:
         return plan_of_strategy(found.problem, found.result.best.strategy, model=asked.model, unroll=asked.unroll, **more)
 
-    program, compiled, table = None, (), ()
+    program: CompiledStep | None = None
+    compiled: tuple[CompiledFigures, ...] = ()
+    table: tuple[TimedStep, ...] = ()
     with on_cpu():
         found = run(problem)
         if looks and found.result.stopped_by != "interrupted":
@@ -156,46 +133,7 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     return Planned(made, found.result, found.baselines, found.problem, step, front, program, left_s)
 
 
-def plan_staged(
-    request: PlanRequest, fn: Callable[..., Any], *args: Any, traced: Traced | None = None, slower_than_s: float = math.inf,
-    is_asked_for: bool = True,
-) -> tuple[Plan, FoundPipeline]:  # fmt: skip
-    """As `plan_pipeline`.
-
-    Args:
-      traced: the step and its graph, where it has been traced before, as the request says.
-      slower_than_s: a step time that the pipeline is to come near.
-      is_asked_for: whether a pipeline or micro-batches were; otherwise no plan is made that the caller's options could not run.
-    Raises: as `plan_pipeline`; `Beaten` where the best is slower than `slower_than_s`, before it is priced on the whole graph.
-    """
-    asked, remarks = request.understood(fn)
-    _given(asked, fn, args)
-    if not asked.unroll:
-        traced = _traced(asked, fn, *args) if traced is None else traced
-    if asked.unroll or loops_over_layers(traced.graph) or reads_rows(traced.graph):
-        has_loops = not asked.unroll and any(task.scope for task in traced.graph.tasks)
-        asked = asked.but(unroll="rows")
-        traced = _traced(asked, fn, *args)
-        remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
-    graph = traced.graph
-    with on_cpu():
-        found = find_pipeline(
-            graph, asked.topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
-            seed=asked.seed, proposals=asked.proposals, seconds=asked.seconds, progress=asked.progress, profile=asked.profile,
-            objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
-        )  # fmt: skip
-    stages = found.times.pipeline
-    sure = {} if is_asked_for else {"reductions": (asked.microbatch_reduction,), "at_most": math.inf}
-    require_runnable(fn, *args, pipeline=stages, step=traced.step, graph=graph, **sure, **asked.tracing)
-    found = found._replace(notes=(*remarks, *found.notes))
-    base = Provenance(versions=_versions(), objective=asked.objective.describe())
-    provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
-    how = dict(model=asked.model, provenance=provenance, unroll=asked.unroll, profile=asked.profile)
-    with on_cpu():
-        return pipeline_plan(graph, asked.topology, found.times, **how), found
-
-
-def _given(asked: PlanRequest, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+def given_arguments(asked: Understood, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     """The arguments that are no constants.
 
     Raises: SoapjaxError naming what cannot be planned for: leaves that are no arrays, an empty batch.
@@ -207,24 +145,16 @@ def _given(asked: PlanRequest, fn: Callable[..., Any], args: Sequence[Any]) -> l
     return given
 
 
-def _traced(asked: PlanRequest, fn: Callable[..., Any], *args: Any) -> Traced:
-    step = trace(fn, *args, **asked.tracing)
-    with own_configuration():
-        graph = build_graph(step)[0]
-    require_operators(graph)
-    return Traced(step, graph)
-
-
-def _proposals(asked: PlanRequest) -> int | None:
+def _proposals(asked: Understood) -> int | None:
     return DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
 
 
-def _problem_of(asked: PlanRequest, step: TracedStep, layouts: Mapping[str, Spec]) -> PlanningProblem:
+def _problem_of(asked: Understood, step: TracedStep, layouts: Mapping[str, Spec]) -> PlanningProblem:
     return planning_problem(step, asked.topology, layouts, space=asked.space, profile=asked.profile, objective=asked.objective)
 
 
 def _recomputing(
-    asked: PlanRequest, step: TracedStep, layouts: Mapping[str, Spec]
+    asked: Understood, step: TracedStep, layouts: Mapping[str, Spec]
 ) -> Callable[[PlanningProblem, float], Recomputing]:  # fmt: skip
     """Problems of the step with parts of its forward pass computed again in the backward pass."""
     recomputation = Recomputation(step)
@@ -261,7 +191,7 @@ def require_operators(graph: OperatorGraph) -> None:
 
 
 def _verified(
-    asked: PlanRequest, found: Searched, step: TracedStep, leaves: Sequence[Any]
+    asked: Understood, found: Searched, step: TracedStep, leaves: Sequence[Any]
 ) -> tuple[Searched, tuple[TimedStep, ...], tuple[str, ...]]:
     """The measured best of the best predicted ones, how long each took, and notes."""
     problem, result = found.problem, found.result
@@ -303,7 +233,7 @@ def plan_of_strategy(
 
 
 def _provenance(
-    asked: PlanRequest, found: Searched, remarks: Sequence[str], verified: Sequence[TimedStep], compiled: Sequence[CompiledFigures]
+    asked: Understood, found: Searched, remarks: Sequence[str], verified: Sequence[TimedStep], compiled: Sequence[CompiledFigures]
 ) -> Provenance:  # fmt: skip
     problem, result, baselines = found.problem, found.result, found.baselines
     figures = found.as_it_is.simulator.figures([b.best.strategy for b in baselines.values()])
@@ -321,7 +251,7 @@ def _provenance(
     elif not result.best.is_feasible:
         notes.append("the best plan found does not fit the usable memory")
     return Provenance(
-        versions=_versions(),
+        versions=versions(),
         planner=asked.planner,
         space=asked.space,
         objective=problem.objective.describe(),
@@ -335,7 +265,7 @@ def _provenance(
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     versions = {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "flax", "optax", "numpy")}
     return versions | {"soapjax": _version()}
 

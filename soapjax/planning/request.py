@@ -10,15 +10,15 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from soapjax import options
 from soapjax.calling import listed
 from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning.profiling import device_at_hand
-from soapjax.search.objective import Objective
-from soapjax.strategy.pipeline import Pipeline
+from soapjax.search.objective import TIME, Objective
+from soapjax.strategy.pipeline import Pipeline, ScheduleName
 from soapjax.strategy.plan import ModelSource
 from soapjax.topology import DeviceTopology, load_topology
 from soapjax.topology.local import local_topology
@@ -89,7 +89,7 @@ class PlanRequest:
     model: ModelSource | None = None
     progress: Callable[[int, float, float], None] | None = None
 
-    def but(self, **others: Any) -> PlanRequest:
+    def but(self, **others: Any) -> Self:
         """The same with other values."""
         return dataclasses.replace(self, **others)
 
@@ -131,12 +131,12 @@ class PlanRequest:
         """Whether one program is to add up gradients over a number of micro-batches."""
         return self.pipeline is None and isinstance(self.num_microbatches, int) and self.num_microbatches > 1
 
-    def adding_up(self) -> PlanRequest:
+    def adding_up(self) -> Self:
         """One stage on all devices, whose gradients are added up over micro-batches."""
         return self.but(pipeline="1f1b", stages=1)
 
-    def understood(self, fn: Any) -> tuple[PlanRequest, tuple[str, ...]]:
-        """The same with what its names mean: topology, profile and objective; and remarks on the profile.
+    def understood(self, fn: Any) -> tuple[Understood, tuple[str, ...]]:
+        """The same with what its names mean, and remarks on the profile.
 
         Raises: SoapjaxError with every option that does not fit.
         """
@@ -145,7 +145,19 @@ class PlanRequest:
         topology = _topology(self.topology, self.devices)
         profile, remarks = find_profile(self.profile, topology)
         constants, objective = listed(self.static_argnums), options.objective(self.objective)
-        return self.but(topology=topology, profile=profile, objective=objective, static_argnums=constants), remarks
+        meant = {"topology": topology, "profile": profile, "objective": objective, "static_argnums": constants}
+        return Understood(**self.values() | meant), remarks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Understood(PlanRequest):
+    """A request whose options were checked, and whose names are replaced by what they mean."""
+
+    topology: DeviceTopology
+    pipeline: ScheduleName | Literal["auto"] | None = None  # a `Pipeline` is not planned
+    profile: Profile | None = None
+    objective: Objective = TIME
+    static_argnums: Sequence[int] = ()
 
 
 def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> DeviceTopology:
@@ -197,7 +209,7 @@ def takes_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[...
                 raise TypeError(f"{fn.__name__}() got an unexpected keyword argument {unknown[0]!r}")
             return fn(*args, **given)
 
-        checked.__signature__ = signature.replace(parameters=own)
+        checked.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # what `inspect` reads
         return checked
 
     return decorated

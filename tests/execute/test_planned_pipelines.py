@@ -17,7 +17,7 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stages import step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning import entry
+from soapjax.planning import staging
 from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.search.experts.baselines import data_parallel_strategy
@@ -182,7 +182,7 @@ def test_a_loop_over_layers_is_unrolled_to_be_cut():
     plan, _ = soapjax.plan_pipeline(
         scanning_step, weights, batch, pipeline="1f1b", topology="cpu8", stages=2, microbatches=4, proposals=20
     )  # fmt: skip
-    assert plan.unroll and entry.UNROLLED in plan.provenance.notes
+    assert plan.unroll and staging.UNROLLED in plan.provenance.notes
     wanted = jax.jit(scanning_step)(weights, batch)
     found = soapjax.soap_shard(scanning_step, plan=plan)(weights, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)

@@ -5,7 +5,7 @@ import pytest
 from problems import MODELS
 
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
-from soapjax.planning import choosing, entry
+from soapjax.planning import choosing, entry, staging
 from soapjax.planning.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
@@ -33,7 +33,7 @@ def test_pipelines_get_what_one_program_leaves_of_the_seconds(left_s, given_s, m
         raise Beaten("1f1b", figures)
 
     monkeypatch.setattr(entry, "plan_one_program", of_one_program)
-    monkeypatch.setattr(entry, "plan_staged", of_pipelines)
+    monkeypatch.setattr(staging, "plan_staged", of_pipelines)
     request = PlanRequest(topology="cpu8", planner="fsdp", pipeline="auto", seconds=SECONDS)
     found = choosing.as_asked(request, made.step, *made.arguments)
     assert asked == [SECONDS / 2, given_s]
@@ -58,13 +58,13 @@ def unfit(made):
 def test_micro_batches_get_the_budget_of_pipelines(proposals, given, mlp, monkeypatch):
     found, asked = unfit(mlp), []
     monkeypatch.setattr(entry, "plan_one_program", lambda request, fn, *args, kept: found)
-    plan_staged = entry.plan_staged
+    plan_staged = staging.plan_staged
 
     def staged(request, fn, *args, **how):
         asked.append(request)
         return plan_staged(request.but(proposals=1), fn, *args, **how)
 
-    monkeypatch.setattr(entry, "plan_staged", staged)
+    monkeypatch.setattr(staging, "plan_staged", staged)
     request = PlanRequest(topology="cpu8", proposals=proposals, seconds=None if proposals else SECONDS)
     chosen = choosing.as_asked(request, mlp.step, *mlp.arguments)
     assert asked[0].proposals == given and (proposals is not None or SECONDS / 2 < asked[0].seconds <= SECONDS)
@@ -81,12 +81,13 @@ def test_what_does_not_fit_as_compiled_gets_micro_batches_or_stays_an_error(mlp,
     monkeypatch.setattr(entry, "plan_one_program", infeasible)
     request = PlanRequest(topology="cpu8", check="compile", proposals=1)
     chosen = choosing.as_asked(request, mlp.step, *mlp.arguments)
-    assert any("is not compiled to be judged" in note for note in chosen.plan.provenance.notes)
+    assert any("does not fit as compiled: gradients are added up" in note for note in chosen.plan.provenance.notes)
+    assert chosen.plan.provenance.compiled[-1].fits and chosen.program is not None
 
     def refused(*args, **how):
         raise SoapjaxError(problem._replace(place="stage 0"))
 
-    monkeypatch.setattr(entry, "plan_staged", refused)
+    monkeypatch.setattr(staging, "plan_staged", refused)
     with pytest.raises(InfeasibleError, match="the plan: got 80 GB"):
         choosing.as_asked(request, mlp.step, *mlp.arguments)
 
@@ -98,7 +99,7 @@ def test_an_interrupt_keeps_the_plan_that_does_not_fit(mlp, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "plan_one_program", lambda request, fn, *args, kept: found)
-    monkeypatch.setattr(entry, "plan_staged", interrupted)
+    monkeypatch.setattr(staging, "plan_staged", interrupted)
     chosen = choosing.as_asked(PlanRequest(topology="cpu8"), mlp.step, *mlp.arguments)
     assert chosen.stopped_by == "interrupted" and chosen.plan.pipeline is None
 
@@ -115,3 +116,24 @@ def test_a_batch_that_has_no_parts_keeps_its_plan(batch, mlp, monkeypatch):
         assert chosen.plan.pipeline is None and any("micro-batches do not help" in n for n in chosen.plan.provenance.notes)
     else:
         assert chosen.plan.pipeline is None or chosen.plan.pipeline.num_microbatches == 7
+
+
+def test_pipelines_are_tried_where_one_program_does_not_fit_as_compiled(mlp, monkeypatch):
+    problem = Problem("memory", "80 GB", "at most 60 GB", "use more devices")
+
+    def infeasible(request, fn, *args):
+        raise InfeasibleError(problem)
+
+    monkeypatch.setattr(entry, "plan_one_program", infeasible)
+    request = PlanRequest(topology="cpu8", pipeline="auto", check="compile", proposals=1)
+    chosen = choosing.as_asked(request, mlp.step, *mlp.arguments)
+    assert chosen.plan.pipeline is not None and "one program does not fit as compiled" in chosen.plan.provenance.notes
+
+    def refused(*args, **how):
+        raise SoapjaxError(problem._replace(place="stage 0"))
+
+    monkeypatch.setattr(staging, "plan_staged", refused)
+    with pytest.raises(InfeasibleError, match="memory: got 80 GB"):
+        choosing.as_asked(request, mlp.step, *mlp.arguments)
+    with pytest.raises(SoapjaxError, match="stage 0: got 80 GB"):
+        choosing.as_asked(request.but(stages=2), mlp.step, *mlp.arguments)

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from command_line import call
 
-from soapjax import InfeasibleError, Plan, load_topology, soap_shard
+from soapjax import InfeasibleError, Plan, load_topology, soap_shard, trace
 from soapjax.devices import devices_of_target
 from soapjax.execute.compiled.inspection import inspect
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning import compile_check, entry
+from soapjax.planning.choosing import as_asked
+from soapjax.planning.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
+from soapjax.planning.request import PlanRequest
 
 WIDTH, BATCH = 128, 1024
 
@@ -157,7 +161,6 @@ def test_the_command_compiles_and_says_what_it_found(tmp_path):
 def test_what_does_not_go_together_is_said_at_once():
     ended = call("plan", "nowhere", "--target", "cpu", "--check", "compiler")
     assert ended.status == 2 and "--target" in ended.err and "--check" in ended.err and "none or compile" in ended.err
-    assert "--pipeline 1f1b" in call("plan", "nowhere", "--pipeline", "1f1b", "--check", "compile").err
 
 
 def test_a_backend_that_cannot_compile_here_is_named():
@@ -174,3 +177,58 @@ def test_a_step_is_compiled_for_the_devices_that_it_runs_on_whatever_it_was_plan
     sharded = soap_shard(step, topology="a100x8", planner="data_parallel")
     sharded(*arguments())
     assert sharded.plan.provenance.compiled[-1].target == "cpu"
+
+
+STAGES = [dict(pipeline="1f1b", stages=2), dict(pipeline="pipedream", stages=2, microbatches=4), dict(microbatches=4)]
+
+
+def staged(topology, **options):
+    return as_asked(PlanRequest(topology=topology, check="compile", proposals=16, **options), step, *arguments())
+
+
+@pytest.mark.parametrize("options", STAGES)
+def test_stages_are_compiled_once_and_the_plan_says_what_they_take(options, monkeypatch):
+    import soapjax.making
+
+    monkeypatch.setattr(soapjax.making, "planned_pipeline", None)  # what was checked is what runs
+    sharded = soap_shard(step, topology=cpu8(2**30), proposals=16, **options)
+    weights, _ = sharded(*arguments())
+    (figures,) = sharded.plan.provenance.compiled
+    made = planned_pipeline(step, *arguments(), plan=sharded.plan).streamed
+    assert figures.compiled_memory_bytes == max(inspect_stream(made.dispatches(), made.argument_structs()).memory_bytes.values())
+    assert figures.predicted_memory_bytes == sharded.plan.prediction.memory_bytes_per_device and figures.fits
+    if options.get("pipeline") != "pipedream":
+        np.testing.assert_allclose(weights[0], jax.jit(step)(*arguments())[0][0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", STAGES[::2])
+def test_stages_that_do_not_fit_as_compiled_are_planned_with_less(monkeypatch, options):
+    """Of a compiler whose programs take half as much again as they do."""
+    compile_one = compile_check.compiled_stages
+
+    def hungry(made):
+        found = compile_one(made)
+        return found._replace(memory_bytes=int(1.5 * found.memory_bytes))
+
+    available = 1.2 * staged(cpu8(2**30), **options).plan.provenance.compiled[-1].compiled_memory_bytes
+    monkeypatch.setattr(compile_check, "compiled_stages", hungry)
+    found = staged(cpu8(available), **options).plan
+    *before, last = found.provenance.compiled
+    assert before and not any(f.fits for f in before) and last.fits
+    p = found.prediction
+    assert p.feasible and last.predicted_memory_bytes == p.memory_bytes_per_device <= p.usable_memory_bytes < available
+    assert Plan.loads(found.dumps()).dumps() == found.dumps()
+    assert recost(found, trace(step, *arguments(), unroll=found.unroll)).prediction == p
+
+
+def test_stages_that_fit_under_no_plan_are_refused_with_figures(monkeypatch):
+    monkeypatch.setattr(compile_check, "compiled_stages", lambda made: compile_check.Compiled("cpu", 2**31, {}, None))
+    with pytest.raises(InfeasibleError, match="2.15 GB per device as compiled .*the least of .* expected at most 1.07 GB on cpu8"):
+        staged(cpu8(2**30), pipeline="1f1b", stages=2)
+
+
+def test_the_command_compiles_stages(tmp_path):
+    plan = ["plan", "soapjax.models.mlp", "--topology", "a100x8", "--check", "compile", "--target", "cpu", "--set", "batch=16"]
+    ended = call(*plan, "--pipeline", "1f1b", "--stages", "2", "--proposals", "16", "--json", "-o", tmp_path / "plan.json")
+    assert ended.status == 0 and [f["fits"] for f in ended.result["compiled"]] == [True]
+    assert "compiled for cpu" in call("simulate", tmp_path / "plan.json").out

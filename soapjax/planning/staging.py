@@ -1,0 +1,144 @@
+"""From a step function to a plan of stages and micro-batches: pipelines, and one stage whose gradients are added up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from soapjax.execute.streams.microbatches import REDUCTIONS
+from soapjax.execute.streams.stream_step import StreamStep
+from soapjax.graph.condensing import loops_over_layers, reads_rows
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.own_config import on_cpu, own_configuration
+from soapjax.planning.compile_check import PlannedStages, checked_stages, devices_to_compile_for
+from soapjax.planning.entry import given_arguments, require_operators, versions
+from soapjax.planning.given_pipeline import MOST_TASKS, planned_pipeline, require_runnable
+from soapjax.planning.pipeline_files import pipeline_plan
+from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
+from soapjax.planning.request import PlanRequest, Understood, takes_options
+from soapjax.strategy.plan import CompiledFigures, Plan, Provenance
+from soapjax.topology import DeviceTopology
+
+UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
+NOT_CUT = "stacked parameters stay whole on the first stage that reads them: something reads all their rows at once"
+OF_ONE_PROGRAM = "planner", "space", "simplicity", "verify_top", "fixed", "logical_axis_rules"
+
+
+class Traced(NamedTuple):
+    step: TracedStep
+    graph: OperatorGraph
+
+
+@takes_options("microbatch_reduction", *OF_ONE_PROGRAM)
+def plan_pipeline(fn: Callable[..., Any], *args: Any, pipeline: str, **options: Any) -> tuple[Plan, FoundPipeline]:
+    """Plans `fn(*args)` as a pipeline: "gpipe", "1f1b", "interleaved", "pipedream", or "auto", the best of the synchronous ones.
+
+    Options are those of `PlanRequest` (soapjax/planning/request.py), those of one program excepted; numbers of micro-batches and
+    stages that are not given are searched.
+
+    Raises: SoapjaxError for every input that does not fit, and where no pipeline fits into memory.
+    """
+    staged = plan_staged(PlanRequest(pipeline=pipeline, **options), fn, *args)
+    return staged.plan, staged.found
+
+
+def plan_staged(
+    request: PlanRequest, fn: Callable[..., Any], *args: Any, traced: Traced | None = None, slower_than_s: float = math.inf,
+    is_asked_for: bool = True,
+) -> PlannedStages:  # fmt: skip
+    """As `plan_pipeline`.
+
+    Args:
+      traced: the step and its graph, where it has been traced before, as the request says.
+      slower_than_s: a step time that the pipeline is to come near; one that is slower is not compiled.
+      is_asked_for: whether a pipeline or micro-batches were; otherwise no plan is made that the caller's options could not run.
+    Raises: as `plan_pipeline`, and InfeasibleError where no pipeline fits as compiled; `Beaten` where the best is slower than
+      `slower_than_s`, before it is priced on the whole graph.
+    """
+    asked, remarks = request.understood(fn)
+    given_arguments(asked, fn, args)
+    compile_for: Sequence[Any] | None = None
+    if asked.check == "compile":
+        compile_for = devices_to_compile_for(asked.topology, asked.devices)
+        asked = asked.but(topology=asked.topology.usable_up_to(asked.topology.device.available_memory_bytes))
+    deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+    if not asked.unroll:
+        traced = _traced(asked, fn, *args) if traced is None else traced
+    if asked.unroll or loops_over_layers(traced.graph) or reads_rows(traced.graph):
+        has_loops = not asked.unroll and any(task.scope for task in traced.graph.tasks)
+        asked = asked.but(unroll="rows")
+        traced = _traced(asked, fn, *args)
+        remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
+    planning = _Planning(asked, remarks, fn, args, traced, is_asked_for, deadline, compile_for)
+    found = planning.find(asked.topology, slower_than_s=slower_than_s)
+    is_beaten = asked.objective.is_time and found.times.timeline.step_time_s > slower_than_s
+    if compile_for is None or is_beaten or found.stopped_by == "interrupted":
+        return PlannedStages(planning.plan_of(found, asked.topology), found)
+    return checked_stages(found, asked.topology, asked.objective, planning.again, planning.plan_of, planning.made_of)
+
+
+class _Planning(NamedTuple):
+    """What `plan_staged` was asked for."""
+
+    asked: Understood
+    remarks: Sequence[str]
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    traced: Traced
+    is_asked_for: bool
+    deadline: float  # of `time.monotonic`
+    devices: Sequence[Any] | None  # to compile for, where that is asked for
+
+    def find(self, topology: DeviceTopology, *, slower_than_s: float = math.inf, **fewer: Any) -> FoundPipeline:
+        """The best pipeline, which is sure to run; `fewer` are proposals and seconds, where not those that are asked for."""
+        asked, (step, graph) = self.asked, self.traced
+        budget = {"proposals": asked.proposals, "seconds": asked.seconds} | fewer
+        with on_cpu():
+            found = find_pipeline(
+                graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
+                seed=asked.seed, progress=asked.progress, profile=asked.profile, objective=asked.objective, pareto=asked.pareto,
+                slower_than_s=slower_than_s, **budget,
+            )  # fmt: skip
+        reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
+        require_runnable(
+            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reductions=reductions, at_most=at_most,
+            **asked.tracing,
+        )  # fmt: skip
+        return found._replace(notes=(*self.remarks, *found.notes))
+
+    def again(self, topology: DeviceTopology, share: float) -> FoundPipeline:
+        """The same on less memory, with such a share of the proposals, and half of the seconds that are left."""
+        proposals, seconds = self.asked.proposals, self.asked.seconds
+        if proposals is not None:
+            proposals = max(1, int(share * proposals))
+        if seconds is not None:
+            seconds = max(self.deadline - time.monotonic(), share * seconds) / 2
+        return self.find(topology, proposals=proposals, seconds=seconds)
+
+    def plan_of(self, found: FoundPipeline, topology: DeviceTopology, compiled: tuple[CompiledFigures, ...] = ()) -> Plan:
+        asked = self.asked
+        base = Provenance(versions=versions(), objective=asked.objective.describe(), compiled=compiled)
+        provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
+        with on_cpu():
+            return pipeline_plan(
+                self.traced.graph, topology, found.times, model=asked.model, provenance=provenance, unroll=asked.unroll,
+                profile=asked.profile,
+            )  # fmt: skip
+
+    def made_of(self, plan: Plan) -> StreamStep:
+        asked = self.asked
+        tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
+        how = dict(devices=self.devices, donate=bool(asked.donate), reduction=asked.microbatch_reduction)
+        return planned_pipeline(self.fn, *self.args, plan=plan, **how, **tracing)
+
+
+def _traced(asked: Understood, fn: Callable[..., Any], *args: Any) -> Traced:
+    step = trace(fn, *args, **asked.tracing)
+    with own_configuration():
+        graph = build_graph(step)[0]
+    require_operators(graph)
+    return Traced(step, graph)
