@@ -51,7 +51,7 @@ def plan_on(
       storage: of operators in `axes`, "as used" where it is not given.
     Raises: SoapjaxError naming what does not fit.
     """
-    space = search_space(graph, mesh)
+    space = search_space(graph, mesh, adds_up=True)  # whatever may be said
     stored = dict.fromkeys(axes or {}, "as used") | dict(storage or {})
     given = {name: OperatorPart(kind="", axes=dict(own), storage=stored[name]) for name, own in (axes or {}).items()}
     strategy = strategy_with(space, given, place="stages")

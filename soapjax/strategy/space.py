@@ -170,11 +170,13 @@ class SearchSpace:
 
 
 def search_space(
-    graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None, pins: bool = False
-) -> SearchSpace:
+    graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None, pins: bool = False,
+    adds_up: bool = False,
+) -> SearchSpace:  # fmt: skip
     """The space of `graph` on `mesh`; `fixed` maps argument paths to axis names per dim.
 
-    `pins` offers the paper's whole space: also operators on parts of the devices.
+    `pins` offers the paper's whole space: also operators on parts of the devices. `adds_up`: gradients of several micro-batches are
+    added up, which offers more storages.
 
     Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
     user's own code that this mesh cannot express.
@@ -195,7 +197,7 @@ def search_space(
     layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
     if problems:
         raise SoapjaxError(problems)
-    return SearchSpace(graph, mesh, storage_options(mesh), divisors, allowed, owns, layouts, pins)
+    return SearchSpace(graph, mesh, storage_options(mesh, adds_up=adds_up), divisors, allowed, owns, layouts, pins)
 
 
 def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.ndarray) -> list[Problem]:

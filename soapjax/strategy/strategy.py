@@ -29,21 +29,46 @@ def PIN(i: int) -> int:  # noqa: N802 - a constructor of config values, written 
 class Storage(NamedTuple):
     """How parameters, gradients and optimizer state of an operator are stored.
 
-    `axes` are split over beyond the way the parameter is used: gathered before use, reduce-scattered after. With
-    `regather` the backward pass gathers again instead of keeping the whole parameter (FSDP; without: ZeRO-1/2). With micro-batches
-    that is once per pass, or once per step; gradients are then scattered per micro-batch, or once per step.
+    Parameters and optimizer state are split over `axes` beyond the way the parameter is used: gathered before use, gradients
+    reduce-scattered after. With `regather` the backward pass gathers again instead of keeping the whole parameter (ZeRO-3, FSDP).
+
+    With micro-batches parameters are gathered once per pass, or once per step, and gradients are scattered accordingly: per
+    micro-batch, into a running sum in parts, or once per step, which every device adds up to whole (ZeRO-1). With
+    `scatters` they are scattered per micro-batch although the parameter is kept (ZeRO-2).
     """
 
     axes: tuple[bool, ...]
     regather: bool
+    scatters: bool = False
 
     def describe(self, axis_names: Sequence[str]) -> str:
-        names = ",".join(n for n, on in zip(axis_names, self.axes, strict=True) if on)
-        return AS_USED if not names else f"sharded({names})" + (", regathered" if self.regather else ", kept")
+        """As plan files have it."""
+        return str(StorageName(tuple(n for n, on in zip(axis_names, self.axes, strict=True) if on), self.regather, self.scatters))
 
 
-def storage_options(mesh: FactorMesh) -> tuple[Storage, ...]:
-    """As used; over all axes; over the fastest level only; each kept or regathered."""
+class StorageName(NamedTuple):
+    """A storage by the names of its axes, as plans say it: "as used", "sharded(d0,d1), kept"."""
+
+    axes: tuple[str, ...]
+    regather: bool
+    scatters: bool
+
+    def __str__(self) -> str:
+        kept = "regathered" if self.regather else "kept" + ", gradients sharded" * self.scatters
+        return f"sharded({','.join(self.axes)}), {kept}" if self.axes else AS_USED
+
+    @staticmethod
+    def parse(text: str) -> StorageName:
+        """Of what `str` gives."""
+        names = text.partition("(")[2].partition(")")[0]
+        return StorageName(tuple(names.split(",")) if names else (), "regathered" in text, "gradients" in text)
+
+
+def storage_options(mesh: FactorMesh, *, adds_up: bool = False) -> tuple[Storage, ...]:
+    """As used; over all axes; over the fastest level only; each kept or regathered.
+
+    Where gradients of several micro-batches are added up (`adds_up`), also kept with these sums in parts.
+    """
     none = Storage((False,) * len(mesh.axis_names), False)
     masks = [tuple(True for _ in mesh.axis_names)]
     if len(set(mesh.axis_levels)) > 1:
@@ -51,7 +76,8 @@ def storage_options(mesh: FactorMesh) -> tuple[Storage, ...]:
         masks.append(tuple(lv == fastest for lv in mesh.axis_levels))
     if mesh.num_devices == 1:
         return (none,)
-    return (none, *(Storage(m, again) for m in masks for again in (False, True)))
+    ways = [(False, False), (True, False), *([(False, True)] if adds_up else [])]
+    return (none, *(Storage(m, *way) for m in masks for way in ways))
 
 
 class ParallelConfig(NamedTuple):

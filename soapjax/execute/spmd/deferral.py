@@ -1,8 +1,8 @@
 """Gradients of a stage that are summed over its devices once per step: until then every device keeps a running sum of its own.
 
-A gradient is deferred unless its parameter is gathered for each pass: the total is then summed over devices with the update, or
-reduce-scattered to where a sharded parameter is stored (ZeRO-1). A parameter that is gathered for each pass (ZeRO-2 and 3) gets its
-gradient reduce-scattered once per micro-batch, into a running sum that is sharded too.
+A gradient is deferred unless its parameter is gathered for each pass, or its sums are to be sharded: the total is then summed over
+devices with the update, or reduce-scattered to where a sharded parameter is stored (ZeRO-1). The others' gradients (ZeRO-2 and 3)
+are reduce-scattered once per micro-batch, into a running sum that is sharded too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.part_program import Place
+from soapjax.strategy.strategy import StorageName
 
 
 def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:
@@ -25,7 +26,8 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
         owner = bound.plan.operators[graph.operators[graph.parameters[parameter].owner].name]
         tensor = binding.tensor_of.get(value, -1)
         is_alone = value in made and value not in read and binding.values.of(value).root == value
-        if owner.storage.endswith("regathered") or not is_alone or tensor not in writes or writes[tensor][0].scope:
+        storage = StorageName.parse(owner.storage)
+        if storage.regather or storage.scatters or not is_alone or tensor not in writes or writes[tensor][0].scope:
             continue
         task, access = writes[tensor]
         operator = graph.operators[task.operator]

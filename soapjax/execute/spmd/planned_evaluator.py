@@ -161,7 +161,7 @@ class PlannedEvaluator(ProgramEvaluator):
         self._parameters = {p.tensor for p in self.graph.parameters}
         self._regathered = {
             p.tensor for p in self.graph.parameters
-            if program.plan.operators[self.graph.operators[p.owner].name].storage.endswith("regathered")
+            if program.plan.operators[self.graph.operators[p.owner].name].storage.partition(", ")[2] == "regathered"
         }  # fmt: skip
         self._by_loop: dict[str, dict[tuple, Any]] = {}  # conversions of a loop's constants, made before it
 

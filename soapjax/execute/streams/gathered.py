@@ -18,6 +18,7 @@ from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.readers import single_readers
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import format_spec, parse_spec
+from soapjax.strategy.strategy import StorageName
 
 
 class Gathered(NamedTuple):
@@ -38,8 +39,8 @@ def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
     for k, (_, cast) in single_readers(graph).items():
         parameter = graph.parameters[k]
         specs, stored = used[parameter.tensor], parse_spec(plan.arguments[graph.in_paths[parameter.leaf]])
-        is_kept = plan.operators[graph.operators[parameter.owner].name].storage.endswith("kept")
-        if is_kept and len(specs) == 1 and (spec := next(iter(specs))) != stored:
+        storage = StorageName.parse(plan.operators[graph.operators[parameter.owner].name].storage)
+        if storage.axes and not storage.regather and len(specs) == 1 and (spec := next(iter(specs))) != stored:
             found[values[parameter.leaf]] = Gathered(spec, cast)
     return found
 

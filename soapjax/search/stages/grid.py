@@ -41,7 +41,7 @@ class Point(NamedTuple):
     chunks: int  # stages of each group
     inside: str
     degree: int  # of tensor parallelism
-    storage: str  # a value of STORED
+    storage: str  # of STORED
     num_microbatches: int
     rematerialise: bool
 
@@ -95,7 +95,7 @@ class Grid:
             if (self.batch // num) % data:
                 continue  # devices would repeat each other's work
             for schedule, chunks in self._schedules(groups, num):
-                for storage, again in itertools.product(dict.fromkeys(STORED.values()), (True, False)):
+                for storage, again in itertools.product(STORED, (True, False)):
                     if (storage and data == 1) or (problem.always_rematerialise and not again):
                         continue
                     found.append(Point(schedule, groups, chunks, inside, degree, storage, num, again))
@@ -114,7 +114,7 @@ class Grid:
         """Names of inner strategies as used, with their degrees: those that the largest stage may have."""
         problem = self.problem
         names = [x.name for x in problem.loads.choices(0, self._widest(), problem.microbatches[-1])]
-        plain = [n for n in names if not any(n.endswith(s) for s in STORED.values() if s)]
+        plain = [n for n in names if not any(n.endswith(s) for s in STORED if s)]
         return [(n, int(n.split(",")[0].split("/")[1]) if "/" in n else 1) for n in plain]
 
     def _widest(self) -> int:
@@ -149,14 +149,18 @@ class Grid:
         devices = self.topology.num_devices
         groups, chunks, num = (np.array([getattr(p, f) for p in points], float) for f in ("groups", "chunks", "num_microbatches"))
         again = np.array([p.rematerialise for p in points])
-        sharded, regathered = (np.array([word in p.storage for p in points]) for word in ("sharded", "regathered"))
+        sharded, regathered, scattered = (
+            np.array([word in p.storage for p in points]) for word in ("sharded", "regathered", "gradients")
+        )  # fmt: skip
         data = devices // groups // degree
         one = line.at(self.batch / num / data)
         gather_s = self._ring_s(one.parameter_bytes / groups, data.astype(int), degree)
         share = self._slowest_share((groups * chunks).astype(int))
         pass_s = (one.forward_s * (1 + again) + one.backward_s) * share
         pass_s += regathered * 3.0 * gather_s / chunks
-        once_s = np.where(regathered, 0.0, 2 * gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1))
+        sum_s = gather_s * one.gradient_bytes / np.maximum(one.parameter_bytes, 1)
+        pass_s += scattered * sum_s / chunks
+        once_s = np.where(regathered, 0.0, np.where(scattered, gather_s, 2 * sum_s))
         most = groups * np.where(chunks > 1, 2 - 1 / chunks, 1)
         is_put_off = np.array([p.schedule == "zb-h1" for p in points])
         in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, most))
@@ -164,7 +168,8 @@ class Grid:
         bubble_s = (groups - 1) * pass_s * np.where(is_put_off, 2 / 3, 1)
         step_s = num * chunks * pass_s + bubble_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
         held = np.where(again, one.input_bytes + one.batch_bytes, one.kept_bytes / groups)
-        whole = one.state_bytes / groups / np.where(sharded, data, 1) + one.gradient_bytes / groups / np.where(regathered, data, 1)
+        whole = one.state_bytes / groups / np.where(sharded, data, 1)
+        whole += one.gradient_bytes / groups / np.where(regathered | scattered, data, 1)
         whole += np.where(sharded & ~regathered, one.parameter_bytes / groups, 0)
         memory = whole + in_flight * held + np.maximum(one.working_bytes, one.kept_bytes) / groups
         return step_s, np.maximum(memory - self.problem.usable_bytes, 0)

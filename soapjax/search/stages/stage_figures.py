@@ -24,7 +24,7 @@ from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import schedule_of
 from soapjax.strategy.layout import PARTIAL
 from soapjax.strategy.space import SearchSpace, search_space
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.strategy import Storage, Strategy
 from soapjax.topology import DeviceTopology, LinkLevel, factor_mesh
 
 
@@ -60,7 +60,7 @@ def level_between(topology: DeviceTopology, first: int, last: int) -> int:
 
 
 MOST_UNITS = 4
-STORED = {(False, False): "", (False, True): "", (True, False): ", sharded", (True, True): ", sharded, regathered"}
+STORED = ("", ", sharded", ", sharded, regathered", ", sharded, gradients")  # ends of names: as used, and ZeRO-1, 3 and 2
 
 
 class Figures(NamedTuple):
@@ -107,7 +107,7 @@ class Fabric:
         has_sums: bool = True,
     ):  # fmt: skip
         self.topology, self.mesh, self.has_passes, self.has_sums = topology, factor_mesh(topology), has_passes, has_sums
-        self.space = search_space(graph, self.mesh)
+        self.space = search_space(graph, self.mesh, adds_up=has_sums)
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         self.evaluator = Evaluator(self.tables)
@@ -132,7 +132,7 @@ class Fabric:
 
 def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> list[tuple[str, Strategy]]:
     """Data parallelism, and Megatron's pairs over the fastest axes with what is between them repeated or split along the sequence;
-    each with parameters as used, sharded, and regathered.
+    each with parameters as used, sharded, and regathered, and sharded with sums of gradients in parts.
 
     Pairs are offered over as many devices as MOST_UNITS units of the fastest links have: beyond, nobody splits a product.
     """
@@ -156,8 +156,13 @@ def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -
                     continue
                 variant = Strategy(strategy.axes, np.where(space.owns_parameters, k, 0).astype(np.int8))
                 if space.is_valid(variant):
-                    found.append((name + STORED[any(storage.axes), storage.regather], variant))
+                    found.append((name + STORED[_zero(storage)], variant))
     return found or [("data", data_parallel_strategy(problem)[0])]
+
+
+def _zero(storage: Storage) -> int:
+    """The place among STORED."""
+    return 0 if not any(storage.axes) else 2 if storage.regather else 3 if storage.scatters else 1
 
 
 def _converted_again(tables: CostTables, found: Layouts) -> np.ndarray:
@@ -179,8 +184,8 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
     in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
     is_plain = np.array([not any(s.axes) for s in tables.space.storages])[storage]
-    again = np.array([s.regather for s in tables.space.storages])[storage]
-    return is_plain | (~again & is_alone)
+    is_scattered = np.array([s.regather or s.scatters for s in tables.space.storages])[storage]
+    return is_plain | (~is_scattered & is_alone)
 
 
 def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np.ndarray:

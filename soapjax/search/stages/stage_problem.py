@@ -293,6 +293,7 @@ class StageProblem:
         stored = "sharded parameters" if "regathered" in others else "sharded optimizer state"
         words = {
             "sequence": "sequence parallelism", "sharded": stored, "regathered": "gathered for each pass",
+            "gradients": "sharded gradients",
             "searched": "and some operators otherwise",
         }  # fmt: skip
         return ", ".join([f"tensor {tensor} x data {count // tensor}", *(words[o] for o in others)])
