@@ -17,7 +17,7 @@ from soapjax.costs.rules.links import COLLECTIVES, links_of
 from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
 from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
-from soapjax.graph.passes.phases import BACKWARD, FORWARD
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
@@ -128,6 +128,23 @@ class _Oracle:
         wanted = tuple(dim if d == REPLICATED and on else d for d, on in zip(as_used, storage.axes, strict=True))
         degree = math.prod(s for d, s in zip(wanted, self.sizes, strict=True) if d == dim)
         return wanted if shape[dim] % degree == 0 else as_used
+
+    def left(self, parameter) -> Layout:
+        """What the backward pass gathers again: what is stored, or the slice of its own copy that the forward pass left."""
+        stored = self.stored(parameter)
+        storage = self.space.storages[self.strategy.storage[parameter.owner]]
+        readers = [t for t in self.graph.tasks if t.phase != UPDATE and any(a.tensor == parameter.tensor for a in t.reads)]
+        casts = {(t.operator, dict(t.casts).get(parameter.tensor)) for t in readers}
+        in_both = {FORWARD, BACKWARD} <= {t.phase for t in readers}
+        is_part = storage.again not in (storage.axes, (False,) * len(self.sizes)) and len(casts) == 1 and in_both
+        if not is_part or any(t.scope for t in readers):
+            return stored
+        used = next(self.layout(t, a) for t in readers for a in t.reads if a.tensor == parameter.tensor)
+        found = []
+        for a, d in enumerate(stored):
+            is_slice = all(later != d for later in used[a + 1 :])
+            found.append(d if used[a] == d or (storage.again[a] and is_slice) else REPLICATED)
+        return tuple(found)
 
     def stored_gradient(self, parameter) -> Layout:
         """A loop makes the gradient without the parameter's leading dim."""
@@ -245,9 +262,11 @@ class _Oracle:
             return False
         parameter = self.parameter_of.get(later.tensor)
         phases = self.graph.tasks[earlier.task].phase, self.graph.tasks[later.task].phase
-        is_cpu = self.topology.device.platform == "cpu"  # where XLA merges the two
-        if parameter is not None and self.space.storages[self.strategy.storage[parameter.owner]].regather and not is_cpu:
-            return not (phases[0] == FORWARD and phases[1] != FORWARD)
+        is_cpu = self.topology.device.platform == "cpu"  # where XLA merges the two, if they gather alike
+        if parameter is not None:
+            storage = self.space.storages[self.strategy.storage[parameter.owner]]
+            if any(storage.again) and (storage.again != storage.axes or not is_cpu):
+                return not (phases[0] == FORWARD and phases[1] != FORWARD)
         return True
 
     @functools.cached_property
@@ -455,6 +474,8 @@ class _Oracle:
         place = {k: k + 1 for k in self.swapped} | {k + 1: k for k in self.swapped}
         for c in self.conversions():
             home = self.homes[c.tensor]
+            if c.tensor in self.parameter_of and c.task < len(tasks) and tasks[c.task].phase != FORWARD and c.scope is not None:
+                home = self.left(self.parameter_of[c.tensor])
             before = [e for e in done if self.may_share(e, c)]
             done.append(c)
             here = self.pooled_at.get((c.task, c.tensor), c.task)
@@ -488,6 +509,10 @@ class _Oracle:
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )
+        for p in self.graph.parameters:
+            if (left := self.left(p)) != self.stored(p):
+                again = [c.size for c in done if c.tensor == p.tensor and c.scope is not None and tasks[c.task].phase != FORWARD]
+                persistent += max(again, default=0) / self.shards(left)
         return PlainCosts(
             [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
             (persistent, live[peak], passing[peak]),

@@ -99,8 +99,9 @@ def moved(
 
     def parameter(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         layout, state_bytes, on_stored = state
-        which, _, place, gradient, _, to, gradient_to = (row(own.records.parameter, first + j)[i] for i in range(7))
-        layout = put(put(layout, to, lane(into.layout, place)), gradient_to, lane(into.layout, gradient))
+        which, _, *places, _, to, gradient_to, left_to = (row(own.records.parameter, first + j)[i] for i in range(9))
+        for place, global_slot in zip(places, (to, gradient_to, left_to), strict=True):
+            layout = put(layout, global_slot, lane(into.layout, place))
         return layout, put(state_bytes, which, lane(into.state_bytes, j)), put(on_stored, which, lane(into.on_stored, j))
 
     first, count = counted(1)

@@ -34,7 +34,7 @@ class Durations(NamedTuple):
 class Layouts(NamedTuple):
     """The layouts that a strategy implies; the executor's specs come from these."""
 
-    slots: Array  # int8 [U + 2P + 1, A]: accesses, parameter storages, gradient storages, replicated
+    slots: Array  # int8 [U + 3P + 1, A]: accesses; parameters as stored, gradients, parameters as left (tables.py); replicated
     home: Array  # int8 [T, A]: of each tensor as it is kept; PARTIAL for summands only
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     resolved: Array  # int8 [T, A]: what its resolution costs the way to
@@ -143,7 +143,7 @@ class Evaluator:
         resolve_s, convert_s, sum_s = (x[:, missing:] for x in by_kind(rows.paid_s))
         since = own(of.since, num_e)
         found = Layouts(
-            layouts(of.layout, len(t.access_op) + 2 * num_p + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
+            layouts(of.layout, len(t.access_op) + 3 * num_p + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
             layouts(rows.resolved, num_t), since > 0, since,
         )  # fmt: skip
         parts = Parts(
@@ -173,7 +173,7 @@ class Evaluator:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
         t, b, count = self.tables, self.bucket, len(axes)
         of = self.program(*self._alone, *self._lanes(axes, storage))
-        num_slots = len(t.access_op) + 2 * len(t.parameter_op) + 1
+        num_slots = len(t.access_op) + 3 * len(t.parameter_op) + 1
         sets = np.moveaxis(np.asarray(of.layout)[:num_slots, ..., :count], -1, 0)
         paid_s = np.asarray(of.rows.paid_s)[: len(t.sum_task), b.levels - t.links.num_levels :, :count]
         compute_s = np.asarray(of.compute_s)[: t.num_tasks, :count]

@@ -54,9 +54,11 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
     for t in tables.partial:
         raw, target = found.raw[t], found.resolved[t]
         add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.resolve_bytes[t], tables.tensor_trips[t])
+    gathers_again = tables.may_gather_again
     for e in np.flatnonzero(~np.asarray(found.is_shared)):
         t = int(tables.edge_tensor[e])
-        home, wanted = found.home[t], found.slots[tables.edge_slot[e]]
+        home = found.slots[tables.edge_source[e]] if gathers_again[e] else found.home[t]
+        wanted = found.slots[tables.edge_slot[e]]
         target = np.asarray(as_read(home, wanted))
         add(int(tables.edge_task[e]), t, "convert", home, target, tables.edge_bytes[e], tables.edge_trips[e])
     if len(tables.sum_task):

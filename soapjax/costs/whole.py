@@ -39,8 +39,8 @@ class Slots(NamedTuple):
 class Stored(NamedTuple):
     """Of parameters."""
 
-    layout: Array  # SET [n, W, Q], of `Slots`, with storages and gradients
-    state_bytes: Array  # [P + 1, Q]
+    layout: Array  # SET [n, W, Q], of `Slots`, with those of parameters
+    state_bytes: Array  # [P + 1, Q]: with optimizer state, and what the forward pass leaves the backward pass
     shards: Array  # [P + 1, Q]
 
 
@@ -103,16 +103,22 @@ def parameters_pass(p: CostArrays, records: Records, first: Array, count: Array,
     dims = p.row_shape.shape[1]
 
     def body(j: Array, state: Stored) -> Stored:
-        which, used, place, gradient, op = (row(records.parameter, first + j)[i] for i in range(5))
-        axes = jnp.zeros(storage.shape[1:], SET)
+        which, used, *places, op = (row(records.parameter, first + j)[i] for i in range(6))
+        axes = jnp.zeros((2, *storage.shape[1:]), SET)
         chosen = row(storage, op).astype(jnp.int32)
         axes = lax.fori_loop(
-            0, p.storage_axes.shape[0], lambda i, x: jnp.where(chosen == i, row(p.storage_axes, i), x), axes
+            0, p.storage_axes.shape[0], lambda i, x: jnp.where(chosen == i, row(p.storage_axes, i)[:, None], x), axes
         )  # fmt: skip
-        stored, of_gradient = stored_layout(p, which, row(state.layout, used), axes)
-        shards = parts_of(p.mesh, union(stored[:dims]))
-        layout = put(put(state.layout, place, stored), gradient, of_gradient)
-        return Stored(layout, put(state.state_bytes, j, row(p.state_bytes, which) / shards), put(state.shards, j, shards))
+        found = stored_layout(p, which, row(state.layout, used), axes)
+        stored, _, left = found
+        parts = parts_of(p.mesh, jnp.stack([union(stored[:dims]), union(left[:dims])]))
+        layout = state.layout
+        for place, one in zip(places, found, strict=True):
+            layout = put(layout, place, one)
+        of_state, of_left = (row(p.parameter_float, which)[i] for i in range(2))
+        # What the forward pass leaves is there when most is alive: counted as if it were stored.
+        held = of_state / parts[0] + jnp.where(union(stored ^ left) != 0, of_left / parts[1], 0.0)
+        return Stored(layout, put(state.state_bytes, j, held), put(state.shards, j, parts[0]))
 
     return lax.fori_loop(0, count, body, begun)
 

@@ -1,9 +1,9 @@
-"""Parameters that one operator alone reads, all of its tasks alike: what micro-batches can share one gathered copy of."""
+"""Parameters that one operator alone reads, all of its tasks alike: what micro-batches, or two passes, can share one copy of."""
 
 from __future__ import annotations
 
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.passes.phases import UPDATE
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 
 
 def single_readers(graph: OperatorGraph) -> dict[int, tuple[int, str | None]]:
@@ -21,3 +21,14 @@ def single_readers(graph: OperatorGraph) -> dict[int, tuple[int, str | None]]:
                 if task.scope:
                     in_loops.add(k)
     return {k: next(iter(readers)) for k, readers in found.items() if len(readers) == 1 and k not in in_loops}
+
+
+def left_parameters(graph: OperatorGraph) -> set[int]:
+    """Parameters (by number) of which the forward pass can leave a part, from which the backward pass gathers: both read them."""
+    number = {p.tensor: k for k, p in enumerate(graph.parameters)}
+    phases: dict[int, set[int]] = {}
+    for task in graph.tasks:
+        for access in task.reads:
+            if access.tensor in number:
+                phases.setdefault(number[access.tensor], set()).add(task.phase)
+    return {k for k in single_readers(graph) if {FORWARD, BACKWARD} <= phases[k]}

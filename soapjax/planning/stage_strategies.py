@@ -18,7 +18,7 @@ from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import MeshPlan, OperatorPart
 from soapjax.strategy.plan_strategy import mesh_part, mesh_plan, strategy_of
 from soapjax.strategy.space import SearchSpace, search_space
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.strategy import Strategy, stage_storages
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 _REMEDY = "use fewer or smaller stages, or name a topology with more devices"
@@ -51,7 +51,7 @@ def plan_on(
       storage: of operators in `axes`, "as used" where it is not given.
     Raises: SoapjaxError naming what does not fit.
     """
-    space = search_space(graph, mesh, adds_up=True)  # whatever may be said
+    space = search_space(graph, mesh, storages=stage_storages(mesh, adds_up=True))  # whatever may be said
     stored = dict.fromkeys(axes or {}, "as used") | dict(storage or {})
     given = {name: OperatorPart(kind="", axes=dict(own), storage=stored[name]) for name, own in (axes or {}).items()}
     strategy = strategy_with(space, given, place="stages")

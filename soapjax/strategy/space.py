@@ -18,7 +18,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.strategy.layout import divides, layout_of
-from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, storage_options
+from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, stage_storages, storage_options
 from soapjax.topology.mesh import FactorMesh
 
 NOT_FIXED = -9
@@ -171,12 +171,12 @@ class SearchSpace:
 
 def search_space(
     graph: OperatorGraph, mesh: FactorMesh, *, fixed: Mapping[str, Sequence[Sequence[str]]] | None = None, pins: bool = False,
-    adds_up: bool = False,
+    storages: tuple[Storage, ...] | None = None,
 ) -> SearchSpace:  # fmt: skip
     """The space of `graph` on `mesh`; `fixed` maps argument paths to axis names per dim.
 
-    `pins` offers the paper's whole space: also operators on parts of the devices. `adds_up`: gradients of several micro-batches are
-    added up, which offers more storages.
+    `pins` offers the paper's whole space: also operators on parts of the devices. `storages` are those of one program by default;
+    with pins those of several.
 
     Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
     user's own code that this mesh cannot express.
@@ -197,7 +197,9 @@ def search_space(
     layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
     if problems:
         raise SoapjaxError(problems)
-    return SearchSpace(graph, mesh, storage_options(mesh, adds_up=adds_up), divisors, allowed, owns, layouts, pins)
+    if storages is None:
+        storages = stage_storages(mesh, adds_up=False) if pins else storage_options(mesh)
+    return SearchSpace(graph, mesh, storages, divisors, allowed, owns, layouts, pins)
 
 
 def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.ndarray) -> list[Problem]:

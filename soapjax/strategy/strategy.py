@@ -30,7 +30,9 @@ class Storage(NamedTuple):
     """How parameters, gradients and optimizer state of an operator are stored.
 
     Parameters and optimizer state are split over `axes` beyond the way the parameter is used: gathered before use, gradients
-    reduce-scattered after. With `regather` the backward pass gathers again instead of keeping the whole parameter (ZeRO-3, FSDP).
+    reduce-scattered after. The backward pass gathers again over the axes in `again`: over none it keeps the whole parameter, over
+    all it begins with what is stored (ZeRO-3, FSDP), and over some with a part that the forward pass left it, split over these
+    (the secondary partition of ZeRO++, Wang et al. 2023, section 4.2).
 
     With micro-batches parameters are gathered once per pass, or once per step, and gradients are scattered accordingly: per
     micro-batch, into a running sum in parts, or once per step, which every device adds up to whole (ZeRO-1). With
@@ -38,46 +40,79 @@ class Storage(NamedTuple):
     """
 
     axes: tuple[bool, ...]
-    regather: bool
+    again: tuple[bool, ...]
     scatters: bool = False
+
+    @property
+    def regathers(self) -> bool:
+        return any(self.again)
+
+    @property
+    def left(self) -> tuple[bool, ...]:
+        """The axes that split the part that the forward pass leaves the backward pass; none where it leaves nothing."""
+        return tuple(x and self.again != self.axes for x in self.again)
 
     def describe(self, axis_names: Sequence[str]) -> str:
         """As plan files have it."""
-        return str(StorageName(tuple(n for n, on in zip(axis_names, self.axes, strict=True) if on), self.regather, self.scatters))
+
+        def named(mask: tuple[bool, ...]) -> tuple[str, ...]:
+            return tuple(n for n, on in zip(axis_names, mask, strict=True) if on)
+
+        return str(StorageName(named(self.axes), named(self.again), self.scatters))
 
 
 class StorageName(NamedTuple):
     """A storage by the names of its axes, as plans say it: "as used", "sharded(d0,d1), kept"."""
 
     axes: tuple[str, ...]
-    regather: bool
+    again: tuple[str, ...]
     scatters: bool
 
     def __str__(self) -> str:
-        kept = "regathered" if self.regather else "kept" + ", gradients sharded" * self.scatters
-        return f"sharded({','.join(self.axes)}), {kept}" if self.axes else AS_USED
+        if not self.axes:
+            return AS_USED
+        over = f"({','.join(self.again)})" * (self.again != self.axes)
+        how = f"regathered{over}" if self.again else "kept" + ", gradients sharded" * self.scatters
+        return f"sharded({','.join(self.axes)}), {how}"
 
     @staticmethod
     def parse(text: str) -> StorageName:
         """Of what `str` gives."""
-        names = text.partition("(")[2].partition(")")[0]
-        return StorageName(tuple(names.split(",")) if names else (), "regathered" in text, "gradients" in text)
+
+        def names(text: str) -> tuple[str, ...]:
+            found = text.partition("(")[2].partition(")")[0]
+            return tuple(found.split(",")) if found else ()
+
+        sharded, _, how = text.partition("), ")
+        axes = names(sharded + ")")
+        return StorageName(axes, (names(how) or axes) if how.startswith("regathered") else (), "gradients" in how)
 
 
-def storage_options(mesh: FactorMesh, *, adds_up: bool = False) -> tuple[Storage, ...]:
-    """As used; over all axes; over the fastest level only; each kept or regathered.
+def storage_options(mesh: FactorMesh) -> tuple[Storage, ...]:
+    """Of one program: as used; over all axes, or all but those of the slowest levels; each kept, regathered, or regathered over the
+    axes of the faster levels."""
+    masks = _masks(mesh)
+    kept = (False,) * len(mesh.axis_names)
+    ways = [Storage(m, again) for i, m in enumerate(masks) for again in (kept, *masks[i:])]
+    return (Storage(kept, kept), *ways)
 
-    Where gradients of several micro-batches are added up (`adds_up`), also kept with these sums in parts.
+
+def stage_storages(mesh: FactorMesh, *, adds_up: bool) -> tuple[Storage, ...]:
+    """Of a part of a step that is several programs, each with its own copies: regathered over all axes or none.
+
+    Where gradients of micro-batches are added up (`adds_up`), also kept with these sums in parts.
     """
-    none = Storage((False,) * len(mesh.axis_names), False)
-    masks = [tuple(True for _ in mesh.axis_names)]
-    if len(set(mesh.axis_levels)) > 1:
-        fastest = max(mesh.axis_levels)
-        masks.append(tuple(lv == fastest for lv in mesh.axis_levels))
+    kept = (False,) * len(mesh.axis_names)
+    ways = [(m, again, scatters) for m in _masks(mesh) for again, scatters in ((kept, False), (m, False), (kept, True))]
+    return (Storage(kept, kept), *(Storage(*way) for way in ways if adds_up or not way[2]))
+
+
+def _masks(mesh: FactorMesh) -> list[tuple[bool, ...]]:
+    """All axes, and those of the fastest levels."""
     if mesh.num_devices == 1:
-        return (none,)
-    ways = [(False, False), (True, False), *([(False, True)] if adds_up else [])]
-    return (none, *(Storage(m, *way) for m in masks for way in ways))
+        return []
+    slowest = sorted(set(mesh.axis_levels))
+    return [tuple(lv >= first for lv in mesh.axis_levels) for first in slowest]
 
 
 class ParallelConfig(NamedTuple):

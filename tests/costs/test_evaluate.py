@@ -222,7 +222,7 @@ def test_gathering_again_saves_memory_and_sends_more_than_keeping(model, topolog
     c = case(model, topology)
     pairs = [
         (i, j) for i, kept in enumerate(c.space.storages) for j, again in enumerate(c.space.storages)
-        if any(kept.axes) and kept.axes == again.axes and again.regather and not kept.regather
+        if any(kept.axes) and kept.axes == again.axes and again.again == again.axes and not kept.regathers
     ]  # fmt: skip
     strategies = []
     for kept, again in pairs:

@@ -26,6 +26,7 @@ from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import search_space
+from soapjax.strategy.strategy import stage_storages
 from soapjax.topology import factor_mesh, load_topology
 
 NUM = 2
@@ -50,7 +51,7 @@ def random_plan(planned, step, sizes, rng):
     first, stages, operators = 0, [], dict(planned.operators)
     for stage, size in zip(pipeline.stages, sizes, strict=True):
         mesh = factor_mesh(part_of(topology, first, size))
-        space = search_space(graph, mesh, adds_up=True)
+        space = search_space(graph, mesh, storages=stage_storages(mesh, adds_up=True))
         strategy = space.random(rng)
         for n, op in enumerate(graph.operators):
             if op.name in stage.operators:
@@ -84,7 +85,7 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
 
 @pytest.mark.parametrize("how", ["kept", "regathered", "kept, gradients sharded"])
 def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how):
-    """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass. ZeRO-2: one of each."""
+    """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass. ZeRO-2: both."""
     graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
     mesh = factor_mesh(part_of(load_topology("cpu8"), 0, 4))
     space = search_space(graph, mesh)

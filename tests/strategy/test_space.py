@@ -14,7 +14,16 @@ from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.strategy.layout import degree
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import PIN, REPLICATE, Storage, Strategy, replicated, storage_options
+from soapjax.strategy.strategy import (
+    PIN,
+    REPLICATE,
+    Storage,
+    StorageName,
+    Strategy,
+    replicated,
+    stage_storages,
+    storage_options,
+)
 from soapjax.topology import factor_mesh
 
 names = pytest.mark.parametrize("model, topology", PROBLEMS)
@@ -80,7 +89,7 @@ def test_sizes_that_do_not_divide_are_not_offered():
 def test_one_device_offers_nothing_but_itself():
     graph, topology = graph_of("mlp"), topology_of("h200x1")
     space = search_space(graph, factor_mesh(topology))
-    assert space.storages == (Storage((False,), False),)
+    assert space.storages == (Storage((False,), (False,)),)
     assert all(list(space.configs(n)) == [(REPLICATE,)] for n in range(graph.num_operators))
     assert space.random(np.random.default_rng(0)).key() == replicated(graph, space.mesh).key()
 
@@ -149,9 +158,19 @@ def test_storage_options_are_as_used_and_both_ways_to_shard_over_all_and_over_th
         "as used", "sharded(d0,d1,d2), kept", "sharded(d0,d1,d2), regathered",
     ]  # fmt: skip
     assert [s.describe(two.axis_names) for s in storage_options(two)] == [
-        "as used", "sharded(h0,d0,d1), kept", "sharded(h0,d0,d1), regathered", "sharded(d0,d1), kept",
-        "sharded(d0,d1), regathered",
+        "as used", "sharded(h0,d0,d1), kept", "sharded(h0,d0,d1), regathered", "sharded(h0,d0,d1), regathered(d0,d1)",
+        "sharded(d0,d1), kept", "sharded(d0,d1), regathered",
     ]  # fmt: skip
+    assert [s.describe(two.axis_names) for s in stage_storages(two, adds_up=True)] == [
+        "as used", "sharded(h0,d0,d1), kept", "sharded(h0,d0,d1), regathered", "sharded(h0,d0,d1), kept, gradients sharded",
+        "sharded(d0,d1), kept", "sharded(d0,d1), regathered", "sharded(d0,d1), kept, gradients sharded",
+    ]  # fmt: skip
+    for mesh in (one, two):
+        for storage in (*storage_options(mesh), *stage_storages(mesh, adds_up=True)):
+            text = storage.describe(mesh.axis_names)
+            name = StorageName.parse(text)
+            assert str(name) == text and name.scatters == storage.scatters
+            assert [[n in names for n in mesh.axis_names] for names in name[:2]] == [list(storage.axes), list(storage.again)]
 
 
 def test_configs_by_name_and_their_degrees():

@@ -4,7 +4,7 @@ What a strategy decides is computed from *records*, each with the numbers of wha
 
 * a *slot* is a layout that one operator's config decides: an access, the middle of a collective inside a task, and a work item,
   whose seconds it divides;
-* a *parameter* has two slots more, as it is stored, and its gradient;
+* a *parameter* has three slots more, as it is stored, its gradient, and what the backward pass gathers again;
 * a *task* sums up its slots' bytes and seconds;
 * a *row* is what may be sent: a tensor as it is resolved, a conversion for a reader, a collective inside a task.
 
@@ -76,7 +76,8 @@ class Records(NamedTuple):
 
     slot: Array  # int32 [n, W + 4]: op dims (bits) of each column; slot to copy (NONE), place, task, operator
     slot_float: Array  # float32 [n, 2]: bytes, seconds on one device
-    parameter: Array  # int32 [n, 5]: parameter, place of the owner's first read, places of storage and gradient, operator
+    # int32 [n, 6]: parameter, place of the owner's first read, places as it is stored, of its gradient and as it is left, operator
+    parameter: Array
     task: Array  # int32 [n, 3]: task, its parameter's place in the list (NONE), operator
     row: Array  # int32 [n, 6]: row, places as made, as first read, as summed in common, as wanted; operator of a sum
 
@@ -98,10 +99,11 @@ class CostArrays(NamedTuple):
     task_points: Array  # int32 [K + 1, 2]: first measured point and their number
     point: Array  # float32 [M, 2 + D]: log ratio, weight, log2 of degrees (-1: any)
     # parameters
-    parameter_int: Array  # int32 [P + 1, 4]: dim of extra storage, its size, axes that are fixed, dims that the gradient lacks
+    # int32 [P + 1, 5]: dim of extra storage, its size, axes that are fixed, dims that the gradient lacks, whether a part is left
+    parameter_int: Array
     parameter_fixed: Array  # SET [P + 1, W]
-    state_bytes: Array  # float32 [P + 1]
-    storage_axes: Array  # SET [O]
+    parameter_float: Array  # float32 [P + 1, 2]: bytes with optimizer state, of what the forward pass leaves
+    storage_axes: Array  # SET [O, 2]: of what is stored, and of what the forward pass leaves
     storage_again: Scalar  # int32 []: bits of the storages that are gathered again
     # rows
     row_int: Array  # int32 [X + 1, 8]: kind, is_fixed, is_reader, is_summand, is_joint, is_product, waits, has halos
@@ -133,7 +135,7 @@ def need_of(tables: CostTables) -> Bucket:
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     points = int((tables.measured.weight > 0).sum())
     return Bucket(
-        len(space.graph.operators), num_u + 2 * num_p + 1 + num_s, num_p, tables.num_tasks, num_t, num_e,
+        len(space.graph.operators), num_u + 3 * num_p + 1 + num_s, num_p, tables.num_tasks, num_t, num_e,
         num_t + num_e + num_s, num_u + num_s + len(tables.work_task), 2 * num_e + 3 * num_t, points,
         max(tables.tensor_shape.shape[1], 1 + tables.num_edges), space.allowed.shape[2] - 1, links.num_levels,
         len(space.groups) if space.offers_pins else 0,
@@ -157,7 +159,7 @@ def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
         waiting=np.stack([working.most_waiting, working.operand_share]).astype(f32),
         merged_at=np.int32(working.merged_at),
         counts=_counts(tables),
-        storage_again=np.int32(sum(1 << i for i, x in enumerate(tables.storage_regather) if x)),
+        storage_again=np.int32(sum(1 << i for i, x in enumerate(tables.storage_again) if x)),
         **_axes(tables, b), **_tasks(tables, b), **_parameters(tables, b), **_rows(tables, b), **_tensor_lives(tables, b),
         **_conversions(tables, b),
     )  # fmt: skip
@@ -168,7 +170,7 @@ def _counts(tables: CostTables) -> np.ndarray:
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     return np.array([
         tables.graph.num_operators, num_p, tables.num_tasks, num_t, num_e, num_t + num_e + num_s,
-        num_u + num_s + len(tables.work_task), num_u + 2 * num_p + 1 + num_s,
+        num_u + num_s + len(tables.work_task), num_u + 3 * num_p + 1 + num_s,
     ], np.int32)  # fmt: skip
 
 
@@ -206,13 +208,18 @@ def _tasks(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
 def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     is_fixed = tables.storage_fixed != NOT_FIXED
     bits = (1 << np.arange(len(tables.links.axis_sizes))).astype(np.int32)
-    numbers = np.stack([tables.storage_dim, tables.storage_dim_size, (is_fixed * bits).sum(1), tables.gradient_shift], 1)
+    numbers = np.stack(
+        [tables.storage_dim, tables.storage_dim_size, (is_fixed * bits).sum(1), tables.gradient_shift, tables.is_left], 1
+    )  # fmt: skip
+    masks = np.stack([tables.storage_masks, tables.storage_left], 1)
     fixed = encoded(np.where(is_fixed, tables.storage_fixed, -1), b.dims, bool(b.groups))
     return {
         "parameter_int": padded(numbers.astype(np.int32), b.parameters + 1),
         "parameter_fixed": padded(fixed, b.parameters + 1),
-        "state_bytes": padded((tables.parameter_bytes * tables.state_copies).astype(np.float32), b.parameters + 1),
-        "storage_axes": padded((tables.storage_masks * bits).sum(1).astype(np.int16), 32),
+        "parameter_float": padded(
+            np.stack([tables.parameter_bytes * tables.state_copies, tables.left_bytes], 1).astype(np.float32), b.parameters + 1
+        ),
+        "storage_axes": padded((masks * bits).sum(2).astype(np.int16), 32),
     }
 
 
@@ -282,9 +289,8 @@ def _conversions(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     ).astype(np.int32)
     group = np.zeros((len(tables.edge_task), 4), np.int32)
     members: list[int] = []
-    may_again = (tables.edge_parameter >= 0) & tables.edge_is_backward
     owner = tables.parameter_op[np.maximum(tables.edge_parameter, 0)] if len(tables.parameter_op) else 0
-    group[:, 3] = np.where(may_again, owner, NONE)
+    group[:, 3] = np.where(tables.may_gather_again, owner, NONE)
     for some in tables.reader_groups():
         for e in some:
             group[e, :3] = len(members), len(members) + some.index(e), len(some)
@@ -329,7 +335,7 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
     """Of the whole graph: slots lie in the order of `Layouts.slots`, and behind them the collectives inside tasks."""
     num_u, num_p, num_s = len(tables.access_op), len(tables.parameter_op), len(tables.sum_task)
     num_t, num_e, i32 = len(tables.tensor_bytes), len(tables.edge_task), np.int32
-    replicated, inner = num_u + 2 * num_p, num_u + 2 * num_p + 1
+    replicated, inner = num_u + 3 * num_p, num_u + 3 * num_p + 1
     nowhere = b.slots  # a place that nobody reads
     masks = slot_masks(tables, b)
 
@@ -348,7 +354,8 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
     sizes = np.zeros((len(slot), 2), np.float32)
     sizes[:num_u, 0], sizes[num_u + num_s :, 1] = tables.access_bytes, tables.work_seconds
     p = np.arange(num_p)
-    parameter = np.stack([p, tables.parameter_slot, num_u + p, num_u + num_p + p, tables.parameter_op], 1).astype(i32)
+    own_slots = [num_u + i * num_p + p for i in range(3)]
+    parameter = np.stack([p, tables.parameter_slot, *own_slots, tables.parameter_op], 1).astype(i32)
     parameter[tables.parameter_slot == num_u, 1] = replicated
     task = np.stack([np.arange(tables.num_tasks), tables.task_parameter, tables.task_op], 1).astype(i32)
     row = np.zeros((num_t + num_e + num_s, 6), i32)
@@ -356,7 +363,7 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
     row[:num_t, 1], row[:num_t, 2] = tables.tensor_slot, tables.tensor_reader
     row[:num_t, 3] = np.where(tables.tensor_sum >= 0, tables.tensor_sum, replicated)
     row[:num_t, 4] = replicated
-    row[num_t : num_t + num_e, 1:4] = row[tables.edge_tensor, 1:4]
+    row[num_t : num_t + num_e, 1], row[num_t : num_t + num_e, 2:4] = tables.edge_source, row[tables.edge_tensor, 2:4]
     row[num_t : num_t + num_e, 4] = tables.edge_slot
     row[num_t + num_e :, 1], row[num_t + num_e :, 2:5] = inner + np.arange(num_s), replicated
     row[num_t + num_e :, 5] = sum_op

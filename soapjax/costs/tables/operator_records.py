@@ -88,7 +88,7 @@ def _decided(tables: CostTables) -> list[_Decided]:
         for i, k in enumerate(where.tolist()):
             by_op[name][decides[k]].append(i)
     edges_of_tensor, edges_of_slot, tensors_of_slot = defaultdict(list), defaultdict(list), defaultdict(list)
-    edge_tensor, edge_slot = tables.edge_tensor.tolist(), tables.edge_slot.tolist()
+    edge_tensor, edge_slot, edge_source = (x.tolist() for x in (tables.edge_tensor, tables.edge_slot, tables.edge_source))
     for e, (tensor, slot) in enumerate(zip(edge_tensor, edge_slot, strict=True)):
         edges_of_tensor[tensor].append(e)
         edges_of_slot[slot].append(e)
@@ -102,13 +102,14 @@ def _decided(tables: CostTables) -> list[_Decided]:
     found = []
     for n in range(graph.num_operators):
         access, parameter = by_op["access"][n], by_op["parameter"][n]
-        own = {*access, *(num_u + p for p in parameter), *(num_u + num_p + p for p in parameter)}
+        own = {*access, *(num_u + i * num_p + p for p in parameter for i in range(3))}
         moved = sorted({i for s in own for i in tensors_of_slot[s]})
         owned = {graph.parameters[p].tensor for p in parameter}
         keyed = {e for s in own for e in edges_of_slot[s]} | {e for i in owned for e in edges_of_tensor[i]}
         edges = sorted(keyed | {e for i in moved for e in edges_of_tensor[i]})
         tensors = sorted({*moved, *(edge_tensor[e] for e in edges)})
-        needed = {s for i in tensors for s in (made[i], reader[i], common[i]) if s >= 0} | {edge_slot[e] for e in edges}
+        needed = {s for i in tensors for s in (made[i], reader[i], common[i]) if s >= 0}
+        needed |= {s for e in edges for s in (edge_slot[e], edge_source[e])}
         found.append(
             _Decided(
                 by_op["task"][n], access, parameter, sorted(needed - own), tensors, edges, keyed, by_op["work"][n], by_op["sum"][n],
@@ -125,13 +126,14 @@ class _Lists:
         self.masks = [m.tolist() for m in slot_masks(tables, b)]
         self.num_u, self.num_p = len(tables.access_op), len(tables.parameter_op)
         self.num_t, self.num_e = len(tables.tensor_bytes), len(tables.edge_task)
-        self.replicated = self.num_u + 2 * self.num_p
+        self.replicated = self.num_u + 3 * self.num_p
         self.group_of, self.groups = tables.edge_group.tolist(), tables.reader_groups()
         self.member_first = np.cumsum([0, *map(len, self.groups)]).tolist()
         self.place_in = {e: i for some in self.groups for i, e in enumerate(some)}
         self.number_of = {g: i for i, g in enumerate(dict.fromkeys(self.group_of))}  # in the order of `reader_groups`
         self.made, self.reader, self.common = (x.tolist() for x in (tables.tensor_slot, tables.tensor_reader, tables.tensor_sum))
         self.edge_tensor, self.edge_slot = tables.edge_tensor.tolist(), tables.edge_slot.tolist()
+        self.edge_source = tables.edge_source.tolist()
         self.slot: list[list[int]] = []
         self.sizes: list[list[float]] = []
         self.global_slot: list[int] = []
@@ -166,7 +168,8 @@ class _Lists:
             self.global_slot.append(name)
 
         for p in of.parameter:
-            place(self.num_u + p), place(self.num_u + self.num_p + p)
+            for i in range(3):
+                place(self.num_u + i * self.num_p + p)
         for u in of.access:
             add(access_mask[u], NONE, place(u), tasks[int(tables.access_task[u])], [tables.access_bytes[u], 0], u)
         for s in (s for s in of.others if s != self.replicated):
@@ -181,9 +184,9 @@ class _Lists:
     def _parameters_and_tasks(self, of: _Decided, places: dict[int, int]) -> None:
         num_u, num_p, tables = self.num_u, self.num_p, self.tables
         for p in of.parameter:
-            stored, gradient, first = num_u + p, num_u + num_p + p, int(tables.parameter_slot[p])
+            slots, first = [num_u + i * num_p + p for i in range(3)], int(tables.parameter_slot[p])
             read = places.get(first, 0) if first != num_u else 0
-            self.parameter.append([p, read, places[stored], places[gradient], 0, stored, gradient])
+            self.parameter.append([p, read, *(places[s] for s in slots), 0, *slots])
         updated = {p: j for j, p in enumerate(of.parameter)}
         self.task += [[k, updated.get(int(tables.task_parameter[k]), NONE), 0] for k in of.task]
 
@@ -193,11 +196,13 @@ class _Lists:
         def at(s: int) -> int:
             return places[s] if s >= 0 else 0
 
-        def of_tensor(i: int) -> tuple[int, int, int]:
-            return at(self.made[i]), at(self.reader[i]), at(self.common[i])
+        def of_tensor(i: int) -> tuple[int, int]:
+            return at(self.reader[i]), at(self.common[i])
 
-        self.row += [[i, *of_tensor(i), 0, 0] for i in of.tensor]
-        self.row += [[self.num_t + e, *of_tensor(self.edge_tensor[e]), at(self.edge_slot[e]), 0] for e in of.edge]
+        self.row += [[i, at(self.made[i]), *of_tensor(i), 0, 0] for i in of.tensor]
+        self.row += [
+            [self.num_t + e, at(self.edge_source[e]), *of_tensor(self.edge_tensor[e]), at(self.edge_slot[e]), 0] for e in of.edge
+        ]
         self.row += [[self.num_t + self.num_e + s, places[self.replicated + 1 + s], 0, 0, 0, 0] for s in of.sum]
         self.is_keyed += [False] * len(of.tensor) + [e in of.keyed for e in of.edge] + [False] * len(of.sum)
         return {e: len(of.tensor) + j for j, e in enumerate(of.edge)}
@@ -240,7 +245,7 @@ def _padded_records(lists: _Lists, spans: np.ndarray, sizes: OwnSizes, width: in
 
     records = Records(
         padded(slot, sizes.all_slots + 1), padded(np.array(lists.sizes, np.float32).reshape(-1, 2), sizes.all_slots + 1),
-        ints(lists.parameter, sizes.all_parameters, 7), ints(lists.task, sizes.all_tasks, 3), ints(lists.row, sizes.all_rows, 6),
+        ints(lists.parameter, sizes.all_parameters, 9), ints(lists.task, sizes.all_tasks, 3), ints(lists.row, sizes.all_rows, 6),
     )  # fmt: skip
     return OwnRecords(
         records, spans, padded(np.array(lists.global_slot, np.int32), sizes.all_slots + 1, NONE),

@@ -26,6 +26,7 @@ from soapjax.costs.memory.working_sets import WorkingMemory, working_memory
 from soapjax.costs.rules.links import Links, combined_share, links_of
 from soapjax.costs.tables.tensor_tables import reader_groups, tensors_and_edges, trip_bytes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
+from soapjax.graph.readers import left_parameters
 from soapjax.strategy.layout import HALO, PARTIAL, REPLICATED
 from soapjax.strategy.space import NOT_FIXED, SearchSpace
 from soapjax.topology import DeviceTopology
@@ -43,7 +44,8 @@ class CostTables:
     compiler: CompilerModel
     working: WorkingMemory
 
-    # Layout slots: U accesses, then P storages (of parameters), then P storages (of gradients), then "replicated".
+    # Layout slots: U accesses; P parameters as they are stored, P gradients, and P parameters as the backward pass gathers them
+    # again; "replicated".
     access_op: np.ndarray  # int32 [U]
     access_map: np.ndarray  # int8 [U, D + 1]: tensor dim (or REPLICATED, PARTIAL) by config value + 1
     access_task: np.ndarray  # int32 [U]
@@ -60,7 +62,10 @@ class CostTables:
     parameter_bytes: np.ndarray  # float32 [P]
     state_copies: np.ndarray  # float32 [P]: parameter and optimizer state leaves of its shape
     storage_masks: np.ndarray  # bool [O, A]
-    storage_regather: np.ndarray  # bool [O]
+    storage_left: np.ndarray  # bool [O, A]: axes that split what the forward pass leaves; none where it leaves nothing
+    storage_again: np.ndarray  # bool [O]: the backward pass gathers again
+    is_left: np.ndarray  # bool [P]: the forward pass can leave a part of it to the backward pass
+    left_bytes: np.ndarray  # float32 [P]: of a whole one, in the widest dtype that the backward pass reads
 
     tensor_source: np.ndarray  # int32 [T]: FROM_*
     tensor_slot: np.ndarray  # int32 [T]: the slot its layout comes from
@@ -80,6 +85,7 @@ class CostTables:
     may_be_partial: np.ndarray  # bool [T]: may be resolved: partial as it is made, or kept in another layout than it is made in
 
     edge_tensor: np.ndarray  # int32 [E]
+    edge_source: np.ndarray  # int32 [E]: the slot its tensor's layout comes from, which a parameter's readers differ in
     edge_slot: np.ndarray  # int32 [E]: the reader's slot
     edge_task: np.ndarray  # int32 [E]: the reader; K for the step's end
     edge_bytes: np.ndarray  # float32 [E]: of one conversion
@@ -116,6 +122,11 @@ class CostTables:
         """int [R]: the tensors that may be resolved."""
         return np.flatnonzero(self.may_be_partial)
 
+    @property
+    def may_gather_again(self) -> np.ndarray:
+        """bool [E]: readers of parameters in the backward pass, which by some storages does not share the forward pass's copies."""
+        return (self.edge_parameter >= 0) & self.edge_is_backward
+
     def reader_groups(self) -> list[list[int]]:
         """The conversions of each `edge_group`, in order."""
         members: dict[int, list[int]] = {}
@@ -150,8 +161,10 @@ def cost_tables(
 
         measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
+    t["storage_left"] = np.array([s.left for s in space.storages], bool).reshape(len(space.storages), num_axes)
     compiler = compiler_of(topology)
-    t["storage_regather"] = np.array([s.regather and compiler.keeps_barriers for s in space.storages], bool)
+    # Where barriers do not hold, what the two passes gather alike is gathered once.
+    t["storage_again"] = np.array([s.regathers and (compiler.keeps_barriers or any(s.left)) for s in space.storages], bool)
     links = links_of(linked(topology, profile), mesh)
     is_gradient = np.zeros(len(graph.tensors), bool)
     is_gradient[[p.gradient for p in graph.parameters]] = True
@@ -165,6 +178,7 @@ def cost_tables(
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
     t["resolve_bytes"] *= compiler.widening(x.sum_dtype or x.dtype for x in graph.tensors)
     t["edge_bytes"] *= compiler.widening(e.dtype for e in edges)
+    _left(graph, t)
     t["sum_bytes"] *= compiler.widening(graph.tasks[k].dtype for k in t["sum_task"].tolist())
     t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, compiler.merged_bytes)
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, compiler.merged_bytes)
@@ -224,6 +238,16 @@ def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
     t["storage_fixed"] = fixed
     t["parameter_bytes"] = np.array([x.size_bytes for x in tensors], np.float32)
     t["state_copies"] = np.array([1 + len(p.state_leaves) for p in graph.parameters], np.float32)
+
+
+def _left(graph: OperatorGraph, t: dict) -> None:
+    """What the backward pass gathers parameters from, by reader, and what the forward pass leaves it."""
+    num_u, num_p, of = len(t["access_op"]), len(graph.parameters), t["edge_parameter"]
+    is_again = (of >= 0) & t["edge_is_backward"]
+    t["edge_source"] = np.where(is_again, num_u + 2 * num_p + of, t["tensor_slot"][t["edge_tensor"]]).astype(np.int32)
+    t["is_left"] = np.isin(np.arange(num_p), list(left_parameters(graph)))
+    t["left_bytes"] = np.zeros(num_p, np.float32)
+    np.maximum.at(t["left_bytes"], of[is_again], t["edge_bytes"][is_again])
 
 
 def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> None:

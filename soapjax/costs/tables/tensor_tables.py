@@ -49,7 +49,7 @@ class _Users:
 
     def __init__(self, graph: OperatorGraph, t: dict):
         self.graph, self.num_u = graph, len(t["access_op"])
-        self.replicated = self.num_u + 2 * len(graph.parameters)
+        self.replicated = self.num_u + 3 * len(graph.parameters)
         self.task_of = t["access_task"].tolist()
         self.writer: dict[int, int] = {}  # tensor -> slot
         self.readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)

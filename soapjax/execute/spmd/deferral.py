@@ -27,7 +27,7 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
         tensor = binding.tensor_of.get(value, -1)
         is_alone = value in made and value not in read and binding.values.of(value).root == value
         storage = StorageName.parse(owner.storage)
-        if storage.regather or storage.scatters or not is_alone or tensor not in writes or writes[tensor][0].scope:
+        if storage.again or storage.scatters or not is_alone or tensor not in writes or writes[tensor][0].scope:
             continue
         task, access = writes[tensor]
         operator = graph.operators[task.operator]

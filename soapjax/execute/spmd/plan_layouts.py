@@ -63,6 +63,16 @@ class PlanLayouts:
         found = {a for d in dims for a in self._axes[operator].get(names[d].name, ())}
         return tuple(a for a in self._axis_names if a in found)
 
+    def left(self, parameter: int, again: tuple[str, ...]) -> Spec:
+        """What the forward pass leaves of a parameter that is gathered `again` over some axes: a slice of what it reads."""
+        read = next(spec for used in self.used for (tensor, _), spec in used.items() if tensor == parameter)
+        place = {name: i for i, name in enumerate(self._axis_names)}
+        found = []
+        for stored, used in zip(self.home[parameter], read, strict=True):
+            last = max((place[n] for n in used), default=-1)
+            found.append(tuple(n for n in stored if n in used or (n in again and place[n] > last)))
+        return tuple(found)
+
     def shifted(self, atom: int, spec: Spec) -> Spec:
         """A tensor's spec as that of a value that stacks it, or is one trip's slice of it."""
         shift = self.values.tensor(atom).shift

@@ -29,11 +29,13 @@ from soapjax.execute.spmd.summed_jointly import JointSums
 from soapjax.graph.operators import OperatorGraph, Task
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import FORWARD, PHASE_NAMES
+from soapjax.graph.readers import left_parameters
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import Atom, FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import MeshPlan, Plan, TaskPart, parse_spec
+from soapjax.strategy.strategy import StorageName
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,10 +161,14 @@ class PlannedEvaluator(ProgramEvaluator):
         self.joint = JointSums(self.layouts, self.bind, self.operand)
         self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._parameters = {p.tensor for p in self.graph.parameters}
-        self._regathered = {
-            p.tensor for p in self.graph.parameters
-            if program.plan.operators[self.graph.operators[p.owner].name].storage.partition(", ")[2] == "regathered"
-        }  # fmt: skip
+        storage = {
+            p.tensor: StorageName.parse(program.plan.operators[self.graph.operators[p.owner].name].storage)
+            for p in self.graph.parameters
+        }
+        self._regathered = {t for t, how in storage.items() if how.again}
+        # Of what the backward pass gathers from a part that the forward pass leaves it: how that is laid out.
+        may_leave = (self.graph.parameters[p].tensor for p in left_parameters(self.graph))
+        self._left = {t: self.layouts.left(t, storage[t].again) for t in may_leave if storage[t].again not in ((), storage[t].axes)}
         self._by_loop: dict[str, dict[tuple, Any]] = {}  # conversions of a loop's constants, made before it
 
     def scope_name(self, eqn: FlatEqn) -> str:
@@ -249,14 +255,19 @@ class PlannedEvaluator(ProgramEvaluator):
         key = (atom, spec, again, cast)
         cache = env.setdefault("converted", {})
         if key not in cache:
-            value = env[atom]
-            if again:
+            value, left = env[atom], self._left.get(tensor)
+            home = layouts.home.get(tensor)
+            source = layouts.shifted(atom, home) if home is not None else None
+            if again and (atom, "left") in cache:
+                value, source, cast = cache[atom, "left"], left, None
+            elif again:
                 value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
             if cast is not None:  # where it is kept: what is sent is narrower
                 value = jax.lax.convert_element_type(value, cast)
-            home = layouts.home.get(tensor)
-            source = layouts.shifted(atom, home) if home is not None else None
             cache[key] = layouts.convert(atom, value, source, layouts.shifted(atom, spec))
+            if left not in (None, home) and not again and (atom, "left") not in cache:
+                part = layouts.convert(atom, cache[key], spec, left)  # a slice, cut before the whole is used: it may go then
+                cache[key], cache[atom, "left"] = jax.lax.optimization_barrier((cache[key], part))
         return cache[key]
 
     def leave(self, env: Env, values: Iterable[int]) -> None:

@@ -40,7 +40,7 @@ def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
         parameter = graph.parameters[k]
         specs, stored = used[parameter.tensor], parse_spec(plan.arguments[graph.in_paths[parameter.leaf]])
         storage = StorageName.parse(plan.operators[graph.operators[parameter.owner].name].storage)
-        if storage.axes and not storage.regather and len(specs) == 1 and (spec := next(iter(specs))) != stored:
+        if storage.axes and not storage.again and len(specs) == 1 and (spec := next(iter(specs))) != stored:
             found[values[parameter.leaf]] = Gathered(spec, cast)
     return found
 

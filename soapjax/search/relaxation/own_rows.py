@@ -42,8 +42,9 @@ class OwnRows:
         every = zip(*_by_operator(evaluator, axes, storage, deadline), strict=True)
         self.slots, self.compute_s, self.sum_s = (np.concatenate(x) for x in every)
         owner = tables.parameter_op
-        self.slot_op = np.concatenate([tables.access_op, owner, owner, [-1]])
+        self.slot_op = np.concatenate([tables.access_op, owner, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
+        self.gathers_again = tables.may_gather_again.tolist()
         self.convert = _converter(tables.links)
 
     def restricted(self, candidates: list[Candidates], keep: list[np.ndarray]) -> OwnRows:
@@ -61,6 +62,11 @@ class OwnRows:
     def name(self, s: int) -> np.ndarray:
         """A slot's layouts as integers [K], by the candidates of its operator."""
         return layout_names(self.slot(s)[1])
+
+    def source(self, e: int) -> tuple[int, np.ndarray]:
+        """The layout that a conversion begins with, but for partial sums, as its producer makes it."""
+        tables = self.tables
+        return self.slot(int(tables.edge_source[e])) if self.gathers_again[e] else self.raw(int(tables.edge_tensor[e]))
 
     def raw(self, t: int) -> tuple[int, np.ndarray]:
         """A tensor's layout as its producer makes it."""

@@ -44,7 +44,7 @@ def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
         owner = int(tables.parameter_op[p]) if p >= 0 else -1
         again = np.zeros((1, 1), np.int8)
         if owner >= 0:
-            again = tables.storage_regather[rows.candidates[owner].storage][:, None].astype(np.int8)
+            again = tables.storage_again[rows.candidates[owner].storage][:, None].astype(np.int8)
         # Copies of unequal size (a loop's slice and the whole): no more than the smallest may be charged.
         least = min(float(tables.edge_bytes[e]) for e in edges), min(float(tables.edge_trips[e]) for e in edges)
         packed = {e: rows.name(int(tables.edge_slot[e])) for e in edges}

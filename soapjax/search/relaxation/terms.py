@@ -149,14 +149,15 @@ class _Terms:
         self.found.append(Term(kind, index, n, -1, values[:, None, :], of_a, np.zeros(1, np.int32)))
 
     def of_change(
-        self, kind: str, index: int, t: int, target: int | None, *, size: float, share: float, times: float, sharing=None, payers=()
+        self, kind: str, index: int, t: int, target: int | None, made: Rows, *, size: float, share: float, times: float,
+        sharing=None, payers=(),
     ) -> None:  # fmt: skip
-        """A change of layout: from the tensor's home (raw layout for a resolution) to slot `target` (home).
+        """A change of layout: from the tensor's home (raw layout for a resolution) to slot `target` (home); `made` is the raw one.
 
         A summand of a gradient is resolved to the slot that all of them share, where it may stay a partial sum. A product of
         a joint sum costs nothing where it waits for the last one; its reader does not know whether it does, only whether it can.
         """
-        change = self._change(t, target, size, share, times, sharing)
+        change = self._change(t, target, made, size, share, times, sharing)
         if not change.operators:
             return
         a, b = change.operators[0], change.operators[1] if len(change.operators) > 1 else -1
@@ -178,11 +179,11 @@ class _Terms:
             self.found.append(Term(kind, index, a, b, seconds, of[0], of[1], payers))
 
     def _change(
-        self, t: int, target: int | None, size: float, share: float, times: float, sharing: tuple[Rows, Twins] | None
+        self, t: int, target: int | None, made: Rows, size: float, share: float, times: float, sharing: tuple[Rows, Twins] | None
     ) -> _Change:  # fmt: skip
         tables, rows = self.tables, self.rows
         is_summand = tables.tensor_sum[t] >= 0 and not tables.is_joint[t]
-        p, raw = rows.raw(t)
+        p, raw = made
         is_partial = tables.may_be_partial[t] and not is_summand and (raw == PARTIAL).any()
         q, first = rows.slot(int(tables.tensor_reader[t])) if is_partial else (-1, raw[:1])
         r, wanted = rows.slot(target) if target is not None else (q, first)
@@ -275,10 +276,10 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
     for t in np.flatnonzero(tables.may_be_partial & (tables.tensor_trips > 0)):
         common = int(tables.tensor_sum[t]) if tables.tensor_sum[t] >= 0 and not tables.is_joint[t] else None
         figures = {"size": tables.resolve_bytes[t], "share": tables.resolve_share[t], "times": tables.tensor_trips[t]}
-        terms.of_change("resolve_s", int(t), int(t), common, **figures)
+        terms.of_change("resolve_s", int(t), int(t), common, rows.raw(int(t)), **figures)
     shared = sharing_of(tables, rows)
     for e, t in enumerate(tables.edge_tensor):
         sharing, payers, size, times = shared.get(e, (None, (), tables.edge_bytes[e], tables.edge_trips[e]))
         figures = {"size": size, "share": min((tables.edge_share[x] for x in payers), default=tables.edge_share[e]), "times": times}
-        terms.of_change("convert_s", e, int(t), int(tables.edge_slot[e]), sharing=sharing, payers=payers, **figures)
+        terms.of_change("convert_s", e, int(t), int(tables.edge_slot[e]), rows.source(e), sharing=sharing, payers=payers, **figures)
     return terms.found

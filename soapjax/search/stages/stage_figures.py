@@ -24,7 +24,7 @@ from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import schedule_of
 from soapjax.strategy.layout import PARTIAL
 from soapjax.strategy.space import SearchSpace, search_space
-from soapjax.strategy.strategy import Storage, Strategy
+from soapjax.strategy.strategy import Storage, Strategy, stage_storages
 from soapjax.topology import DeviceTopology, LinkLevel, factor_mesh
 
 
@@ -107,7 +107,7 @@ class Fabric:
         has_sums: bool = True,
     ):  # fmt: skip
         self.topology, self.mesh, self.has_passes, self.has_sums = topology, factor_mesh(topology), has_passes, has_sums
-        self.space = search_space(graph, self.mesh, adds_up=has_sums)
+        self.space = search_space(graph, self.mesh, storages=stage_storages(self.mesh, adds_up=has_sums))
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         self.evaluator = Evaluator(self.tables)
@@ -162,7 +162,7 @@ def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -
 
 def _zero(storage: Storage) -> int:
     """The place among STORED."""
-    return 0 if not any(storage.axes) else 2 if storage.regather else 3 if storage.scatters else 1
+    return 0 if not any(storage.axes) else 2 if storage.regathers else 3 if storage.scatters else 1
 
 
 def _converted_again(tables: CostTables, found: Layouts) -> np.ndarray:
@@ -184,7 +184,7 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
     in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
     is_plain = np.array([not any(s.axes) for s in tables.space.storages])[storage]
-    is_scattered = np.array([s.regather or s.scatters for s in tables.space.storages])[storage]
+    is_scattered = np.array([s.regathers or s.scatters for s in tables.space.storages])[storage]
     return is_plain | (~is_scattered & is_alone)
 
 
@@ -192,7 +192,7 @@ def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np
     """bool [E]: conversions that read what is kept once it is gathered (execute/streams/gathered.py), all of a parameter's."""
     space, graph = tables.space, tables.graph
     once = np.zeros(len(tables.edge_task), bool)
-    kept = np.array([any(s.axes) and not s.regather for s in space.storages])[strategy.storage[tables.parameter_op]]
+    kept = np.array([any(s.axes) and not s.regathers for s in space.storages])[strategy.storage[tables.parameter_op]]
     phase = np.array([*(t.phase for t in graph.tasks), UPDATE])[tables.edge_task]
     for p in single_readers(graph).keys() & set(np.flatnonzero(kept).tolist()):
         tensor = graph.parameters[p].tensor
