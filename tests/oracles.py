@@ -252,6 +252,10 @@ class _Oracle:
             c.target = tuple(h if d == PARTIAL else d for d, h in zip(c.target, self.homes[c.tensor], strict=True))
         return sorted(found, key=lambda c: (c.task, c.tensor))
 
+    def gathers_again(self, c: Conversion) -> bool:
+        """Whether it reads a parameter for the backward pass."""
+        return c.tensor in self.parameter_of and c.scope is not None and self.graph.tasks[c.task].phase != FORWARD
+
     def may_share(self, earlier: Conversion, later: Conversion) -> bool:
         if earlier.tensor != later.tensor or earlier.target != later.target or later.scope is None:
             return False
@@ -471,10 +475,11 @@ class _Oracle:
         live, read, needed = [0.0] * len(tasks), {}, {}
         convert_s: dict[tuple[int, int], np.ndarray] = {}
         done: list[Conversion] = []
+        read_again: dict[int, list[tuple[int, float]]] = defaultdict(list)
         place = {k: k + 1 for k in self.swapped} | {k + 1: k for k in self.swapped}
         for c in self.conversions():
             home = self.homes[c.tensor]
-            if c.tensor in self.parameter_of and c.task < len(tasks) and tasks[c.task].phase != FORWARD and c.scope is not None:
+            if self.gathers_again(c):
                 home = self.left(self.parameter_of[c.tensor])
             before = [e for e in done if self.may_share(e, c)]
             done.append(c)
@@ -492,6 +497,8 @@ class _Oracle:
                     live[k] += c.size / self.shards(c.target)
             is_sent = any(h != t and h != REPLICATED for h, t in zip(home, c.target, strict=True))
             read[c.tensor] = max(read.get(c.tensor, -1), here)
+            if self.gathers_again(c):
+                read_again[c.tensor].append((here, c.size))
             needed[c.tensor] = max(needed.get(c.tensor, -1), here if not is_sent else -1 if before else made)
 
         lives, images, computed_as = lifetimes(self.graph), self.images(), self.computed_in_float32()
@@ -504,15 +511,16 @@ class _Oracle:
             for k in range(born, (born if i in self.waiting else dead) + 1):
                 size = tensor.size_bytes * tensor.copies * lives.is_stored[i] * lives.scale[i]
                 live[k] += size * (1 + (i in images) + (i in computed_as)) / self.parts_alive(i)
+        for p in self.graph.parameters:  # what the forward pass leaves, until the backward pass has gathered it
+            if (left := self.left(p)) != self.stored(p) and (again := read_again[p.tensor]):
+                first = next(k for k, t in enumerate(tasks) if any(a.tensor == p.tensor for a in t.reads))
+                for k in range(first, min(max(k for k, _ in again), max(needed[p.tensor], first)) + 1):
+                    live[k] += max(size for _, size in again) / self.shards(left)
         live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
         peak = int(np.argmax(live + passing))
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )
-        for p in self.graph.parameters:
-            if (left := self.left(p)) != self.stored(p):
-                again = [c.size for c in done if c.tensor == p.tensor and c.scope is not None and tasks[c.task].phase != FORWARD]
-                persistent += max(again, default=0) / self.shards(left)
         return PlainCosts(
             [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
             (persistent, live[peak], passing[peak]),

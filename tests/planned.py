@@ -21,10 +21,14 @@ from soapjax.topology import factor_mesh, load_topology
 QUICK = {"xla_backend_optimization_level": 0}
 
 
-def topology_with(devices=8):
-    """The shipped topology of eight CPU devices, or one level of another number of them."""
+def topology_with(devices=8, hosts=1):
+    """The shipped topology of eight CPU devices, or one level of another number of them; several hosts are a slower level."""
     topology = load_topology("cpu8")
-    return replace(topology, levels=(*topology.levels[:-1], replace(topology.levels[-1], size=devices)))
+    inside = replace(topology.levels[-1], size=devices // hosts)
+    if hosts == 1:
+        return replace(topology, levels=(*topology.levels[:-1], inside))
+    slow = replace(inside, name="host", size=hosts, bandwidth_bytes_per_s=inside.bandwidth_bytes_per_s / 10)
+    return replace(topology, levels=(slow, inside))
 
 
 def data_parallel(space):
@@ -87,11 +91,12 @@ class Case:
     fn: object
     args: tuple
     devices: int = 8
+    hosts: int = 1
 
     def __post_init__(self):
         self.step = trace(self.fn, *self.args)
         self.graph, self.binding = build_graph(self.step)
-        self.topology = topology_with(self.devices)
+        self.topology = topology_with(self.devices, self.hosts)
         self.space = search_space(self.graph, factor_mesh(self.topology))
         tables = cost_tables(self.graph, self.space, self.topology)
         self.tables, self.simulator = tables, Simulator(tables)

@@ -40,7 +40,7 @@ class Stored(NamedTuple):
     """Of parameters."""
 
     layout: Array  # SET [n, W, Q], of `Slots`, with those of parameters
-    state_bytes: Array  # [P + 1, Q]: with optimizer state, and what the forward pass leaves the backward pass
+    state_bytes: Array  # [P + 1, Q]
     shards: Array  # [P + 1, Q]
 
 
@@ -110,15 +110,11 @@ def parameters_pass(p: CostArrays, records: Records, first: Array, count: Array,
             0, p.storage_axes.shape[0], lambda i, x: jnp.where(chosen == i, row(p.storage_axes, i)[:, None], x), axes
         )  # fmt: skip
         found = stored_layout(p, which, row(state.layout, used), axes)
-        stored, _, left = found
-        parts = parts_of(p.mesh, jnp.stack([union(stored[:dims]), union(left[:dims])]))
+        shards = parts_of(p.mesh, union(found[0][:dims]))
         layout = state.layout
         for place, one in zip(places, found, strict=True):
             layout = put(layout, place, one)
-        of_state, of_left = (row(p.parameter_float, which)[i] for i in range(2))
-        # What the forward pass leaves is there when most is alive: counted as if it were stored.
-        held = of_state / parts[0] + jnp.where(union(stored ^ left) != 0, of_left / parts[1], 0.0)
-        return Stored(layout, put(state.state_bytes, j, held), put(state.shards, j, parts[0]))
+        return Stored(layout, put(state.state_bytes, j, row(p.state_bytes, which) / shards), put(state.shards, j, shards))
 
     return lax.fori_loop(0, count, body, begun)
 

@@ -5,6 +5,7 @@ again off its programs; then `python tests/costs/test_compiled_figures.py` write
 the CUDA plugin is installed; predictions are held against their figures everywhere.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -35,6 +36,7 @@ from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
+from soapjax.strategy.strategy import Strategy
 
 FILE = Path(__file__).parent / "compiled.json"
 TOPOLOGY = {"cpu": "cpu8", "cuda": "a100x8"}
@@ -54,16 +56,18 @@ MODELS = {
     "large rnnlm": ("rnnlm", dict(batch=256, seq=8, hidden=1024)),
     "large alexnet": ("alexnet", dict(batch=256)),
 }
+PARTS_LEFT = "data parallelism of two hosts, stored over all devices, gathered again within a host"
 PLANS = {
     "cpu": [
         ("mlp", "data_parallel"), ("mlp", "fsdp"), ("mlp", "tensor_parallel"), ("mlp in bfloat16", "data_parallel"),
         ("mlp in bfloat16", "fsdp"), ("lm", "data_parallel"), ("lm", "fsdp"), ("lm", "tensor_parallel"), ("mlp", "random"),
-        ("lm of a loop", "fsdp"), ("lenet", "data_parallel"), ("rnnlm", "tensor_parallel"),
+        ("lm of a loop", "fsdp"), ("lenet", "data_parallel"), ("rnnlm", "tensor_parallel"), ("lm", PARTS_LEFT),
     ],
     "cuda": [
         ("large mlp", "data_parallel"), ("large mlp", "fsdp"), ("large lm", "data_parallel"), ("large lm", "fsdp"),
         ("large lm", "tensor_parallel"), ("large bert in bfloat16", "data_parallel"), ("large rnnlm", "fsdp"),
         ("large rnnlm", "data_parallel"), ("large alexnet", "data_parallel"), ("large alexnet", "fsdp"),
+        ("large mlp", PARTS_LEFT), ("large bert in bfloat16", PARTS_LEFT),
     ],
 }  # fmt: skip
 EVERY = [(target, *plan) for target, plans in PLANS.items() for plan in plans]
@@ -74,19 +78,32 @@ class Figures(NamedTuple):
     sent_bytes: dict[str, int]  # by each device in one step, by collective
 
 
+def place_of(target, planner):
+    place = soapjax.load_topology(TOPOLOGY[target])
+    if planner != PARTS_LEFT:
+        return place
+    fast, slow = place.levels[-1], soapjax.load_topology("a100x64").levels[0]
+    return dataclasses.replace(place, levels=(dataclasses.replace(slow, size=2), dataclasses.replace(fast, size=4)))
+
+
 @functools.cache
-def problem_of(model, topology):
+def problem_of(model, place):
     path, sizes = MODELS[model]
     found = abstract_model(ModelSource(path=f"models.{path}", settings=sizes))
     step = soapjax.trace(found.step, *found.arguments)
-    return step, planning_problem(step, soapjax.load_topology(topology))
+    return step, planning_problem(step, place)
 
 
 @functools.cache
 def plan_of(target, model, planner):
-    step, problem = problem_of(model, TOPOLOGY[target])
+    step, problem = problem_of(model, place_of(target, planner))
+    space = problem.space
     if planner == "random":
-        strategy = problem.space.random(np.random.default_rng(0))
+        strategy = space.random(np.random.default_rng(0))
+    elif planner == PARTS_LEFT:
+        (left,) = (k for k, storage in enumerate(space.storages) if any(storage.left))
+        axes = get_planner("data_parallel")(jax.random.key(0), problem, Budget()).best.strategy.axes
+        strategy = Strategy(axes, np.where(space.owns_parameters, left, 0).astype(np.int8))
     else:
         strategy = get_planner(planner)(jax.random.key(0), problem, Budget()).best.strategy
     return step, plan_of_strategy(problem, strategy)
@@ -99,7 +116,7 @@ def predicted(target, model, planner):
 
 def compiled(target, model, planner):
     step, plan = plan_of(target, model, planner)
-    devices = devices_of_target(soapjax.load_topology(TOPOLOGY[target]), target)
+    devices = devices_of_target(place_of(target, planner), target)
     with as_users.compiling():
         found = inspect(bind_plan(step, plan, devices=devices))
     return Figures(found.memory_bytes, {k: n for k, n in found.bytes_by_collective.items() if n})

@@ -262,6 +262,22 @@ def test_gathering_again_lowers_the_peak_of_a_deep_model():
     assert costs.memory_bytes[1, 3] < costs.memory_bytes[0, 3]
 
 
+def test_a_part_that_is_left_is_gathered_over_fast_links_alone():
+    """Between keeping the whole parameter and gathering all of it again, in memory and in seconds of either kind of link."""
+    c = case("lm", "2x4")
+    options = {s.again: k for k, s in enumerate(c.space.storages) if all(s.axes)}
+    strategies = []
+    for option in (options[False, False, False], options[False, True, True], options[True, True, True]):
+        strategy = c.data_parallel()
+        strategy.storage[c.space.owns_parameters] = option
+        strategies.append(strategy)
+    costs, times = c.figures(strategies)
+    slow_s, fast_s = np.moveaxis(costs.durations.convert_s.sum(1), -1, 0)
+    assert slow_s[0] == slow_s[1] < slow_s[2] and fast_s[0] < fast_s[1] == fast_s[2]
+    assert costs.memory_bytes[2, 3] <= costs.memory_bytes[1, 3] < costs.memory_bytes[0, 3]
+    assert (costs.memory_bytes[:, 0] == costs.memory_bytes[0, 0]).all()  # nothing else is stored
+
+
 def test_fixed_layouts_are_kept_and_costed():
     kernel, features = "state.params.dense0.kernel", "batch.features"
     c = case_with("mlp", "a100x8", fixed={kernel: (("d0",), ("d1", "d2")), features: ((), ("d0",))})

@@ -190,7 +190,7 @@ class RowCosts(NamedTuple):
     seconds: Array  # [L, Q], as if no copy were shared
     sent: Array  # [6, Q] bytes by collective, of all trips
     sent_on: Array  # [G, Q]: bytes that a device of each group sends
-    held: Array  # [Q]: bytes of a tensor as it is kept
+    held: Array  # [Q]: bytes of a tensor as it is kept, of a parameter as it is left
     copy: Array  # [Q]: of a converted copy, 0 where nothing is converted
     is_sent: Array  # bool [Q]: the conversion makes a copy of its own
     passing: Array  # [Q]: beside a tensor while it is made: partial sums before they are resolved
@@ -231,7 +231,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
         return paid[0] + more_s, paid[1] + jnp.where(kinds, more, 0.0)
 
     seconds, sent = lax.fori_loop(0, ints[7], with_halos, (seconds, sent))
-    held, copy, is_sent, passing, waiting = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target)
+    held, copy, is_sent, passing, waiting = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target, wanted)
     on_kept = holders(p, jnp.where(is_edge, target, of.home))
     on_home = holders(p, of.home)
     on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
@@ -243,7 +243,9 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     )
 
 
-def _memory_of(p: CostArrays, ints: Array, floats: Array, of: Homes, target: Array) -> tuple[Array, Array, Array, Array, Array]:
+def _memory_of(
+    p: CostArrays, ints: Array, floats: Array, of: Homes, target: Array, wanted: Array
+) -> tuple[Array, Array, Array, Array, Array]:
     """`RowCosts` from held to waiting."""
     dims = p.row_shape.shape[1]
     is_tensor, is_edge, mesh = ints[0] == TENSOR, ints[0] == EDGE, p.mesh
@@ -254,13 +256,17 @@ def _memory_of(p: CostArrays, ints: Array, floats: Array, of: Homes, target: Arr
     is_whole = ~(raw_split | raw_other)
     is_cut = (union(of.raw ^ of.home) & ~is_whole) == 0
     held_split = home_split & ~only_if(is_cut, is_whole & home_split)
+    # Parameters are counted with their state, but for the part that the forward pass leaves of one.
+    is_left = ints[8] != 0
+    held_split = jnp.where(is_left, union(wanted[:dims]), held_split)
+    is_held = is_tensor & (~is_left | (union(of.home ^ wanted) != 0))
     # Copies of their own: slices of a whole value are cut out of it, sums of it are a mask.
     moved = union(of.home ^ target)
     is_sent = is_edge & ((moved & (home_split | home_other)) != 0)
     summed = of.raw[dims] & ~of.resolved[dims]
     scattered = summed & union(of.resolved[:dims])
     parts = parts_of(mesh, jnp.stack([held_split, union(target[:dims]), raw_split, scattered, first_of(scattered)]))
-    held = jnp.where(is_tensor, floats[3] / parts[0], 0.0)
+    held = jnp.where(is_held, floats[3] / parts[0], 0.0)
     copy = jnp.where(is_edge & (moved != 0), floats[0] / parts[1], 0.0)
     local = jnp.where(is_tensor, floats[0] / parts[2], 0.0)
     is_scattered = scattered != 0

@@ -79,7 +79,7 @@ class Records(NamedTuple):
     # int32 [n, 6]: parameter, place of the owner's first read, places as it is stored, of its gradient and as it is left, operator
     parameter: Array
     task: Array  # int32 [n, 3]: task, its parameter's place in the list (NONE), operator
-    row: Array  # int32 [n, 6]: row, places as made, as first read, as summed in common, as wanted; operator of a sum
+    row: Array  # int32 [n, 6]: row, places as made, as first read, as summed in common, as wanted or left; operator of a sum
 
 
 class CostArrays(NamedTuple):
@@ -102,11 +102,12 @@ class CostArrays(NamedTuple):
     # int32 [P + 1, 5]: dim of extra storage, its size, axes that are fixed, dims that the gradient lacks, whether a part is left
     parameter_int: Array
     parameter_fixed: Array  # SET [P + 1, W]
-    parameter_float: Array  # float32 [P + 1, 2]: bytes with optimizer state, of what the forward pass leaves
+    state_bytes: Array  # float32 [P + 1]
     storage_axes: Array  # SET [O, 2]: of what is stored, and of what the forward pass leaves
     storage_again: Scalar  # int32 []: bits of the storages that are gathered again
     # rows
-    row_int: Array  # int32 [X + 1, 8]: kind, is_fixed, is_reader, is_summand, is_joint, is_product, waits, has halos
+    # int32 [X + 1, 9]: kind, is_fixed, is_reader, is_summand, is_joint, is_product, waits, has halos, is_left
+    row_int: Array
     row_float: Array  # float32 [X + 1, 4]: bytes sent, latency share, trips, bytes held
     row_shape: Array  # int32 [X + 1, D]
     row_fixed: Array  # SET [X + 1, W]
@@ -216,9 +217,7 @@ def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     return {
         "parameter_int": padded(numbers.astype(np.int32), b.parameters + 1),
         "parameter_fixed": padded(fixed, b.parameters + 1),
-        "parameter_float": padded(
-            np.stack([tables.parameter_bytes * tables.state_copies, tables.left_bytes], 1).astype(np.float32), b.parameters + 1
-        ),
+        "state_bytes": padded((tables.parameter_bytes * tables.state_copies).astype(np.float32), b.parameters + 1),
         "storage_axes": padded((masks * bits).sum(2).astype(np.int16), 32),
     }
 
@@ -231,10 +230,11 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
         [np.full(num_t, TENSOR), tables.tensor_source == FROM_FIXED, tables.tensor_source == FROM_READER, tables.tensor_sum >= 0,
          tables.is_joint, tables.is_product, tables.working.waits], 1,
     )  # fmt: skip
-    numbers = np.zeros((num_t + num_e + num_s, 8), np.int32)
+    numbers = np.zeros((num_t + num_e + num_s, 9), np.int32)
     numbers[:num_t, :7] = of_tensor
     numbers[edges, :7] = of_tensor[tables.edge_tensor]
     numbers[edges, 0] = EDGE
+    numbers[:num_t, 8] = tables.left_slot >= 0
     numbers[num_t + num_e :, 0] = SUM
     numbers[num_t + num_e :, 7] = (tables.sum_map <= HALO).any(1)
     sum_trips = tables.task_trips[tables.sum_task] if num_s else np.zeros(0, np.float32)
@@ -243,7 +243,7 @@ def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
             np.concatenate([tables.resolve_bytes, tables.edge_bytes, tables.sum_bytes]),
             np.concatenate([tables.resolve_share, tables.edge_share, np.ones(num_s)]),
             np.concatenate([tables.tensor_trips * tables.may_be_partial, tables.edge_trips, sum_trips]),
-            np.concatenate([tables.tensor_bytes * tables.tensor_copies, np.zeros(num_e + num_s)]),
+            np.concatenate([tables.held_bytes, np.zeros(num_e + num_s)]),
         ], 1,
     ).astype(np.float32)  # fmt: skip
     shape = np.zeros((len(numbers), b.dims), np.int32)
@@ -362,7 +362,7 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
     row[:, 0] = np.arange(len(row))
     row[:num_t, 1], row[:num_t, 2] = tables.tensor_slot, tables.tensor_reader
     row[:num_t, 3] = np.where(tables.tensor_sum >= 0, tables.tensor_sum, replicated)
-    row[:num_t, 4] = replicated
+    row[:num_t, 4] = np.where(tables.left_slot >= 0, tables.left_slot, replicated)
     row[num_t : num_t + num_e, 1], row[num_t : num_t + num_e, 2:4] = tables.edge_source, row[tables.edge_tensor, 2:4]
     row[num_t : num_t + num_e, 4] = tables.edge_slot
     row[num_t + num_e :, 1], row[num_t + num_e :, 2:5] = inner + np.arange(num_s), replicated

@@ -93,6 +93,7 @@ def _decided(tables: CostTables) -> list[_Decided]:
         edges_of_tensor[tensor].append(e)
         edges_of_slot[slot].append(e)
     made, reader, common = tables.tensor_slot.tolist(), tables.tensor_reader.tolist(), tables.tensor_sum.tolist()
+    left = tables.left_slot.tolist()
     for i, slot in enumerate(made):
         tensors_of_slot[slot].append(i)
         if common[i] >= 0:
@@ -108,7 +109,7 @@ def _decided(tables: CostTables) -> list[_Decided]:
         keyed = {e for s in own for e in edges_of_slot[s]} | {e for i in owned for e in edges_of_tensor[i]}
         edges = sorted(keyed | {e for i in moved for e in edges_of_tensor[i]})
         tensors = sorted({*moved, *(edge_tensor[e] for e in edges)})
-        needed = {s for i in tensors for s in (made[i], reader[i], common[i]) if s >= 0}
+        needed = {s for i in tensors for s in (made[i], reader[i], common[i], left[i]) if s >= 0}
         needed |= {s for e in edges for s in (edge_slot[e], edge_source[e])}
         found.append(
             _Decided(
@@ -133,7 +134,7 @@ class _Lists:
         self.number_of = {g: i for i, g in enumerate(dict.fromkeys(self.group_of))}  # in the order of `reader_groups`
         self.made, self.reader, self.common = (x.tolist() for x in (tables.tensor_slot, tables.tensor_reader, tables.tensor_sum))
         self.edge_tensor, self.edge_slot = tables.edge_tensor.tolist(), tables.edge_slot.tolist()
-        self.edge_source = tables.edge_source.tolist()
+        self.edge_source, self.left = tables.edge_source.tolist(), tables.left_slot.tolist()
         self.slot: list[list[int]] = []
         self.sizes: list[list[float]] = []
         self.global_slot: list[int] = []
@@ -199,7 +200,7 @@ class _Lists:
         def of_tensor(i: int) -> tuple[int, int]:
             return at(self.reader[i]), at(self.common[i])
 
-        self.row += [[i, at(self.made[i]), *of_tensor(i), 0, 0] for i in of.tensor]
+        self.row += [[i, at(self.made[i]), *of_tensor(i), at(self.left[i]), 0] for i in of.tensor]
         self.row += [
             [self.num_t + e, at(self.edge_source[e]), *of_tensor(self.edge_tensor[e]), at(self.edge_slot[e]), 0] for e in of.edge
         ]

@@ -65,7 +65,6 @@ class CostTables:
     storage_left: np.ndarray  # bool [O, A]: axes that split what the forward pass leaves; none where it leaves nothing
     storage_again: np.ndarray  # bool [O]: the backward pass gathers again
     is_left: np.ndarray  # bool [P]: the forward pass can leave a part of it to the backward pass
-    left_bytes: np.ndarray  # float32 [P]: of a whole one, in the widest dtype that the backward pass reads
 
     tensor_source: np.ndarray  # int32 [T]: FROM_*
     tensor_slot: np.ndarray  # int32 [T]: the slot its layout comes from
@@ -77,6 +76,8 @@ class CostTables:
     tensor_bytes: np.ndarray  # float32 [T]: of one trip
     resolve_bytes: np.ndarray  # float32 [T]: as it is added up; a gradient in bfloat16, say, that is cast behind the sum
     tensor_copies: np.ndarray  # float32 [T]: alive at once
+    held_bytes: np.ndarray  # float32 [T]: all that are alive, whole; of a parameter what the backward pass reads of it
+    left_slot: np.ndarray  # int32 [T]: of a parameter of which a part can be left, the slot of that; -1
     tensor_birth: np.ndarray  # int32 [T]: the task that makes it
     tensor_death: np.ndarray  # int32 [T]: the last task that needs it
     order: MemoryOrder  # when tensors are alive, as the compiler schedules them
@@ -174,11 +175,15 @@ def cost_tables(
     conversions = Conversions(t["edge_tensor"], t.pop("edge_read_at"))
     order = compiler.ordered(graph, t["tensor_birth"], t["tensor_death"], conversions)
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
+    order = _left(graph, order, t)
     widened = compiler.widening(x.dtype for x in graph.tensors)
     t["tensor_bytes"] *= np.where([x.input_leaf >= 0 for x in graph.tensors], 1, widened)
     t["resolve_bytes"] *= compiler.widening(x.sum_dtype or x.dtype for x in graph.tensors)
     t["edge_bytes"] *= compiler.widening(e.dtype for e in edges)
-    _left(graph, t)
+    t["held_bytes"] = t["tensor_bytes"] * t["tensor_copies"]
+    t["held_bytes"][t["left_slot"] >= 0] = 0
+    is_read_again = (t["left_slot"][t["edge_tensor"]] >= 0) & t["edge_is_backward"]
+    np.maximum.at(t["held_bytes"], t["edge_tensor"][is_read_again], t["edge_bytes"][is_read_again])
     t["sum_bytes"] *= compiler.widening(graph.tasks[k].dtype for k in t["sum_task"].tolist())
     t["resolve_share"] = combined_share(t["resolve_bytes"], is_gradient, compiler.merged_bytes)
     t["edge_share"] = combined_share(t["edge_bytes"], t["edge_parameter"] >= 0, compiler.merged_bytes)
@@ -240,14 +245,22 @@ def _parameters(graph: OperatorGraph, space: SearchSpace, t: dict) -> None:
     t["state_copies"] = np.array([1 + len(p.state_leaves) for p in graph.parameters], np.float32)
 
 
-def _left(graph: OperatorGraph, t: dict) -> None:
-    """What the backward pass gathers parameters from, by reader, and what the forward pass leaves it."""
-    num_u, num_p, of = len(t["access_op"]), len(graph.parameters), t["edge_parameter"]
-    is_again = (of >= 0) & t["edge_is_backward"]
-    t["edge_source"] = np.where(is_again, num_u + 2 * num_p + of, t["tensor_slot"][t["edge_tensor"]]).astype(np.int32)
-    t["is_left"] = np.isin(np.arange(num_p), list(left_parameters(graph)))
-    t["left_bytes"] = np.zeros(num_p, np.float32)
-    np.maximum.at(t["left_bytes"], of[is_again], t["edge_bytes"][is_again])
+def _left(graph: OperatorGraph, order: MemoryOrder, t: dict) -> MemoryOrder:
+    """What the backward pass gathers parameters from, by reader; and when there is what the forward pass leaves it."""
+    first = len(t["access_op"]) + 2 * len(graph.parameters)
+    is_again = (t["edge_parameter"] >= 0) & t["edge_is_backward"]
+    t["edge_source"] = np.where(is_again, first + t["edge_parameter"], t["tensor_slot"][t["edge_tensor"]]).astype(np.int32)
+    t["left_slot"] = np.full(len(graph.tensors), -1, np.int32)
+    t["is_left"] = np.zeros(len(graph.parameters), bool)
+    since, until, at_least = (x.copy() for x in (order.since, order.until, order.at_least))
+    for p in left_parameters(graph) if t["storage_left"].any() else ():
+        i = graph.parameters[p].tensor
+        t["is_left"][p], t["left_slot"][i] = True, first + p
+        readers = [k for k, task in enumerate(graph.tasks) if any(a.tensor == i for a in task.reads)]
+        read_again = order.read_at[is_again & (t["edge_tensor"] == i)]
+        since[i] = at_least[i] = readers[0]
+        until[i] = read_again.max(initial=readers[0])
+    return order._replace(since=since, until=until, at_least=at_least)
 
 
 def _work(graph: OperatorGraph, rates: ComputeRates, width: int, t: dict) -> None:

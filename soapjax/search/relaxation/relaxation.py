@@ -258,7 +258,7 @@ def _usage(problem: PlanningProblem, rows: OwnRows) -> list[np.ndarray]:
         usage[n] += held[:, None]
     for t in range(len(tables.tensor_bytes)):
         alive = (tables.order.since[t] <= times) & (times <= tables.order.until[t])
-        if tables.order.until[t] < 0 or not alive.any():
+        if tables.order.until[t] < 0 or tables.left_slot[t] >= 0 or not alive.any():
             continue
         n, raw = rows.raw(t)
         if n >= 0:
