@@ -9,7 +9,7 @@ from soapjax.search.stages.stage_loads import CrossingBytes
 from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import SentPart
-from soapjax.strategy.schedules import groups_of, kind_of, splits_backward
+from soapjax.strategy.schedules import groups_of, kind_of, recomputes_apart, splits_backward
 
 
 def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPart]]) -> list[SentPart]:
@@ -21,7 +21,7 @@ def sends_of_stage(pipeline: Pipeline, i: int, once: Sequence[tuple[str, SentPar
         name = "backward" if kind == "weights" and not is_split else kind
         rows = [(f"{name} {i}", 1 if kind in ("update", "gather") and kind_of(pipeline).is_synchronous else passes)]
         if stage.rematerialise and kind == "forward":
-            rows.append((f"backward {i}", passes))
+            rows.append((f"{'recompute' if recomputes_apart(pipeline, i) else 'backward'} {i}", passes))
         for program, times in rows:
             found.append(part.model_copy(update={"program": program, "bytes": {k: times * b for k, b in part.bytes.items()}}))
     return found

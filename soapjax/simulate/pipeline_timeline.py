@@ -29,7 +29,16 @@ from typing import NamedTuple
 
 from soapjax.simulate.event import TaskGraph, run
 from soapjax.strategy.pipeline import Action, Pipeline
-from soapjax.strategy.schedules import actions, groups_of, in_flight, kind_of, most_put_off, splits_backward
+from soapjax.strategy.schedules import (
+    actions,
+    groups_of,
+    in_flight,
+    kind_of,
+    most_put_off,
+    most_recomputed,
+    recomputes_apart,
+    splits_backward,
+)
 
 ROUNDS = 3  # of as many micro-batches as there are groups of devices, until a synchronous pipeline is in its steady state
 
@@ -184,7 +193,7 @@ def predicted_times(
 def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Peak bytes on each of a stage's devices [stages], and most micro-batches held [stages]."""
     held = in_flight(pipeline)
-    rows = zip(loads, held, most_put_off(pipeline), strict=True)
+    rows = zip(loads, held, most_put_off(pipeline), most_recomputed(pipeline), strict=True)
     own = [_memory(pipeline, i, *row) for i, row in enumerate(rows)]
     groups = {i: group for group in groups_of(pipeline) for i in group}
     # Stages on the same devices: all that stays is there at once, of the working sets only one is.
@@ -211,19 +220,25 @@ def _steady_s(pipeline: Pipeline, ends: Sequence[float]) -> float:
     return (ends[first + count] - ends[first]) / (count * per_update)
 
 
-def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int, put_off: int) -> tuple[float, float]:
-    """Bytes on one device of a stage that stay for the step, and those of one micro-batch's passes beyond."""
+def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int, put_off: int, again: int) -> tuple[float, float]:
+    """Bytes on one device of a stage that stay for the step, and those of one micro-batch's passes beyond.
+
+    Args:
+      held, put_off, again: most micro-batches in flight, whose gradients of weights are to come, and computed again.
+    """
     replicas = pipeline.stages[stage].replicas
     per_replica = -(-held // replicas)
     keeps = load.input_bytes if pipeline.stages[stage].rematerialise else load.kept_bytes
     num = -(-pipeline.num_microbatches // replicas)
     # The whole batch is laid out as one array, and taken apart before the first pass.
     stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
-    stays += put_off * load.between_bytes
+    stays += put_off * load.between_bytes + max(again - 1, 0) * load.kept_bytes
     if not kind_of(pipeline).is_synchronous:
         # Stashed versions. Of a stage with replicas the weights that were given stay, and an update takes no version's memory.
         stays += (max(per_replica - 1, 0) if replicas == 1 else per_replica + 1) * load.parameter_bytes
-    own = max(load.working_bytes, load.kept_bytes) + (load.input_bytes if pipeline.stages[stage].rematerialise else 0.0)
+    own = max(load.working_bytes, load.kept_bytes)
+    if pipeline.stages[stage].rematerialise and not recomputes_apart(pipeline, stage):
+        own += load.input_bytes  # beside what one program makes of it
     if num > 1:
         own += load.unsummed_bytes
     if per_replica < num:
@@ -327,8 +342,9 @@ class _Expansion(_Tasks):
             return needed + [("parameters", t.source, i) for t in into if t.parameters_s]
         if action.kind == "backward":
             after = [("backward", i + 1, m)] if i + 1 < len(self.stages) else []
-            return [*([("send", i, t.target, m, True) for t in out] or after), ("forward", i, m)]
-        return [("backward", i, m)]
+            again = [("recompute", i, m)] if recomputes_apart(self.pipeline, i) else []
+            return [*([("send", i, t.target, m, True) for t in out] or after), ("forward", i, m), *again]
+        return [("forward" if action.kind == "recompute" else "backward", i, m)]
 
     def _update(self, action: Action, waiting: list[object], before: dict[int, object]) -> None:
         i, m, load, every = action.stage, action.microbatch, self.loads[action.stage], range(self.stages[action.stage].replicas)
@@ -345,9 +361,10 @@ class _Expansion(_Tasks):
 
 
 def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad, is_split: bool) -> float:
-    if action.kind == "forward":
+    if action.kind in ("forward", "recompute"):
         return load.forward_s
     if action.kind == "weights":
         return load.weights_s
-    again_s = load.forward_s if pipeline.stages[action.stage].rematerialise else 0.0
+    is_within = pipeline.stages[action.stage].rematerialise and not recomputes_apart(pipeline, action.stage)
+    again_s = load.forward_s if is_within else 0.0
     return again_s + (load.inputs_s if is_split else load.backward_s)

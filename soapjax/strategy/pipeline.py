@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import pydantic
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "pipedream", "own"]
-ActionKind = Literal["forward", "backward", "weights", "update"]
+ActionKind = Literal["forward", "recompute", "backward", "weights", "update"]
 
 
 class Stage(pydantic.BaseModel):
@@ -24,7 +24,7 @@ class Stage(pydantic.BaseModel):
     devices: tuple[int, ...]  # indices into the topology's device order; any number of them, replica by replica
     mesh: dict[str, int] = {}  # axis name -> size, slowest first; the product is the number of devices of one replica
     replicas: int = 1  # pipedream: copies of the stage on equal shares of `devices`, which take minibatches in turn
-    rematerialise: bool = False  # keep only the stage's inputs, and compute its forward again before its backward
+    rematerialise: bool = False  # keep only the stage's inputs, and compute its forward pass again before its backward pass
 
 
 class Pipeline(pydantic.BaseModel):
@@ -37,7 +37,8 @@ class Pipeline(pydantic.BaseModel):
     stages: tuple[Stage, ...]
     vertical_sync: bool = False  # pipedream: a minibatch sees one version of the weights on all stages
     # own: of every group of devices what it does, in order: F3 and B3 are the passes of micro-batch 3, W3 its gradients of weights
-    # where B3 leaves them out; F3.5 is the pass of stage 5, where a group has several.
+    # where B3 leaves them out, R3 what is computed again for B3, right before it if not said; F3.5 is the pass of stage 5, where a
+    # group has several.
     order: tuple[tuple[str, ...], ...] = ()
 
 

@@ -13,6 +13,10 @@ off by i micro-batches, so that bubbles at the end are filled, and no stage hold
     zb-h1   F0 F1 B0 W0 F2 B1 W1 B2 W2 U
             F0 B0 F1 B1 W0 F2 B2 W1 W2 U
 
+A stage that keeps its inputs alone computes its forward pass again before the backward pass, as an action R of its own, which needs
+no gradient: it runs while the stage would wait for one (GPipe, section 2.3). Gradients of weights that are put off need
+what is computed again twice; there each backward program computes it itself.
+
 GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2019 (PipeDream), section 3.2, here with one update at the end
 of a step. Interleaved 1F1B: Narayanan et al. 2021 (Megatron-LM), section 2.2. ZB-H1: Qi et al. 2023, section 2.3. `pipedream`
 updates after every backward pass.
@@ -50,6 +54,12 @@ def splits_backward(pipeline: Pipeline) -> bool:
     return kind_of(pipeline).splits_backward or any(word.startswith("W") for words in pipeline.order for word in words)
 
 
+def recomputes_apart(pipeline: Pipeline, stage: int) -> bool:
+    """Whether a stage computes its forward pass again as an action of its own."""
+    is_known = kind_of(pipeline).is_synchronous and not splits_backward(pipeline)
+    return is_known and pipeline.stages[stage].rematerialise
+
+
 def groups_of(pipeline: Pipeline) -> tuple[tuple[int, ...], ...]:
     """The stages of each group of devices, groups in order of first appearance.
 
@@ -82,10 +92,21 @@ def actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
     groups = groups_of(pipeline)
     _check(pipeline, groups)
     schedule = kind_of(pipeline)
-    orders = [schedule.order(pipeline, groups, g) for g in range(len(groups))]
+    orders = [_with_recomputation(pipeline, schedule.order(pipeline, groups, g)) for g in range(len(groups))]
     if schedule.is_synchronous:
         orders = [[*order, *(Action("update", i, 0) for i in group)] for order, group in zip(orders, groups, strict=True)]
     return tuple(map(tuple, orders))
+
+
+def _with_recomputation(pipeline: Pipeline, order: list[Action]) -> list[Action]:
+    """What is computed again right before the backward pass, where an order does not say it."""
+    given, found = set(order), []
+    for action in order:
+        again = action._replace(kind="recompute")
+        if action.kind == "backward" and recomputes_apart(pipeline, action.stage) and again not in given:
+            found.append(again)
+        found.append(action)
+    return found
 
 
 def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
@@ -98,27 +119,32 @@ def most_put_off(pipeline: Pipeline) -> tuple[int, ...]:
     return _most_between(_shape(pipeline), "backward", "weights") if splits_backward(pipeline) else (0,) * len(pipeline.stages)
 
 
+def most_recomputed(pipeline: Pipeline) -> tuple[int, ...]:
+    """The most micro-batches of each stage that were computed again and are still to be differentiated."""
+    return _most_between(_shape(pipeline), "recompute", "backward")
+
+
 class _Shape(NamedTuple):
     """What the order of actions depends on."""
 
     schedule: ScheduleName
     num_microbatches: int
     order: tuple[tuple[str, ...], ...]
-    stages: tuple[tuple[tuple[int, ...], int], ...]  # devices and replicas
+    stages: tuple[tuple[tuple[int, ...], int, bool], ...]  # devices, replicas, and whether it computes again
 
 
 def _shape(pipeline: Pipeline) -> _Shape:
-    stages = tuple((s.devices, s.replicas) for s in pipeline.stages)
+    stages = tuple((s.devices, s.replicas, s.rematerialise) for s in pipeline.stages)
     return _Shape(pipeline.schedule, pipeline.num_microbatches, pipeline.order, stages)
 
 
 @functools.lru_cache(maxsize=1024)  # searches ask for the same few again and again, of thousands of actions each
 def _most_between(shape: _Shape, begin: str, end: str) -> tuple[int, ...]:
     held, most = [0] * len(shape.stages), [0] * len(shape.stages)
-    stages = tuple(Stage.model_construct(operators=(), devices=d, replicas=r) for d, r in shape.stages)
+    stages = tuple(Stage.model_construct(operators=(), devices=d, replicas=r, rematerialise=a) for d, r, a in shape.stages)
     for order in actions(Pipeline.model_construct(**shape._asdict() | {"stages": stages})):
         for action in order:
-            held[action.stage] += (action.kind == begin) - (action.kind == end)
+            held[action.stage] += (action.kind == begin) - (action.kind == end and held[action.stage] > 0)
             most[action.stage] = max(most[action.stage], held[action.stage])
     return tuple(most)
 
@@ -187,7 +213,7 @@ def _pipedream(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...], g: int) 
     return _with_updates(order, pipeline.stages[stage].replicas)
 
 
-_KINDS: dict[str, ActionKind] = {"F": "forward", "B": "backward", "W": "weights"}
+_KINDS: dict[str, ActionKind] = {"F": "forward", "R": "recompute", "B": "backward", "W": "weights"}
 
 
 def _written(action: Action) -> str:
@@ -305,16 +331,21 @@ def _check_own(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> list[
         place = f"pipeline.order[{g}]"
         seen: dict[tuple[str, int, int], list[int]] = {}
         for k, word in enumerate(words):
-            found = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", word)
+            found = re.fullmatch(r"([FRBW])(\d+)(?:\.(\d+))?", word)
             stage = int(found[3]) if found and found[3] else group[0]
             if not found or int(found[2]) >= pipeline.num_microbatches or stage not in group:
-                expected = f"F, B or W and one of {pipeline.num_microbatches} micro-batches (F0, or F0.{group[-1]} of a stage)"
+                expected = f"F, R, B or W and one of {pipeline.num_microbatches} micro-batches (F0, or F0.{group[-1]} of a stage)"
                 problems.append(Problem(f"{place}[{k}]", repr(word)[:40], expected, "correct it"))
                 continue
             seen.setdefault((found[1], stage, int(found[2])), []).append(k)
-        kinds = "FBW" if any(kind == "W" for kind, _, _ in seen) else "FB"
+        is_split = any(kind == "W" for kind, _, _ in seen)
+        for kind, stage, m in seen:
+            if kind == "R" and (is_split or not pipeline.stages[stage].rematerialise):
+                expected = "no W beside it" if is_split else "a stage that keeps its inputs alone (rematerialise)"
+                problems.append(Problem(f"{place}: stage {stage}", f"R{m}", expected, "drop it: it goes before the backward pass"))
         for stage in group:
             for m in range(pipeline.num_microbatches):
+                kinds = "F" + "R" * (("R", stage, m) in seen) + "B" + "W" * is_split
                 at = [seen.get((kind, stage, m), []) for kind in kinds]
                 if [len(x) for x in at] != [1] * len(kinds) or sum(at, []) != sorted(sum(at, [])):
                     expected = " before ".join(f"{kind}{m}" for kind in kinds) + ", each once"

@@ -59,7 +59,8 @@ def random_plan(planned, step, sizes, rng):
                 update = {"axes": dict(config.axes), "storage": config.storage}
                 operators[op.name] = operators[op.name].model_copy(update=update)
         named = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        stages.append(stage.model_copy(update={"devices": tuple(range(first, first + size)), "mesh": named}))
+        update = {"devices": tuple(range(first, first + size)), "mesh": named, "rematerialise": bool(rng.random() < 0.5)}
+        stages.append(stage.model_copy(update=update))
         first += size
     pipeline = pipeline.model_copy(update={"stages": tuple(stages)})
     return planned.model_copy(update={"pipeline": pipeline, "operators": operators})
@@ -83,8 +84,11 @@ def test_every_choice_that_is_priced_is_run_and_proven(planned, step, sizes):
     assert found.reference == "the whole batch" and found.numbers.is_proven, found.numbers
 
 
-@pytest.mark.parametrize("how", ["kept", "regathered", "kept, gradients sharded"])
-def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how):
+STORED = [("kept", False), ("regathered", False), ("kept, gradients sharded", False), ("regathered", True)]
+
+
+@pytest.mark.parametrize("how, again", STORED)
+def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how, again):
     """ZeRO-1: parameters are gathered, and gradients reduce-scattered, once per step. ZeRO-3: in every pass. ZeRO-2: both."""
     graph = micro_batch(build_graph(soapjax.trace(*step))[0], NUM)
     mesh = factor_mesh(part_of(load_topology("cpu8"), 0, 4))
@@ -97,7 +101,8 @@ def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how
         operators[op.name] = operators[op.name].model_copy(update={"axes": axes, "storage": storage})
     pipeline = balanced_pipeline(graph, 8, num_microbatches=NUM, num_stages=2)
     named = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    pipeline = pipeline.model_copy(update={"stages": tuple(s.model_copy(update={"mesh": named}) for s in pipeline.stages)})
+    update = {"mesh": named, "rematerialise": again}
+    pipeline = pipeline.model_copy(update={"stages": tuple(s.model_copy(update=update) for s in pipeline.stages)})
     plan = recost(planned.model_copy(update={"pipeline": pipeline, "operators": operators}), soapjax.trace(*step))
 
     def made(is_float64):
@@ -123,6 +128,7 @@ def test_what_is_kept_is_gathered_and_scattered_once_per_step(planned, step, how
             assert not kinds[f"update {s}"] & {"reduce-scatter"}
         else:
             assert f"gather {s}" not in kinds and "all-gather" in kinds[f"forward {s}"] & kinds[f"backward {s}"]
+            assert kinds.get(f"recompute {s}", set()) == ({"all-gather"} if again else set())
             assert "reduce-scatter" in kinds[f"backward {s}"] and not kinds[f"update {s}"] & {"reduce-scatter"}
     proof = verify_pipeline(made, jax.tree.leaves(step[1:]), found.ops)
     assert proof.reference == "the whole batch" and proof.numbers.is_proven, proof.numbers

@@ -6,7 +6,7 @@ import pytest
 
 from soapjax.errors import SoapjaxError
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, most_put_off, needs
+from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, most_put_off, most_recomputed, needs
 
 
 def pipeline(schedule, num_stages, num_microbatches, *, num_groups=None, replicas=None):
@@ -115,8 +115,27 @@ def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(num_stages, num)
     assert most_put_off(p) == tuple(min(i + 1, num) for i in range(num_stages))
 
 
-def own(order, *, num=2, stages=2, groups=None):
-    return pipeline("1f1b", stages, num, num_groups=groups).model_copy(update={"schedule": "own", "order": order})
+def own(order, *, num=2, stages=2, groups=None, again=False):
+    made = pipeline("1f1b", stages, num, num_groups=groups).model_copy(update={"schedule": "own", "order": order})
+    return recomputed(made) if again else made
+
+
+def recomputed(p):
+    return p.model_copy(update={"stages": tuple(s.model_copy(update={"rematerialise": True}) for s in p.stages)})
+
+
+def test_recomputation_is_an_action_before_the_backward_pass():
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        p = pipeline(schedule, 4, 4, num_groups=2 if schedule == "interleaved" else None)
+        plain, again = actions(p), actions(recomputed(p))
+        assert [[a for a in order if a.kind != "recompute"] for order in again] == list(map(list, plain))
+        for order in again:
+            before = [order[k - 1] for k, a in enumerate(order) if a.kind == "backward"]
+            assert before == [a._replace(kind="recompute") for a in order if a.kind == "backward"]
+        assert most_recomputed(recomputed(p)) == (1,) * 4 and most_recomputed(p) == (0,) * 4
+        assert in_flight(p) == in_flight(recomputed(p))
+    for schedule in ("zb-h1", "pipedream"):  # one program of the backward pass does it
+        assert actions(pipeline(schedule, 4, 4)) == actions(recomputed(pipeline(schedule, 4, 4)))
 
 
 def test_an_own_order_is_what_it_says():
@@ -125,6 +144,9 @@ def test_an_own_order_is_what_it_says():
         letters = {"forward": "F", "backward": "B", "weights": "W"}
         words = tuple(tuple(f"{letters[a.kind]}{a.microbatch}" for a in o if a.kind != "update") for o in actions(named))
         assert actions(own(words, num=4, stages=3)) == actions(named)
+    early = own((("F0", "F1", "R0", "R1", "B0", "B1"), ("F0", "B0", "F1", "B1")), again=True)
+    assert most_recomputed(early) == (2, 1)
+    assert "".join(a.kind[0] for a in actions(early)[1]) == "frbfrbu"  # right before the backward pass, if not said
     shared = own((("F0.0", "F0.2", "B0.2", "B0"), ("F0.1", "B0.1")), num=1, stages=3, groups=2)
     passes = [str(a.stage) + a.kind[0] for a in dispatch_order(shared) if a.kind != "update"]
     assert passes == ["0f", "1f", "2f", "2b", "1b", "0b"]
@@ -134,10 +156,21 @@ def test_an_own_order_is_what_it_says():
     ((("F0", "F1", "B0", "B1"),), "2, one for each group"),
     ((("F0", "B0", "F1", "B1"), ("F0", "B0", "F1")), "F1 before B1, each once"),
     ((("F0", "B0", "F1", "B1"), ("B0", "F0", "F1", "B1")), "F0 before B0, each once"),
-    ((("F0", "B0", "F1", "B1"), ("F0", "X7", "F1", "B1")), "F, B or W and one of 2 micro-batches"),
+    ((("F0", "B0", "F1", "B1"), ("F0", "X7", "F1", "B1")), "F, R, B or W and one of 2 micro-batches"),
     ((("F0", "B0", "F1", "B1"), ("F0", "B0", "W0", "F1", "B1")), "F1 before B1 before W1"),
     ((("F0", "B0", "F1", "B1"), ("F1", "F0", "B0", "B1")), "deadlock: the groups wait at B0 of stage 0, F1 of stage 1"),
 ])  # fmt: skip
 def test_an_own_order_that_cannot_run_is_refused(order, complaint):
     with pytest.raises(SoapjaxError, match=complaint):
         dispatch_order(own(order))
+
+
+@pytest.mark.parametrize("words, again, complaint", [
+    (("F0", "R0", "B0", "F1", "B1"), False, "R0; expected a stage that keeps its inputs alone"),
+    (("F0", "R0", "B0", "W0", "F1", "B1", "W1"), True, "R0; expected no W beside it"),
+    (("R0", "F0", "B0", "F1", "B1"), True, "R0 F0 B0; expected F0 before R0 before B0, each once"),
+    (("F0", "R0", "R0", "B0", "F1", "B1"), True, "F0 before R0 before B0, each once"),
+])  # fmt: skip
+def test_a_recomputation_that_cannot_be_is_refused(words, again, complaint):
+    with pytest.raises(SoapjaxError, match=complaint):
+        actions(own((words, ("F0", "B0", "F1", "B1")), again=again))

@@ -6,6 +6,7 @@ update needs to running sums on its own devices; pipeline_updates.py goes on fro
     ("batch", value, stage)             all micro-batches of an argument
     ("value", value, stage, m)          a value on a stage; m is None of state, which all micro-batches share
     ("whole", value, stage)             a parameter that was gathered for all passes
+    ("again", value, stage, m)          what is computed again for a backward pass
     ("number", stage, m)                a micro-batch's number, where random numbers are drawn
     ("sum", value, stage, version)      a running sum: every addition makes a new version, in the old one's memory
 """
@@ -157,16 +158,19 @@ class PipelineStream:
                 ins, outs = [self.name(v, s, None) for v in values], [("whole", v, s) for v in values]
                 self.out.call(part.name, self.track(s), fn, ins, outs, part=(place, part))
 
-    def _read(self, v: int, s: int, m: int) -> tuple:
+    def _read(self, v: int, s: int, m: int, kind: str) -> tuple:
         """The name of what a pass reads."""
+        again = self.cut.recompute[s] if kind == "backward" else None
+        if again is not None and v in again.outputs:
+            return ("again", v, s, m)
         return ("whole", v, s) if v in self.places[s].gathered else self.name(v, s, m)
 
     def _programs(self) -> None:
         """One program per stage and pass, with its running sums, and with what is joined as outputs."""
         self.compiled: dict[tuple[str, int], tuple[Part, Any, list[Accumulated]]] = {}
         joined = {v for c in self.joined for _, v in c.summands}
-        rows = (("forward", self.cut.forward), ("backward", self.cut.backward), ("weights", self.cut.weights))
-        for kind, parts in rows:
+        for kind in ("forward", "recompute", "backward", "weights"):
+            parts = getattr(self.cut, kind)
             for part in (p for p in parts if p is not None):
                 made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
                 added = [a for a in self.sums[part.place] if a.value in made]
@@ -190,20 +194,22 @@ class PipelineStream:
 
     def _pass(self, action: Action) -> None:
         if (action.kind, action.stage) not in self.compiled:
-            return  # a first stage puts nothing off: nobody waits for its backward pass
+            return  # a first stage puts nothing off: nobody waits for its backward pass; or nothing is to be computed again
         part, fn, added = self.compiled[action.kind, action.stage]
         s, m = action.stage, action.microbatch
         sums = [self.sum_name(a.value, s) for a in added]
         for a in added:
             self.version[a.value, s] += 1
-        outs = [self.name(v, s, m) for v in part.outputs] + [self.sum_name(a.value, s) for a in added]
-        ins = [*(self._read(v, s, m) for v in part.inputs), *sums]
+        is_again = action.kind == "recompute"
+        outs = [("again", v, s, m) if is_again else self.name(v, s, m) for v in part.outputs]
+        outs += [self.sum_name(a.value, s) for a in added]
+        ins = [*(self._read(v, s, m, action.kind) for v in part.inputs), *sums]
         ins += [("number", s, m)] if draws_in(part, self.staged.micro.draws) else []
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         targets: dict[int, list[int]] = {}
         for v in part.outputs:
             for t in dict.fromkeys(self.moved_to.get(v, ())):
-                if t != s:
+                if t != s and not is_again:
                     targets.setdefault(t, []).append(v)
         for t, values in sorted(targets.items()):
             self.move(values, s, t, m)

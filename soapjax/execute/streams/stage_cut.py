@@ -26,7 +26,7 @@ from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.strategy.pipeline import Pipeline
-from soapjax.strategy.schedules import splits_backward
+from soapjax.strategy.schedules import recomputes_apart, splits_backward
 
 
 class Crossing(NamedTuple):
@@ -44,6 +44,7 @@ class StageCut:
     forward: tuple[Part, ...]
     backward: tuple[Part, ...]
     weights: tuple[Part | None, ...]  # by stage, what of the backward pass may wait, where the schedule puts it off
+    recompute: tuple[Part | None, ...]  # by stage, what makes again what the backward pass reads, where nothing is kept
     update: tuple[Part, ...]  # first round, by stage
     mixed: tuple[Part | None, ...]  # second round, by stage
     crossings: tuple[Crossing, ...]
@@ -54,7 +55,7 @@ class StageCut:
     @property
     def passes(self) -> tuple[Part, ...]:
         """What runs for every micro-batch."""
-        return (*self.forward, *self.backward, *(p for p in self.weights if p is not None))
+        return (*self.forward, *self.backward, *(p for p in (*self.weights, *self.recompute) if p is not None))
 
 
 def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:
@@ -316,21 +317,25 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     light, kept = _computed_again(c)
     apart = c.between_stages()
     put_off = _put_off(c) if splits_backward(pipeline) else set()
-    forward, backward, weights = [], [], []
+    forward, backward, weights, recompute = [], [], [], []
     for s, stage in enumerate(pipeline.stages):
-        own = c.keys(FORWARD, s)
+        own, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
         forward.append(make_part(f"forward {s}", s, step.program, own, free))
-        again, stop = (own, ()) if stage.rematerialise else (own & light, kept)
+        again, stop = (own, ()) if stage.rematerialise and not is_apart else (own & light, kept)
         mine = c.keys(BACKWARD, s) - apart
         backward.append(make_part(f"backward {s}", s, step.program, mine - put_off, free | again, stop=stop))
         if mine & put_off:
             weights.append(make_part(f"weights {s}", s, step.program, mine & put_off, free | again, stop=stop))
-    passes = [*forward, *backward, *weights]
+        if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in own]):
+            recompute.append(make_part(f"recompute {s}", s, step.program, (), free | own, made))
+    passes = [*forward, *backward, *weights, *recompute]
     updates = cut_updates(c, passes)
-    passes = with_outputs(passes)
-    later = {p.place: p for p in passes[2 * c.num :]}
-    rows = passes[: c.num], passes[c.num : 2 * c.num], [later.get(s) for s in range(c.num)]
-    return StageCut(tuple(rows[0]), tuple(rows[1]), tuple(rows[2]), *updates)
+    # What is computed again the forward pass does not hand on.
+    again_of = {p.name.replace("recompute", "backward"): set(p.outputs) for p in recompute}
+    reads = [dataclasses.replace(p, inputs=tuple(v for v in p.inputs if v not in again_of.get(p.name, ()))) for p in passes]
+    done = {p.name: dataclasses.replace(p, inputs=q.inputs) for p, q in zip(with_outputs(reads), passes, strict=True)}
+    kinds = ("forward", "backward", "weights", "recompute")
+    return StageCut(*(tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds), *updates)
 
 
 def _put_off(c: Cutter) -> set[str]:

@@ -165,7 +165,9 @@ class Grid:
         is_put_off = np.array([p.schedule == "zb-h1" for p in points])
         in_flight = np.where([p.schedule == "gpipe" for p in points], num, np.minimum(num, most))
         # Gradients of weights, a third of a pass or so, fill the bubble at the end (Qi et al. 2023, section 2.3).
-        bubble_s = (groups - 1) * pass_s * np.where(is_put_off, 2 / 3, 1)
+        # What is computed again for the first gradient is done while the stage waits for it.
+        bubble_s = (groups - 1) * (pass_s - np.where(again & ~is_put_off, one.forward_s * share, 0))
+        bubble_s *= np.where(is_put_off, 2 / 3, 1)
         step_s = num * chunks * pass_s + bubble_s + once_s + one.update_s / groups / np.where(sharded, data, 1)
         held = np.where(again, one.input_bytes + one.batch_bytes, one.kept_bytes / groups)
         whole = one.state_bytes / groups / np.where(sharded, data, 1)

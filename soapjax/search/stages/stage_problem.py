@@ -198,17 +198,21 @@ class StageProblem:
     def estimated_s(self, choice: Choice) -> float:
         """Seconds of a step without simulating: what the busiest group does, and a pass of the others while it fills and drains.
 
-        Nothing of what stages send to one another. Gradients of weights that are put off fill a third of the bubble.
+        Nothing of what stages send to one another. Gradients of weights that are put off fill a third of the bubble, and what is
+        computed again for the first gradient is done while the stage waits for it.
         """
         groups, num = len(choice.counts), choice.num_microbatches
-        pass_s, busy_s = np.zeros(groups), np.zeros(groups)
+        is_split = SCHEDULES[choice.schedule].splits_backward
+        pass_s, again_s, busy_s = np.zeros(groups), np.zeros(groups), np.zeros(groups)
         for i, load in enumerate(self._loads_of(choice)):
-            pass_s[i % groups] += load.forward_s * (1 + choice.rematerialise[i]) + load.backward_s
+            pass_s[i % groups] += load.forward_s + load.backward_s
+            again_s[i % groups] += load.forward_s * choice.rematerialise[i]
             busy_s[i % groups] += load.update_s
-        busy_s += num * pass_s
+        busy_s += num * (pass_s + again_s)
         last = int(busy_s.argmax())
-        bubble_s = (pass_s.sum() - pass_s[last]) * groups / choice.num_stages
-        return float(busy_s[last] + bubble_s * (2 / 3 if SCHEDULES[choice.schedule].splits_backward else 1))
+        idle_s = pass_s + again_s * is_split
+        bubble_s = (idle_s.sum() - idle_s[last]) * groups / choice.num_stages
+        return float(busy_s[last] + bubble_s * (2 / 3 if is_split else 1))
 
     def _loads_of(self, choice: Choice) -> list[StageLoad]:
         if self._looked_at is None or self._looked_at[0] is not choice:
