@@ -180,7 +180,7 @@ def growth(batch: int, counts: Sequence[int]) -> tuple[Growth, dict[int, Growth]
     for layers in (2, 6):
         graph = graph_of(layers, batch, **AS_PUBLISHED)
         problem = StageProblem(graph, cluster("tpu", 1), schedules=("gpipe",), num_stages=1, num_microbatches=1)
-        everything = (0, len(problem.loads.forward))
+        everything = (0, len(problem.forward))
         working = {m: problem.loads.load(everything, 0, 1, m, 0).working_bytes for m in counts}
         figures.append((layers, sum(graph.tensors[p.tensor].size_bytes / 4 for p in graph.parameters), working))
     few, many = figures
