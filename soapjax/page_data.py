@@ -68,7 +68,7 @@ def pipeline_extras(timeline: PipelineTimeline, topology: DeviceTopology, graph:
         if t in on_path:
             place = link.strip() or "compute"
             where[place] = where.get(place, 0.0) + task.duration_s
-        kinds = {"forward": FORWARD, "backward": BACKWARD, "update": UPDATE}
+        kinds = {"forward": FORWARD, "recompute": FORWARD, "backward": BACKWARD, "weights": BACKWARD}
         kind = TRANSFER if link else kinds.get(task.name.split()[0], UPDATE)
         rows += [(d, link, task.start_s, task.duration_s, task.name, kind, t in on_path) for d in sorted(set(task.devices))]
     note = f"{topology.num_devices} devices; a pass's own collectives are in its time."

@@ -331,7 +331,7 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     passes = [*forward, *backward, *weights, *recompute]
     updates = cut_updates(c, passes)
     # What is computed again the forward pass does not hand on.
-    again_of = {p.name.replace("recompute", "backward"): set(p.outputs) for p in recompute}
+    again_of = {f"backward {p.place}": set(p.outputs) for p in recompute}
     reads = [dataclasses.replace(p, inputs=tuple(v for v in p.inputs if v not in again_of.get(p.name, ()))) for p in passes]
     done = {p.name: dataclasses.replace(p, inputs=q.inputs) for p, q in zip(with_outputs(reads), passes, strict=True)}
     kinds = ("forward", "backward", "weights", "recompute")
