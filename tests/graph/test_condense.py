@@ -40,13 +40,14 @@ def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
     loads = CondensedLoads(exact, prefix_crossing(whole, exact.forward))
     blocks, n = loads.condensed.blocks, len(exact.forward)
     marks = [0, *range(blocks.first, blocks.end + 1, blocks.period), n]
-    for k, (a, b) in enumerate(itertools.combinations(sorted(set(marks)), 2)):
-        inside = loads.choices(0, 8, 4)[k % len(loads.choices(0, 8, 4))]
-        figures = exact.figures(0, 8, 4, loads.strategy(inside.strategy))
-        found = loads.load((a, b), 0, 8, 4, k % len(loads.choices(0, 8, 4)))
-        wanted = exact.load_of((a, b), 0, 8, 4, figures)
-        # Gradients that wait to be summed in one collective are more in more blocks, up to what a collective takes.
-        assert found.working_bytes == pytest.approx(wanted.working_bytes, rel=0.1 if "sharded" in inside.name else 0.01)
+    choices = loads.choices(0, 8, 4)
+    all_figures = [exact.figures(0, 8, 4, loads.strategy(inside.strategy)) for inside in choices]
+    for (a, b), (k, inside) in itertools.product(itertools.combinations(sorted(set(marks)), 2), enumerate(choices)):
+        found = loads.load((a, b), 0, 8, 4, k)
+        wanted = exact.load_of((a, b), 0, 8, 4, all_figures[k])
+        # Gradients that wait to be scattered in one collective are more in more blocks, up to what a collective takes.
+        waits = inside.name.endswith(("regathered", "gradients"))
+        assert found.working_bytes == pytest.approx(wanted.working_bytes, rel=0.15 if waits else 0.01)
         found = found._replace(working_bytes=wanted.working_bytes)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4, atol=1e-9)
 

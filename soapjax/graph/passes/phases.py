@@ -133,17 +133,20 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     # that nothing else reads is update too; a split key that the loss reads as well is not.
     moments = {values.of(program.outputs[o]).root for o in step.state_pairs.values() if isinstance(program.outputs[o], int)}
     returned = {values.of(o).root for o in program.outputs if isinstance(o, int)} - moments
-    read_before: set[int] = set()
-    for eqn, _ in reversed([*program.walk()]):
-        if eqn.body is not None:  # behind its body; what it starts from may be read by no equation of it
-            if any(phase[inner.key] != UPDATE for inner in eqn.body.leaves):
-                read_before.update(values.of(a).root for a in eqn.inputs if isinstance(a, int))
-            continue
-        if phase[eqn.key] == FORWARD and _outermost_transform(eqn.stack) is None and downstream:
-            if not any(o in read_before or o in returned for o in eqn.outputs):
-                phase[eqn.key] = UPDATE
-        if phase[eqn.key] != UPDATE:
-            read_before.update(values.sources(eqn))
+    may_wait = {e.key for e in leaves if phase[e.key] == FORWARD and _outermost_transform(e.stack) is None and downstream}
+    read_before = set(returned)
+    for _ in range(2 if values.carries else 1):  # twice: what a loop hands on is read at its begin
+        waits = set(may_wait)
+        for eqn, _ in reversed([*program.walk()]):
+            if eqn.body is not None:  # behind its body; what it starts from may be read by no equation of it
+                if any(phase[inner.key] != UPDATE and inner.key not in waits for inner in eqn.body.leaves):
+                    read_before.update(values.of(a).root for a in eqn.inputs if isinstance(a, int))
+                continue
+            if not read_before.isdisjoint(eqn.outputs):
+                waits.discard(eqn.key)
+            if phase[eqn.key] != UPDATE and eqn.key not in waits:
+                read_before.update(values.sources(eqn))
+    phase.update(dict.fromkeys(waits, UPDATE))
     parameters = _parameters(step, values, phase, downstream)
     return Phases(phase, parameters, _reads_later(leaves, values, phase))
 
