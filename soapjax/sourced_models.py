@@ -2,7 +2,7 @@
 
 `soapjax.models.mlp` is one of soapjax's own, anywhere; in a checkout, where they lie in the folder `models/`, it is `models.mlp`
 too. A factory returns `(train_step, state, batch)`. For planning it is evaluated abstractly, so that no parameter
-is allocated, whatever the size.
+is allocated, whatever the size; but one whose step closes over arrays that it made is called for real.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pydantic
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.factories import OWN_MODELS, find_factory
 from soapjax.garbage import fewer_collections
+from soapjax.graph.trace.closures import holds_tracers
 from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.strategy.plan import ModelSource
 
@@ -106,7 +107,16 @@ def abstract_model(source: ModelSource) -> Model:
         return result[1:]
 
     arguments = _guarded(source, lambda: jax.eval_shape(evaluate))
+    if holds_tracers(made["step"]):  # arrays that the factory made, of which nothing but their shapes is there
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            model = concrete_model(source)
+        return model._replace(arguments=jax.tree.map(_struct, model.arguments))
     return Model(source, made["step"], tuple(arguments))
+
+
+def _struct(x: Any) -> Any:
+    typed = jax.typeof(x)
+    return jax.ShapeDtypeStruct(typed.shape, typed.dtype, weak_type=typed.weak_type)
 
 
 def concrete_model(source: ModelSource) -> Model:

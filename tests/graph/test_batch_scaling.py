@@ -55,3 +55,70 @@ def test_what_is_neither_mean_nor_sum():
     assert found[program.outputs[0]].is_ratio
     small = soapjax.trace(lambda x: x + 1, jnp.ones(3)).program
     assert scalings(small, soapjax.trace(lambda x: x * 2 + 1, jnp.ones(3)).program, 2) == {}
+
+
+def errors(w, x):
+    return (jnp.tanh(x @ w) - 0.3) ** 2
+
+
+def weights(x):
+    return (x[:, :1] > -0.5).astype(x.dtype) * jnp.array([1.0, 0.5, 0.0])
+
+
+LOSSES = {  # whether the mean over parts of the batch is that of the whole batch
+    "mean": (lambda w, x: errors(w, x).mean(), True),
+    "weighted, over a constant": (lambda w, x: (errors(w, x) * weights(x)).sum() / x.size, True),
+    "weighted mean": (lambda w, x: (errors(w, x) * weights(x)).sum() / weights(x).sum(), False),
+    "kept from zero": (lambda w, x: (errors(w, x) * weights(x)).sum() / (weights(x).sum() + 1e-6), False),
+    "bounded": (lambda w, x: (errors(w, x) * weights(x)).sum() / jnp.maximum(weights(x).sum(), 1.0), False),
+    "clipped": (lambda w, x: (errors(w, x) * weights(x)).sum() / jnp.clip(weights(x).sum(), 1.0), False),
+    "chosen": (lambda w, x: (errors(w, x) * weights(x)).sum() / jnp.where(weights(x).sum() > 0, weights(x).sum(), 1.0), False),
+    "inverted": (lambda w, x: (errors(w, x) * weights(x)).sum() * (2 * weights(x).sum() + 1) ** -1, False),
+    "of means": (lambda w, x: (errors(w, x) * weights(x)).mean() / weights(x).mean(), False),
+    "overlap of classes": (lambda w, x: (1 - errors(w, x).sum(0) / (jax.nn.sigmoid(x @ w).sum(0) + 1e-5)).mean(), False),
+    "explained variance": (lambda w, x: errors(w, x).sum() / ((x - x.mean(0)) ** 2).sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_are_divided_by_data_are_known(name):
+    loss, adds_up = LOSSES[name]
+    w, x = jax.random.normal(jax.random.key(0), (6, 3)), jax.random.normal(jax.random.key(1), (16, 6))
+    whole, parts = jax.grad(loss)(w, x), jnp.stack([jax.grad(loss)(w, part) for part in jnp.split(x, 4)]).mean(0)
+    assert np.allclose(whole, parts, rtol=1e-4, atol=1e-6) == adds_up
+    program, found = case(jax.grad(loss))
+    assert found[program.outputs[0]].is_ratio == (not adds_up)
+
+
+def test_moments_of_a_batch_are_no_weighted_mean():
+    """Norms over the batch: what their derivatives divide, a root by what it is the root of, say, is no loss."""
+    import flax.linen as nn
+
+    model = nn.Sequential([nn.Dense(3), nn.BatchNorm(use_running_average=False)])
+    state = model.init(jax.random.key(0), jnp.ones((4, 6)))
+
+    def loss(w, x):
+        params = {"layers_0": {"kernel": w, "bias": jnp.zeros(3)}, "layers_1": state["params"]["layers_1"]}
+        return errors(jnp.eye(3), model.apply({"params": params, **{k: v for k, v in state.items() if k != "params"}}, x,
+                                              mutable=["batch_stats"])[0]).mean()  # fmt: skip
+
+    for fn in (loss, lambda w, x: jnp.sqrt((errors(w, x) ** 2).mean()), lambda w, x: jnp.cbrt(errors(w, x).mean() + 1)):
+        program, found = case(jax.grad(fn))
+        assert not found[program.outputs[0]].is_ratio
+
+
+def test_what_is_largest_adds_up_to_nothing():
+    def history(w, x):
+        return jnp.roll(w.ravel(), 1).at[0].set(jnp.abs(x).max())
+
+    program, found = case(history)
+    assert found[program.outputs[0]].is_extreme
+    for fn in (lambda w, x: jnp.abs(x @ w).max(1).mean(), lambda w, x: (x @ w).mean() * jnp.abs(w).max()):
+        program, found = case(fn)
+        assert not found[program.outputs[0]].is_extreme
+
+
+def test_what_is_stacked_grows_as_its_parts():
+    for join in (jnp.stack, jnp.concatenate):
+        program, found = case(lambda w, x, join=join: join([(x @ w > 0).sum(0), (x @ w < 0).sum(0)]))
+        assert found[program.outputs[0]].power == 1.0

@@ -120,6 +120,10 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         expected = "a loss divided by a constant: micro-batches with other weights have other divisors"
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(place, value, expected, remedy))
+    if extremes := [path for path, s in found if s.is_extreme]:
+        value = f"the gradient of {extremes[0]!r} (and {len(extremes) - 1} more) is the largest or least value of a batch"
+        expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
+        raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
     if micro.scaling:
         mixing = mixing_of(micro, [v for _, v in gradients])

@@ -17,11 +17,19 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 
 class Scaling(NamedTuple):
-    """`power` None: unknown; `is_zero`: as good as any power. `is_ratio`: over a sum of the data (a mean with weights)."""
+    """How one value grows; `power` None where that is not known.
+
+      is_zero: as good as any power.
+      is_ratio: over a sum or mean of the data (a mean with weights).
+      is_sum: of unknown power, but a sum over the data with something added, or a bound: a divisor that is kept from zero.
+      is_extreme: the largest or smallest of all samples, which no sum or mean of parts gives.
+    """
 
     power: float | None = 0.0
     is_zero: bool = False
     is_ratio: bool = False
+    is_sum: bool = False
+    is_extreme: bool = False
 
 
 UNKNOWN = Scaling(None)
@@ -30,13 +38,23 @@ ZERO = Scaling(0.0, True)
 _KEEP = {
     "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze", "copy", "copy_p", "rev",
     "reduce_precision", "real", "imag", "name", "expand_dims", "abs", "reduce_max", "reduce_min",
-    "stop_gradient", "sharding_constraint", "reduce_window_max", "split",
+    "stop_gradient", "sharding_constraint", "reduce_window_max", "split", "unstack", "conj", "sort", "tile", "cummax", "cummin",
+    "top_k",
 }  # fmt: skip
 _FIRST = {"gather", "dynamic_slice"}  # as the first operand; the others are indices
-_ALIKE = {"add", "sub", "add_any", "max", "min", "concatenate", "pad", "rem", "clamp", "dynamic_update_slice", "nextafter"}
+_ALIKE = {
+    "add", "sub", "add_any", "max", "min", "concatenate", "stack", "pad", "rem", "clamp", "dynamic_update_slice", "nextafter",
+}  # fmt: skip
+_PASSED_ON = _KEEP | _FIRST | _ALIKE | {"select_n", "scatter"}
+_EXTREMES = {"reduce_max", "reduce_min"}
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "sign", "is_finite"}
 _SUMS = {"reduce_sum", "reduce_window_sum", "cumsum"}
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
+_POWERS = {"integer_pow": None, "square": 2, "sqrt": 0.5, "rsqrt": -0.5}  # exponents; of the first it is a parameter
+
+
+def exponent_of(eqn: FlatEqn) -> float:
+    return _POWERS[eqn.name] or eqn.params["y"]
 
 
 def scalings(small: Program, large: Program, factor: int) -> dict[int, Scaling]:
@@ -59,6 +77,8 @@ class _Scaler:
         self.found: dict[int, Scaling] = dict.fromkeys(small.inputs, Scaling())
         self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
         self.data = {i for i in small.inputs if self.sample_dims(i)}
+        self.smooth = set(self.data)  # of the data's values, not only of how they compare
+        self.made_by = {o: eqn for eqn, _ in small.walk() if eqn.body is None for o in eqn.outputs}
 
     def run(self) -> dict[int, Scaling]:
         self.block(self.small, self.large)
@@ -68,6 +88,9 @@ class _Scaler:
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
             if any(isinstance(a, int) and a in self.data for a in eqn.inputs):
                 self.data.update(eqn.outputs)
+            read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in _COMPARE else eqn.inputs
+            if any(isinstance(a, int) and a in self.smooth for a in read):
+                self.smooth.update(eqn.outputs)
             if eqn.body is not None:
                 self.loop(eqn, other)
             elif eqn.name == "optimization_barrier":  # of many values, each as it was
@@ -98,45 +121,49 @@ class _Scaler:
         return Scaling(round(2 * power) / 2) if abs(2 * power - round(2 * power)) < 1e-6 else UNKNOWN
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
-        name = eqn.name
         inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
-        is_ratio = any(s.is_ratio for s in inputs)
-        if any(s.power is None for s in inputs):
-            return UNKNOWN._replace(is_ratio=is_ratio)
-        powers = [s.power for s in inputs if not s.is_zero]
-        vanished = any(self.sample_dims(a) for a in eqn.inputs) and not any(self.sample_dims(o) for o in eqn.outputs)
+        found = self.grown(eqn, inputs)
+        if found.is_zero:
+            return found
+        passes_on = eqn.name in _PASSED_ON
+        scales = eqn.name in ("mul", "div") and not any(isinstance(a, int) and a in self.data for a in eqn.inputs[1:])
+        sums = [self.is_data_sum(a, s) for a, s in zip(eqn.inputs, inputs, strict=True)]
+        is_all = eqn.name in _EXTREMES and self.vanished(eqn) and not self.data.isdisjoint(self.values_of(eqn))
+        return found._replace(
+            is_ratio=any(s.is_ratio for s in inputs) or self.divides_by_data(eqn, inputs),
+            is_sum=found.power is None and (passes_on or scales) and any(sums),
+            is_extreme=is_all or (passes_on and any(s.is_extreme for s in inputs)),
+        )
 
-        def made(power: float) -> Scaling:
-            return Scaling(power, False, is_ratio)
+    def grown(self, eqn: FlatEqn, inputs: list[Scaling]) -> Scaling:
+        """The power of an equation's result."""
+        name = eqn.name
+        if any(s.power is None for s in inputs):
+            return UNKNOWN
+        powers = [s.power for s in inputs if not s.is_zero]
 
         def alike(found: list[float]) -> Scaling:
-            return ZERO if not found else made(found[0]) if len(set(found)) == 1 else UNKNOWN._replace(is_ratio=is_ratio)
+            return ZERO if not found else Scaling(found[0]) if len(set(found)) == 1 else UNKNOWN
 
-        if name in _KEEP:
-            return alike([s.power for s in inputs[:1] if not s.is_zero])
-        if name in _FIRST:
+        if name in _KEEP or name in _FIRST:
             return alike([s.power for s in inputs[:1] if not s.is_zero])
         if name in _ALIKE:
             return alike(powers)
         if name == "select_n":
             return alike([s.power for s in inputs[1:] if not s.is_zero])
         if name in _COMPARE:
-            return Scaling(0.0, False, is_ratio) if len(set(powers)) <= 1 else UNKNOWN._replace(is_ratio=is_ratio)
+            return Scaling() if len(set(powers)) <= 1 else UNKNOWN
         if name in _PRODUCTS:
             if any(s.is_zero for s in inputs):
                 return ZERO
-            return made(sum(powers) + (name != "mul" and self.contracts_samples(eqn)))
+            return Scaling(sum(powers) + (name != "mul" and self.contracts_samples(eqn)))
         if name == "div":
-            if inputs[0].is_zero:
-                return ZERO
-            is_ratio = is_ratio or self.is_data_sum(eqn.inputs[1], inputs[1])
-            return made(inputs[0].power - inputs[1].power)
-        if name in ("integer_pow", "square", "sqrt", "rsqrt"):
-            exponent = {"square": 2, "sqrt": 0.5, "rsqrt": -0.5}.get(name) or eqn.params["y"]
-            is_ratio = is_ratio or (exponent < 0 and self.is_data_sum(eqn.inputs[0], inputs[0]))
-            return ZERO if inputs[0].is_zero and exponent > 0 else made(inputs[0].power * exponent)
+            return ZERO if inputs[0].is_zero else Scaling(inputs[0].power - inputs[1].power)
+        if name in _POWERS:
+            exponent = exponent_of(eqn)
+            return ZERO if inputs[0].is_zero and exponent > 0 else Scaling(inputs[0].power * exponent)
         if name in _SUMS:
-            return ZERO if inputs[0].is_zero else made(inputs[0].power + vanished)
+            return ZERO if inputs[0].is_zero else Scaling(inputs[0].power + self.vanished(eqn))
         if name in ("scatter-add", "scatter", "scatter-sub"):
             adds = bool(self.sample_dims(eqn.inputs[2])) and not self.sample_dims(eqn.outputs[0])
             updates = [] if inputs[2].is_zero else [inputs[2].power + (adds and name != "scatter")]
@@ -144,7 +171,41 @@ class _Scaler:
         if name == "select_and_scatter_add":
             return alike([s.power for s in inputs[:1] if not s.is_zero])
         # What is not linear: alike in both where its operands are, unless it mixes samples.
-        return made(0.0) if not any(powers) and not vanished else UNKNOWN._replace(is_ratio=is_ratio)
+        return Scaling() if not any(powers) and not self.vanished(eqn) else UNKNOWN
+
+    def values_of(self, eqn: FlatEqn) -> list[int]:
+        return [a for a in eqn.inputs if isinstance(a, int)]
+
+    def vanished(self, eqn: FlatEqn) -> bool:
+        """Whether no result has the batch dim of the operands."""
+        return any(self.sample_dims(a) for a in eqn.inputs) and not any(self.sample_dims(o) for o in eqn.outputs)
+
+    def divides_by_data(self, eqn: FlatEqn, inputs: list[Scaling]) -> bool:
+        """Whether something is divided by a sum over the data; or one statistic of the batch by another, as a weighted mean is.
+
+        What divides a statistic in the loss does so in its derivative, too.
+        """
+        if eqn.name == "div":
+            number, over = eqn.inputs
+            if self.is_statistic(over) and "transpose(" in eqn.stack:  # the loss itself may not be computed
+                return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
+            is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
+            if "jvp(" in eqn.stack and is_smooth and isinstance(over, int) and self.is_statistic(number) and self.is_statistic(over):
+                self.found[over] = self.found[over]._replace(is_ratio=True)
+                return True
+            return self.is_data_sum(over, inputs[1])
+        return eqn.name in _POWERS and exponent_of(eqn) < 0 and self.is_data_sum(eqn.inputs[0], inputs[0])
+
+    def is_made_of(self, atom: Atom, other: Atom) -> bool:
+        """Whether nothing of the data but `other` is in a value: as in the derivative of a root, over what it is a root of."""
+        if atom == other or not isinstance(atom, int) or atom not in self.data:
+            return True
+        eqn = self.made_by.get(atom)
+        return eqn is not None and all(self.is_made_of(a, other) for a in eqn.inputs)
+
+    def is_statistic(self, atom: Atom) -> bool:
+        """Whether a value is computed from the data, and has no batch dim."""
+        return isinstance(atom, int) and atom in self.data and not self.sample_dims(atom)
 
     def contracts_samples(self, eqn: FlatEqn) -> bool:
         if eqn.name == "dot_general":
@@ -154,14 +215,15 @@ class _Scaler:
         return bool(self.sample_dims(eqn.inputs[0])) and not self.sample_dims(eqn.outputs[0])
 
     def is_data_sum(self, atom: Atom, scaling: Scaling) -> bool:
-        return isinstance(atom, int) and atom in self.data and scaling.power is not None and scaling.power >= 1
+        return isinstance(atom, int) and atom in self.data and (scaling.is_sum or (scaling.power or 0) >= 1)
 
     def loop(self, eqn: FlatEqn, other: FlatEqn) -> None:
         body, p = eqn.body, eqn.params
         num_consts, num_carry = p["num_consts"], p["num_carry"]
         values = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
         self.found.update(zip(body.inputs, values, strict=True))
-        self.data.update(i for i, a in zip(body.inputs, eqn.inputs, strict=True) if isinstance(a, int) and a in self.data)
+        for some in (self.data, self.smooth):
+            some.update(i for i, a in zip(body.inputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
         carried = body.inputs[num_consts : num_consts + num_carry]
         for _ in range(3):  # a carry that starts as zero takes the power of what is added to it
             self.block(body, other.body)
@@ -177,8 +239,9 @@ class _Scaler:
                 break
         finals = [self.found[i] for i in carried]
         self.found.update(zip(eqn.outputs, [*finals, *results[num_carry:]], strict=True))
-        if any(isinstance(a, int) and a in self.data for a in body.outputs):
-            self.data.update(eqn.outputs)
+        for some in (self.data, self.smooth):
+            if any(isinstance(a, int) and a in some for a in body.outputs):
+                some.update(eqn.outputs)
 
 
 def _is_zero(value: object) -> bool:
