@@ -22,7 +22,8 @@ def structure_remarks(graph: OperatorGraph) -> tuple[str, ...]:
     """What holds for every plan of the step."""
     remarks = []
     if graph.is_single_phase and graph.parameters:
-        remarks.append("a gradient of what an update made: forward, backward and update run as one phase, in program order")
+        why = "a gradient depends on another gradient, or on an update"
+        remarks.append(f"{why}: forward, backward and update run as one phase, in program order")
     if whole := [op.name for op in graph.operators if op.kind == "unknown" or (op.kind in ("loop", "linalg") and not op.dims)]:
         what = "no dim of a while, a cond, a decomposition of one matrix or an unknown primitive is kept apart"
         remarks.append(f"{what}: every device does all of {_some(whole)}")
@@ -52,7 +53,10 @@ def _reason(problem: PlanningProblem, strategy: Strategy, n: int) -> str:
     if not space.allowed[n, :, 1:].any():
         sizes = ", ".join(f"{d.name}={d.size}" for d in op.dims)
         return f"no degree divides {sizes}" if sizes else "no dim to split"
-    return "whole" if any(d.kind == "S" for d in op.dims) else "whole: no dim of it comes from the batch"
+    if any(d.kind == "S" for d in op.dims):
+        return "whole"
+    names = ", ".join(d.name for k, d in enumerate(op.dims) if space.allowed[n, :, k + 1].any())
+    return f"whole: none of the dims that may be split, {names}, comes from the batch"
 
 
 def _some(names: list[str]) -> str:

@@ -287,6 +287,35 @@ def test_what_does_not_fit_is_refused():
         soap_shard(forward_only, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(w, batch)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+def test_statistics_of_layers_beside_the_loss(wrap, caplog):
+    """What is computed again stands behind one barrier with the gradient of an earlier stage; counts are summed, stacked or not."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, x = [jax.random.normal(k, (16, 16)) / 4 for k in keys[:2]], jax.random.normal(keys[2], (16, 16))
+
+    @wrap
+    def layer(h, w):
+        return h + jnp.tanh(h @ w), jax.nn.one_hot((h @ w).argmax(-1), 16).sum(0)
+
+    def step(w, x):
+        def loss(w):
+            h, counts = x, []
+            for one in w:
+                h, n = layer(h, one)
+                counts.append(n)
+            return ((h - 1) ** 2).mean(), {"load": jnp.stack(counts), "largest": h.max()}
+
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return [a - 0.1 * g for a, g in zip(w, grads, strict=True)], {"loss": value, **metrics}
+
+    wanted, metrics = jax.jit(step)(w, x)
+    found = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16, donate=False)(w, x)
+    for a, b in zip(found[0], wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[1]["load"], metrics["load"])
+    assert "averaged over micro-batches" in caplog.text and caplog.text.rstrip().endswith("out.1.largest")
+
+
 def test_what_ran_when():
     """Events of a real run: one per dispatch, none of a track overlap, each after what it needs."""
     step, state, batch = made("mlp")

@@ -306,6 +306,32 @@ def test_a_hand_marked_gradient_is_the_boundary():
     assert not graph.is_single_phase
 
 
+@pytest.mark.parametrize("kind", ["fori", "scan", "while"])
+def test_what_a_loop_before_the_gradient_hands_on_is_no_update(kind):
+    """A key that is split anew in every trip: nothing behind the loop reads the last one."""
+
+    def noisy(x, key):
+        def trip(carry):
+            y, key = carry
+            key, own = jax.random.split(key)
+            return y + 0.1 * jax.random.normal(own, y.shape), key
+
+        if kind == "fori":
+            return jax.lax.fori_loop(0, 3, lambda i, c: trip(c), (x, key))[0]
+        if kind == "scan":
+            return jax.lax.scan(lambda c, _: (trip(c), None), (x, key), length=3)[0][0]
+        return jax.lax.while_loop(lambda c: c[0].sum() < 0, trip, (x, key))[0]
+
+    def step(state, x):
+        loss, grad = jax.value_and_grad(lambda w: ((noisy(x, state["key"]) @ w) ** 2).mean())(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "key": state["key"]}, loss
+
+    graph, binding = build_graph(trace(step, {"w": jnp.ones((8, 4)), "key": jax.random.key(0)}, jnp.ones((2, 8))))
+    assert [p.path for p in graph.parameters] == ["state.w"] and not graph.is_single_phase
+    split = [k for k, phase in binding.phases.phase.items() if phase == UPDATE]
+    assert 0 < len(split) < 8  # the update of w alone
+
+
 FINGERPRINTS = """
 import sys
 sys.path.insert(0, sys.argv[1])

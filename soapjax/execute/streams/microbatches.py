@@ -147,6 +147,20 @@ def mixing_of(micro: MicroStep, wanted: Sequence[Atom]) -> SampleMixing:
     return SampleMixing(small, micro.full.program, {small.inputs[k] for k in micro.batch_leaves}, wanted)
 
 
+def averaged_blindly(micro: MicroStep) -> list[str]:
+    """Results that are averaged over micro-batches, although they are no mean, or not known to be one."""
+    found = []
+    state = set(micro.step.state_pairs.values())
+    for k, (path, v) in enumerate(zip(micro.step.out_paths, micro.step.program.outputs, strict=True)):
+        if not isinstance(v, int) or k in state or v in micro.step.program.inputs:
+            continue
+        how, scaling = joining(micro, v, "mean"), micro.scaling.get(v)
+        is_mean = scaling is not None and scaling.power == 0 and not scaling.is_extreme and not scaling.is_ratio
+        if how is not None and how.how == "mean" and not is_mean and not (scaling and scaling.is_zero):
+            found.append(path)
+    return found
+
+
 def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:
     """How one value of every micro-batch becomes the value of the step; None where that is not known."""
     if micro.num_microbatches == 1:

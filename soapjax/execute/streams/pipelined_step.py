@@ -8,6 +8,7 @@ dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.deferral import deferred_sums
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
-from soapjax.execute.streams.microbatches import Joining, MicroStep, joining, require_reduction
+from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_blindly, joining, require_reduction
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
@@ -24,6 +25,8 @@ from soapjax.execute.streams.stream import Stream
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.strategy.pipeline import Pipeline
+
+log = logging.getLogger("soapjax")
 
 
 class PipelineStep(MicroBatched):
@@ -47,6 +50,8 @@ class PipelineStep(MicroBatched):
         self.reduction = reduction
         self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
         self.cut, self._joinings = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
+        if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro)):
+            log.warning("averaged over micro-batches, although not known to be a mean over the batch: %s", ", ".join(averaged[:8]))
         self._defer([v for _, v in self.cut.gradients])
         self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]

@@ -25,6 +25,7 @@ from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.graph.trace.values import IDENTITIES
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.schedules import recomputes_apart, splits_backward
 
@@ -120,6 +121,16 @@ class Cutter:
         self.stage: dict[str, int] = {}  # of every forward and backward equation
         self.value_stage: dict[int, int] = {}
 
+    def source(self, value: int) -> int:
+        """What it is, behind barriers and names, which run wherever their results are read."""
+        eqn = self.made_by.get(value)
+        while eqn is not None and eqn.name in IDENTITIES:
+            of = eqn.inputs[eqn.outputs.index(value)]
+            if not isinstance(of, int):
+                break
+            value, eqn = of, self.made_by.get(of)
+        return value
+
     def keys(self, phase: int | None, stage: int | None = None) -> set[str]:
         return {k for k, p in self.phase.items() if p == phase and (stage is None or self.stage[k] == stage)}
 
@@ -165,7 +176,8 @@ def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
             remedy = "unroll the loop (unroll=True, --unroll), or keep it in one stage"
             problems.append(Problem("stages", value, "loops that are in one stage", remedy))
         stage = min(found, default=0)
-        before = [(c.value_stage[a], a) for a in eqn.inputs if isinstance(a, int) and a in c.value_stage]
+        read = [c.source(a) for a in eqn.inputs if isinstance(a, int)]
+        before = [(c.value_stage[a], a) for a in read if a in c.value_stage]
         if phase == FORWARD and any(s > stage for s, _ in before):
             value = f"{names[0]!r} in stage {stage} reads what stage {max(before)[0]} makes"
             problems.append(Problem("stages", value, "results that flow from stage to stage", "move it to the later stage"))

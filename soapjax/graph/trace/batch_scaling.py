@@ -190,7 +190,7 @@ class _Scaler:
             if self.is_statistic(over) and "transpose(" in eqn.stack:  # the loss itself may not be computed
                 return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
             is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
-            if "jvp(" in eqn.stack and is_smooth and isinstance(over, int) and self.is_statistic(number) and self.is_statistic(over):
+            if "jvp(" in eqn.stack and is_smooth and isinstance(over, int) and all(map(self.is_statistic, eqn.inputs)):
                 self.found[over] = self.found[over]._replace(is_ratio=True)
                 return True
             return self.is_data_sum(over, inputs[1])

@@ -1,0 +1,84 @@
+"""Models that people write: steps that close over arrays which their factory made."""
+
+import functools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from command_line import call
+
+import soapjax
+from soapjax.errors import SoapjaxError
+from soapjax.graph.trace.closures import holds_tracers
+from soapjax.sourced_models import abstract_model, with_arrays
+from soapjax.strategy.plan import ModelSource
+
+MODULE = """
+import functools, jax, jax.numpy as jnp
+def _step(w, x, bins):
+    loss, grad = jax.value_and_grad(lambda w: (jax.nn.softmax(x @ w) * bins).sum(-1).mean())(w)
+    return w - 0.1 * grad, loss
+def arguments(batch): return jnp.ones((32, 16)), jnp.ones((batch, 32))
+def closed(batch=16):
+    bins = jnp.linspace(-5.0, 5.0, 16)
+    return (lambda w, x: _step(w, x, bins)), *arguments(batch)
+def partial(batch=16): return functools.partial(_step, bins=jax.random.normal(jax.random.key(0), (16,))), *arguments(batch)
+class Trainer:
+    def __init__(self): self.support = {"bins": [jnp.arange(16.0)]}
+    def step(self, w, x): return _step(w, x, self.support["bins"][0])
+def method(batch=16): return Trainer().step, *arguments(batch)
+def wrapped(batch=16):
+    bins = jnp.ones(16)
+    return jax.jit(functools.partial(lambda bins, w, x: _step(w, x, bins), bins)), *arguments(batch)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    (tmp_path / "own_steps.py").write_text(MODULE)
+    yield tmp_path
+    sys.modules.pop("own_steps", None)
+
+
+@pytest.mark.parametrize("factory", ["closed", "partial", "method", "wrapped"])
+def test_a_step_may_close_over_arrays_of_its_factory(factory):
+    model = abstract_model(ModelSource(path=f"own_steps:{factory}", settings={"batch": 8}))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model.arguments)) and not holds_tracers(model.step)
+    assert soapjax.trace(model.step, *model.arguments).in_paths == ("w", "x")
+    real = with_arrays(model)
+    assert jax.eval_shape(model.step, *model.arguments)[0].shape == real.step(*real.arguments)[0].shape
+
+
+def test_such_a_step_is_planned_and_proven():
+    ended = call("plan", "own_steps:closed", "--topology", "cpu8", "--planner", "fsdp", "-o", "plan.json")
+    assert ended.status == 0, ended.err
+    ended = call("verify", "plan.json", "--model", "own_steps:closed")
+    assert ended.status == 0 and "proven" in ended.out
+
+
+def test_what_holds_a_tracer_is_found():
+    seen = {}
+
+    def look(x):
+        held = {
+            "cell": lambda: x, "default": lambda a=x: a, "partial": functools.partial(jnp.add, x),
+            "keyword": functools.partial(max, key=x), "object": types.SimpleNamespace(inner=[{"a": x}]),
+            "wrapped": functools.wraps(lambda: x)(lambda: None), "nothing": lambda: seen, "empty": lambda: later,
+        }  # fmt: skip
+        seen.update({name: holds_tracers(f) for name, f in held.items()})
+        later = x
+        return later
+
+    jax.eval_shape(look, 1.0)
+    assert seen == {name: name not in ("nothing", "empty") for name in seen} and len(seen) == 8
+
+
+def test_a_tracer_in_a_step_is_named():
+    kept = []
+    jax.eval_shape(lambda x: kept.append(x) or x, jnp.ones(3))
+    with pytest.raises(SoapjaxError, match="closes over a tracer.*pass it as an argument"):
+        soapjax.trace(lambda w: w * kept[0], jnp.ones(3))
