@@ -190,6 +190,8 @@ class PlannedEvaluator(ProgramEvaluator):
             read = [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)]
             return self.bind(eqn, read, eqn.params)
         is_heavy = eqn.key == task.heavy
+        if is_heavy:
+            self._note_read(eqn, env)
         inputs = [self.operand(k, a, j if is_heavy else -1, env) for j, a in enumerate(eqn.inputs)]
         if is_executed(eqn) and (is_heavy or eqn.name in REDUCTIONS):
             results = [self.on_blocks(k, eqn, inputs)]
@@ -260,8 +262,8 @@ class PlannedEvaluator(ProgramEvaluator):
             source = layouts.shifted(atom, home) if home is not None else None
             if again and (atom, "left") in cache:
                 value, source, cast = cache[atom, "left"], left, None
-            elif again:
-                value = cache.setdefault((atom, "barrier"), jax.lax.optimization_barrier(value))
+            if tensor in self._regathered:
+                value = self._not_before(value, env, again)
             if cast is not None:  # where it is kept: what is sent is narrower
                 value = jax.lax.convert_element_type(value, cast)
             cache[key] = layouts.convert(atom, value, source, layouts.shifted(atom, spec))
@@ -269,6 +271,25 @@ class PlannedEvaluator(ProgramEvaluator):
                 part = layouts.convert(atom, cache[key], spec, left)  # a slice, cut before the whole is used: it may go then
                 cache[key], cache[atom, "left"] = jax.lax.optimization_barrier((cache[key], part))
         return cache[key]
+
+    def _note_read(self, eqn: FlatEqn, env: Env) -> None:
+        """Keeps what this heavy equation and the one before it read beside parameters: activations, gradients."""
+        read = [a for a in eqn.inputs if isinstance(a, int) and isinstance(env.get(a), jax.Array)]
+        read = [a for a in read if self.binding.tensor_of.get(self.values.of(a).root) not in self._parameters]
+        last, _ = env.get("read", (None, None))
+        if read and read[0] != last:
+            env["read"] = read[0], last
+
+    def _not_before(self, value: Any, env: Env, again: bool) -> Any:
+        """A stored parameter, to be gathered one heavy equation ahead and no earlier.
+
+        A scheduler that hides latency would gather all parameters as the step begins, and hold them. Beside that, XLA would
+        take one gather for both passes.
+        """
+        _, before = env.get("read", (None, None))
+        if isinstance(ready := env.get(before), jax.Array):
+            return jax.lax.optimization_barrier((value, ready))[0]
+        return jax.lax.optimization_barrier(value) if again else value
 
     def leave(self, env: Env, values: Iterable[int]) -> None:
         env.update({v: self.joint.leave(v, env[v]) for v in values if v in env})  # the caller adds some
