@@ -48,7 +48,7 @@ def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
         # Gradients that wait to be scattered in one collective are more in more blocks, up to what a collective takes.
         waits = inside.name.endswith(("regathered", "gradients"))
         assert found.working_bytes == pytest.approx(wanted.working_bytes, rel=0.15 if waits else 0.01)
-        assert found.update_s == pytest.approx(wanted.update_s, rel=2e-3)  # latency is shared with what is merged
+        assert found.update_s == pytest.approx(wanted.update_s, rel=4e-3)  # latency is shared with what is merged
         found = found._replace(working_bytes=wanted.working_bytes, update_s=wanted.update_s)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4, atol=1e-9)
 

@@ -227,7 +227,7 @@ def test_a_search_of_pipelines_keeps_to_the_limits():
     found = search_stages(limited, num_proposals=30).best
     assert found.is_feasible and found.sent_bytes <= (low + high) / 2 and found.timeline.step_time_s >= best.timeline.step_time_s
     within = [p.step_time_s for p in limited.front.points() if p.sent_bytes <= (low + high) / 2]
-    assert found.timeline.step_time_s <= min(within)
+    assert found.timeline.step_time_s <= min(within) * (1 + 1e-6)  # scores are float32
 
 
 def test_plan_takes_an_objective():
