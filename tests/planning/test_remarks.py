@@ -49,7 +49,8 @@ def test_what_is_repeated_is_named_with_its_cause(rows, expected):
 
 def test_a_step_without_a_batch_says_so_where_only_batches_are_split():
     plan, notes = repeated(without_a_batch, weights(), planner="data_parallel")
-    assert plan.prediction.split_flops_share == 0 and "none of the dims that may be split, attr0, param0, param1_in, comes from the batch" in notes[0]
+    wanted = "whole: none of the dims that may be split, attr0, param0, param1_in, comes from the batch"
+    assert plan.prediction.split_flops_share == 0 and wanted in notes[0]
 
 
 def test_what_has_no_dims_says_so():
