@@ -69,7 +69,7 @@ def drawn(problem, fewer, count):
     return found
 
 
-# In the median. Where activations are computed again, parts of parameters that the forward pass leaves decide the peak of many blocks.
+# In the median. With recomputation what the forward pass leaves of parameters decides the peak, of many blocks only.
 MEMORY_OFF = {False: 0.02, True: 0.1}
 
 
