@@ -133,18 +133,20 @@ class _Oracle:
         """What the backward pass gathers again: what is stored, or the slice of its own copy that the forward pass left."""
         stored = self.stored(parameter)
         storage = self.space.storages[self.strategy.storage[parameter.owner]]
-        readers = [t for t in self.graph.tasks if t.phase != UPDATE and any(a.tensor == parameter.tensor for a in t.reads)]
-        casts = {(t.operator, dict(t.casts).get(parameter.tensor)) for t in readers}
-        in_both = {FORWARD, BACKWARD} <= {t.phase for t in readers}
-        is_part = storage.again not in (storage.axes, (False,) * len(self.sizes)) and len(casts) == 1 and in_both
-        if not is_part or any(t.scope for t in readers):
+        if storage.again in (storage.axes, (False,) * len(self.sizes)) or not self.may_be_left(parameter):
             return stored
-        used = next(self.layout(t, a) for t in readers for a in t.reads if a.tensor == parameter.tensor)
+        used = next(self.layout(t, a) for t in self.graph.tasks for a in t.reads if a.tensor == parameter.tensor)
         found = []
         for a, d in enumerate(stored):
             is_slice = all(later != d for later in used[a + 1 :])
             found.append(d if used[a] == d or (storage.again[a] and is_slice) else REPLICATED)
         return tuple(found)
+
+    def may_be_left(self, parameter) -> bool:
+        """One operator reads it, in both passes, outside of loops."""
+        readers = [t for t in self.graph.tasks if t.phase != UPDATE and any(a.tensor == parameter.tensor for a in t.reads)]
+        casts = {(t.operator, dict(t.casts).get(parameter.tensor)) for t in readers}
+        return len(casts) == 1 and {FORWARD, BACKWARD} <= {t.phase for t in readers} and not any(t.scope for t in readers)
 
     def stored_gradient(self, parameter) -> Layout:
         """A loop makes the gradient without the parameter's leading dim."""
@@ -269,7 +271,7 @@ class _Oracle:
         is_cpu = self.topology.device.platform == "cpu"  # where XLA merges the two, if they gather alike
         if parameter is not None:
             storage = self.space.storages[self.strategy.storage[parameter.owner]]
-            if any(storage.again) and (storage.again != storage.axes or not is_cpu):
+            if any(storage.again) and (not is_cpu or storage.again != storage.axes and self.may_be_left(parameter)):
                 return not (phases[0] == FORWARD and phases[1] != FORWARD)
         return True
 

@@ -29,7 +29,8 @@ from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceKind, DeviceTopology
 
 CHECKS = ("none", "compile")
-ROUNDS = 6  # programs that are compiled, at most; one more where none of them fits: what is predicted to take least
+ROUNDS = 6  # plans that are compiled, at most; of one program one more where none fits: what is predicted to take least
+MISSES, MISSED = 3, 0.02  # searches of stages that may find nothing under a limit, and by how much of it that falls then
 _LEAST = 1e-3  # of the device's memory, by which the limit falls at least: so every round is another plan
 
 
@@ -103,6 +104,9 @@ def devices_to_compile_for(topology: DeviceTopology, devices: Sequence[Any] | No
     Raises: SoapjaxError where those at hand are too few, or others than planned for.
     """
     if devices is not None:
+        if len(devices) < topology.num_devices:
+            expected, remedy = f"the {topology.num_devices} of {topology.name}", "name more devices, or plan for fewer"
+            raise SoapjaxError(Problem("devices", f"{len(devices)} devices", expected, remedy))
         return list(devices)
     found = list(jax.devices())
     platforms = {"gpu": ("cuda", "rocm")}.get(found[0].platform, (found[0].platform,))
@@ -154,32 +158,50 @@ def checked(
 
 def checked_stages(
     found: FoundPipeline, topology: DeviceTopology, objective: Objective, find: Callable[[DeviceTopology, float], FoundPipeline],
-    plan_of: Callable[..., Plan], made_of: Callable[[Plan], StreamStep],
+    plan_of: Callable[[FoundPipeline, DeviceTopology], Plan], made_of: Callable[[Plan], StreamStep],
 ) -> PlannedStages:  # fmt: skip
     """The pipeline that was `found` on a topology, or what is found with less memory, that fits as compiled.
 
     Args:
       find: the best pipeline on a topology, with such a share of the first search's proposals.
-      plan_of: of a pipeline, its topology, and what the compiler made of it and those before.
     Raises: InfeasibleError where no pipeline that was compiled fits.
     """
     figures: list[CompiledFigures] = []
     here = topology
-    while True:
+    for _ in range(ROUNDS):
         plan = plan_of(found, here)
         made = made_of(plan)
         figures.append(_figures(plan, compiled_stages(made), topology.device, objective))
         if figures[-1].fits:
-            return PlannedStages(plan_of(found, here, tuple(figures)), found, made)
-        limit = _tightened(figures[-1], found.times.usable_bytes)
-        if len(figures) == ROUNDS or limit <= 0 or found.stopped_by == "interrupted":
+            return PlannedStages(_with_figures(plan, figures), found, made)
+        lower = _found_below(_tightened(figures[-1], found.times.usable_bytes), topology, find)
+        if lower is None:
+            break
+        before, (found, here) = found, lower
+        done, took_s = (getattr(before, k) + getattr(found, k) for k in ("num_proposals", "search_s"))
+        found = found._replace(num_proposals=done, search_s=took_s)
+        if found.stopped_by == "interrupted":
+            return PlannedStages(_with_figures(plan_of(found, here), figures), found)
+    raise InfeasibleError(_refusal(figures, topology))
+
+
+def _found_below(
+    limit: float, topology: DeviceTopology, find: Callable[[DeviceTopology, float], FoundPipeline]
+) -> tuple[FoundPipeline, DeviceTopology] | None:  # fmt: skip
+    """A pipeline that is predicted to take less than a limit. A search prices by less than the whole graph, and may miss it."""
+    for k in range(1, MISSES + 1):
+        if limit < 1:
             break
         here = topology.usable_up_to(limit)
         try:
-            found = find(here, AGAIN)
-        except SoapjaxError:  # none is predicted to take so little
-            break
-    raise InfeasibleError(_refusal(figures, topology))
+            return find(here, AGAIN), here
+        except SoapjaxError:
+            limit -= k * MISSED * limit
+    return None
+
+
+def _with_figures(plan: Plan, figures: Sequence[CompiledFigures]) -> Plan:
+    return plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"compiled": tuple(figures)})})
 
 
 def _tightened(last: CompiledFigures, usable_bytes: float) -> float:
@@ -211,7 +233,7 @@ def _refusal(figures: Sequence[CompiledFigures], topology: DeviceTopology) -> Pr
         f"of {len(figures)} plan{'s' * (len(figures) > 1)} that the compiler was asked about"
     )
     remedy = (
-        "use more devices, a smaller batch, micro-batches (a pipeline) or jax.checkpoint around layers; "
+        "use more devices, a smaller batch, more micro-batches or stages, or jax.checkpoint around layers; "
         'check="none" (--check none) takes the prediction for it'
     )
     return Problem("memory", value, f"at most {size(least.available_memory_bytes)} on {topology.name}", remedy)

@@ -20,11 +20,14 @@ from soapjax.planning.given_pipeline import MOST_TASKS, planned_pipeline, requir
 from soapjax.planning.pipeline_files import pipeline_plan
 from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
 from soapjax.planning.request import PlanRequest, Understood, takes_options
-from soapjax.strategy.plan import CompiledFigures, Plan, Provenance
+from soapjax.planning.searching import AGAIN
+from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
+from soapjax.strategy.plan import Plan, Provenance
 from soapjax.topology import DeviceTopology
 
 UNROLLED = "a loop over layers was unrolled: its iterations are in several stages"
 NOT_CUT = "stacked parameters stay whole on the first stage that reads them: something reads all their rows at once"
+LEAST_S = 0.01  # that a search has, when time is over: a pipeline that fits is looked for all the same
 OF_ONE_PROGRAM = "planner", "space", "simplicity", "verify_top", "fixed", "logical_axis_rules"
 
 
@@ -65,7 +68,6 @@ def plan_staged(
     if asked.check == "compile":
         compile_for = devices_to_compile_for(asked.topology, asked.devices)
         asked = asked.but(topology=asked.topology.usable_up_to(asked.topology.device.available_memory_bytes))
-    deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     if not asked.unroll:
         traced = _traced(asked, fn, *args) if traced is None else traced
     if asked.unroll or loops_over_layers(traced.graph) or reads_rows(traced.graph):
@@ -73,12 +75,13 @@ def plan_staged(
         asked = asked.but(unroll="rows")
         traced = _traced(asked, fn, *args)
         remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
-    planning = _Planning(asked, remarks, fn, args, traced, is_asked_for, deadline, compile_for)
-    found = planning.find(asked.topology, slower_than_s=slower_than_s)
+    deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
+    planning = _Planning(asked, remarks, fn, args, traced, is_asked_for, deadline, compile_for, slower_than_s)
+    found = planning.find(asked.topology)
     is_beaten = asked.objective.is_time and found.times.timeline.step_time_s > slower_than_s
     if compile_for is None or is_beaten or found.stopped_by == "interrupted":
         return PlannedStages(planning.plan_of(found, asked.topology), found)
-    return checked_stages(found, asked.topology, asked.objective, planning.again, planning.plan_of, planning.made_of)
+    return checked_stages(found, asked.topology, asked.objective, planning.find, planning.plan_of, planning.made_of)
 
 
 class _Planning(NamedTuple):
@@ -92,16 +95,21 @@ class _Planning(NamedTuple):
     is_asked_for: bool
     deadline: float  # of `time.monotonic`
     devices: Sequence[Any] | None  # to compile for, where that is asked for
+    slower_than_s: float
 
-    def find(self, topology: DeviceTopology, *, slower_than_s: float = math.inf, **fewer: Any) -> FoundPipeline:
-        """The best pipeline, which is sure to run; `fewer` are proposals and seconds, where not those that are asked for."""
+    def find(self, topology: DeviceTopology, share: float = 1.0) -> FoundPipeline:
+        """The best pipeline, which is sure to run, by such a share of the proposals. Further ones get some of the seconds."""
         asked, (step, graph) = self.asked, self.traced
-        budget = {"proposals": asked.proposals, "seconds": asked.seconds} | fewer
+        proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
+        proposals = None if proposals is None else max(1, int(share * proposals))
+        left_s = None if asked.seconds is None else max(self.deadline - time.monotonic(), LEAST_S)
+        if left_s is not None and self.devices is not None:
+            left_s *= 1 - AGAIN if share == 1 else 0.5
         with on_cpu():
             found = find_pipeline(
                 graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
-                seed=asked.seed, progress=asked.progress, profile=asked.profile, objective=asked.objective, pareto=asked.pareto,
-                slower_than_s=slower_than_s, **budget,
+                seed=asked.seed, proposals=proposals, seconds=left_s, progress=asked.progress, profile=asked.profile,
+                objective=asked.objective, pareto=asked.pareto, slower_than_s=self.slower_than_s,
             )  # fmt: skip
         reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
         require_runnable(
@@ -110,18 +118,9 @@ class _Planning(NamedTuple):
         )  # fmt: skip
         return found._replace(notes=(*self.remarks, *found.notes))
 
-    def again(self, topology: DeviceTopology, share: float) -> FoundPipeline:
-        """The same on less memory, with such a share of the proposals, and half of the seconds that are left."""
-        proposals, seconds = self.asked.proposals, self.asked.seconds
-        if proposals is not None:
-            proposals = max(1, int(share * proposals))
-        if seconds is not None:
-            seconds = max(self.deadline - time.monotonic(), share * seconds) / 2
-        return self.find(topology, proposals=proposals, seconds=seconds)
-
-    def plan_of(self, found: FoundPipeline, topology: DeviceTopology, compiled: tuple[CompiledFigures, ...] = ()) -> Plan:
+    def plan_of(self, found: FoundPipeline, topology: DeviceTopology) -> Plan:
         asked = self.asked
-        base = Provenance(versions=versions(), objective=asked.objective.describe(), compiled=compiled)
+        base = Provenance(versions=versions(), objective=asked.objective.describe())
         provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
         with on_cpu():
             return pipeline_plan(

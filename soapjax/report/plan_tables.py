@@ -252,7 +252,7 @@ def memory_words(plan: Plan) -> str:
         words += f" ({device.memory_margin:.3g} of {size(device.available_memory_bytes)} are kept free)"
     compiled = plan.provenance.compiled_as(p)
     if compiled is None:
-        return words + "; not compiled" if plan.pipeline is None else words
+        return words + "; not compiled"
     verdict = "fits" if compiled.fits else "does NOT fit"
     return f"{words}; compiled for {compiled.target}: {size(compiled.compiled_memory_bytes)}, {verdict}"
 

@@ -89,8 +89,7 @@ class StorageName(NamedTuple):
 
 
 def storage_options(mesh: FactorMesh) -> tuple[Storage, ...]:
-    """Of one program: as used; over all axes, or all but those of the slowest levels; each kept, regathered, or regathered over the
-    axes of the faster levels."""
+    """Of one program: as used; over all axes or those of the fastest level, kept or regathered; over all, regathered over these."""
     masks = _masks(mesh)
     kept = (False,) * len(mesh.axis_names)
     ways = [Storage(m, again) for i, m in enumerate(masks) for again in (kept, *masks[i:])]
@@ -108,11 +107,11 @@ def stage_storages(mesh: FactorMesh, *, adds_up: bool) -> tuple[Storage, ...]:
 
 
 def _masks(mesh: FactorMesh) -> list[tuple[bool, ...]]:
-    """All axes, and those of the fastest levels."""
+    """All axes, and those of the fastest level."""
     if mesh.num_devices == 1:
         return []
-    slowest = sorted(set(mesh.axis_levels))
-    return [tuple(lv >= first for lv in mesh.axis_levels) for first in slowest]
+    levels = sorted(set(mesh.axis_levels))
+    return [tuple(lv >= first for lv in mesh.axis_levels) for first in dict.fromkeys((levels[0], levels[-1]))]
 
 
 class ParallelConfig(NamedTuple):

@@ -17,6 +17,7 @@ from soapjax.strategy.plan import ModelSource
 
 MODULE = """
 import functools, jax, jax.numpy as jnp
+from flax import nnx
 def _step(w, x, bins):
     loss, grad = jax.value_and_grad(lambda w: (jax.nn.softmax(x @ w) * bins).sum(-1).mean())(w)
     return w - 0.1 * grad, loss
@@ -29,6 +30,14 @@ class Trainer:
     def __init__(self): self.support = {"bins": [jnp.arange(16.0)]}
     def step(self, w, x): return _step(w, x, self.support["bins"][0])
 def method(batch=16): return Trainer().step, *arguments(batch)
+def frozen(batch=16):
+    fixed = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    return (lambda w, x: _step(w, x, fixed(jnp.ones(16)))), *arguments(batch)
+class Odd:
+    def __getattr__(self, name): raise KeyError(name)
+def odd(batch=16):
+    held = Odd()
+    return (lambda w, x: _step(w, x, 1.0 if held else 2.0)), *arguments(batch)
 def wrapped(batch=16):
     bins = jnp.ones(16)
     return jax.jit(functools.partial(lambda bins, w, x: _step(w, x, bins), bins)), *arguments(batch)
@@ -44,7 +53,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("own_steps", None)
 
 
-@pytest.mark.parametrize("factory", ["closed", "partial", "method", "wrapped"])
+@pytest.mark.parametrize("factory", ["closed", "partial", "method", "wrapped", "frozen", "odd"])
 def test_a_step_may_close_over_arrays_of_its_factory(factory):
     model = abstract_model(ModelSource(path=f"own_steps:{factory}", settings={"batch": 8}))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(model.arguments)) and not holds_tracers(model.step)

@@ -47,12 +47,11 @@ def test_numbers_are_those_of_one_device(found):
 
 
 def test_the_backward_pass_gathers_within_hosts_what_the_plan_says(found):
-    """Of what loops read nothing can be left: XLA for CPUs gathers once what is planned twice."""
     name, c = found
     plan = c.plan(stored(c, data_parallel(c.space), left_option(c)))
     compiled = inspect(bind_plan(c.step, plan, devices=jax.devices()[:8])).bytes_by_collective
     predicted = plan.prediction.bytes_by_collective
-    assert name == "lm of a loop" or sum(compiled.values()) == pytest.approx(sum(predicted.values()), rel=0.02)
+    assert sum(compiled.values()) == pytest.approx(sum(predicted.values()), rel=0.02)
     kept = c.plan(stored(c, data_parallel(c.space), 1)).prediction.bytes_by_collective["all-gather"]
     assert predicted["all-gather"] > kept and left_parameters(c.graph)
 
@@ -64,10 +63,15 @@ def test_what_is_not_kept_is_gathered_one_operator_ahead(found, how):
     options = {"kept": 1, "regathered": 2, "left": left_option(c)}
     program = bind_plan(c.step, c.plan(stored(c, data_parallel(c.space), options[how])), devices=jax.devices()[:8])
     made = jax.jit(lambda *x: program.evaluator().run(list(x))[0], in_shardings=program.in_shardings())
-    barriers = re.findall(r"optimization_barrier ([^:]*):", made.lower(*c.leaves).as_text())
-    ahead = sum(line.count("%") == 2 for line in barriers)
-    weights = sum(len(c.graph.tensors[p.tensor].shape) > 1 for p in c.graph.parameters)
+    text = made.lower(*c.leaves).as_text()
+    # (what is held back, what it waits for) by their shapes: weights, and what has a batch of 16 (in lm by sequences of tokens).
+    barriers = re.findall(r"optimization_barrier %\S+, %\S+ : tensor<(\S+?)>, tensor<(\S+?)>", text)
+    weights = [p for p in c.graph.parameters if len(c.graph.tensors[p.tensor].shape) > 1]
+    shapes = {"x".join(map(str, c.graph.tensors[p.tensor].shape)) for p in weights}
+    tied = [b for a, b in barriers if a.rpartition("x")[0] in shapes and b.startswith("16x")]
     if how == "kept":
-        assert ahead == 0
-    elif name != "lm of a loop":  # all weights in both passes, but for those of the first operator
-        assert ahead >= 2 * (weights - 1) - 1
+        assert not barriers
+    elif name.startswith("mlp"):  # in both passes all weights but those of the first operator, which no backward pass reads
+        assert len(tied) == 2 * (len(weights) - 1) - (name != "mlp")  # of two operators whose casts are apart, one
+    else:
+        assert len(tied) > (0 if name == "lm of a loop" else len(weights))

@@ -15,6 +15,7 @@ from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
+from soapjax.execute.streams import pipelined_step
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.given_pipeline import pipelined
@@ -308,6 +309,7 @@ def test_statistics_of_layers_beside_the_loss(wrap, caplog):
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(w)
         return [a - 0.1 * g for a, g in zip(w, grads, strict=True)], {"loss": value, **metrics}
 
+    pipelined_step._warn_once.cache_clear()
     wanted, metrics = jax.jit(step)(w, x)
     found = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16, donate=False)(w, x)
     for a, b in zip(found[0], wanted, strict=True):

@@ -107,6 +107,37 @@ def test_moments_of_a_batch_are_no_weighted_mean():
         assert not found[program.outputs[0]].is_ratio
 
 
+def batch_norm(h, w):
+    mean = h.mean(0)
+    return (h - mean) * jax.lax.rsqrt(((h - mean) ** 2).mean(0) + 1e-5)
+
+
+def by_hand(h, w):
+    scale = jnp.sqrt(h.var(0) + 1e-5)
+    return h / scale - h.mean(0) / scale
+
+
+def weight_norm(h, w):
+    return h * (w / jnp.linalg.norm(w, axis=0)).sum()
+
+
+def weight_standard(h, w):
+    return h * ((w - w.mean(0)) / jnp.sqrt(w.var(0) + 1e-4)).sum()
+
+
+@pytest.mark.parametrize("layer", [batch_norm, by_hand, weight_norm, weight_standard])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+def test_norms_of_layers_are_no_weighted_mean(layer, wrap):
+    """Also where they are computed again, behind one barrier for weights and activations."""
+
+    def loss(w, x):
+        return errors(jnp.eye(3), wrap(lambda w, x: jnp.tanh(layer(x @ w, w)))(w, x)).mean()
+
+    for fn in (jax.grad(loss), lambda w, x: jax.value_and_grad(loss)(w, x)[::-1]):
+        program, found = case(fn)
+        assert not found[program.outputs[0]].is_ratio
+
+
 def test_what_is_largest_adds_up_to_nothing():
     def history(w, x):
         return jnp.roll(w.ravel(), 1).at[0].set(jnp.abs(x).max())

@@ -11,6 +11,7 @@ from command_line import call
 
 from soapjax import InfeasibleError, Plan, load_topology, soap_shard, trace
 from soapjax.devices import devices_of_target
+from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import bind_plan
@@ -219,6 +220,48 @@ def test_stages_that_do_not_fit_as_compiled_are_planned_with_less(monkeypatch, o
     assert p.feasible and last.predicted_memory_bytes == p.memory_bytes_per_device <= p.usable_memory_bytes < available
     assert Plan.loads(found.dumps()).dumps() == found.dumps()
     assert recost(found, trace(step, *arguments(), unroll=found.unroll)).prediction == p
+
+
+def test_further_searches_of_stages_are_short_and_do_not_give_up(monkeypatch):
+    """By default a quarter of the proposals; where a search finds nothing under its limit, one with a lower one follows."""
+    from soapjax.planning import staging
+
+    asked, find, available = [], staging.find_pipeline, 1.0e6
+
+    def found(graph, topology, **how):
+        asked.append((how["proposals"], topology.device.usable_memory_bytes))
+        if len(asked) == 2:
+            raise SoapjaxError(Problem("stage 0", "too much", "less", "more stages"))
+        return find(graph, topology, **how | {"proposals": 16})
+
+    makes = iter([1.3 * available, 0.9 * available])
+    compile_one = compile_check.compiled_stages
+    monkeypatch.setattr(compile_check, "compiled_stages", lambda made: compile_one(made)._replace(memory_bytes=int(next(makes))))
+    monkeypatch.setattr(staging, "find_pipeline", found)
+    plan = as_asked(PlanRequest(topology=cpu8(available), check="compile", pipeline="1f1b", stages=2), step, *arguments()).plan
+    assert [n for n, _ in asked] == [600, 150, 150] and sorted(asked, key=lambda x: -x[1]) == asked
+    assert [f.fits for f in plan.provenance.compiled] == [False, True]
+    assert plan.provenance.num_proposals > 16  # of all searches
+
+
+def test_an_interrupt_in_a_further_search_of_stages_keeps_what_was_found(monkeypatch):
+    from soapjax.planning import staging
+
+    find, calls = staging.find_pipeline, []
+
+    def interrupted(graph, topology, **how):
+        calls.append(topology)
+        return find(graph, topology, **how)._replace(stopped_by="proposals" if len(calls) == 1 else "interrupted")
+
+    monkeypatch.setattr(compile_check, "compiled_stages", lambda made: compile_check.Compiled("cpu", 2**21, {}, None))
+    monkeypatch.setattr(staging, "find_pipeline", interrupted)
+    chosen = staged(cpu8(2**20 * 1.9), pipeline="1f1b", stages=2)
+    assert chosen.stopped_by == "interrupted" and chosen.program is None and len(chosen.plan.provenance.compiled) == 1
+
+
+def test_too_few_devices_are_named_before_anything_is_searched():
+    with pytest.raises(SoapjaxError, match="devices: got 4 devices; expected the 8 of cpu8"):
+        staged(cpu8(2**30), pipeline="1f1b", devices=jax.devices("cpu")[:4])
 
 
 def test_stages_that_fit_under_no_plan_are_refused_with_figures(monkeypatch):

@@ -126,7 +126,10 @@ class CostTables:
     @property
     def may_gather_again(self) -> np.ndarray:
         """bool [E]: readers of parameters in the backward pass, which by some storages does not share the forward pass's copies."""
-        return (self.edge_parameter >= 0) & self.edge_is_backward
+        of = self.edge_parameter
+        is_left = self.is_left[np.maximum(of, 0)] if len(self.is_left) else False
+        # Where barriers do not hold, what the two passes gather alike is gathered once.
+        return (of >= 0) & self.edge_is_backward & (self.compiler.keeps_barriers | is_left)
 
     def reader_groups(self) -> list[list[int]]:
         """The conversions of each `edge_group`, in order."""
@@ -164,7 +167,6 @@ def cost_tables(
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
     t["storage_left"] = np.array([s.left for s in space.storages], bool).reshape(len(space.storages), num_axes)
     compiler = compiler_of(topology)
-    # Where barriers do not hold, what the two passes gather alike is gathered once.
     t["storage_again"] = np.array([s.regathers and (compiler.keeps_barriers or any(s.left)) for s in space.storages], bool)
     links = links_of(linked(topology, profile), mesh)
     is_gradient = np.zeros(len(graph.tensors), bool)

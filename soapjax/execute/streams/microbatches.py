@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
-from soapjax.graph.trace.batch_scaling import Scaling, scalings
+from soapjax.graph.trace.batch_scaling import UNKNOWN, Scaling, scalings
 from soapjax.graph.trace.draws import draws_alike
 from soapjax.graph.trace.program import Atom
 from soapjax.graph.trace.sample_mixing import SampleMixing
@@ -147,17 +147,14 @@ def mixing_of(micro: MicroStep, wanted: Sequence[Atom]) -> SampleMixing:
     return SampleMixing(small, micro.full.program, {small.inputs[k] for k in micro.batch_leaves}, wanted)
 
 
-def averaged_blindly(micro: MicroStep) -> list[str]:
-    """Results that are averaged over micro-batches, although they are no mean, or not known to be one."""
+def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
+    """Results among the `averaged` values that are no mean over the batch, or not known to be one."""
     found = []
-    state = set(micro.step.state_pairs.values())
-    for k, (path, v) in enumerate(zip(micro.step.out_paths, micro.step.program.outputs, strict=True)):
-        if not isinstance(v, int) or k in state or v in micro.step.program.inputs:
-            continue
-        how, scaling = joining(micro, v, "mean"), micro.scaling.get(v)
-        is_mean = scaling is not None and scaling.power == 0 and not scaling.is_extreme and not scaling.is_ratio
-        if how is not None and how.how == "mean" and not is_mean and not (scaling and scaling.is_zero):
-            found.append(path)
+    for path, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True):
+        if isinstance(v, int) and v in averaged:
+            scaling = micro.scaling.get(v, UNKNOWN)
+            if not scaling.is_zero and (scaling.power != 0 or scaling.is_extreme or scaling.is_ratio):
+                found.append(path)
     return found
 
 

@@ -29,6 +29,11 @@ from soapjax.strategy.pipeline import Pipeline
 log = logging.getLogger("soapjax")
 
 
+@functools.lru_cache(256)  # a plan that is checked is made more than once
+def _warn_once(names: str) -> None:
+    log.warning("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
+
+
 class PipelineStep(MicroBatched):
     """A micro-batched step, ready to run.
 
@@ -50,8 +55,10 @@ class PipelineStep(MicroBatched):
         self.reduction = reduction
         self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
         self.cut, self._joinings = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
-        if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro)):
-            log.warning("averaged over micro-batches, although not known to be a mean over the batch: %s", ", ".join(averaged[:8]))
+        gradients = {v for _, v in self.cut.gradients}
+        means = {v for v, how in self._joinings.items() if how.how == "mean"} - gradients
+        if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means)):
+            _warn_once(", ".join(averaged[:8]))
         self._defer([v for _, v in self.cut.gradients])
         self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]

@@ -135,8 +135,9 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
     returned = {values.of(o).root for o in program.outputs if isinstance(o, int)} - moments
     may_wait = {e.key for e in leaves if phase[e.key] == FORWARD and _outermost_transform(e.stack) is None and downstream}
     read_before = set(returned)
-    for _ in range(2 if values.carries else 1):  # twice: what a loop hands on is read at its begin
-        waits = set(may_wait)
+    known = -1
+    while len(read_before) > known:  # what a loop hands on is read at its begin, in the trip behind
+        known, waits = len(read_before), set(may_wait)
         for eqn, _ in reversed([*program.walk()]):
             if eqn.body is not None:  # behind its body; what it starts from may be read by no equation of it
                 if any(phase[inner.key] != UPDATE and inner.key not in waits for inner in eqn.body.leaves):

@@ -78,6 +78,7 @@ class _Scaler:
         self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
         self.data = {i for i in small.inputs if self.sample_dims(i)}
         self.smooth = set(self.data)  # of the data's values, not only of how they compare
+        self.to_samples = self.read_by_samples()
         self.made_by = {o: eqn for eqn, _ in small.walk() if eqn.body is None for o in eqn.outputs}
 
     def run(self) -> dict[int, Scaling]:
@@ -86,6 +87,11 @@ class _Scaler:
 
     def block(self, small: Program, large: Program) -> None:
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
+            if eqn.name == "optimization_barrier":  # of many values, each as it was
+                self.found.update(zip(eqn.outputs, map(self.read, eqn.inputs, other.inputs), strict=True))
+                for some in (self.data, self.smooth):
+                    some.update(o for o, a in zip(eqn.outputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
+                continue
             if any(isinstance(a, int) and a in self.data for a in eqn.inputs):
                 self.data.update(eqn.outputs)
             read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in _COMPARE else eqn.inputs
@@ -93,11 +99,20 @@ class _Scaler:
                 self.smooth.update(eqn.outputs)
             if eqn.body is not None:
                 self.loop(eqn, other)
-            elif eqn.name == "optimization_barrier":  # of many values, each as it was
-                self.found.update(zip(eqn.outputs, map(self.read, eqn.inputs, other.inputs), strict=True))
             else:
                 result = self.equation(eqn, other)
                 self.found.update(dict.fromkeys(eqn.outputs, result))
+
+    def read_by_samples(self) -> set[int]:
+        """Values without a batch dim from which the forward pass goes on to values that have one."""
+        found: set[int] = set()
+        for eqn, _ in reversed([*self.small.walk()]):
+            is_backward = "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack
+            if eqn.name == "optimization_barrier":  # of many values, each as it was
+                found.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in found)
+            elif not is_backward and any(self.sample_dims(o) or o in found for o in eqn.outputs):
+                found.update(a for a in eqn.inputs if isinstance(a, int) and not self.sample_dims(a))
+        return found
 
     def sample_dims(self, atom: Atom) -> tuple[int, ...]:
         """Dims of a value that grow with the batch."""
@@ -181,18 +196,20 @@ class _Scaler:
         return any(self.sample_dims(a) for a in eqn.inputs) and not any(self.sample_dims(o) for o in eqn.outputs)
 
     def divides_by_data(self, eqn: FlatEqn, inputs: list[Scaling]) -> bool:
-        """Whether something is divided by a sum over the data; or one statistic of the batch by another, as a weighted mean is.
+        """Whether something is divided by a sum over the data, or, in the loss, one statistic of the batch by another.
 
-        What divides a statistic in the loss does so in its derivative, too.
+        A statistic that comes back to samples is none of the loss: norms over the batch are made of such. What divides a
+        statistic in the loss does so in its derivative, too, and there alone where nobody asks for the loss.
         """
         if eqn.name == "div":
             number, over = eqn.inputs
-            if self.is_statistic(over) and "transpose(" in eqn.stack:  # the loss itself may not be computed
-                return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
-            is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
-            if "jvp(" in eqn.stack and is_smooth and isinstance(over, int) and all(map(self.is_statistic, eqn.inputs)):
-                self.found[over] = self.found[over]._replace(is_ratio=True)
-                return True
+            if isinstance(over, int) and self.is_statistic(over) and over not in self.to_samples:
+                if "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack:
+                    return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
+                is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
+                if "jvp(" in eqn.stack and is_smooth and self.is_statistic(number):
+                    self.found[over] = self.found[over]._replace(is_ratio=True)
+                    return True
             return self.is_data_sum(over, inputs[1])
         return eqn.name in _POWERS and exponent_of(eqn) < 0 and self.is_data_sum(eqn.inputs[0], inputs[0])
 

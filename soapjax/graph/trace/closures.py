@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -25,22 +26,34 @@ def holds_tracers(fn: Any) -> bool:
         if id(x) in seen or isinstance(x, _NOTHING_IN):
             continue
         seen.add(id(x))
-        if isinstance(x, Mapping):
-            left += x.values()
-        elif isinstance(x, list | tuple | set | frozenset):
-            left += x
-        elif isinstance(x, functools.partial):
-            left += (x.func, *x.args, *x.keywords.values())
-        else:
-            left += (c.cell_contents for c in getattr(x, "__closure__", None) or () if _is_filled(c))
-            left += [getattr(x, name, None) for name in ("__wrapped__", "__func__", "__self__", "__defaults__", "__kwdefaults__")]
-            left += (getattr(x, "__dict__", None) or {}).values()
+        try:
+            left += _held(x)
+        except Exception:  # noqa: BLE001, S112 - what objects of other people do when they are looked at
+            continue
     return False
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _held(x: Any) -> list[Any]:
+    if isinstance(x, Mapping):
+        return [*x.values()]
+    if isinstance(x, list | tuple | set | frozenset):
+        return [*x]
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    held = [_contents(c) for c in inspect.getattr_static(x, "__closure__", None) and x.__closure__ or ()]
+    names = ["__wrapped__", "__func__", "__self__", "__defaults__", "__kwdefaults__"]
+    names += [name for kind in type(x).__mro__ for name in _slots(kind)]
+    held += [getattr(x, name, None) for name in names if inspect.getattr_static(x, name, None) is not None]
+    return [*held, *(inspect.getattr_static(x, "__dict__", None) and vars(x) or {}).values()]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _contents(cell: types.CellType) -> Any:
     try:
-        cell.cell_contents  # noqa: B018 - raises where it is empty
-    except ValueError:
-        return False
-    return True
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

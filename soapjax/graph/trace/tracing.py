@@ -167,7 +167,7 @@ def trace(
     arguments = [*dynamic, *(kwargs[k] for k in sorted(kwargs))]
     if len(closed.jaxpr.invars) != len(jax.tree.leaves(arguments)):
         value, expected = "closes over a tracer, an array of another trace", "a function of its arguments and of arrays"
-        remedy = "make that array outside of jax.jit, jax.grad and jax.eval_shape, or pass it as an argument"
+        remedy = "make that array with NumPy, or outside of jax.jit, jax.grad and the like; or pass it as an argument"
         raise SoapjaxError(Problem(getattr(fn, "__qualname__", str(fn)), value, expected, remedy))
     of_arguments = (*names, *sorted(kwargs))
     pairs = _state_pairs(arguments, out_info)

@@ -33,7 +33,7 @@ Distinct = tuple[np.ndarray, frozenset[int]]  # packed layouts, sorted, and as a
 
 def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
     """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
-    is_backward = tables.edge_is_backward.tolist()
+    is_backward, gathers_again = tables.edge_is_backward.tolist(), tables.may_gather_again
     out = {}
     seen: dict[bytes, Distinct] = {}
     for edges in tables.reader_groups():
@@ -44,7 +44,8 @@ def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
         owner = int(tables.parameter_op[p]) if p >= 0 else -1
         again = np.zeros((1, 1), np.int8)
         if owner >= 0:
-            again = tables.storage_again[rows.candidates[owner].storage][:, None].astype(np.int8)
+            of_owner = tables.storage_again[rows.candidates[owner].storage] & gathers_again[edges].any()
+            again = of_owner[:, None].astype(np.int8)
         # Copies of unequal size (a loop's slice and the whole): no more than the smallest may be charged.
         least = min(float(tables.edge_bytes[e]) for e in edges), min(float(tables.edge_trips[e]) for e in edges)
         packed = {e: rows.name(int(tables.edge_slot[e])) for e in edges}
