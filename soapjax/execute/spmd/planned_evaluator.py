@@ -3,7 +3,7 @@
 Every tensor is constrained as used by the task that reads it, and as kept by the task
 that makes it; primitives with a way of their own run on their local blocks (on_blocks.py). A tensor wanted
 twice in one layout is converted once; a parameter that the plan regathers goes
-through a barrier first, or XLA would merge the two gathers and keep the whole parameter alive.
+through a barrier first, or XLA would merge the gathers of both passes, or gather all parameters at once.
 """
 
 from __future__ import annotations
