@@ -101,7 +101,7 @@ def over_memory(plan: Plan, made: CompiledStep) -> Problem | None:
 def devices_to_compile_for(topology: DeviceTopology, devices: Sequence[Any] | None) -> list[Any]:
     """Those that are given, whatever they are, or those at hand where they are of the topology's platform.
 
-    Raises: SoapjaxError where those at hand are too few, or others than planned for.
+    Raises: SoapjaxError where these are too few, or those at hand others than planned for.
     """
     if devices is not None:
         if len(devices) < topology.num_devices:
