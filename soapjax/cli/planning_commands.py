@@ -64,11 +64,6 @@ def _check_problems(command: PlanCommand) -> list[Problem]:
     return problems
 
 
-def _adds_up(command: PlanCommand) -> bool:
-    """Whether one program is to add up gradients over a number of micro-batches."""
-    return command.pipeline is None and command.microbatches not in ("auto", "1")
-
-
 def _objective(command: PlanCommand) -> tuple[Objective, list[Problem]]:
     return objective_of(command.objective, command.max_bytes, command.max_memory, command.weights)
 
@@ -100,7 +95,7 @@ def _pipeline_problems(command: PlanCommand) -> list[Problem]:
     problems = []
     if command.stages != "auto" and command.pipeline is None:
         problems.append(Problem("--stages", command.stages, "a pipeline", "add --pipeline auto, or another"))
-    adds_up = _adds_up(command)
+    adds_up = command.pipeline is None and command.microbatches not in ("auto", "1")  # as `PlanRequest.adds_up`
     if (command.pipeline is not None or adds_up) and command.space != "soap":
         beside = "--microbatches" if adds_up else "--pipeline"
         problems.append(Problem("--space", command.space, f"soap with {beside}", "drop one of them"))

@@ -143,7 +143,7 @@ class Evaluator:
         resolve_s, convert_s, sum_s = (x[:, missing:] for x in by_kind(rows.paid_s))
         since = own(of.since, num_e)
         found = Layouts(
-            layouts(of.layout, len(t.access_op) + 3 * num_p + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
+            layouts(of.layout, t.replicated_slot + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
             layouts(rows.resolved, num_t), since > 0, since,
         )  # fmt: skip
         parts = Parts(
@@ -173,7 +173,7 @@ class Evaluator:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
         t, b, count = self.tables, self.bucket, len(axes)
         of = self.program(*self._alone, *self._lanes(axes, storage))
-        num_slots = len(t.access_op) + 3 * len(t.parameter_op) + 1
+        num_slots = t.replicated_slot + 1
         sets = np.moveaxis(np.asarray(of.layout)[:num_slots, ..., :count], -1, 0)
         paid_s = np.asarray(of.rows.paid_s)[: len(t.sum_task), b.levels - t.links.num_levels :, :count]
         compute_s = np.asarray(of.compute_s)[: t.num_tasks, :count]

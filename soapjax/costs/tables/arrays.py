@@ -136,7 +136,7 @@ def need_of(tables: CostTables) -> Bucket:
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     points = int((tables.measured.weight > 0).sum())
     return Bucket(
-        len(space.graph.operators), num_u + 3 * num_p + 1 + num_s, num_p, tables.num_tasks, num_t, num_e,
+        len(space.graph.operators), tables.replicated_slot + 1 + num_s, num_p, tables.num_tasks, num_t, num_e,
         num_t + num_e + num_s, num_u + num_s + len(tables.work_task), 2 * num_e + 3 * num_t, points,
         max(tables.tensor_shape.shape[1], 1 + tables.num_edges), space.allowed.shape[2] - 1, links.num_levels,
         len(space.groups) if space.offers_pins else 0,
@@ -171,7 +171,7 @@ def _counts(tables: CostTables) -> np.ndarray:
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     return np.array([
         tables.graph.num_operators, num_p, tables.num_tasks, num_t, num_e, num_t + num_e + num_s,
-        num_u + num_s + len(tables.work_task), num_u + 3 * num_p + 1 + num_s,
+        num_u + num_s + len(tables.work_task), tables.replicated_slot + 1 + num_s,
     ], np.int32)  # fmt: skip
 
 
@@ -335,7 +335,7 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
     """Of the whole graph: slots lie in the order of `Layouts.slots`, and behind them the collectives inside tasks."""
     num_u, num_p, num_s = len(tables.access_op), len(tables.parameter_op), len(tables.sum_task)
     num_t, num_e, i32 = len(tables.tensor_bytes), len(tables.edge_task), np.int32
-    replicated, inner = num_u + 3 * num_p, num_u + 3 * num_p + 1
+    replicated, inner = tables.replicated_slot, tables.replicated_slot + 1
     nowhere = b.slots  # a place that nobody reads
     masks = slot_masks(tables, b)
 

@@ -139,6 +139,11 @@ class CostTables:
         return list(members.values())
 
     @property
+    def replicated_slot(self) -> int:
+        """The last layout slot, behind the accesses and three slots of each parameter."""
+        return len(self.access_op) + 3 * len(self.parameter_op)
+
+    @property
     def num_edges(self) -> int:
         """Spatial dims with borders in one inner collective, at most; 0 where no convolution has any."""
         return max(0, HALO + 1 - int(self.sum_map.min(initial=REPLICATED)))

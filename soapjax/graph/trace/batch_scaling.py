@@ -107,10 +107,9 @@ class _Scaler:
         """Values without a batch dim from which the forward pass goes on to values that have one."""
         found: set[int] = set()
         for eqn, _ in reversed([*self.small.walk()]):
-            is_backward = "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack
             if eqn.name == "optimization_barrier":  # of many values, each as it was
                 found.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in found)
-            elif not is_backward and any(self.sample_dims(o) or o in found for o in eqn.outputs):
+            elif not _is_backward(eqn) and any(self.sample_dims(o) or o in found for o in eqn.outputs):
                 found.update(a for a in eqn.inputs if isinstance(a, int) and not self.sample_dims(a))
         return found
 
@@ -143,7 +142,7 @@ class _Scaler:
         passes_on = eqn.name in _PASSED_ON
         scales = eqn.name in ("mul", "div") and not any(isinstance(a, int) and a in self.data for a in eqn.inputs[1:])
         sums = [self.is_data_sum(a, s) for a, s in zip(eqn.inputs, inputs, strict=True)]
-        is_all = eqn.name in _EXTREMES and self.vanished(eqn) and not self.data.isdisjoint(self.values_of(eqn))
+        is_all = eqn.name in _EXTREMES and self.vanished(eqn) and any(isinstance(a, int) and a in self.data for a in eqn.inputs)
         return found._replace(
             is_ratio=any(s.is_ratio for s in inputs) or self.divides_by_data(eqn, inputs),
             is_sum=found.power is None and (passes_on or scales) and any(sums),
@@ -188,9 +187,6 @@ class _Scaler:
         # What is not linear: alike in both where its operands are, unless it mixes samples.
         return Scaling() if not any(powers) and not self.vanished(eqn) else UNKNOWN
 
-    def values_of(self, eqn: FlatEqn) -> list[int]:
-        return [a for a in eqn.inputs if isinstance(a, int)]
-
     def vanished(self, eqn: FlatEqn) -> bool:
         """Whether no result has the batch dim of the operands."""
         return any(self.sample_dims(a) for a in eqn.inputs) and not any(self.sample_dims(o) for o in eqn.outputs)
@@ -204,7 +200,7 @@ class _Scaler:
         if eqn.name == "div":
             number, over = eqn.inputs
             if isinstance(over, int) and self.is_statistic(over) and over not in self.to_samples:
-                if "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack:
+                if _is_backward(eqn):
                     return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
                 is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
                 if "jvp(" in eqn.stack and is_smooth and self.is_statistic(number):
@@ -259,6 +255,11 @@ class _Scaler:
         for some in (self.data, self.smooth):
             if any(isinstance(a, int) and a in some for a in body.outputs):
                 some.update(eqn.outputs)
+
+
+def _is_backward(eqn: FlatEqn) -> bool:
+    """Whether an equation is of the backward pass, and not of what it computes again."""
+    return "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack
 
 
 def _is_zero(value: object) -> bool:
