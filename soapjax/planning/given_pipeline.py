@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.microbatches import REDUCTIONS, batch_leaves, micro_step, mixing_of
+from soapjax.execute.streams.microbatches import REDUCTIONS, batch_leaves, micro_step
 from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
@@ -69,11 +69,11 @@ def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -
     size = step.in_avals[batch_leaves(step)[0]].shape[0]
     parts = next((n for n in range(2, size + 1) if size % n == 0), 1)
     micro = micro_step(fn, *args, num_microbatches=parts, full=step, **tracing)
-    if not micro.scaling:
+    if micro.growth is None or not micro.growth.is_known:
         value = f"a batch of {size} that is not the same step in parts"
         expected = "a batch of several samples, and no loop over them"
         raise SoapjaxError(Problem("microbatches", value, expected, "use another batch, or more devices"))
-    mixing = mixing_of(micro, [micro.step.program.outputs[k] for k in step.state_pairs.values()])
+    mixing = micro.growth.mixing([micro.step.program.outputs[k] for k in step.state_pairs.values()])
     if (found := mixing.any()) is not None:
         at = f" ({found.source})" if found.source else ""
         value = f"samples of the batch are mixed{at}, as by its statistics, and micro-batches would compute something else"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from soapjax.execute.streams.microbatches import micro_step, mixing_of
+from soapjax.execute.streams.microbatches import micro_step
 
 BATCH, WIDTH, PARTS = 12, 4, 3
 
@@ -81,8 +81,9 @@ LOSSES = {
 MIXES = list(LOSSES)[list(LOSSES).index("means of pairs") :]
 
 
+@pytest.mark.parametrize("num", [PARTS, BATCH])
 @pytest.mark.parametrize("name", LOSSES)
-def test_it_is_found_where_gradients_differ(name):
+def test_it_is_found_where_gradients_differ(name, num):
     loss = LOSSES[name]
     w, x = (jax.random.normal(jax.random.key(k), shape) for k, shape in ((0, (WIDTH, WIDTH)), (1, (BATCH, WIDTH))))
 
@@ -90,9 +91,9 @@ def test_it_is_found_where_gradients_differ(name):
         return w - 0.1 * jax.grad(loss)(w, x)
 
     whole = jax.grad(loss)(w, x)
-    parts = jnp.mean(jnp.stack([jax.grad(loss)(w, part) for part in jnp.split(x, PARTS)]), 0)
+    parts = jnp.mean(jnp.stack([jax.grad(loss)(w, part) for part in jnp.split(x, num)]), 0)
     differs = not np.allclose(whole, parts, rtol=1e-4, atol=1e-6)
-    micro = micro_step(step, w, x, num_microbatches=PARTS)
-    mixing = mixing_of(micro, micro.step.program.outputs)
+    micro = micro_step(step, w, x, num_microbatches=num)
+    mixing = micro.growth.mixing(micro.step.program.outputs)
     assert (mixing.any() is not None) == differs == (name in MIXES)
     assert (mixing.pairs() is not None) == ("pairs" in name or "distances" in name or name == "contrastive")

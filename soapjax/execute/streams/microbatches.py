@@ -1,7 +1,7 @@
 """From a step to its micro-batches: which arguments are split, how what comes out is put together again.
 
 A gradient that is a mean over the batch is the mean of the micro-batches' gradients; one that is a sum is their sum. Which
-it is, the step itself tells (graph/trace/batch_scaling.py). Semantics, as in GPipe (Huang et al. 2019, section 2.3):
+it is, the step itself tells (graph/trace/growth.py). Semantics, as in GPipe (Huang et al. 2019, section 2.3):
 
 - batch statistics are those of each micro-batch, and moving averages move once per step: a mean, and a variance E[x²] - E[x]², by
   those of the whole batch (graph/trace/batch_means.py); a variance E[(x - E[x])²] by the mean of the micro-batches' variances;
@@ -21,11 +21,9 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.trace.batch_means import after_means
-from soapjax.graph.trace.batch_scaling import UNKNOWN, Scaling, scalings
+from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
-from soapjax.graph.trace.program import Atom
-from soapjax.graph.trace.sample_mixing import SampleMixing
+from soapjax.graph.trace.growth import Growth, growth
 from soapjax.graph.trace.tracing import TracedStep, trace
 
 Reduction = Literal["mean", "sum"]
@@ -40,8 +38,8 @@ class MicroStep:
     batch_leaves: tuple[int, ...]  # input leaves whose leading dim is the batch
     num_microbatches: int
     batch_size: int
-    scaling: dict[int, Scaling]  # empty where there is one micro-batch
     full: TracedStep
+    growth: Growth | None  # None where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
     after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
 
@@ -74,20 +72,23 @@ def micro_step(
             Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}")
         )
     if num_microbatches == 1:
-        return MicroStep(full, leaves, 1, size, {}, full)
+        return MicroStep(full, leaves, 1, size, full, None)
     static = {i % len(args) for i in static_argnums} if args else set()
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-    flat, tree = jax.tree_util.tree_flatten(dynamic)
-    for i in leaves:
-        aval = full.in_avals[i]
-        flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((size // num_microbatches, *aval.shape[1:]), aval.dtype)
-    rest = iter(jax.tree_util.tree_unflatten(tree, flat))
-    small = trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
-    scaling = scalings(small.program, full.program, num_microbatches)
-    batch = {small.program.inputs[k] for k in leaves}
-    state = {o for k in small.state_pairs.values() if isinstance(o := small.program.outputs[k], int)}
-    once = after_means(small.program, full.program, scaling, batch, state)
-    return MicroStep(small, leaves, num_microbatches, size, scaling, full, draws_alike(small.program, batch), once)
+
+    def with_samples(samples: int) -> TracedStep:
+        flat, tree = jax.tree_util.tree_flatten(dynamic)
+        for i in leaves:
+            aval = full.in_avals[i]
+            flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((samples, *aval.shape[1:]), aval.dtype)
+        rest = iter(jax.tree_util.tree_unflatten(tree, flat))
+        return trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
+
+    small = with_samples(size // num_microbatches)
+    grows = growth(small, full, leaves, num_microbatches, with_samples=with_samples)
+    state = [small.program.outputs[k] for k in small.state_pairs.values()]
+    draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
+    return MicroStep(small, leaves, num_microbatches, size, full, grows, draws, grows.after_means(state))
 
 
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:
@@ -113,7 +114,8 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
     if reduction not in REDUCTIONS:
         expected = " or ".join(map(repr, REDUCTIONS))
         raise SoapjaxError(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
-    found = [(path, micro.scaling[v]) for path, v in gradients if v in micro.scaling]
+    grows = micro.growth
+    found = [(path, s) for path, v in gradients if grows is not None and (s := grows.of(v)) is not None]
     place = "microbatch_reduction"
     if ratios := [path for path, s in found if s.is_ratio]:
         value = f"the gradient of {ratios[0]!r} (and {len(ratios) - 1} more) is divided by a sum over the batch's data"
@@ -125,8 +127,8 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
-    if micro.scaling:
-        mixing = mixing_of(micro, [v for _, v in gradients])
+    if grows is not None and grows.is_known:
+        mixing = grows.mixing([v for _, v in gradients])
         if (pairs := mixing.pairs()) is not None:
             value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
             expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
@@ -141,18 +143,12 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         raise SoapjaxError(Problem(place, value, f"a loss that is a {reduction} over the batch", remedy))
 
 
-def mixing_of(micro: MicroStep, wanted: Sequence[Atom]) -> SampleMixing:
-    """Where samples are mixed in the making of values of the micro-batched step."""
-    small = micro.step.program
-    return SampleMixing(small, micro.full.program, {small.inputs[k] for k in micro.batch_leaves}, wanted)
-
-
 def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
     """Results among the `averaged` values that are no mean over the batch, or not known to be one."""
     found = []
     for path, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True):
         if isinstance(v, int) and v in averaged:
-            scaling = micro.scaling.get(v, UNKNOWN)
+            scaling = (micro.growth and micro.growth.of(v)) or UNKNOWN
             if not scaling.is_zero and (scaling.power != 0 or scaling.is_extreme or scaling.is_ratio):
                 found.append(path)
     return found
@@ -160,16 +156,13 @@ def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
 
 def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:
     """How one value of every micro-batch becomes the value of the step; None where that is not known."""
-    if micro.num_microbatches == 1:
+    if micro.growth is None:
         return Joining("sum")
-    small, large = micro.step.program.avals[value], micro.full.program.avals.get(value)
     if is_gradient:
         return Joining(reduction)
-    if micro.scaling and large is not None and small.shape != large.shape:
-        dims = [d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+    if dims := micro.growth.sample_dims(value):
         return Joining("join", dims[0]) if len(dims) == 1 else None
-    scaling = micro.scaling.get(value)
-    is_float = jax.dtypes.issubdtype(small.dtype, np.floating)
+    scaling = micro.growth.of(value)
     if scaling is not None and scaling.power == 1.0:
         return Joining("sum")
-    return Joining("mean") if is_float else None
+    return Joining("mean") if jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.floating) else None

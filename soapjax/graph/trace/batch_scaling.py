@@ -57,7 +57,7 @@ def exponent_of(eqn: FlatEqn) -> float:
     return _POWERS[eqn.name] or eqn.params["y"]
 
 
-def scalings(small: Program, large: Program, factor: int) -> dict[int, Scaling]:
+def scalings(small: Program, large: Program, factor: float) -> dict[int, Scaling]:
     """The scaling of every value of `small`, all nesting levels included; empty where the programs differ in structure.
 
     Args:
@@ -72,7 +72,7 @@ def scalings(small: Program, large: Program, factor: int) -> dict[int, Scaling]:
 
 
 class _Scaler:
-    def __init__(self, small: Program, large: Program, factor: int):
+    def __init__(self, small: Program, large: Program, factor: float):
         self.small, self.large, self.factor = small, large, factor
         self.found: dict[int, Scaling] = dict.fromkeys(small.inputs, Scaling())
         self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})

@@ -1,0 +1,159 @@
+"""How the values of a micro-batched step grow with its batch, where it has one sample, too.
+
+What grows is told by two traces of the step that are alike, equation by equation (batch_scaling.py). Traced with one sample, a step
+has other equations than with two: JAX drops sums over one, and reshapes where it would gather. It is then held against the step
+with two samples: equations in order, the same primitive in the same scope, with operands that correspond where these have
+counterparts. A value without one is of unknown growth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from soapjax.errors import SoapjaxError
+from soapjax.graph.trace.batch_means import after_means
+from soapjax.graph.trace.batch_scaling import Scaling, scalings
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.sample_mixing import SampleMixing
+from soapjax.graph.trace.tracing import TracedStep
+
+_MOST_SKIPPED = 32  # equations of both programs between two that correspond
+_IN_A_ROW = 3  # equations that correspond after some that do not
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Growth:
+    """Of the values of one step.
+
+    small, large: the step with two sizes of its batch, alike equation by equation.
+    scaling: of the values of `small`; empty where it could not be told.
+    counterpart: value of the step -> value of `small`; None where the step is `small`.
+    equations: key of an equation of `small` -> key of the step's; None likewise.
+    batch: the inputs of `small` that are data.
+    """
+
+    small: Program
+    large: Program
+    scaling: dict[int, Scaling]
+    batch: frozenset[int]
+    counterpart: dict[int, int] | None = None
+    equations: dict[str, str] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.scaling)
+
+    def value(self, v: Atom) -> int | None:
+        """What stands for a value of the step in `small`; None where nothing does."""
+        if not isinstance(v, int):
+            return None
+        return v if self.counterpart is None else self.counterpart.get(v)
+
+    def of(self, v: Atom) -> Scaling | None:
+        mine = self.value(v)
+        return None if mine is None else self.scaling.get(mine)
+
+    def sample_dims(self, v: Atom) -> tuple[int, ...]:
+        """Dims of a value of the step that grow with the batch."""
+        mine = self.value(v)
+        if mine is None or mine not in self.large.avals or not self.is_known:
+            return ()
+        sizes = zip(self.small.avals[mine].shape, self.large.avals[mine].shape, strict=True)
+        return tuple(d for d, (a, b) in enumerate(sizes) if a != b)
+
+    def mixing(self, wanted: Sequence[Atom]) -> SampleMixing:
+        """Where samples are mixed in the making of values of the step."""
+        return SampleMixing(self.small, self.large, self.batch, [v for v in map(self.value, wanted) if v is not None])
+
+    def after_means(self, state: Sequence[Atom]) -> frozenset[str]:
+        """Equations of the step between means over the batch and what they make of its values `state` (batch_means.py)."""
+        mine = [v for v in map(self.value, state) if v is not None]
+        found = after_means(self.small, self.large, self.scaling, self.batch, mine)
+        return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
+
+
+def growth(
+    step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep]
+) -> Growth:  # fmt: skip
+    """How the values of `step` grow with its batch.
+
+    Args:
+      full: the step with a batch `factor` times as large.
+      batch_leaves: inputs that are data.
+      with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
+    """
+
+    def between(small: TracedStep, large: TracedStep, factor: float) -> Growth:
+        batch = frozenset(small.program.inputs[k] for k in batch_leaves)
+        return Growth(small.program, large.program, scalings(small.program, large.program, factor), batch)
+
+    found = between(step, full, factor)
+    if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
+        return found
+    try:
+        two = with_samples(2)
+        more = full if factor > 2 else with_samples(4)
+    except SoapjaxError:  # a step of this one size: nothing is known of it, as of one that has other equations for every size
+        return found
+    if len(step.program.outputs) != len(two.program.outputs):
+        return found
+    values, equations = corresponding(step.program, two.program)
+    ends = zip(step.program.outputs, two.program.outputs, strict=True)
+    values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
+    samples = more.in_avals[batch_leaves[0]].shape[0]
+    return dataclasses.replace(between(two, more, samples / 2), counterpart=values, equations=equations)
+
+
+def corresponding(one: Program, two: Program) -> tuple[dict[int, int], dict[str, str]]:
+    """Values of `one` -> of `two`, and keys of equations of `two` -> of `one`: a step with one sample, and with two."""
+    values = dict(zip(one.inputs, two.inputs, strict=True)) if len(one.inputs) == len(two.inputs) else {}
+    equations: dict[str, str] = {}
+    _follow(one, two, values, equations)
+    return values, equations
+
+
+def _follow(one: Program, two: Program, values: dict[int, int], equations: dict[str, str]) -> None:
+    for a, b in _in_step(one.eqns, two.eqns):
+        operands = list(zip(a.inputs, b.inputs, strict=False))
+        if len(a.inputs) != len(b.inputs) or any(values.get(x, y) != y for x, y in operands if isinstance(x, int)):
+            continue
+        if len(a.outputs) != len(b.outputs) or not all(map(_is_grown, _avals(one, a.outputs), _avals(two, b.outputs))):
+            continue
+        equations[b.key] = a.key
+        values.update(zip(a.outputs, b.outputs, strict=True))
+        if a.body is not None and b.body is not None:
+            values.update(zip(a.body.inputs, b.body.inputs, strict=True))
+            _follow(a.body, b.body, values, equations)
+
+
+def _avals(program: Program, values: Sequence[int]) -> list[Any]:
+    return [program.avals[v] for v in values]
+
+
+def _is_grown(a: Any, b: Any) -> bool:
+    """Whether a value of one sample may be that of two: every dim as large, or twice as large."""
+    alike = getattr(a, "dtype", None) == getattr(b, "dtype", None) and len(a.shape) == len(b.shape)
+    return alike and all(n in (m, 2 * m) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _in_step(one: Sequence[FlatEqn], two: Sequence[FlatEqn]) -> Iterator[tuple[FlatEqn, FlatEqn]]:
+    """Pairs of equations in order, each the same by name and scope; what has no partner is passed over."""
+    a, b = ([(eqn.name, eqn.stack) for eqn in eqns] for eqns in (one, two))
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            yield one[i], two[j]
+            i, j = i + 1, j + 1
+            continue
+        skips = ((k, n - k) for n in range(1, _MOST_SKIPPED) for k in range(n + 1))
+        found = next(((k, m) for k, m in skips if _meet(a, i + k, b, j + m)), None)
+        if found is None:
+            return
+        i, j = i + found[0], j + found[1]
+
+
+def _meet(a: Sequence[tuple], i: int, b: Sequence[tuple], j: int) -> bool:
+    row = min(_IN_A_ROW, len(a) - i, len(b) - j)
+    return row > 0 and a[i : i + row] == b[j : j + row]
