@@ -11,85 +11,32 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
 import numpy as np
-from cluster_fit import Calibrated, Judged, judged, kept, refitted, strategy_of
+from cluster_fit import Calibrated, Judged, judged, kept, refitted
 from cluster_measure import Recorder, calibrated, rank_parser, run_as_rank
 from cluster_timing import Timer, in_rounds, shared
+from pipeline_candidates import Candidate, candidates
 from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 
 import soapjax
 import soapjax.distributed
-from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.plan_files import recost
-from soapjax.planning.staging import plan_pipeline
-from soapjax.search.experts.placement import model_parallel_strategy, placed
-from soapjax.search.problem import PlanningProblem
 from soapjax.sourced_models import concrete_model
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of as planned_strategy
 
 
-class Candidate(NamedTuple):
-    """A plan to measure, as rank 0 publishes it."""
-
-    name: str
-    kind: str  # "pipeline", "pinned" or "one program"
-    plan: str
-
-
-def one_program(step: Any, cluster: Calibrated, options: argparse.Namespace) -> Iterator[Candidate]:
-    """Plans without pins and stages: the baselines, and what the search finds."""
-    problem = cluster.problem(step)
-    for name in ONE_PROGRAM:
-        yield Candidate(name, "one program", plan_of_strategy(problem, strategy_of(problem, name, options)).dumps())
-
-
-def pipelines(model: Any, cluster: Calibrated, options: argparse.Namespace) -> Iterator[Candidate]:
-    for schedule in options.schedules:
-        for num in options.microbatches:
-            plan, _ = plan_pipeline(
-                model.step, *model.arguments, pipeline=schedule, topology=cluster.topology, microbatches=num, stages=options.hosts,
-                proposals=options.proposals, profile=cluster.profile,
-            )  # fmt: skip
-            yield Candidate(f"{schedule}, {num} micro-batches", "pipeline", plan.dumps())
-
-
-def pinned(step: Any, cluster: Calibrated, options: argparse.Namespace) -> Iterator[Candidate]:
-    """Branches on hosts of their own, runs of layers on hosts, and what the search finds in the space with pins."""
-    problem = cluster.problem(step, space="paper")
-    found = {
-        "a branch per host": placed(problem, branch_devices(problem, options.hosts)),
-        "layers on hosts": model_parallel_strategy(problem)[0],
-        "mcmc with pins": strategy_of(problem, "mcmc", options),
-    }
-    for name, strategy in found.items():
-        yield Candidate(name, "pinned", plan_of_strategy(problem, strategy).dumps())
-
-
-def branch_devices(problem: PlanningProblem, hosts: int) -> np.ndarray:
-    """A device for every operator [N]: the model's branches (modules that hold others) in turn; the first for all else."""
-    tops = [op.name.partition("/")[0] if "/" in op.name else None for op in problem.graph.operators]
-    branches = [t for t in dict.fromkeys(tops) if t is not None]
-    return np.array([branches.index(t) % hosts if t is not None else 0 for t in tops])
-
-
-def candidates(model: Any, step: Any, cluster: Calibrated, options: argparse.Namespace) -> list[Candidate]:
-    found = list(one_program(step, cluster, options))
-    found += pinned(step, cluster, options) if MODELS[options.model].is_branched else pipelines(model, cluster, options)
-    return found
-
-
 def ready(model: Any, one: Candidate, options: argparse.Namespace) -> Timer:
     step = soapjax.soap_shard(model.step, plan=Plan.loads(one.plan), devices=list(jax.devices()))
-    return Timer(one.name, step, *split(model.arguments), options.steps, overlaps=one.kind != "one program")
+    return Timer(one.name, step, *split(model.arguments), options.steps, overlaps=one.kind in ("pipeline", "pinned"))
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -132,7 +79,7 @@ def in_parts(step: Any, cluster: Calibrated, todo: Sequence[Candidate]) -> list[
 
 def main() -> int:
     parser = rank_parser(__doc__, MODELS)
-    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "zb-h1"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--proposals", type=int, default=256)
     return run_as_rank(run, parser.parse_args())

@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.evaluate import Layouts
+from soapjax.costs.rules.links import combined_share
 from soapjax.costs.split_share import share_of
+from soapjax.graph.operators import OperatorGraph
 from soapjax.planning.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.search.objective import Objective
 from soapjax.search.stages.pipedream_stages import Workers
@@ -17,11 +20,12 @@ from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
-from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import MeshPlan, SentPart
 from soapjax.strategy.plan_strategy import mesh_plan
 from soapjax.strategy.space import SearchSpace
 from soapjax.strategy.strategy import Strategy
+from soapjax.topology import DeviceTopology
 
 
 class OnMesh(NamedTuple):
@@ -65,6 +69,14 @@ class StageTimes(NamedTuple):
         return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
 
 
+def _sums_of_replicas(graph: OperatorGraph, topology: DeviceTopology, stage: Stage) -> float:
+    """How many collectives sum a stage's gradients over its replicas: one of each gradient, but for what the compiler merges."""
+    names = set(stage.operators)
+    sizes = [graph.tensors[p.gradient].size_bytes for p in graph.parameters if graph.operators[p.owner].name in names]
+    shares = combined_share(np.array(sizes, float), True, compiler_of(topology).merged_bytes)
+    return max(float(shares.sum()), 1.0)
+
+
 def simulated_stages(
     loads: StageLoads, pipeline: Pipeline, bounds: tuple[int, ...], strategies: Mapping[int, Strategy]
 ) -> StageTimes:  # fmt: skip
@@ -85,7 +97,7 @@ def simulated_stages(
             last = first + len(stage.devices) - 1
             level = level_between(topology, first, last)
             sync = load.gradient_bytes * workers.sync_s_per_byte(first, len(stage.devices), width=count)
-            sync += 2 * (stage.replicas - 1) * topology.levels[level].latency_s
+            sync += 2 * (stage.replicas - 1) * topology.levels[level].latency_s * _sums_of_replicas(loads.whole, topology, stage)
             load, load_alone = (x._replace(sync_s=sync, sync_level=level) for x in (load, load_alone))
         found.append(load)
         serial.append(load_alone)

@@ -251,6 +251,18 @@ def test_stages_that_do_not_divide_the_devices_leave_some_idle(stages):
     assert search_stages(problem, num_proposals=10).best.is_feasible
 
 
+@pytest.mark.parametrize(
+    "batch, devices, stages, num, width",
+    [(14, 7, 2, 2, 1), (14, 7, 2, None, 2), (12, 7, 2, None, 3), (10, 8, 2, None, 2), (9, 5, 4, 3, 1)],
+)
+def test_stages_are_as_wide_as_no_device_repeats_anothers_work(batch, devices, stages, num, width):
+    """Of samples and widths that no number of devices beyond `width` divides: the other devices are idle."""
+    graph = graph_with("mlp", batch=batch, width=13, features=11, classes=17)
+    problem = StageProblem(graph, part_of(topology_of("cpu8"), 0, devices), num_stages=stages, num_microbatches=num)
+    widths = {choice.counts for _, _, choice in Grid(problem).choices()}
+    assert widths == {(width,) * stages}
+
+
 def test_a_start_is_simulated_only_where_it_fits_or_none_does():
     free = two_stage_problem()
     search_stages(free, num_proposals=1)

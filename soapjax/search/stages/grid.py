@@ -38,6 +38,7 @@ class Point(NamedTuple):
 
     schedule: ScheduleName
     groups: int
+    width: int  # devices of each group
     chunks: int  # stages of each group
     inside: str
     degree: int  # of tensor parallelism
@@ -86,19 +87,25 @@ class Grid:
                 yield points[k].name, float(step_s[k]), choice
 
     def _points(self) -> list[Point]:
-        problem, devices = self.problem, self.topology.num_devices
         found = []
-        for groups, (inside, degree), num in itertools.product(problem.stages, self._insides(), problem.microbatches):
-            if devices < groups or (devices // groups) % degree:
-                continue
-            data = devices // groups // degree  # a number of stages that does not divide the devices leaves some idle
-            if (self.batch // num) % data:
+        for groups in self.problem.stages:
+            # Seven devices for two stages leave one idle, and more where the samples of no micro-batch divide by three.
+            of_width = (self._points_of(groups, width) for width in range(self.topology.num_devices // groups, 0, -1))
+            found += next(filter(None, of_width), [])
+        return found
+
+    def _points_of(self, groups: int, width: int) -> list[Point]:
+        problem, found = self.problem, []
+        is_whole = width == self.topology.num_devices // groups
+        insides = self._insides(self._widest() if is_whole else width)
+        for (inside, degree), num in itertools.product(insides, problem.microbatches):
+            if width % degree or (self.batch // num) % (width // degree):
                 continue  # devices would repeat each other's work
             for schedule, chunks in self._schedules(groups, num):
                 for storage, again in itertools.product(STORED, (True, False)):
-                    if (storage and data == 1) or (problem.always_rematerialise and not again):
+                    if (storage and width == degree) or (problem.always_rematerialise and not again):
                         continue
-                    found.append(Point(schedule, groups, chunks, inside, degree, storage, num, again))
+                    found.append(Point(schedule, groups, width, chunks, inside, degree, storage, num, again))
         return found
 
     def _schedules(self, groups: int, num: int) -> Iterator[tuple[ScheduleName, int]]:
@@ -110,10 +117,9 @@ class Grid:
             elif groups > 1 and num % groups == 0:
                 yield from ((schedule, chunks) for chunks in range(2, MOST_CHUNKS + 1))
 
-    def _insides(self) -> list[tuple[str, int]]:
-        """Names of inner strategies as used, with their degrees: those that the largest stage may have."""
-        problem = self.problem
-        names = [x.name for x in problem.loads.choices(0, self._widest(), problem.microbatches[-1])]
+    def _insides(self, width: int) -> list[tuple[str, int]]:
+        """Names of inner strategies as used, with their degrees: those that a stage of so many devices may have."""
+        names = [x.name for x in self.problem.loads.choices(0, width, self.problem.microbatches[-1])]
         plain = [n for n in names if not any(n.endswith(s) for s in STORED if s)]
         return [(n, int(n.split(",")[0].split("/")[1]) if "/" in n else 1) for n in plain]
 
@@ -146,13 +152,13 @@ class Grid:
         return _Line(found[0], (found[-1] - found[0]) / max(two - 1, 1))
 
     def _of_kind(self, line: _Line, degree: int, points: list[Point]) -> tuple[np.ndarray, np.ndarray]:
-        devices = self.topology.num_devices
-        groups, chunks, num = (np.array([getattr(p, f) for p in points], float) for f in ("groups", "chunks", "num_microbatches"))
+        fields = "groups", "width", "chunks", "num_microbatches"
+        groups, width, chunks, num = (np.array([getattr(p, f) for p in points], float) for f in fields)
         again = np.array([p.rematerialise for p in points])
         sharded, regathered, scattered = (
             np.array([word in p.storage for p in points]) for word in ("sharded", "regathered", "gradients")
         )  # fmt: skip
-        data = devices // groups // degree
+        data = width // degree
         one = line.at(self.batch / num / data)
         gather_s = self._ring_s(one.parameter_bytes / groups, data.astype(int), degree)
         share = self._slowest_share((groups * chunks).astype(int))
@@ -200,13 +206,12 @@ class Grid:
         bounds = self._bounds(p.groups * p.chunks)
         if bounds is None:
             return None
-        count = self.topology.num_devices // p.groups
-        names = [x.name for x in self.problem.loads.choices(0, count, p.num_microbatches)]
+        names = [x.name for x in self.problem.loads.choices(0, p.width, p.num_microbatches)]
         if p.inside + p.storage not in names:
             return None
         inner = names.index(p.inside + p.storage)
         again = (p.rematerialise,) * (len(bounds) - 1)
-        return Choice(p.schedule, p.num_microbatches, bounds, (count,) * p.groups, (inner,) * p.groups, again)
+        return Choice(p.schedule, p.num_microbatches, bounds, (p.width,) * p.groups, (inner,) * p.groups, again)
 
     def _bounds(self, stages: int) -> tuple[int, ...] | None:
         """GPipe's balanced partition into so many stages, even of stacked state; None where the model has too few places to cut."""
