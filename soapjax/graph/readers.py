@@ -23,12 +23,17 @@ def single_readers(graph: OperatorGraph) -> dict[int, tuple[int, str | None]]:
     return {k: next(iter(readers)) for k, readers in found.items() if len(readers) == 1 and k not in in_loops}
 
 
-def left_parameters(graph: OperatorGraph) -> set[int]:
-    """Parameters (by number) of which the forward pass can leave a part, from which the backward pass gathers: both read them."""
+def left_parameters(graph: OperatorGraph) -> dict[int, int]:
+    """Parameters (by number) of which the forward pass can leave a part, from which the backward pass gathers: both read them.
+
+    Each with the first task that reads it.
+    """
     number = {p.tensor: k for k, p in enumerate(graph.parameters)}
     phases: dict[int, set[int]] = {}
-    for task in graph.tasks:
+    first: dict[int, int] = {}
+    for i, task in enumerate(graph.tasks):
         for access in task.reads:
-            if access.tensor in number:
-                phases.setdefault(number[access.tensor], set()).add(task.phase)
-    return {k for k in single_readers(graph) if {FORWARD, BACKWARD} <= phases[k]}
+            if (k := number.get(access.tensor)) is not None:
+                first.setdefault(k, i)
+                phases.setdefault(k, set()).add(task.phase)
+    return {k: first[k] for k in single_readers(graph) if {FORWARD, BACKWARD} <= phases[k]}

@@ -260,13 +260,12 @@ def _left(graph: OperatorGraph, order: MemoryOrder, t: dict) -> MemoryOrder:
     t["left_slot"] = np.full(len(graph.tensors), -1, np.int32)
     t["is_left"] = np.zeros(len(graph.parameters), bool)
     since, until, at_least = (x.copy() for x in (order.since, order.until, order.at_least))
-    for p in left_parameters(graph) if t["storage_left"].any() else ():
+    for p, first_reader in left_parameters(graph).items() if t["storage_left"].any() else ():
         i = graph.parameters[p].tensor
         t["is_left"][p], t["left_slot"][i] = True, first + p
-        readers = [k for k, task in enumerate(graph.tasks) if any(a.tensor == i for a in task.reads)]
-        read_again = order.read_at[is_again & (t["edge_tensor"] == i)]
-        since[i] = at_least[i] = readers[0]
-        until[i] = read_again.max(initial=readers[0])
+        since[i] = at_least[i] = until[i] = first_reader
+    is_read = is_again & t["is_left"][t["edge_parameter"]]
+    np.maximum.at(until, t["edge_tensor"][is_read], order.read_at[is_read])
     return order._replace(since=since, until=until, at_least=at_least)
 
 
