@@ -39,6 +39,7 @@ SLACK = 1.02  # so much more than is needed is saved by the estimate
 MOST_SAVED = 2.0  # of the estimate of all that can be saved: copies and sums, which it leaves out, go as well
 MOST_STRATEGIES = 2  # that are fitted before the search
 FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
+LEAST_GAIN = 5e-3  # of the step time, as much as simplicity may cost: for less no further problem is made, which takes seconds
 UNLIMITED_BYTES = 2**62
 
 
@@ -146,11 +147,25 @@ class Recomputing:
 
     def again(self, result: SearchResult, problem: PlanningProblem, *, may_make: bool) -> tuple[SearchResult, PlanningProblem]:
         """A search's result in `problem` with the recomputation that its own strategy needs, if that is less."""
-        fitted = self.fitted(result.best.strategy) if may_make and result.stopped_by != "interrupted" else None
+        may_pay = may_make and result.stopped_by != "interrupted" and self._may_be_less(result.best, problem)
+        fitted = self.fitted(result.best.strategy) if may_pay else None
         if fitted is None or fitted.best.rank >= result.best.rank:
             return result, problem
         candidates = tuple(fitted.problem.evaluate([e.strategy for e in result.candidates])) if result.candidates else ()
         return result._replace(best=fitted.best, candidates=candidates), fitted.problem
+
+    def _may_be_less(self, best: Evaluation, problem: PlanningProblem) -> bool:
+        """Whether a strategy of `problem` fits, by estimate, with so much less recomputed that it pays to make a problem and see.
+
+        What recomputation frees is estimated for single operators, and known of those that `problem` recomputes together.
+        """
+        now = next((names for names, made in self.made.items() if made is problem), frozenset())
+        ranking, kept = self.ranking(best.strategy), self.problem.evaluate([best.strategy])[0]
+        is_now = np.isin(ranking.names, list(now))
+        seconds, saved = (np.diff(x, prepend=0.0)[is_now].sum() for x in (ranking.seconds, ranking.saved_bytes))
+        known = max(kept.memory_bytes - best.memory_bytes, 1.0) / max(saved, 1.0)
+        enough = np.flatnonzero(known * ranking.saved_bytes >= self._excess(kept))
+        return self._excess(kept) <= 0 or (len(enough) > 0 and ranking.seconds[enough[0]] < seconds - LEAST_GAIN * best.cost)
 
     def of(self, recomputed: frozenset[str]) -> PlanningProblem:
         """The problem with these operators recomputed."""

@@ -264,8 +264,9 @@ def _left(graph: OperatorGraph, order: MemoryOrder, t: dict) -> MemoryOrder:
         i = graph.parameters[p].tensor
         t["is_left"][p], t["left_slot"][i] = True, first + p
         since[i] = at_least[i] = until[i] = first_reader
-    is_read = is_again & t["is_left"][t["edge_parameter"]]
-    np.maximum.at(until, t["edge_tensor"][is_read], order.read_at[is_read])
+    again = np.flatnonzero(is_again)
+    again = again[t["is_left"][t["edge_parameter"][again]]]
+    np.maximum.at(until, t["edge_tensor"][again], order.read_at[again])
     return order._replace(since=since, until=until, at_least=at_least)
 
 
