@@ -8,6 +8,8 @@ import pytest
 from problems import case
 
 from soapjax.planning import entry
+from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS
 from soapjax.search.problem import Budget, PlanningProblem
@@ -69,3 +71,17 @@ def test_when_time_ends_a_planner_returns_what_it_has(problem, name, after, monk
     assert found.best.is_feasible and problem.space.is_valid(found.best.strategy)
     if found.stopped_by == "seconds" and name != "mcmc_paper":
         assert found.best.cost <= min(e.cost for e in known) * (1 + 1e-6) or found.num_proposals < 3
+
+
+def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch):
+    """It goes on with descents and kicks to its end; with more time, or a number of proposals, chains are compiled."""
+    prepared, prepare = [], Engine.prepare
+    monkeypatch.setattr(Engine, "prepare", lambda self: prepared.append(self) or prepare(self))
+    problem.simulator.prepare()
+    monkeypatch.setattr(problem.simulator, "compile_s", 2.0)  # as on a machine that is new to the programs
+    short = mcmc(jax.random.key(0), problem, Budget(seconds=2.0))
+    assert not prepared and short.stopped_by == "seconds" and short.num_proposals > 100
+    start = min(run(jax.random.key(0), problem, Budget()).best.cost for run in BASELINES.values())
+    assert short.best.is_feasible and short.best.cost < start
+    mcmc(jax.random.key(0), problem, Budget(seconds=20.0, num_proposals=300))
+    assert len(prepared) == 1

@@ -26,6 +26,7 @@ MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large o
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 DESCENDED_UNTIL, KICKED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
+DESCENDED_ALONE = 0.8  # where none will: kicks have what descents leave
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
@@ -41,7 +42,7 @@ class SearchRun(NamedTuple):
     key: Array
     record: Record
     pool: ThreadPoolExecutor  # of two threads
-    ready: Future[None]  # the chains' programs
+    ready: Future[None] | None  # the chains' programs; None where there is no time for chains
 
 
 class Descents:
@@ -59,6 +60,7 @@ class Descents:
     ):  # fmt: skip
         self.problem = problem
         self.key, self.record, self.pool, self.ready = run
+        self.until = (DESCENDED_UNTIL, KICKED_UNTIL) if self.ready is not None else (DESCENDED_ALONE, 1.0)
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:
@@ -68,9 +70,9 @@ class Descents:
     def run(self, begun: list[Evaluation]) -> Found:
         """All starts, of which the worst is a random one, and what was found from some of them."""
         begun = sorted(begun, key=lambda e: e.rank)
-        ends = self._descended([begun[0], self._ranked(begun[-1])], until=DESCENDED_UNTIL)
-        kicked = self._kicked(min(ends, key=lambda e: e.cost), until=KICKED_UNTIL)
-        if self.record.limit is None and self.record.spent() >= KICKED_UNTIL:
+        ends = self._descended([begun[0], self._ranked(begun[-1])], until=self.until[0])
+        kicked = self._kicked(min(ends, key=lambda e: e.cost), until=self.until[1])
+        if self.record.limit is None and self.record.spent() >= self.until[1]:
             self.record.time_decides()
         return self._all([kicked, *ends, *begun])
 
@@ -82,9 +84,12 @@ class Descents:
     def go_on(self, begun: list[Evaluation]) -> Found:
         """More kicks, until chains are ready to walk or the budget is spent; as `run`."""
         best, stopped_by = begun[0], None
-        while not self.ready.done() and not (stopped_by := self.record.stopped_by(has_walked=False)):
+        while not self._is_ready() and not (stopped_by := self.record.stopped_by(has_walked=False)):
             best = self._kicked(best, ends_when_ready=True)
         return [best, *begun], stopped_by
+
+    def _is_ready(self) -> bool:
+        return self.ready is not None and self.ready.done()
 
     def _all(self, found: list[Evaluation]) -> Found:
         distinct = {e.strategy.key(): e for e in found}
@@ -114,7 +119,7 @@ class Descents:
         record = self.record
         kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
         while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
-            if ends_when_ready and self.ready.done():
+            if ends_when_ready and self._is_ready():
                 break
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)
@@ -126,7 +131,7 @@ class Descents:
         record = self.record
         limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
         # While the chains' programs are compiled, one of two cores is left to that.
-        run = self.pool.map if self.ready.done() else map
+        run = self.pool.map if self.ready is None or self.ready.done() else map
         record.done += sum(run(lambda d, limit: d.round(limit), members, limits))
         for d in members:
             record.offer(self.for_whole(d.best.strategy), d.best.cost)

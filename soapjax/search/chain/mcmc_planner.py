@@ -14,9 +14,10 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
 Starts are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the
 chains' programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer
-help, or their share of the time is over (descents.py). A space with pins is searched without them first: pins tell devices
-apart, and a simulation takes several times as long. Time is looked at between rounds only, so a run that time ended is replayed
-by its number of proposals, unless its notes say that time decided what was judged.
+help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes on with kicks. A space
+with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is looked at
+between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided what
+was judged.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
@@ -49,6 +50,8 @@ BLOCKS_PER_ROUND = 16  # per chain
 ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: more often, they would take half of the time
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 WITHOUT_PINS = 0.4  # of the budget
+PREPARING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
+READY_BY = 0.5  # of the budget's seconds, or chains are left out
 FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
@@ -58,7 +61,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     begin = time.monotonic()
     engine = Engine(problem)
     pool, preparing = threads(2), threads(1)
-    ready = preparing.submit(engine.prepare)
+    ready = preparing.submit(engine.prepare) if _may_walk(problem, budget) else None
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
     try:
@@ -72,10 +75,10 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         else:
             begun = with_fewer_blocks(run, fewer, begun)
             begun, stopped_by = descents.on(begun, WHOLE_AFTER_FEWER)
-        if stopped_by is None and record.limit is None and not ready.done():
+        if stopped_by is None and record.limit is None and not (ready is not None and ready.done()):
             record.time_decides()
             begun, stopped_by = descents.go_on(begun)
-        if stopped_by is None:
+        if stopped_by is None and ready is not None:
             ready.result()
             stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
     except KeyboardInterrupt:
@@ -86,6 +89,13 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: e.rank)
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
+
+
+def _may_walk(problem: PlanningProblem, budget: Budget) -> bool:
+    """Whether chains would have time to walk: compiling them takes a core, and what is traced for it the lock of all threads."""
+    problem.simulator.prepare()
+    seconds = math.inf if budget.seconds is None or budget.num_proposals is not None else budget.seconds
+    return PREPARING * problem.simulator.compile_s <= READY_BY * seconds
 
 
 def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
