@@ -1,6 +1,6 @@
 """Pipelines and pinned plans on an emulated cluster: simulated against measured step times, and against one program.
 
-    sudo python scripts/pipeline_cluster.py                       # all, about eight minutes on two idle cores
+    sudo python scripts/pipeline_cluster.py                       # all, half an hour on two idle cores
     python scripts/pipeline_cluster.py --report                   # the tables again, into results/pipeline_cluster.md
 
 Per model, rate and number of hosts scripts/pipeline_measure.py runs on hosts that scripts/emulated_cluster.py starts: GPipe, 1F1B
@@ -139,7 +139,9 @@ def document(cases: Cases) -> str:
         "# Pipelines and pinned plans on an emulated cluster\n\n"
         "Hosts of one core each and shaped links (`scripts/emulated_cluster.py`); all models are small (`MODELS` in\n"
         "`scripts/pipeline_cluster.py`). Made by `python scripts/pipeline_cluster.py`. Spread is (slowest - fastest) / median\n"
-        "of the timed steps. The calibration's two factors were fitted on the plans of one program.\n"
+        "of the timed steps. The calibration's two factors were fitted on the plans of one program. Four hosts share two cores:\n"
+        "they compute sooner than calibrated while others wait, as in pipelines; and sums of small gradients, which pay little but\n"
+        "latencies, overlap on that machine as they do not in the simulation.\n"
     )
     return begin + sections(cases, table, summary)
 

@@ -64,6 +64,11 @@ class PlannerProgram:
             if self._compiled is None and not self._is_kept(args):
                 self.compile(self.lower(*args))
 
+    def is_at_hand(self, *args: Any) -> bool:
+        """Whether it is compiled for arguments like these, or was kept on disk, from where it is loaded."""
+        with self._lock:
+            return self._compiled is not None or self._is_kept(args)
+
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The program traced for such arguments."""
         with fewer_collections(), jax.enable_x64(False):

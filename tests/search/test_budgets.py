@@ -78,7 +78,7 @@ def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch
     prepared, prepare = [], Engine.prepare
     monkeypatch.setattr(Engine, "prepare", lambda self: prepared.append(self) or prepare(self))
     problem.simulator.prepare()
-    monkeypatch.setattr(problem.simulator, "compile_s", 2.0)  # as on a machine that is new to the programs
+    monkeypatch.setattr(Engine, "is_at_hand", lambda self: False)  # as on a machine that is new to the programs
     short = mcmc(jax.random.key(0), problem, Budget(seconds=2.0))
     assert not prepared and short.stopped_by == "seconds" and short.num_proposals > 100
     start = min(run(jax.random.key(0), problem, Budget()).best.cost for run in BASELINES.values())

@@ -26,7 +26,7 @@ MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large o
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 DESCENDED_UNTIL, KICKED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
-DESCENDED_ALONE = 0.8  # where none will: kicks have what descents leave
+DESCENDED_ALONE, KICKED_ALONE = 0.8, 0.85  # where none will: a rest is for the whole step after one with fewer blocks
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
@@ -60,7 +60,7 @@ class Descents:
     ):  # fmt: skip
         self.problem = problem
         self.key, self.record, self.pool, self.ready = run
-        self.until = (DESCENDED_UNTIL, KICKED_UNTIL) if self.ready is not None else (DESCENDED_ALONE, 1.0)
+        self.until = (DESCENDED_UNTIL, KICKED_UNTIL) if self.ready is not None else (DESCENDED_ALONE, KICKED_ALONE)
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,19 +40,29 @@ class Engine:
 
     def prepare(self) -> None:
         """Compiles, or loads, what is not there yet: the longest beside the simulator's programs, which a search begins with."""
+        arguments = self._walk_arguments()
+        *_, keys, walker, _ = arguments
+        with threads(2) as pool:
+            longest = pool.submit(self.programs.walk.prepare, *arguments)
+            self.problem.simulator.prepare()
+            others = [
+                pool.submit(self.programs.position.prepare, self.tables, walker.at.base),
+                pool.submit(self.programs.leaps.prepare, self.moves, keys[0], walker.best),
+            ]
+            for each in (longest, *others):
+                each.result()
+
+    def is_at_hand(self) -> bool:
+        """Whether the longest of the programs is compiled, or kept on disk, from where it is loaded."""
+        return self.programs.walk.is_at_hand(*self._walk_arguments())
+
+    def _walk_arguments(self) -> tuple[Any, ...]:
+        """Arguments like those of the walk."""
         nothing_sent = np.zeros(max(self.sizes.bucket.groups, 1), np.float32)
         at = Position(no_base(self.sizes), no_trace(*self._trace_sizes()), no_alive(self.sizes), nothing_sent)
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
         walker, keys = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, 2), np.uint32)
-        with threads(2) as pool:
-            longest = pool.submit(self.programs.walk.prepare, self.tables, self.moves, one, one, keys, walker, count)
-            self.problem.simulator.prepare()
-            others = [
-                pool.submit(self.programs.position.prepare, self.tables, at.base),
-                pool.submit(self.programs.leaps.prepare, self.moves, keys[0], state),
-            ]
-            for each in (longest, *others):
-                each.result()
+        return self.tables, self.moves, one, one, keys, walker, count
 
     def _trace_sizes(self) -> tuple[int, int, int]:
         return self.sizes.items.items, self.sizes.bucket.levels, self.sizes.bucket.groups

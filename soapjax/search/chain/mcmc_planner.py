@@ -51,6 +51,7 @@ ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: 
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 WITHOUT_PINS = 0.4  # of the budget
 PREPARING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
+PREPARING_S = 8.0  # at least, where the simulator's come from disk: on two cores at 3 GHz or so
 READY_BY = 0.5  # of the budget's seconds, or chains are left out
 FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the additive optimum may take, and when it is given up
@@ -61,7 +62,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     begin = time.monotonic()
     engine = Engine(problem)
     pool, preparing = threads(2), threads(1)
-    ready = preparing.submit(engine.prepare) if _may_walk(problem, budget) else None
+    ready = preparing.submit(engine.prepare) if _may_walk(engine, budget) else None
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
     try:
@@ -91,11 +92,13 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
 
 
-def _may_walk(problem: PlanningProblem, budget: Budget) -> bool:
+def _may_walk(engine: Engine, budget: Budget) -> bool:
     """Whether chains would have time to walk: compiling them takes a core, and what is traced for it the lock of all threads."""
-    problem.simulator.prepare()
-    seconds = math.inf if budget.seconds is None or budget.num_proposals is not None else budget.seconds
-    return PREPARING * problem.simulator.compile_s <= READY_BY * seconds
+    if budget.seconds is None or budget.num_proposals is not None or engine.is_at_hand():
+        return True
+    engine.problem.simulator.prepare()
+    compile_s = max(PREPARING * engine.problem.simulator.compile_s, PREPARING_S)
+    return compile_s <= READY_BY * budget.seconds
 
 
 def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
