@@ -140,8 +140,8 @@ def document(cases: Cases) -> str:
         "Hosts of one core each and shaped links (`scripts/emulated_cluster.py`); all models are small (`MODELS` in\n"
         "`scripts/pipeline_cluster.py`). Made by `python scripts/pipeline_cluster.py`. Spread is (slowest - fastest) / median\n"
         "of the timed steps. The calibration's two factors were fitted on the plans of one program. Four hosts share two cores:\n"
-        "they compute sooner than calibrated while others wait, as in pipelines; and sums of small gradients, which pay little but\n"
-        "latencies, overlap on that machine as they do not in the simulation.\n"
+        "they compute sooner than calibrated while others wait, as in pipelines; and sums of small gradients, of which latencies\n"
+        "are nearly all, overlap on that machine as they do not in the simulation.\n"
     )
     return begin + sections(cases, table, summary)
 
