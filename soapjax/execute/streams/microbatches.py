@@ -23,7 +23,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
-from soapjax.graph.trace.growth import Growth, growth
+from soapjax.graph.trace.growth import Growth, growth_of
 from soapjax.graph.trace.tracing import TracedStep, trace
 
 Reduction = Literal["mean", "sum"]
@@ -85,7 +85,7 @@ def micro_step(
         return trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
 
     small = with_samples(size // num_microbatches)
-    grows = growth(small, full, leaves, num_microbatches, with_samples=with_samples)
+    grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
     state = [small.program.outputs[k] for k in small.state_pairs.values()]
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     return MicroStep(small, leaves, num_microbatches, size, full, grows, draws, grows.after_means(state))

@@ -74,7 +74,7 @@ class Growth:
         return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
 
 
-def growth(
+def growth_of(
     step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep]
 ) -> Growth:  # fmt: skip
     """How the values of `step` grow with its batch.
