@@ -69,7 +69,7 @@ def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -
     size = step.in_avals[batch_leaves(step)[0]].shape[0]
     parts = next((n for n in range(2, size + 1) if size % n == 0), 1)
     micro = micro_step(fn, *args, num_microbatches=parts, full=step, **tracing)
-    if micro.growth is None or not micro.growth.is_known:
+    if not micro.growth.is_known:
         value = f"a batch of {size} that is not the same step in parts"
         expected = "a batch of several samples, and no loop over them"
         raise SoapjaxError(Problem("microbatches", value, expected, "use another batch, or more devices"))

@@ -28,6 +28,7 @@ from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import TIME_DECIDED
+from soapjax.search.descent.plainest import EQUAL
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import Simulator
@@ -39,7 +40,6 @@ SLACK = 1.02  # so much more than is needed is saved by the estimate
 MOST_SAVED = 2.0  # of the estimate of all that can be saved: copies and sums, which it leaves out, go as well
 MOST_STRATEGIES = 2  # that are fitted before the search
 FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
-LEAST_GAIN = 5e-3  # of the step time, as much as simplicity may cost: for less no further problem is made, which takes seconds
 UNLIMITED_BYTES = 2**62
 
 
@@ -157,7 +157,8 @@ class Recomputing:
     def _may_be_less(self, best: Evaluation, problem: PlanningProblem) -> bool:
         """Whether a strategy of `problem` fits, by estimate, with so much less recomputed that it pays to make a problem and see.
 
-        What recomputation frees is estimated for single operators, and known of those that `problem` recomputes together.
+        What recomputation frees is estimated for single operators, and known of those that `problem` recomputes together. For what
+        simplicity may cost no problem is made.
         """
         now = next((names for names, made in self.made.items() if made is problem), frozenset())
         ranking, kept = self.ranking(best.strategy), self.problem.evaluate([best.strategy])[0]
@@ -165,7 +166,7 @@ class Recomputing:
         seconds, saved = (np.diff(x, prepend=0.0)[is_now].sum() for x in (ranking.seconds, ranking.saved_bytes))
         known = max(kept.memory_bytes - best.memory_bytes, 1.0) / max(saved, 1.0)
         enough = np.flatnonzero(known * ranking.saved_bytes >= self._excess(kept))
-        return self._excess(kept) <= 0 or (len(enough) > 0 and ranking.seconds[enough[0]] < seconds - LEAST_GAIN * best.cost)
+        return self._excess(kept) <= 0 or (len(enough) > 0 and ranking.seconds[enough[0]] < seconds - EQUAL * best.cost)
 
     def of(self, recomputed: frozenset[str]) -> PlanningProblem:
         """The problem with these operators recomputed."""

@@ -39,7 +39,7 @@ class MicroStep:
     num_microbatches: int
     batch_size: int
     full: TracedStep
-    growth: Growth | None  # None where there is one micro-batch
+    growth: Growth  # not known where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
     after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
 
@@ -72,7 +72,7 @@ def micro_step(
             Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}")
         )
     if num_microbatches == 1:
-        return MicroStep(full, leaves, 1, size, full, None)
+        return MicroStep(full, leaves, 1, size, full, Growth(full.program, full.program, {}, frozenset()))
     static = {i % len(args) for i in static_argnums} if args else set()
     dynamic = tuple(a for i, a in enumerate(args) if i not in static)
 
@@ -114,8 +114,7 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
     if reduction not in REDUCTIONS:
         expected = " or ".join(map(repr, REDUCTIONS))
         raise SoapjaxError(Problem("microbatch_reduction", repr(reduction), expected, "choose one of these"))
-    grows = micro.growth
-    found = [(path, s) for path, v in gradients if grows is not None and (s := grows.of(v)) is not None]
+    found = [(path, s) for path, v in gradients if (s := micro.growth.of(v)) is not None]
     place = "microbatch_reduction"
     if ratios := [path for path, s in found if s.is_ratio]:
         value = f"the gradient of {ratios[0]!r} (and {len(ratios) - 1} more) is divided by a sum over the batch's data"
@@ -127,8 +126,8 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
-    if grows is not None and grows.is_known:
-        mixing = grows.mixing([v for _, v in gradients])
+    if micro.growth.is_known:
+        mixing = micro.growth.mixing([v for _, v in gradients])
         if (pairs := mixing.pairs()) is not None:
             value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
             expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
@@ -148,7 +147,7 @@ def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
     found = []
     for path, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True):
         if isinstance(v, int) and v in averaged:
-            scaling = (micro.growth and micro.growth.of(v)) or UNKNOWN
+            scaling = micro.growth.of(v) or UNKNOWN
             if not scaling.is_zero and (scaling.power != 0 or scaling.is_extreme or scaling.is_ratio):
                 found.append(path)
     return found
@@ -156,7 +155,7 @@ def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
 
 def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:
     """How one value of every micro-batch becomes the value of the step; None where that is not known."""
-    if micro.growth is None:
+    if micro.num_microbatches == 1:
         return Joining("sum")
     if is_gradient:
         return Joining(reduction)

@@ -71,6 +71,14 @@ def scalings(small: Program, large: Program, factor: float) -> dict[int, Scaling
     return _Scaler(small, large, factor).run() if alike else {}
 
 
+def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
+    """Dims of a value that grow with the batch."""
+    if not isinstance(atom, int):
+        return ()
+    a, b = small.avals[atom].shape, large.avals[atom].shape
+    return tuple(d for d in range(len(a)) if len(a) == len(b) and a[d] != b[d])
+
+
 class _Scaler:
     def __init__(self, small: Program, large: Program, factor: float):
         self.small, self.large, self.factor = small, large, factor
@@ -114,11 +122,7 @@ class _Scaler:
         return found
 
     def sample_dims(self, atom: Atom) -> tuple[int, ...]:
-        """Dims of a value that grow with the batch."""
-        if not isinstance(atom, int):
-            return ()
-        a, b = self.small.avals[atom].shape, self.large.avals[atom].shape
-        return tuple(d for d in range(len(a)) if len(a) == len(b) and a[d] != b[d])
+        return sample_dims(self.small, self.large, atom)
 
     def read(self, atom: Atom, other: Atom) -> Scaling:
         if isinstance(atom, int):

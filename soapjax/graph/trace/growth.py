@@ -14,7 +14,7 @@ from typing import Any
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
-from soapjax.graph.trace.batch_scaling import Scaling, scalings
+from soapjax.graph.trace.batch_scaling import Scaling, sample_dims, scalings
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.sample_mixing import SampleMixing
 from soapjax.graph.trace.tracing import TracedStep
@@ -58,10 +58,7 @@ class Growth:
     def sample_dims(self, v: Atom) -> tuple[int, ...]:
         """Dims of a value of the step that grow with the batch."""
         mine = self.value(v)
-        if mine is None or mine not in self.large.avals or not self.is_known:
-            return ()
-        sizes = zip(self.small.avals[mine].shape, self.large.avals[mine].shape, strict=True)
-        return tuple(d for d, (a, b) in enumerate(sizes) if a != b)
+        return sample_dims(self.small, self.large, mine) if self.is_known and mine is not None else ()
 
     def mixing(self, wanted: Sequence[Atom]) -> SampleMixing:
         """Where samples are mixed in the making of values of the step."""

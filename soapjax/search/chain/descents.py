@@ -44,6 +44,15 @@ class SearchRun(NamedTuple):
     pool: ThreadPoolExecutor  # of two threads
     ready: Future[None] | None  # the chains' programs; None where there is no time for chains
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether chains can walk."""
+        return self.ready is not None and self.ready.done()
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.ready is not None and not self.ready.done()
+
 
 class Descents:
     """Descents and kicks of one search, two side by side.
@@ -59,13 +68,13 @@ class Descents:
         for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy, number: int = 0,
     ):  # fmt: skip
         self.problem = problem
-        self.key, self.record, self.pool, self.ready = run
-        self.until = (DESCENDED_UNTIL, KICKED_UNTIL) if self.ready is not None else (DESCENDED_ALONE, KICKED_ALONE)
+        self.search, self.record = run, run.record
+        self.until = (DESCENDED_UNTIL, KICKED_UNTIL) if run.ready is not None else (DESCENDED_ALONE, KICKED_ALONE)
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:
         self.number += 1
-        return numpy_rng(self.key, self.number)
+        return numpy_rng(self.search.key, self.number)
 
     def run(self, begun: list[Evaluation]) -> Found:
         """All starts, of which the worst is a random one, and what was found from some of them."""
@@ -84,12 +93,9 @@ class Descents:
     def go_on(self, begun: list[Evaluation]) -> Found:
         """More kicks, until chains are ready to walk or the budget is spent; as `run`."""
         best, stopped_by = begun[0], None
-        while not self._is_ready() and not (stopped_by := self.record.stopped_by(has_walked=False)):
+        while not self.search.is_ready and not (stopped_by := self.record.stopped_by(has_walked=False)):
             best = self._kicked(best, ends_when_ready=True)
         return [best, *begun], stopped_by
-
-    def _is_ready(self) -> bool:
-        return self.ready is not None and self.ready.done()
 
     def _all(self, found: list[Evaluation]) -> Found:
         distinct = {e.strategy.key(): e for e in found}
@@ -119,7 +125,7 @@ class Descents:
         record = self.record
         kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
         while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
-            if ends_when_ready and self._is_ready():
+            if ends_when_ready and self.search.is_ready:
                 break
             self._one_round(kicks)
             best = min((k.best for k in kicks), key=lambda e: e.cost)
@@ -131,7 +137,7 @@ class Descents:
         record = self.record
         limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
         # While the chains' programs are compiled, one of two cores is left to that.
-        run = self.pool.map if self.ready is None or self.ready.done() else map
+        run = map if self.search.is_compiling else self.search.pool.map
         record.done += sum(run(lambda d, limit: d.round(limit), members, limits))
         for d in members:
             record.offer(self.for_whole(d.best.strategy), d.best.cost)

@@ -76,7 +76,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         else:
             begun = with_fewer_blocks(run, fewer, begun)
             begun, stopped_by = descents.on(begun, WHOLE_AFTER_FEWER)
-        if stopped_by is None and record.limit is None and not (ready is not None and ready.done()):
+        if stopped_by is None and record.limit is None and not run.is_ready:
             record.time_decides()
             begun, stopped_by = descents.go_on(begun)
         if stopped_by is None and ready is not None:
@@ -94,11 +94,11 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
 
 def _may_walk(engine: Engine, budget: Budget) -> bool:
     """Whether chains would have time to walk: compiling them takes a core, and what is traced for it the lock of all threads."""
-    if budget.seconds is None or budget.num_proposals is not None or engine.is_at_hand():
+    if budget.seconds is None or budget.num_proposals is not None:
         return True
     engine.problem.simulator.prepare()
     compile_s = max(PREPARING * engine.problem.simulator.compile_s, PREPARING_S)
-    return compile_s <= READY_BY * budget.seconds
+    return compile_s <= READY_BY * budget.seconds or engine.is_at_hand()
 
 
 def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
