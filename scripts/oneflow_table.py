@@ -129,7 +129,7 @@ class Simulated(NamedTuple):
         graph, durations = self.problem.graph, self.problem.simulator.costs(self.strategy).durations
         (k,) = (
             k for k, t in enumerate(graph.tasks)
-            if t.heavy and t.phase == FORWARD and graph.operators[t.operator].name == "blocks/mlp/down"
+            if t.is_heavy and t.phase == FORWARD and graph.operators[t.operator].name == "blocks/mlp/down"
         )  # fmt: skip
         made = [a.tensor for a in graph.tasks[k].writes]
         return float(durations.compute_s[k]), float(np.asarray(durations.resolve_s)[made].sum())

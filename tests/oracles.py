@@ -281,9 +281,9 @@ class _Oracle:
         found = {}
         for k, task in enumerate(self.graph.tasks):
             for j, pool in enumerate(self.graph.tasks[:k]):
-                is_read = any(a.tensor == task.choices_of and a.operand >= 0 for a in pool.reads)
-                if task.choices_of >= 0 and pool.phase == FORWARD and pool.heavy and is_read:
-                    found[k, task.choices_of] = j
+                is_read = any(a.tensor == task.memory.choices_of and a.operand >= 0 for a in pool.reads)
+                if task.memory.choices_of >= 0 and pool.phase == FORWARD and pool.is_heavy and is_read:
+                    found[k, task.memory.choices_of] = j
         return found
 
     # Memory that GPU compilers need besides (costs/memory/working_sets.py).
@@ -305,11 +305,11 @@ class _Oracle:
         """Of bfloat16, made and read by light equations alone: what is between two of them is not rounded."""
         found = set()
         for task in self.graph.tasks:
-            for a, sources in zip(task.writes, task.recomputed_from, strict=False):
+            for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False):
                 readers = [(t, b) for t in self.graph.tasks for b in t.reads if b.tensor == a.tensor]
                 is_light = all(t.parameter < 0 and b.operand < 0 for t, b in readers)
                 tensor = self.graph.tensors[a.tensor]
-                is_made_light = sources is not None or not task.heavy
+                is_made_light = sources is not None or not task.is_heavy
                 if self.is_gpu and readers and is_light and is_made_light and not tensor.output_leaves:
                     found |= {a.tensor} if tensor.dtype == "bfloat16" else set()
         return found
@@ -385,7 +385,7 @@ class _Oracle:
         summed = {p.gradient for p in self.graph.parameters} | {i for c in self.graph.accumulations for i in c.summands}
         found: list[int] = []
         for k, (one, two) in enumerate(zip(self.graph.tasks[:-1], self.graph.tasks[1:], strict=True)):
-            is_layer = one.operator == two.operator and one.scope == two.scope and one.heavy and two.heavy
+            is_layer = one.operator == two.operator and one.scope == two.scope and one.is_heavy and two.is_heavy
             is_backward = one.phase == two.phase == BACKWARD
             made = {a.tensor for a in one.writes}
             read = {a.tensor for a in two.reads}
@@ -421,7 +421,7 @@ class _Oracle:
         groups: list[tuple[set[int], set[int]]] = []  # products, and the activations that they read
         for chain in self.graph.accumulations if self.is_gpu else ():
             for i in chain.summands:
-                if not chain.is_carried and makers[i].heavy and makers[i].trip_count == 1:
+                if not chain.is_carried and makers[i].is_heavy and makers[i].trip_count == 1:
                     read = {a.tensor for a in makers[i].reads}
                     own = {i}, {t for t in read if t not in makers or makers[t].phase == FORWARD}
                     alike = [g for g in groups if g[1] & own[1]]

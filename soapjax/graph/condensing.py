@@ -272,16 +272,17 @@ class _Condensing:
     def _task(self, k: int) -> Task:
         task = self.graph.tasks[k]
         reader = int(self.block_of[task.operator])
-        choices_of = None if task.choices_of < 0 else self._read(task.choices_of, reader)
+        image = task.memory.choices_of
+        choices_of = None if image < 0 else self._read(image, reader)
         sources = tuple(
             None if s is None else tuple(x for i in s if (x := i if i < 0 else self._read(i, reader)) is not None)
-            for s in task.recomputed_from
+            for s in task.memory.recomputed_from
         )
         return task._replace(
             operator=self.operator[task.operator], parameter=self.parameter.get(task.parameter, -1),
-            reads=self._accesses(task.reads, reader), writes=self._accesses(task.writes, reader), recomputed_from=sources,
+            reads=self._accesses(task.reads, reader), writes=self._accesses(task.writes, reader),
             casts=tuple((t, c) for i, c in task.casts if (t := self._read(i, reader)) is not None),
-            choices_of=-1 if choices_of is None else choices_of,
+            memory=task.memory._replace(recomputed_from=sources, choices_of=-1 if choices_of is None else choices_of),
         )  # fmt: skip
 
     def _operator(self, n: int) -> Operator:

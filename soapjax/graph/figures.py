@@ -8,7 +8,7 @@ index points at something, that sizes are finite; what must hold of any graph co
 >>> graph_of(figures_of(graph)).fingerprint() == graph.fingerprint()
 True
 
-`Task.equations` are left out: places in a program that the file does not have.
+The keys of equations are left out: places in a program that the file does not have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REMEDY = "restore the file, plan anew, or give the step with --model"
 
 def figures_of(graph: OperatorGraph) -> dict[str, Any]:
     """The graph as JSON data."""
-    tasks = tuple(t._replace(equations=()) for t in graph.tasks)
+    tasks = tuple(t._replace(equations=t.equations._replace(keys=())) for t in graph.tasks)
     rows = {f.name: getattr(graph, f.name) for f in dataclasses.fields(graph)} | {"tasks": tasks}
     return json.loads(json.dumps(rows, default=lambda x: x.item()))  # NumPy's numbers, where an array was asked for a size
 
@@ -63,6 +63,9 @@ def graph_of(figures: dict[str, Any], *, place: str = "operator_graph") -> Opera
         raise SoapjaxError(
             Problem(f"{place}.{name[:80]}", "an unknown entry", "a graph's figures", REMEDY) for name in unknown[:MOST_PROBLEMS]
         )
+    tasks = figures.get("tasks")
+    if isinstance(tasks, list):
+        figures = figures | {"tasks": [_grouped(row) for row in tasks]}
     try:
         graph = _types().validate_json(json.dumps(figures), strict=True)
     except pydantic.ValidationError as e:
@@ -80,6 +83,16 @@ def graph_of(figures: dict[str, Any], *, place: str = "operator_graph") -> Opera
             Problem(f"{place}: {p.place}", p.value, p.expected, REMEDY) for p in e.problems[:MOST_PROBLEMS]
         ) from None
     return graph
+
+
+def _grouped(row: Any) -> Any:
+    """A task's figures; in older files all stand in one row, where the keys of its equations come before its trips."""
+    if not isinstance(row, list) or len(row) != 22 or not isinstance(row[8], list):
+        return row
+    operator_to_sums, keys, heavy, trips, scope, parameter, *rest = row[:8], *row[8:]
+    operand_dims, result_dims, result_bytes, recomputed_from, structure, halos, casts, choices_of, adds_to_sum = rest
+    memory, equations = [result_bytes, recomputed_from, choices_of, adds_to_sum], [keys, heavy, operand_dims, result_dims]
+    return [*operator_to_sums, trips, scope, parameter, structure, halos, casts, memory, equations]
 
 
 @functools.cache
@@ -152,9 +165,9 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         within(f"{at}: trip_count", [task.trip_count], 1, MOST)
         within(f"{at}: parameter", [task.parameter], -1, parameters)
         accesses = (*task.reads, *task.writes)
-        recomputed = [t for sources in task.recomputed_from for t in sources or ()]
+        recomputed = [t for sources in task.memory.recomputed_from for t in sources or ()]
         within(f"{at}: tensors", [a.tensor for a in accesses] + [t for t, _ in task.casts], 0, tensors)
-        within(f"{at}: tensors", [task.choices_of, *recomputed], min(-1, HEAVY_RESULT), tensors)
+        within(f"{at}: tensors", [task.memory.choices_of, *recomputed], min(-1, HEAVY_RESULT), tensors)
         within(f"{at}: dims of tensors", [d for a in accesses for d in a.dims], NOT_SPLIT, dims)
         parts: tuple[Work | InnerSum | Halo, ...] = (*task.work, *task.sums, *task.halos)
         own = [d for a in accesses for d in a.reduced] + [d for s in task.sums for d in s.reduced]
@@ -163,6 +176,6 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         within(f"{at}: operands", [a.operand for a in accesses], -1, MOST_DIMS * 1024)
         # A sum, a halo or FLOPs beyond any machine's: what is made of them must stay a finite float32.
         sizes = [s.size_bytes for s in task.sums] + [h.size_bytes for h in task.halos]
-        amounts = [*(w.flops for w in task.work), *sizes, task.result_bytes]
+        amounts = [*(w.flops for w in task.work), *sizes, task.memory.result_bytes]
         within(f"{at}: FLOPs and bytes", amounts, 0, 1e30)
     found.raise_any()

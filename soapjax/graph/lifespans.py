@@ -48,8 +48,8 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
         stands_for = _stand_in(graph, task, free)
         if stands_for >= 0:
             is_stand_in[stands_for] = True
-            scale[stands_for] = task.result_bytes / graph.tensors[stands_for].size_bytes
-        for access, sources, is_free in zip(task.writes, task.recomputed_from, free, strict=False):
+            scale[stands_for] = task.memory.result_bytes / graph.tensors[stands_for].size_bytes
+        for access, sources, is_free in zip(task.writes, task.memory.recomputed_from, free, strict=False):
             i = access.tensor
             if is_free and sources is not None and i != stands_for:
                 is_stored[i] = False
@@ -63,7 +63,7 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
 def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
     """The result that is counted for the heavy equation's own, where others are computed from that one: the largest."""
     found = [
-        a.tensor for a, sources, is_free in zip(task.writes, task.recomputed_from, free, strict=False)
+        a.tensor for a, sources, is_free in zip(task.writes, task.memory.recomputed_from, free, strict=False)
         if is_free and sources is not None and HEAVY_RESULT in sources
     ]  # fmt: skip
     return max(found, key=lambda i: graph.tensors[i].size_bytes, default=-1)
@@ -72,10 +72,10 @@ def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
 def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, kept: set[int]) -> np.ndarray:
     reused = np.zeros(len(graph.tensors), bool)
     passing = {a.tensor for t in graph.tasks for a in t.writes} - kept
-    sources = {a.tensor: s for t in graph.tasks for a, s in zip(t.writes, t.recomputed_from, strict=False)}
-    scattered = {a.tensor for t in graph.tasks if t.adds_to_sum for a in t.writes}
+    sources = {a.tensor: s for t in graph.tasks for a, s in zip(t.writes, t.memory.recomputed_from, strict=False)}
+    scattered = {a.tensor for t in graph.tasks if t.memory.adds_to_sum for a in t.writes}
     for k, task in enumerate(graph.tasks):
-        if task.heavy:
+        if task.is_heavy:
             continue
         read = dict.fromkeys(a.tensor for a in task.reads)
         queue = list(read) if scattered & read.keys() else []

@@ -66,8 +66,31 @@ class Halo(NamedTuple):
     edges: tuple[int, ...]  # spatial dims, with equally many bytes each
 
 
+class TaskMemory(NamedTuple):
+    """What decides how long the values that a task reads and makes are kept."""
+
+    result_bytes: float = 0.0  # of the heavy equation's first result, whether it leaves the task or not
+    # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
+    recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
+    choices_of: int = -1  # the image, a tensor, of which a pooling's gradient needs its choices only (pools.py)
+    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (loss_gradients.py)
+
+
+class TaskEquations(NamedTuple):
+    """Where a task stands in the program: for who runs it, or reads what was compiled of it."""
+
+    keys: tuple[str, ...] = ()  # left out in files
+    heavy: str = ""  # key of the heavy equation, "" for a region
+    # The heavy equation's operands and first result in their own shapes, whether they leave the task or not.
+    operand_dims: tuple[tuple[int, ...], ...] = ()
+    result_dims: tuple[int, ...] = ()
+
+
 class Task(NamedTuple):
-    """What the schedule orders: one heavy equation with its neighbours, one fused region, or one parameter's update."""
+    """What the schedule orders: one heavy equation with its neighbours, one fused region, or one parameter's update.
+
+    Its fingerprint is of all up to `trip_count`.
+    """
 
     operator: int
     phase: int  # 0 forward, 1 backward, 2 update
@@ -76,24 +99,20 @@ class Task(NamedTuple):
     work: tuple[Work, ...]
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
-    sums: tuple[InnerSum, ...]
-    equations: tuple[str, ...]
-    heavy: str  # key of the heavy equation, "" for a region
-    trip_count: int
+    sums: tuple[InnerSum, ...] = ()
+    trip_count: int = 1
     scope: str = ""  # the loop that the task runs in, "" outside
     parameter: int = -1  # index of the parameter that an update task updates
-    # The heavy equation's operands and first result in their own shapes, whether they leave the task or not.
-    operand_dims: tuple[tuple[int, ...], ...] = ()
-    result_dims: tuple[int, ...] = ()
-    result_bytes: float = 0.0  # of that result
-    # Per result: the tensors from which a reader can compute it by light equations; None where it has to be stored.
-    recomputed_from: tuple[tuple[int, ...] | None, ...] = ()
-    structure: str = ""  # what is computed, whatever the shapes (structure.py); not part of the fingerprint
-    halos: tuple[Halo, ...] = ()  # not part of it either
-    # (tensor, narrower dtype) of what the task casts before any other use: cast where it is kept, and sent as that. Nor this.
+    structure: str = ""  # what is computed, whatever the shapes (structure.py)
+    halos: tuple[Halo, ...] = ()
+    # (tensor, narrower dtype) of what the task casts before any other use: cast where it is kept, and sent as that.
     casts: tuple[tuple[int, str], ...] = ()
-    choices_of: int = -1  # the image, a tensor, of which a pooling's gradient needs its choices only (pools.py). Nor this
-    adds_to_sum: bool = False  # a scatter onto zeros, which its only reader adds to something (loss_gradients.py). Nor this
+    memory: TaskMemory = TaskMemory()
+    equations: TaskEquations = TaskEquations()
+
+    @property
+    def is_heavy(self) -> bool:
+        return bool(self.equations.heavy)
 
 
 class Tensor(NamedTuple):

@@ -108,7 +108,7 @@ def test_products_of_one_sum_are_made_right_before_it():
     order = MemoryOrder(birth, death, conversions.read_at, conversions.read_at, death)
     found = late_products(graph, order, conversions)
     since, until = found.since, found.until
-    late = {i for chain in graph.accumulations for i in chain.summands if graph.tasks[maker[i]].heavy}
+    late = {i for chain in graph.accumulations for i in chain.summands if graph.tasks[maker[i]].is_heavy}
     assert {k for k, at in zip(conversions.read_at, found.read_at, strict=True) if at != k} <= {maker[i] for i in late}
     assert len(late) > 3 and (since >= birth).all() and (until >= death).all()
     assert {i for i in range(len(birth)) if since[i] != birth[i]} <= late
@@ -131,6 +131,6 @@ def test_what_is_bfloat16_between_light_equations_is_kept_as_float32():
     assert wide and all(graph.tensors[i].dtype == "bfloat16" and not graph.tensors[i].output_leaves for i in wide)
     for task in graph.tasks:
         assert all(a.operand < 0 and task.parameter < 0 for a in task.reads if a.tensor in wide)
-    products = {a.tensor for t in graph.tasks if t.heavy for a in t.reads if a.operand >= 0}
+    products = {a.tensor for t in graph.tasks if t.is_heavy for a in t.reads if a.operand >= 0}
     assert not wide & products and wide <= made.keys()
     assert not working_memory(graph_of("bert", batch=4, seq=8, width=16, layers=1, heads=2, vocab=32), GPU, 2).more.any()

@@ -109,7 +109,7 @@ def test_what_belongs_to_a_sum(name, forward, backward):
     for joint, traced in zip(graph.joint_sums, binding.joint_sums, strict=True):
         assert len(joint.summands) == len(traced.summands)
         reader = graph.tasks[binding.task_of[traced.last]]
-        assert {*joint.summands} <= {a.tensor for a in reader.reads} and traced.additions <= {*reader.equations}
+        assert {*joint.summands} <= {a.tensor for a in reader.reads} and traced.additions <= {*reader.equations.keys}
         found[reader.phase].append((len(traced.summands), len(traced.others)))
     assert found == {0: forward, 1: backward}
 

@@ -83,7 +83,7 @@ def test_a_whole_task_computes_what_the_step_does():
     known |= {values.of(i).root: x for i, x in known.items()} | program.consts
     checked = 0
     for k, task in enumerate(local.graph.tasks):
-        eqns = [local.by_key[key] for key in task.equations]
+        eqns = [local.by_key[key] for key in task.equations.keys]
         made = {o for e in eqns for o in e.outputs}
         outside = list(dict.fromkeys(a for e in eqns for a in e.inputs if isinstance(a, int) and a not in made))
         if task.parameter >= 0 or set(outside) & local._generated:

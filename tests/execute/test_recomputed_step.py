@@ -24,6 +24,6 @@ def test_a_random_plan_with_a_random_choice_is_proven():
     program = bind_plan(traced, plan)
     found = verify(program, jax.tree.leaves(arguments))
     assert found.is_proven_in_float64 and found.is_proven
-    repeated = [t for t in program.graph.tasks if t.phase == BACKWARD and t.heavy and t.kind == "dot"]
-    kept = [t for t in options.graph.tasks if t.phase == BACKWARD and t.heavy and t.kind == "dot"]
+    repeated = [t for t in program.graph.tasks if t.phase == BACKWARD and t.is_heavy and t.kind == "dot"]
+    kept = [t for t in options.graph.tasks if t.phase == BACKWARD and t.is_heavy and t.kind == "dot"]
     assert len(repeated) > len(kept)

@@ -36,8 +36,23 @@ def test_any_step_has_figures(name):
     step, arguments = steps[name]()
     graph, _ = build_graph(trace(step, *arguments))
     read = graph_of(figures_of(graph))
-    assert read == dataclasses.replace(graph, tasks=tuple(t._replace(equations=()) for t in graph.tasks))
+    assert read == dataclasses.replace(graph, tasks=tuple(without_keys(t) for t in graph.tasks))
     assert read.fingerprint() == graph.fingerprint()
+
+
+def without_keys(task):
+    return task._replace(equations=task.equations._replace(keys=()))
+
+
+def test_tasks_of_older_files_are_read():
+    def in_one_row(row):
+        *shared, trips, scope, parameter, structure, halos, casts, memory, equations = row
+        (size, sources, choices, adds), (keys, heavy, *dims) = memory, equations
+        return [*shared, keys, heavy, trips, scope, parameter, *dims, size, sources, structure, halos, casts, choices, adds]
+
+    found = figures()
+    older = found | {"tasks": [in_one_row(row) for row in found["tasks"]]}
+    assert older != found and graph_of(older) == graph_of(found)
 
 
 def test_a_line_each():
@@ -72,7 +87,7 @@ WRONG = {
     "infinite work": (("tasks", 0, 4, 0, 0), float("inf")),
     "work that is none": (("tasks", 0, 4, 0, 0), float("nan")),
     "negative work": (("tasks", 0, 4, 0, 0), -1.0),
-    "no trips": (("tasks", 0, 10), 0),
+    "no trips": (("tasks", 0, 8), 0),
     "a fourth phase": (("tasks", 0, 1), 3),
     "a word for a number": (("tensors", 0, 3), "4"),
     "a tensor of too many bytes": (("tensors", 0, 1), [2**31, 2**31, 2**31]),

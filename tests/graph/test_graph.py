@@ -89,14 +89,14 @@ def test_every_heavy_equation_is_in_exactly_one_task(name):
     constant = generated_values(step.program, binding.values)  # each device makes its own, as no task
     heavy = [key for key, (eqn, _) in by_key.items() if eqn.name in HEAVY and not set(eqn.outputs) <= constant]
     assert all(by_key[key][0].name == "scatter-add" for key in by_key if by_key[key][0].name in HEAVY and key not in heavy)
-    counts = collections.Counter(task.heavy for task in graph.tasks if task.heavy)
+    counts = collections.Counter(task.equations.heavy for task in graph.tasks if task.is_heavy)
     assert counts == dict.fromkeys(heavy, 1)
-    members = collections.Counter(key for task in graph.tasks for key in task.equations)
+    members = collections.Counter(key for task in graph.tasks for key in task.equations.keys)
     assert set(members.values()) == {1} and members.keys() <= by_key.keys()
     for k, task in enumerate(graph.tasks):
-        assert all(binding.task_of[key] == k for key in task.equations)
-        if task.heavy:
-            assert task.heavy in task.equations
+        assert all(binding.task_of[key] == k for key in task.equations.keys)
+        if task.is_heavy:
+            assert task.equations.heavy in task.equations.keys
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,8 +105,8 @@ def test_a_product_its_gradients_and_its_recomputation_are_one_operator(name):
     by_key = equations(step)
     assert len(products(graph)) == NUM_PRODUCTS[name]
     for _, op in products(graph):
-        tasks = [graph.tasks[t] for t in op.tasks if graph.tasks[t].heavy]
-        again = [t for t in tasks if is_recompute(by_key[t.heavy][0])]
+        tasks = [graph.tasks[t] for t in op.tasks if graph.tasks[t].is_heavy]
+        again = [t for t in tasks if is_recompute(by_key[t.equations.heavy][0])]
         forward = [t for t in tasks if t.phase == FORWARD]
         backward = [t for t in tasks if t.phase == BACKWARD and t not in again]
         assert {t.kind for t in tasks} == {op.kind}
@@ -115,7 +115,8 @@ def test_a_product_its_gradients_and_its_recomputation_are_one_operator(name):
         # The first layer's input needs no gradient; every other product has two.
         assert len(backward) == 2 or op.name in ("dense0", "conv1", "stem_conv") or "moe/send" in op.name
     if "remat" in name:  # all but the last product of a block and the head
-        heavy = [by_key[graph.tasks[t].heavy][0] for _, op in products(graph) for t in op.tasks if graph.tasks[t].heavy]
+        tasks = [graph.tasks[t] for _, op in products(graph) for t in op.tasks]
+        heavy = [by_key[t.equations.heavy][0] for t in tasks if t.is_heavy]
         assert sum(map(is_recompute, heavy)) == 7 * (1 if name in LOOPED else LAYERS)
 
 
@@ -169,7 +170,8 @@ def test_steps_of_time_are_operators_that_share_their_parameters():
     step, graph, _ = built("rnnlm")
     by_key = equations(step)
     for n, op in products(graph):
-        assert {module_path(by_key[graph.tasks[t].heavy][0].stack) for t in op.tasks if graph.tasks[t].heavy} == {op.name}
+        tasks = [graph.tasks[t] for t in op.tasks if graph.tasks[t].is_heavy]
+        assert {module_path(by_key[t.equations.heavy][0].stack) for t in tasks} == {op.name}
     names = {op.name for _, op in products(graph)}
     assert names == {f"step{t}/rnn/lstm{i}/{part}" for t in range(4) for i in range(2) for part in ("input", "hidden")
                      if t or part == "input"} | {f"step{t}/head" for t in range(4)}  # fmt: skip
@@ -197,9 +199,9 @@ def test_a_mean_over_windows_and_its_gradient_are_one_operator():
 
     graph, _ = build_graph(trace(step, jnp.ones((8,)), jnp.ones((4, 6, 6, 8))))
     (pool,) = (op for op in graph.operators if op.kind == "pool")
-    forward, backward = (graph.tasks[t] for t in pool.tasks if graph.tasks[t].heavy)
+    forward, backward = (graph.tasks[t] for t in pool.tasks if graph.tasks[t].is_heavy)
     assert (forward.phase, backward.phase) == (FORWARD, BACKWARD)
-    assert forward.operand_dims[0] == forward.result_dims == backward.result_dims == (0, -1, -1, 1)
+    assert forward.equations.operand_dims[0] == forward.equations.result_dims == backward.equations.result_dims == (0, -1, -1, 1)
 
 
 def test_square_values_keep_their_dims_apart():
@@ -255,7 +257,7 @@ def test_scanned_layers_run_once_per_layer(name):
     assert all(t.trip_count == 1 for t in graph.tasks if not t.scope)
     assert len({t.scope for t in inside}) == 2  # the forward and the backward loop
     for _, op in products(graph):
-        assert all(bool(graph.tasks[t].scope) == op.name.startswith("blocks/") for t in op.tasks if graph.tasks[t].heavy)
+        assert all(bool(graph.tasks[t].scope) == op.name.startswith("blocks/") for t in op.tasks if graph.tasks[t].is_heavy)
     stacked = [graph.tensors[p.tensor].shape for p in graph.parameters if p.path.startswith("state.params.blocks.")]
     assert stacked and all(shape[0] == LAYERS for shape in stacked)
 
@@ -284,8 +286,8 @@ def test_unrolled_graphs_have_the_flops_of_the_loop(name):
     flat = trace(*made(name), unroll=True)
     unrolled, _ = build_graph(flat)
     assert all(t.trip_count == 1 and not t.scope for t in unrolled.tasks)
-    inside = sum(bool(t.heavy and t.scope and t.kind == "dot") for t in graph.tasks)
-    num = [sum(bool(t.heavy and t.kind == "dot") for t in g.tasks) for g in (graph, unrolled)]
+    inside = sum(bool(t.is_heavy and t.scope and t.kind == "dot") for t in graph.tasks)
+    num = [sum(bool(t.is_heavy and t.kind == "dot") for t in g.tasks) for g in (graph, unrolled)]
     assert num[1] == num[0] + inside * (LAYERS - 1)
     assert flops_by_name(flat)["dot_general"] == flops_by_name(step)["dot_general"] > 0
     assert total_flops(unrolled) == pytest.approx(total_flops(graph), rel=1e-3)

@@ -37,7 +37,7 @@ def pooled(parameters, images, size=2):
 def test_a_pooled_image_is_kept_for_its_choices_only_of_large_windows(size, is_kept):
     kernel, head = (3, 3, 2, 4), ((12 // size) ** 2 * 4, 5)
     graph = graph_of(lambda p, x: pooled(p, x, size), structs(kernel, head), *structs((8, 12, 12, 2)))
-    pools = [k for k, t in enumerate(graph.tasks) if t.heavy and t.kind == "other"]
+    pools = [k for k, t in enumerate(graph.tasks) if t.is_heavy and t.kind == "other"]
     forward, backward = (next(k for k in pools if graph.tasks[k].phase == phase) for phase in (FORWARD, BACKWARD))
     (image,) = {a.tensor for a in graph.tasks[forward].reads} & {a.tensor for a in graph.tasks[backward].reads}
     assert lifetimes(graph).last_use[image] == (backward if is_kept else forward)
@@ -59,7 +59,7 @@ def test_scores_are_free_when_the_gradient_of_their_loss_is_cast(dtype, is_free)
 
     graph = graph_of(loss, *structs((16, 32), (8, 16)), *structs((8,), dtype=jnp.int32))
     product = next(t for t in graph.tasks if t.kind == "dot")
-    picked = [t for t in graph.tasks if t.adds_to_sum]
+    picked = [t for t in graph.tasks if t.memory.adds_to_sum]
     assert len(picked) == 1 and picked[0].phase == BACKWARD
     (scores,) = {a.tensor for a in product.writes if graph.tensors[a.tensor].shape == (8, 32)}
     assert lifetimes(graph).is_reused[scores] == is_free
@@ -70,4 +70,4 @@ def test_a_scatter_that_somebody_else_reads_is_no_part_of_a_sum():
         return jnp.sum(table[rows] ** 2)
 
     graph = graph_of(loss, *structs((32, 4)), *structs((8,), dtype=jnp.int32))
-    assert not any(t.adds_to_sum for t in graph.tasks)
+    assert not any(t.memory.adds_to_sum for t in graph.tasks)

@@ -45,8 +45,8 @@ def light_bfloat16_unrounded(graph: OperatorGraph) -> np.ndarray:
     more = np.zeros(len(graph.tensors), np.float32)
     readers = _readers(graph)
     made_light = {
-        a.tensor for task in graph.tasks for a, sources in zip(task.writes, task.recomputed_from, strict=False)
-        if sources is not None or not task.heavy
+        a.tensor for task in graph.tasks for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False)
+        if sources is not None or not task.is_heavy
     }  # fmt: skip
     for i in made_light:
         tensor, by = graph.tensors[i], [graph.tasks[k] for k in readers.get(i, ())]

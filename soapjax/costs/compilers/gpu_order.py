@@ -44,7 +44,7 @@ def weights_before_inputs(graph: OperatorGraph) -> list[int]:
 
     def is_pair(k: int) -> bool:
         weights, inputs = graph.tasks[k : k + 2]
-        is_layer = (weights.operator, weights.scope) == (inputs.operator, inputs.scope) and weights.heavy and inputs.heavy
+        is_layer = (weights.operator, weights.scope) == (inputs.operator, inputs.scope) and weights.is_heavy and inputs.is_heavy
         made, read = ({a.tensor for a in accesses} for accesses in (weights.writes, inputs.reads))
         is_pair = made & gradients and read & parameters and not read & made
         return bool(is_layer and is_pair and weights.phase == inputs.phase == BACKWARD)
@@ -61,7 +61,7 @@ def late_products(graph: OperatorGraph, order: MemoryOrder, conversions: Convers
     maker = {a.tensor: k for k, task in enumerate(graph.tasks) for a in task.writes}
     late = [
         i for chain in graph.accumulations if not chain.is_carried for i in chain.summands
-        if graph.tasks[maker[i]].heavy and graph.tasks[maker[i]].trip_count == 1
+        if graph.tasks[maker[i]].is_heavy and graph.tasks[maker[i]].trip_count == 1
     ]  # fmt: skip
     if not late:
         return order

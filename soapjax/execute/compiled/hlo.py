@@ -114,9 +114,9 @@ def planned_flops(program: BoundStep, task: int) -> Flops:
     graph, plan = program.graph, program.plan
     found = graph.tasks[task]
     op = graph.operators[found.operator]
-    eqn = program.eqn(found.heavy)
+    eqn = program.eqn(found.equations.heavy)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    dims = {op.dims[d].name for one in (*found.operand_dims, found.result_dims) for d in one if d != NOT_SPLIT}
+    dims = {op.dims[d].name for one in (*found.equations.operand_dims, found.equations.result_dims) for d in one if d != NOT_SPLIT}
     ways = math.prod(sizes[a] for a, d in plan.operators[op.name].axes.items() if d in dims)
     by_shape = flops_of(eqn, program.step.program)
     if eqn.name == "conv_general_dilated":
@@ -144,7 +144,7 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
     of_groups: list[tuple[Flops, int]] = []
     for k in range(len(graph.tasks)) if tasks is None else tasks:
         task = graph.tasks[k]
-        if not task.heavy or task.kind not in ("dot", "conv"):
+        if not task.is_heavy or task.kind not in ("dot", "conv"):
             continue
         planned += 1
         wanted = planned_flops(program, k)
@@ -160,7 +160,7 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
         elif twin is not None:
             nameless[task.kind].remove(twin)
             as_planned += 1
-        elif (groups := program.eqn(task.heavy).params.get("batch_group_count", 1)) > 1:
+        elif (groups := program.eqn(task.equations.heavy).params.get("batch_group_count", 1)) > 1:
             of_groups.append((wanted, groups))
         else:
             missing.append(wanted)

@@ -58,7 +58,7 @@ class LocalStep:
         Raises: Unmeasurable where the task cannot be run on a block of its own.
         """
         task = self.graph.tasks[k]
-        eqns = [self.by_key[key] for key in task.equations]
+        eqns = [self.by_key[key] for key in task.equations.keys]
         program, values = self.step.program, self.binding.values
         if any(e.body is not None for e in eqns) or not eqns:
             raise Unmeasurable("no equations of its own")

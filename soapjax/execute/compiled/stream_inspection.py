@@ -118,7 +118,7 @@ def _compile(entry: Dispatch, ins: Sequence[jax.ShapeDtypeStruct]) -> _Compiled:
 
 def _inspected(place: Place, part: Part, text: str, rematerialised: tuple[str, ...]) -> InspectedPart:
     keys = {k for e in part.eqns for k in keys_of(e)}
-    tasks = [k for k, task in enumerate(place.bound.graph.tasks) if task.heavy in keys]
+    tasks = [k for k, task in enumerate(place.bound.graph.tasks) if task.equations.heavy in keys]
     return InspectedPart(
         part.name, part.place, place.mesh.size, 0, check_ops(place.bound, text, tasks),
         tuple(collectives_of(text, place.mesh.size)), rematerialised, tuple(replicated_tasks(place.bound, text)),

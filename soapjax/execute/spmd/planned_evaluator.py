@@ -159,7 +159,7 @@ class PlannedEvaluator(ProgramEvaluator):
         accumulations = self.graph.accumulations if keeps_sums else ()
         self.sums = GradientSums(self.layouts, self.bind, accumulations)
         self.joint = JointSums(self.layouts, self.bind, self.operand)
-        self._made = [{o for key in task.equations for o in program.eqn(key).outputs} for task in self.graph.tasks]
+        self._made = [{o for key in task.equations.keys for o in program.eqn(key).outputs} for task in self.graph.tasks]
         self._parameters = {p.tensor for p in self.graph.parameters}
         storage = {
             p.tensor: StorageName.parse(program.plan.operators[self.graph.operators[p.owner].name].storage)
@@ -189,7 +189,7 @@ class PlannedEvaluator(ProgramEvaluator):
         if task.parameter >= 0:
             read = [self.as_updated(task.parameter, a, x, env) for a, x in zip(eqn.inputs, inputs, strict=True)]
             return self.bind(eqn, read, eqn.params)
-        is_heavy = eqn.key == task.heavy
+        is_heavy = eqn.key == task.equations.heavy
         if is_heavy:
             self._note_read(eqn, env)
         inputs = [self.operand(k, a, j if is_heavy else -1, env) for j, a in enumerate(eqn.inputs)]
@@ -314,7 +314,7 @@ class PlannedEvaluator(ProgramEvaluator):
             if k is not None and inner.body is None and not self.sums.is_on_way(inner, outside):
                 for j, a in enumerate(inner.inputs):
                     if isinstance(a, int) and a in consts:
-                        self.as_used(k, a, j if inner.key == self.graph.tasks[k].heavy else -1, outside)
+                        self.as_used(k, a, j if inner.key == self.graph.tasks[k].equations.heavy else -1, outside)
         self._by_loop[eqn.key] = outside.get("converted", {})
         return [self._as_carried(i, c) for i, c in zip(ids, carry, strict=False)]
 

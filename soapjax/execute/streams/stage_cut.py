@@ -283,11 +283,11 @@ def _stored_tensors(c: Cutter) -> set[int]:
     outputs = {e.key: e.outputs for e in c.program.eqns}
     for task in graph.tasks:
         made = [
-            a.tensor for a, sources in zip(task.writes, task.recomputed_from, strict=False)
+            a.tensor for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False)
             if sources is not None and HEAVY_RESULT in sources and (lives.is_stand_in[a.tensor] or a.tensor not in stored)
         ]  # fmt: skip
-        if any(lives.is_stand_in[t] for t in made) and task.heavy in outputs:
-            whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (c.program.avals[o] for o in outputs[task.heavy]))
+        if any(lives.is_stand_in[t] for t in made) and task.equations.heavy in outputs:
+            whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (c.program.avals[o] for o in outputs[task.equations.heavy]))
             if sum(graph.tensors[t].size_bytes for t in made) < whole:
                 stored.update(made)
     return stored

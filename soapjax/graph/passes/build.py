@@ -26,6 +26,7 @@ from soapjax.graph.operators import (
     OperatorGraph,
     Parameter,
     Task,
+    TaskEquations,
     Work,
 )
 from soapjax.graph.passes import accumulation as traced
@@ -81,7 +82,7 @@ def _built(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     builder = _Builder(step)
     graph = builder.build()
     check_graph(graph)
-    task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations}
+    task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations.keys}
     b, made = builder, builder.tasks
     return graph, Binding(
         b.values, task_of, b.tensors.of_root, b.phases, b.sums, b.joint_sums, made.dims_of, made.partial_of, made.local_dims,
@@ -268,8 +269,8 @@ class _Builder:
             structure = self.tasks.structure([self.by_key[key] for key in equations[p]])
             updates.append(
                 Task(
-                    owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), (), tuple(equations[p]), "", 1, "", p,
-                    structure=structure,
+                    owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), parameter=p, structure=structure,
+                    equations=TaskEquations(tuple(equations[p])),
                 )
             )  # fmt: skip
         return parameters, updates

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, Tensor, Work
+from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, TaskEquations, TaskMemory, Tensor, Work
 from soapjax.graph.passes.dims import DimClasses, LabelCache
 from soapjax.graph.passes.loss_gradients import adds_to_sum
 from soapjax.graph.passes.structure import dtype_name, structure_of
@@ -133,15 +133,17 @@ class TaskBuilder:
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
         self.places[unit.eqns[0].key] = classes, index
         heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
+        memory = TaskMemory(
+            self._result_bytes(unit.heavy), tuple(self._recomputed_from(unit, o, results) for o in results),
+            self._image(unit.heavy), unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
+        )  # fmt: skip
+        keys, heavy_key = tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else ""
         return Task(
-            op, unit.phase, kind, dtype, self._work(unit, classes, index), tuple(reads.values()), tuple(writes), tuple(sums),
-            tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else "", unit.trip_count, "/".join(unit.scope),
-            -1, heavy.operands, heavy.results[0], self._result_bytes(unit.heavy),
-            tuple(self._recomputed_from(unit, o, results) for o in results),
-            self.structure(unit.eqns), self._halos(unit, op),
-            self._casts(unit, {access.tensor for access in reads.values()}),
-            self._image(unit.heavy),
-            unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
+            operator=op, phase=unit.phase, kind=kind, dtype=dtype, work=self._work(unit, classes, index),
+            reads=tuple(reads.values()), writes=tuple(writes), sums=tuple(sums),
+            trip_count=unit.trip_count, scope="/".join(unit.scope), structure=self.structure(unit.eqns),
+            halos=self._halos(unit, op), casts=self._casts(unit, {access.tensor for access in reads.values()}),
+            memory=memory, equations=TaskEquations(keys, heavy_key, heavy.operands, heavy.results[0]),
         )  # fmt: skip
 
     def _result_bytes(self, heavy: FlatEqn | None) -> float:
@@ -177,9 +179,9 @@ class TaskBuilder:
     def local_dims(self, task: Task, eqn: FlatEqn) -> EqnDims:
         """Op dims, or NOT_SPLIT, of the operands and results of one of a task's equations, in their own shapes."""
         labelled = self.dims_of[eqn.key]
-        if eqn.key == task.heavy:
+        if eqn.key == task.equations.heavy:
             return labelled
-        classes, index = self.places[task.equations[0]]
+        classes, index = self.places[task.equations.keys[0]]
 
         def dims(atom: object, as_labelled: tuple[int, ...]) -> tuple[int, ...]:
             if not isinstance(atom, int):

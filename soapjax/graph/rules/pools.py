@@ -25,7 +25,7 @@ def needed_at(graph: OperatorGraph) -> dict[tuple[int, int], int]:
     """(task, tensor) -> the task at which it is really needed, of images that a pooling's gradient reads: at the pooling."""
     pools: dict[int, int] = {}
     for k, task in enumerate(graph.tasks):
-        if task.phase == FORWARD and task.heavy:
+        if task.phase == FORWARD and task.is_heavy:
             pools.update((a.tensor, k) for a in task.reads if a.operand >= 0)
-    chosen = [(k, task.choices_of) for k, task in enumerate(graph.tasks) if task.choices_of in pools]
+    chosen = [(k, task.memory.choices_of) for k, task in enumerate(graph.tasks) if task.memory.choices_of in pools]
     return {(k, image): pools[image] for k, image in chosen}

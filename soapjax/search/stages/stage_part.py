@@ -226,7 +226,7 @@ class StagePart:
                 kept.add(tensor)
                 continue
             position = [a.tensor for a in task.writes].index(tensor)
-            for s in task.recomputed_from[position] or ():
+            for s in task.memory.recomputed_from[position] or ():
                 if s == HEAVY_RESULT:
                     s = next(a.tensor for a in task.writes if lives.is_stand_in[a.tensor])
                 if s not in seen and maker[s] >= 0:
