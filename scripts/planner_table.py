@@ -29,7 +29,7 @@ TOPOLOGIES = {"a100x64": ("a100", 64), "p100x16": ("p100", 16), "k80x64": ("k80"
 MODELS = (*PAPER_MODELS, "vgg", "gnmt", "bert", "transformer_lm", "moe", "unet")
 MCMC_PAPER = "mcmc_paper"  # the search, in the space of the planners that place operators
 IN_PAPER_SPACE = (*PLACEMENT_PLANNERS, MCMC_PAPER)
-BOUND = "bound"
+BOUND, EXHAUSTIVE = "bound", "exhaustive"  # proofs, which no number of proposals ends
 ALL = (*PLANNERS, MCMC_PAPER, BOUND)
 
 
@@ -38,7 +38,7 @@ def arguments(argv=None):
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(MODELS), metavar="MODEL")
     parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
     parser.add_argument("--planners", nargs="+", choices=ALL, default=list(ALL), metavar="PLANNER", help=", ".join(ALL))
-    parser.add_argument("--bound-seconds", type=positive_float, default=30.0)
+    parser.add_argument("--bound-seconds", type=positive_float, default=30.0, help="of bound, and of exhaustive")
     return parser.parse_args(argv)
 
 
@@ -63,7 +63,7 @@ def judge(planner: str, problems: Problems, options, known: BestKnown) -> dict:
         found = lower_bound(problems.get("soap"), options.bound_seconds)
         where = f"of {found.candidates} candidates" if found.is_pruned else ""
         return dict(step_time_s=found.value_s, fits="", search_s=time.monotonic() - begin, note=where)
-    budget, _ = budget_of(options)
+    budget = Budget(None, options.bound_seconds) if planner == EXHAUSTIVE else budget_of(options)[0]
     try:
         problem = problems.get(space)
         name = "mcmc" if planner == MCMC_PAPER else planner

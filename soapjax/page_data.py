@@ -134,8 +134,9 @@ def _memory(simulator: Simulator, costs, start_of_task: np.ndarray) -> MemoryOve
     titles = [f"{graph.operators[t.operator].name} {PHASE_NAMES[t.phase]}" for t in graph.tasks]
     of_task = [names.setdefault(title, len(names)) for title in titles]
     return MemoryOverStep(
-        title, tuple(float(f"{s:.5g}") for s in starts), int(curve.persistent[g]), tuple(curve.alive[g].astype(int).tolist()),
-        tuple(curve.passing[g].astype(int).tolist()), tuple(names), tuple(of_task), tables.usable_memory_bytes,
+        title=title, times_s=tuple(float(f"{s:.5g}") for s in starts), persistent=int(curve.persistent[g]),
+        alive=tuple(curve.alive[g].astype(int).tolist()), passing=tuple(curve.passing[g].astype(int).tolist()), names=tuple(names),
+        name=tuple(of_task), usable_bytes=tables.usable_memory_bytes,
     )  # fmt: skip
 
 

@@ -179,4 +179,7 @@ class _Reader:
         flat_tables = self.numbers(tables, "problem.edges.costs", "a cost", FORBIDDEN)
         self.finish()
         # A cost above 1e18 forbids like 1e18 itself.
-        return AdditiveProblem(counts, flat_costs, flat_usages, spans, links, flat_tables, limit, str(body.get("name", "problem")))
+        return AdditiveProblem(
+            num_strategies=counts, costs=flat_costs, usages=flat_usages, intervals=spans, edges=links, tables=flat_tables,
+            usage_limit=limit, name=str(body.get("name", "problem")),
+        )  # fmt: skip

@@ -103,14 +103,10 @@ class Messages:
             back = self.slots[edges, 1 - is_first[edges].astype(int)]
             found[depth[edges[0]]].append(
                 Group(
-                    tables,
-                    source[edges],
-                    core.offsets[source[edges], None] + np.arange(a),
-                    core.offsets[target[edges], None] + np.arange(b),
-                    out[:, None] + np.arange(b),
-                    back[:, None] + np.arange(a),
-                    self.weight[source[edges], None],
-                )
+                    tables=tables, sender=source[edges], at_sender=core.offsets[source[edges], None] + np.arange(a),
+                    at_target=core.offsets[target[edges], None] + np.arange(b), out=out[:, None] + np.arange(b),
+                    back=back[:, None] + np.arange(a), share=self.weight[source[edges], None],
+                )  # fmt: skip
             )
         return found
 

@@ -159,15 +159,8 @@ class Shrinking:
         pairs = [(u, v) for u in nodes.tolist() for v in self.adjacent[u] if u < v]
         memory = [self.memory(v) for v in nodes.tolist()]
         return Reduced(
-            [self.cost[v] for v in nodes],
-            number[np.array(pairs, np.int64).reshape(-1, 2)],
-            [np.ascontiguousarray(self.adjacent[u][v]) for u, v in pairs],
-            [s for s, _ in memory],
-            [x for _, x in memory],
-            self.capacity,
-            self.offset,
-            nodes,
-            [self.label[v] for v in nodes],
-            self.decisions,
-            self.problem.num_nodes,
-        )
+            costs=[self.cost[v] for v in nodes], edges=number[np.array(pairs, np.int64).reshape(-1, 2)],
+            tables=[np.ascontiguousarray(self.adjacent[u][v]) for u, v in pairs], spans=[s for s, _ in memory],
+            usages=[x for _, x in memory], capacity=self.capacity, offset=self.offset, nodes=nodes,
+            labels=[self.label[v] for v in nodes], decisions=self.decisions, num_nodes=self.problem.num_nodes,
+        )  # fmt: skip

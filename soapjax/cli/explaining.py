@@ -95,8 +95,8 @@ def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, pla
             sizes, where = stage.mesh, f", in stage {i} on devices {', '.join(map(str, stage.devices))}"
     sends = [(s.reason, sum(s.bytes.values())) for s in plan.prediction.sends if s.operator == name]
     found = OperatorExplanation(
-        name, part.kind, part.dims, split_of(part, sizes) + where, short_storage(part.storage, plan), part.cost, None,
-        tuple(sorted(sends, key=lambda s: -s[1])[:5]),
+        name=name, kind=part.kind, dims=part.dims, split=split_of(part, sizes) + where, storage=short_storage(part.storage, plan),
+        cost=part.cost, seconds_on_path=None, sends=tuple(sorted(sends, key=lambda s: -s[1])[:5]),
     )  # fmt: skip
     if opened is None or opened.problem is None:
         return found

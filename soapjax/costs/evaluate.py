@@ -147,18 +147,21 @@ class Evaluator:
             layouts(rows.resolved, num_t), since > 0, since,
         )  # fmt: skip
         parts = Parts(
-            by_kind(rows.full_s)[1][:, missing:], own(rows.held, num_t), own(rows.copy, num_e), own(rows.passing, num_t),
-            own(rows.waiting, num_t), own(of.state_bytes, num_p), own(rows.is_sent, num_e),
+            convert_s=by_kind(rows.full_s)[1][:, missing:], held_bytes=own(rows.held, num_t), copy_bytes=own(rows.copy, num_e),
+            passing_bytes=own(rows.passing, num_t), waiting_bytes=own(rows.waiting, num_t),
+            stored_bytes=own(of.state_bytes, num_p), is_sent=own(rows.is_sent, num_e),
         )  # fmt: skip
         holding = None
         if b.groups:
             groups = len(t.space.groups)
             (resolve, convert, add), kept = ([x[:, :groups] for x in by_kind(y)] for y in (rows.on, rows.on_kept))
             compute, stored = own(of.on_compute, t.num_tasks)[:, :groups], own(of.on_stored, num_p)[:, :groups]
-            holding = Holders(compute, resolve, convert, add, kept[0], kept[1], stored)
+            holding = Holders(compute=compute, resolve=resolve, convert=convert, sum=add, home=kept[0], copy=kept[1], stored=stored)
         return Costs(
-            Durations(own(of.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), found, np.asarray(rows.sent)[:, lane],
-            np.asarray(of.sent_bytes)[lane], np.asarray(of.memory_bytes)[:, lane], np.asarray(of.violations)[lane], parts, holding,
+            durations=Durations(own(of.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), layouts=found,
+            bytes_by_collective=np.asarray(rows.sent)[:, lane], sent_bytes=np.asarray(of.sent_bytes)[lane],
+            memory_bytes=np.asarray(of.memory_bytes)[:, lane], penalty=np.asarray(of.violations)[lane], parts=parts,
+            holders=holding,
         )  # fmt: skip
 
     @functools.cached_property

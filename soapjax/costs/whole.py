@@ -176,20 +176,20 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
         e = edge_of(p, x)
         pays = (row(since, e) == 0).astype(jnp.float32)
         return Rows(
-            put(state.raw, t, of.raw), put(state.home, t, of.home), put(state.resolved, t, of.resolved),
-            put(state.full_s, x, of.seconds), put(state.paid_s, x, of.seconds * pays), state.sent + of.sent * pays,
-            put(state.full_bytes, x, of.sent_on), state.sent_on + of.sent_on * pays,
-            put(state.held, t, of.held), put(state.copy, e, of.copy), put(state.is_sent, e, of.is_sent),
-            put(state.passing, t, of.passing), put(state.waiting, t, of.waiting), put(state.on, x, of.on),
-            put(state.on_kept, x, of.on_kept),
+            raw=put(state.raw, t, of.raw), home=put(state.home, t, of.home), resolved=put(state.resolved, t, of.resolved),
+            full_s=put(state.full_s, x, of.seconds), paid_s=put(state.paid_s, x, of.seconds * pays),
+            sent=state.sent + of.sent * pays, full_bytes=put(state.full_bytes, x, of.sent_on),
+            sent_on=state.sent_on + of.sent_on * pays, held=put(state.held, t, of.held), copy=put(state.copy, e, of.copy),
+            is_sent=put(state.is_sent, e, of.is_sent), passing=put(state.passing, t, of.passing),
+            waiting=put(state.waiting, t, of.waiting), on=put(state.on, x, of.on), on_kept=put(state.on_kept, x, of.on_kept),
         )  # fmt: skip
 
     raw, home, resolved = (zeros(t_pad + 1, width, dtype=SET) for _ in range(3))
     nothing = Rows(
-        raw, home, resolved, zeros(x_rows, levels), zeros(x_rows, levels), zeros(6), zeros(x_rows, groups), zeros(groups),
-        zeros(t_pad + 1), zeros(e_pad + 1),
-        zeros(e_pad + 1, dtype=bool), zeros(t_pad + 1), zeros(t_pad + 1, 2), zeros(x_rows, groups, dtype=bool),
-        zeros(x_rows, groups, dtype=bool),
+        raw=raw, home=home, resolved=resolved, full_s=zeros(x_rows, levels), paid_s=zeros(x_rows, levels), sent=zeros(6),
+        full_bytes=zeros(x_rows, groups), sent_on=zeros(groups), held=zeros(t_pad + 1), copy=zeros(e_pad + 1),
+        is_sent=zeros(e_pad + 1, dtype=bool), passing=zeros(t_pad + 1), waiting=zeros(t_pad + 1, 2),
+        on=zeros(x_rows, groups, dtype=bool), on_kept=zeros(x_rows, groups, dtype=bool),
     )  # fmt: skip
     return lax.fori_loop(0, p.counts[5], body, nothing)
 
@@ -252,10 +252,14 @@ def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, stora
         on_compute, on_stored = in_kernel(on, p, records, config, stored.layout)
     else:
         on_compute, on_stored = jnp.ones((num_k, 1, q), bool), jnp.ones((num_p, 1, q), bool)
-    lives = Lives(rows.held, rows.copy, rows.is_sent, rows.passing, rows.waiting, since, rows.on, rows.on_kept)
+    lives = Lives(
+        held=rows.held, copy=rows.copy, is_sent=rows.is_sent, passing=rows.passing, waiting=rows.waiting, since=since, on=rows.on,
+        on_kept=rows.on_kept,
+    )  # fmt: skip
     memory = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored)
     return Evaluated(
-        stored.layout, seconds, on_compute, rows, stored.state_bytes, on_stored, since, memory,
-        rows.sent_on.max(0), in_kernel(bad, p, config)
+        layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, state_bytes=stored.state_bytes,
+        on_stored=on_stored, since=since, memory_bytes=memory, sent_bytes=rows.sent_on.max(0),
+        violations=in_kernel(bad, p, config),
     )  # fmt: skip
 

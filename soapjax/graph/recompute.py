@@ -277,7 +277,10 @@ class _Repeater:
         jaxpr = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier(x))(0.0).jaxpr
         (barrier,) = jaxpr.eqns
         self.eqns.append(
-            FlatEqn((), barrier.primitive, barrier.params, tuple(inputs), tuple(outputs), RECOMPUTED, barrier.ctx)
+            FlatEqn(
+                address=(), primitive=barrier.primitive, params=barrier.params, inputs=tuple(inputs), outputs=tuple(outputs),
+                stack=RECOMPUTED, ctx=barrier.ctx,
+            )  # fmt: skip
         )  # fmt: skip
         return dict(zip(starts, outputs, strict=False))
 

@@ -104,8 +104,9 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
         problem = problem.keeping_front()
     remarks = (*remarks, *structure_remarks(problem.graph))
     run = Search(
-        asked.planner, planner, asked.seed, _proposals(asked), deadline, asked.progress, asked.simplicity / 100,
-        _recomputing(asked, step, layouts), may_go_on=looks, kept=kept,
+        name=asked.planner, planner=planner, seed=asked.seed, proposals=_proposals(asked), deadline=deadline,
+        progress=asked.progress, simplicity=asked.simplicity / 100, recomputing=_recomputing(asked, step, layouts),
+        may_go_on=looks, kept=kept,
     )  # fmt: skip
 
     def plan_of(found: Searched, **more: Any) -> Plan:
@@ -130,7 +131,10 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
         made = made.model_copy(update={"logical_axes": names})
     front = found.problem.front.points() if asked.pareto else ()
     left_s = deadline - time.monotonic()
-    return Planned(made, found.result, found.baselines, found.problem, step, front, program, left_s)
+    return Planned(
+        plan=made, result=found.result, baselines=found.baselines, problem=found.problem, step=step, front=front, program=program,
+        left_s=left_s,
+    )  # fmt: skip
 
 
 def given_arguments(asked: Understood, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:

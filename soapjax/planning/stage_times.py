@@ -135,5 +135,6 @@ def simulated_stages(
     without_overlap_s = simulate_pipeline(pipeline, serial, transfers, overlap=False).step_time_s
     share = share_of(*np.array(split).T)
     return StageTimes(
-        pipeline, timeline, tuple(inside), topology.device.usable_memory_bytes, tuple(sends), without_overlap_s, share
-    )
+        pipeline=pipeline, timeline=timeline, inside=tuple(inside), usable_bytes=topology.device.usable_memory_bytes,
+        sends=tuple(sends), without_overlap_s=without_overlap_s, split_flops_share=share,
+    )  # fmt: skip

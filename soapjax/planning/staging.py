@@ -76,7 +76,10 @@ def plan_staged(
         traced = _traced(asked, fn, *args)
         remarks = (*remarks, *((UNROLLED,) if has_loops else ()), *((NOT_CUT,) if has_loops and not traced.graph.leaf_of else ()))
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
-    planning = _Planning(asked, remarks, fn, args, traced, is_asked_for, deadline, compile_for, slower_than_s)
+    planning = _Planning(
+        asked=asked, remarks=remarks, fn=fn, args=args, traced=traced, is_asked_for=is_asked_for, deadline=deadline,
+        devices=compile_for, slower_than_s=slower_than_s,
+    )  # fmt: skip
     found = planning.find(asked.topology)
     is_beaten = asked.objective.is_time and found.times.timeline.step_time_s > slower_than_s
     if compile_for is None or is_beaten or found.stopped_by == "interrupted":

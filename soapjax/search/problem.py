@@ -94,7 +94,10 @@ class PlanningProblem:
         """The same where a device has so much memory; takes no note of them."""
         cost, is_feasible, excess = self.objective.standing(scores, usable_bytes)
         rows = zip(strategies, scores.step_time_s, scores.memory_bytes, is_feasible, cost, scores.sent_bytes, excess, strict=True)
-        return [Evaluation(s, float(t), float(m), bool(f), float(c), float(b), float(e)) for s, t, m, f, c, b, e in rows]
+        return [Evaluation(
+            strategy=s, step_time_s=float(t), memory_bytes=float(m), is_feasible=bool(f), cost=float(c), sent_bytes=float(b),
+            excess=float(e),
+        ) for s, t, m, f, c, b, e in rows]  # fmt: skip
 
     def see(self, scores: Scores, strategies: Sequence[Strategy]) -> None:
         """Takes note of strategies that were judged."""

@@ -117,7 +117,7 @@ def items_of(tables: CostTables, schedule: Schedule) -> Items:
         return found
 
     return Items(
-        kind, source, predecessor, np.isin(kind, (CONVERT, LINK)), kind == COMPUTE,
-        index(COMPUTE, tables.num_tasks), index(CONVERT, len(tables.edge_task)),
-        index(RESOLVE, len(tables.tensor_bytes)), index(SUM, len(tables.sum_task)),
+        kind=kind, source=source, predecessor=predecessor, is_link=np.isin(kind, (CONVERT, LINK)), is_compute=kind == COMPUTE,
+        of_compute=index(COMPUTE, tables.num_tasks), of_convert=index(CONVERT, len(tables.edge_task)),
+        of_resolve=index(RESOLVE, len(tables.tensor_bytes)), of_sum=index(SUM, len(tables.sum_task)),
     )  # fmt: skip

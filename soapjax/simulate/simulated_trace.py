@@ -52,7 +52,10 @@ def no_trace(num_items: int, num_levels: int, groups: int) -> Trace:
     """To be made anew from the first item on; `groups` is 0 without pins."""
     streams = (num_items + 1, 1 + num_levels, *((groups,) if groups else ()))
     line, free = jnp.zeros(num_items + 1), jnp.zeros(streams)
-    return Trace(line, free, line, free, line + NEVER, line, jnp.zeros(MAX_PHASES))
+    return Trace(
+        end=line, free=free, gathered=line, rest_of_free=free, rest_of_gathered=line + NEVER, rest_of_begin=line,
+        length=jnp.zeros(MAX_PHASES),
+    )  # fmt: skip
 
 
 def costs_of_item(of: ItemCosts, item: Array) -> tuple[list[Array], Array | None]:
@@ -154,5 +157,8 @@ def traced(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, last: Ar
     """
     end, free, gathered, length = forward(items, of, old, first, jnp.where(is_wanted, items.num_items, first))
     of_free, of_gathered, of_begin = backward(items, of, old, last, jnp.where(is_wanted, 0, last + 1))
-    return Trace(end, free, gathered, of_free, of_gathered, of_begin, length)
+    return Trace(
+        end=end, free=free, gathered=gathered, rest_of_free=of_free, rest_of_gathered=of_gathered, rest_of_begin=of_begin,
+        length=length,
+    )  # fmt: skip
 

@@ -121,9 +121,10 @@ def records_of_items(
         none = np.full(count + 1 - len(some), sizes.items)
         return np.concatenate([np.where(some >= n, sizes.items, some), none]).astype(np.int32)
 
-    counts = np.int32(n), np.int32(len(ends))
     return ItemRecords(
-        found, *counts, phase_end, last, previous, np.bool_(overlap), item_of(of_tasks, num_tasks), item_of(of_rows, num_rows)
+        item=found, num_items=np.int32(n), num_phases=np.int32(len(ends)), phase_end=phase_end, last_reader=last,
+        previous_reader=previous, overlap=np.bool_(overlap), of_task=item_of(of_tasks, num_tasks),
+        of_row=item_of(of_rows, num_rows),
     )  # fmt: skip
 
 

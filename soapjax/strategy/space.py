@@ -199,7 +199,10 @@ def search_space(
         raise SoapjaxError(problems)
     if storages is None:
         storages = stage_storages(mesh, adds_up=False) if pins else storage_options(mesh)
-    return SearchSpace(graph, mesh, storages, divisors, allowed, owns, layouts, pins)
+    return SearchSpace(
+        graph=graph, mesh=mesh, storages=storages, divisors=divisors, allowed=allowed, owns_parameters=owns, fixed_layouts=layouts,
+        offers_pins=pins,
+    )  # fmt: skip
 
 
 def _fix_operator(graph: OperatorGraph, mesh: FactorMesh, i: int, allowed: np.ndarray) -> list[Problem]:

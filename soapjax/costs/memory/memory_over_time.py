@@ -83,4 +83,7 @@ def memory_curve(tables: CostTables, costs: Costs) -> MemoryCurve:
     alive = np.cumsum(steps, 0)[:num_k] + np.minimum(np.cumsum(held_back, 0)[:num_k], working.most_waiting[:, None]).sum(1)
     made = np.zeros((num_k, groups))
     np.add.at(made, tables.order.since, passing)
-    return MemoryCurve(stored.sum(0), alive.T, made.T, held, copies, stored, spans)
+    return MemoryCurve(
+        persistent=stored.sum(0), alive=alive.T, passing=made.T, tensor_bytes=held, copy_bytes=copies, stored_bytes=stored,
+        spans=spans,
+    )  # fmt: skip

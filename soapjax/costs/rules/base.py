@@ -73,11 +73,12 @@ def nothing_changed(p: CostArrays, sizes: OwnSizes, lanes: int) -> Change:
         zeros(n, groups, dtype=bool) | True for n in (count, count, sizes.tasks + 1, sizes.parameters + 1)
     )
     return Change(
-        zeros(sizes.slots + 1, width, dtype=SET), zeros(sizes.tasks + 1), zeros(sizes.parameters + 1), zeros(count, levels),
-        zeros(count) + 1, zeros(count, groups), zeros(count), zeros(count), zeros(count, dtype=bool), zeros(count), zeros(count, 2),
-        on, on_kept, on_compute, on_stored,
-        jnp.zeros(p.row_int.shape[0], jnp.int32), jnp.zeros(p.task_float.shape[0], jnp.int32),
-        jnp.full(count, p.row_int.shape[0] - 1, jnp.int32), jnp.int32(0), jnp.zeros(lanes, bool),
+        layout=zeros(sizes.slots + 1, width, dtype=SET), compute_s=zeros(sizes.tasks + 1), state_bytes=zeros(sizes.parameters + 1),
+        full_s=zeros(count, levels), pays=zeros(count) + 1, sent=zeros(count, groups), held=zeros(count), copy=zeros(count),
+        is_sent=zeros(count, dtype=bool), passing=zeros(count), waiting=zeros(count, 2), on=on, on_kept=on_kept,
+        on_compute=on_compute, on_stored=on_stored, row_of=jnp.zeros(p.row_int.shape[0], jnp.int32),
+        task_of=jnp.zeros(p.task_float.shape[0], jnp.int32), heir=jnp.full(count, p.row_int.shape[0] - 1, jnp.int32),
+        num_heirs=jnp.int32(0), again=jnp.zeros(lanes, bool),
     )  # fmt: skip
 
 

@@ -42,14 +42,12 @@ class Links(NamedTuple):
 
 def links_of(topology: DeviceTopology, mesh: FactorMesh) -> Links:
     return Links(
-        mesh.axis_sizes,
-        mesh.axis_levels,
-        tuple(lv.latency_s for lv in topology.levels),
-        tuple(lv.achieved_bytes_per_s for lv in topology.levels),
-        tuple(tuple(lv.collective_fraction.get(kind, 1.0) for kind in COLLECTIVES) for lv in topology.levels),
-        topology.rings_across_levels,
-        _group_share(topology, mesh) if any(lv.links for lv in topology.levels) else (),
-    )
+        axis_sizes=mesh.axis_sizes, axis_levels=mesh.axis_levels, latency_s=tuple(lv.latency_s for lv in topology.levels),
+        bytes_per_s=tuple(lv.achieved_bytes_per_s for lv in topology.levels),
+        fractions=tuple(tuple(lv.collective_fraction.get(kind, 1.0) for kind in COLLECTIVES) for lv in topology.levels),
+        rings_across_levels=topology.rings_across_levels,
+        group_share=_group_share(topology, mesh) if any(lv.links for lv in topology.levels) else (),
+    )  # fmt: skip
 
 
 def _group_share(topology: DeviceTopology, mesh: FactorMesh) -> tuple[tuple[tuple[tuple[int, ...], float], ...], ...]:

@@ -69,9 +69,9 @@ def network_of(links: Links, num_levels: int) -> Network:
     axes, share = np.zeros(MAX_SHARES, np.int16), np.ones(MAX_SHARES, np.float32)
     axes[: len(shares)], share[: len(shares)] = [x for x, _ in shares], [x for _, x in shares]
     return Network(
-        padded(np.array(levels), 0, np.int16), padded(np.array(links.latency_s), 0, np.float32), padded(rate, 1, np.float32),
-        padded(np.array(links.bytes_per_s), 1, np.float32), axes, share, np.int32(len(shares)),
-        np.int32(links.rings_across_levels),
+        level_axes=padded(np.array(levels), 0, np.int16), latency_s=padded(np.array(links.latency_s), 0, np.float32),
+        rate=padded(rate, 1, np.float32), message_rate=padded(np.array(links.bytes_per_s), 1, np.float32), share_axes=axes,
+        share=share, num_shares=np.int32(len(shares)), is_ring=np.int32(links.rings_across_levels),
     )  # fmt: skip
 
 
@@ -159,7 +159,10 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
         return union(given) | sent, held, jnp.stack([gathered, partial & wanted, partial & replicated, *late_ones])
 
     given_axes, held, of_steps = stage(mesh, steps)
-    return Moves(given_axes, held, of_steps, gathered | follow, (follow != 0).astype(jnp.float32), moved, times)
+    return Moves(
+        given=given_axes, held=held, steps=of_steps, first_permuted=gathered | follow,
+        first_permutes=(follow != 0).astype(jnp.float32), permuted=moved, permutes=times,
+    )  # fmt: skip
 
 
 def exchanged_first(mesh: Mesh, s: Array, t: Array, exchanged: Array) -> Array:

@@ -239,8 +239,10 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     late = jnp.where(is_edge, late, 0.0)
     sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
     return RowCosts(
-        *of, seconds * floats[2], sent * floats[2], sent_on * floats[2], held, copy, is_sent, passing, waiting, on, on_kept
-    )
+        raw=of.raw, home=of.home, resolved=of.resolved, seconds=seconds * floats[2], sent=sent * floats[2],
+        sent_on=sent_on * floats[2], held=held, copy=copy, is_sent=is_sent, passing=passing, waiting=waiting, on=on,
+        on_kept=on_kept,
+    )  # fmt: skip
 
 
 def _memory_of(

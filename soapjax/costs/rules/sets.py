@@ -44,7 +44,10 @@ def mesh_of(axis_sizes: tuple[int, ...]) -> Mesh:
     bits[: len(others)], sizes[: len(others)] = [1 << a for a in others], [axis_sizes[a] for a in others]
     twos = sum(1 << a for a, size in enumerate(axis_sizes) if size == 2)
     count = len(axis_sizes)
-    return Mesh(np.int32(1), np.int32(count), np.int16((1 << count) - 1), np.int16(twos), bits, sizes, np.int32(len(others)))
+    return Mesh(
+        one=np.int32(1), num_axes=np.int32(count), all_axes=np.int16((1 << count) - 1), twos=np.int16(twos), others=bits,
+        other_sizes=sizes, num_others=np.int32(len(others)),
+    )  # fmt: skip
 
 
 def stage(mesh: Mesh, fn: Callable[..., Any], *of: Any) -> Any:

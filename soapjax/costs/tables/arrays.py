@@ -55,8 +55,14 @@ class Bucket(NamedTuple):
         return self.dims + 1 + (1 + DIGITS if self.groups else 0)
 
 
-SMALL = Bucket(256, 4096, 512, 1024, 3072, 3072, 6144, 6144, 16384, 1024, 5, 8, 2, 0)
-LARGE = Bucket(1024, 16384, 1024, 4096, 12288, 12288, 24576, 24576, 65536, 4096, 5, 8, 2, 0)
+SMALL = Bucket(
+    operators=256, slots=4096, parameters=512, tasks=1024, tensors=3072, edges=3072, rows=6144, slot_records=6144, stops=16384,
+    points=1024, dims=5, op_dims=8, levels=2, groups=0,
+)  # fmt: skip
+LARGE = Bucket(
+    operators=1024, slots=16384, parameters=1024, tasks=4096, tensors=12288, edges=12288, rows=24576, slot_records=24576,
+    stops=65536, points=4096, dims=5, op_dims=8, levels=2, groups=0,
+)  # fmt: skip
 
 
 MIN_GROUPS = 4
@@ -136,10 +142,10 @@ def need_of(tables: CostTables) -> Bucket:
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     points = int((tables.measured.weight > 0).sum())
     return Bucket(
-        len(space.graph.operators), tables.replicated_slot + 1 + num_s, num_p, tables.num_tasks, num_t, num_e,
-        num_t + num_e + num_s, num_u + num_s + len(tables.work_task), 2 * num_e + 3 * num_t, points,
-        max(tables.tensor_shape.shape[1], 1 + tables.num_edges), space.allowed.shape[2] - 1, links.num_levels,
-        len(space.groups) if space.offers_pins else 0,
+        operators=len(space.graph.operators), slots=tables.replicated_slot + 1 + num_s, parameters=num_p, tasks=tables.num_tasks,
+        tensors=num_t, edges=num_e, rows=num_t + num_e + num_s, slot_records=num_u + num_s + len(tables.work_task),
+        stops=2 * num_e + 3 * num_t, points=points, dims=max(tables.tensor_shape.shape[1], 1 + tables.num_edges),
+        op_dims=space.allowed.shape[2] - 1, levels=links.num_levels, groups=len(space.groups) if space.offers_pins else 0,
     )  # fmt: skip
 
 

@@ -49,8 +49,14 @@ class OwnSizes(NamedTuple):
     all_keyed: int
 
 
-SMALL = OwnSizes(96, 16, 32, 128, 64, 8192, 1024, 1536, 12288, 6144, 6144)
-LARGE = OwnSizes(512, 32, 64, 512, 256, 32768, 2048, 6144, 49152, 24576, 24576)
+SMALL = OwnSizes(
+    slots=96, parameters=16, tasks=32, rows=128, heirs=64, all_slots=8192, all_parameters=1024, all_tasks=1536, all_rows=12288,
+    all_groups=6144, all_keyed=6144,
+)  # fmt: skip
+LARGE = OwnSizes(
+    slots=512, parameters=32, tasks=64, rows=512, heirs=256, all_slots=32768, all_parameters=2048, all_tasks=6144, all_rows=49152,
+    all_groups=24576, all_keyed=24576,
+)  # fmt: skip
 
 
 def own_sizes_for(need: OwnSizes) -> OwnSizes:
@@ -113,8 +119,9 @@ def _decided(tables: CostTables) -> list[_Decided]:
         needed |= {s for e in edges for s in (edge_slot[e], edge_source[e])}
         found.append(
             _Decided(
-                by_op["task"][n], access, parameter, sorted(needed - own), tensors, edges, keyed, by_op["work"][n], by_op["sum"][n],
-            )
+                task=by_op["task"][n], access=access, parameter=parameter, others=sorted(needed - own), tensor=tensors, edge=edges,
+                keyed=keyed, work=by_op["work"][n], sum=by_op["sum"][n],
+            )  # fmt: skip
         )  # fmt: skip
     return found
 

@@ -120,14 +120,21 @@ def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
             if users.common[i] < 0 or users.is_joint[i]:
                 dtype = dict(task.casts).get(i, tensor.dtype)
                 sent = per_trip * itemsize_as(tensor, dtype) / tensor.itemsize
-                edges.append(Edge(i, u, k, sent, count, users.by_parameter.get(i, -1), dtype))
+                edges.append(Edge(
+                    tensor=i, slot=u, task=k, bytes=sent, trips=count, parameter=users.by_parameter.get(i, -1), dtype=dtype,
+                ))  # fmt: skip
         if tensor.output_leaves and i in users.writer and state_outputs.intersection(tensor.output_leaves):
-            edges.append(Edge(i, users.replicated, num_k, tensor.size_bytes * tensor.copies, 1, -1, tensor.dtype))
+            edges.append(Edge(
+                tensor=i, slot=users.replicated, task=num_k, bytes=tensor.size_bytes * tensor.copies, trips=1, parameter=-1,
+                dtype=tensor.dtype,
+            ))  # fmt: skip
     for entry in graph.entries:
         if (first := users.first_reader(entry.target)) is not None:
             # Converted to the layout in which the loop's own result is carried.
             carried, source = users.writer.get(entry.target, users.replicated), graph.tensors[entry.source]
-            edges.append(Edge(entry.source, carried, first, source.size_bytes, 1, -1, source.dtype))
+            edges.append(Edge(
+                tensor=entry.source, slot=carried, task=first, bytes=source.size_bytes, trips=1, parameter=-1, dtype=source.dtype,
+            ))  # fmt: skip
     edges = [e for e in edges if e.bytes > itemsize_as(graph.tensors[e.tensor], e.dtype)]
     return sorted(edges, key=lambda e: (e.task, e.tensor))
 

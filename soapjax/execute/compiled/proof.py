@@ -123,8 +123,10 @@ def compared(
         loss_bound = max(OWN_BOUND, *(OWN_FACTOR * r[0] for r in rounding))
         gradient_bound = max(OWN_BOUND, *(OWN_FACTOR * r[1] for r in rounding))
         return Verification(
-            loss, loss_bound, gradient, gradient_bound, loss64, gradient64, check.planned_ops, check.ops_as_planned,
-            check.ops_unchecked, len(planned[1]), num_outputs, worst64 if gradient64 > FLOAT64_BOUND else worst, check.differences,
+            loss_rel_error=loss, loss_rel_bound=loss_bound, gradient_rel_error=gradient, gradient_rel_bound=gradient_bound,
+            loss_rel_error_float64=loss64, gradient_rel_error_float64=gradient64, planned_ops=check.planned_ops,
+            ops_as_planned=check.ops_as_planned, ops_unchecked=check.ops_unchecked, num_gradients=len(planned[1]),
+            num_outputs=num_outputs, worst_leaf=worst64 if gradient64 > FLOAT64_BOUND else worst, differences=check.differences,
         )  # fmt: skip
 
     loss, gradient, worst = errors(planned, single.own)

@@ -120,8 +120,9 @@ def _inspected(place: Place, part: Part, text: str, rematerialised: tuple[str, .
     keys = {k for e in part.eqns for k in keys_of(e)}
     tasks = [k for k, task in enumerate(place.bound.graph.tasks) if task.equations.heavy in keys]
     return InspectedPart(
-        part.name, part.place, place.mesh.size, 0, check_ops(place.bound, text, tasks),
-        tuple(collectives_of(text, place.mesh.size)), rematerialised, tuple(replicated_tasks(place.bound, text)),
+        name=part.name, place=part.place, num_devices=place.mesh.size, runs=0, ops=check_ops(place.bound, text, tasks),
+        collectives=tuple(collectives_of(text, place.mesh.size)), rematerialised=rematerialised,
+        replicated=tuple(replicated_tasks(place.bound, text)),
     )  # fmt: skip
 
 

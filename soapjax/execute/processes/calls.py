@@ -68,8 +68,9 @@ class Calls:
 
     def where(self) -> Where:
         return Where(
-            self.num_calls, self.name, self._depth > 0, self._doing, self._is_broken, self._busy_s, self.num_looks,
-            tuple(self._recent), self.status, self.why, _line(), time.process_time() - time.thread_time(),
+            num_calls=self.num_calls, name=self.name, is_inside=self._depth > 0, doing=self._doing, is_broken=self._is_broken,
+            busy_s=self._busy_s, num_looks=self.num_looks, recent=tuple(self._recent), status=self.status, why=self.why,
+            at=_line(), cpu_s=time.process_time() - time.thread_time(),
         )  # fmt: skip
 
     def count_from(self, number: int) -> None:

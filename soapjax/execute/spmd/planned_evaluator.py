@@ -207,7 +207,9 @@ class PlannedEvaluator(ProgramEvaluator):
         kept = self.kept(eqn, partial)
         home = raw if kept else layouts.resolved(k, eqn, raw, dims.results[0], partial)
         order, bind = self.bound.orders.get(eqn.outputs[0]), functools.partial(self.bind, eqn)
-        result = run_on_blocks(eqn, inputs, OnBlocks(self.bound.mesh, in_specs, raw, home, bind, kept, order))
+        result = run_on_blocks(eqn, inputs, OnBlocks(
+            mesh=self.bound.mesh, in_specs=in_specs, raw_spec=raw, home_spec=home, bind=bind, kept=kept, order=order,
+        ))  # fmt: skip
         return self.sums.made(result, kept, home)
 
     def operand(self, k: int, atom: Atom, position: int, env: Env) -> Any:

@@ -88,7 +88,10 @@ def micro_step(
     grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
     state = [small.program.outputs[k] for k in small.state_pairs.values()]
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
-    return MicroStep(small, leaves, num_microbatches, size, full, grows, draws, grows.after_means(state))
+    return MicroStep(
+        step=small, batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size, full=full, growth=grows, draws=draws,
+        after_means=grows.after_means(state),
+    )  # fmt: skip
 
 
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:

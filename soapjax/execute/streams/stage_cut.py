@@ -323,7 +323,10 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     if not any("transpose(" in e.stack for e in step.program.eqns):
         value, expected = "a backward pass without the marks of jax.grad", "equations that can be told to be backward"
         raise SoapjaxError(Problem("train step", value, expected, "compute gradients by jax.grad, or plan without a pipeline"))
-    c = Cutter(step, graph, binding, len(pipeline.stages), micro.batch_leaves, micro.draws, micro.after_means)
+    c = Cutter(
+        step=step, graph=graph, binding=binding, num=len(pipeline.stages), batch_leaves=micro.batch_leaves, draws=micro.draws,
+        after_means=micro.after_means,
+    )  # fmt: skip
     _assign(c, stage_of_operators(graph, pipeline))
     free = c.keys(None)
     light, kept = _computed_again(c)

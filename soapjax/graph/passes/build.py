@@ -85,7 +85,8 @@ def _built(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     task_of = {key: k for k, t in enumerate(graph.tasks) for key in t.equations.keys}
     b, made = builder, builder.tasks
     return graph, Binding(
-        b.values, task_of, b.tensors.of_root, b.phases, b.sums, b.joint_sums, made.dims_of, made.partial_of, made.local_dims,
+        values=b.values, task_of=task_of, tensor_of=b.tensors.of_root, phases=b.phases, sums=b.sums, joint_sums=b.joint_sums,
+        dims_of=made.dims_of, partial_of=made.partial_of, local_dims=made.local_dims,
     )  # fmt: skip
 
 
@@ -153,33 +154,22 @@ class _Builder:
         built = []
         for n, k in enumerate(order):
             first = self.units[operators[k][0][0]]
+            fixed, fixed_mesh = _fixed(first, operators[k][1], dims[n][1])
+            is_recomputed = any(self.units[i].eqns[0].outputs[0] in self.program.repeats for i in operators[k][0])
             built.append(
                 Operator(
-                    names[n],
-                    first.kind,
-                    dims[n][0],
-                    tuple(tasks_of[n]),
-                    tuple(owned[n]),
-                    0,
-                    *_fixed(first, operators[k][1], dims[n][1]),
-                    any(self.units[i].eqns[0].outputs[0] in self.program.repeats for i in operators[k][0]),
-                )
+                    name=names[n], kind=first.kind, dims=dims[n][0], tasks=tuple(tasks_of[n]), parameters=tuple(owned[n]), group=0,
+                    fixed=fixed, fixed_mesh=fixed_mesh, is_recomputed=is_recomputed,
+                )  # fmt: skip
             )
         return OperatorGraph(
-            tuple(grouped(built, tasks, self.tensors.all)),
-            tuple(tasks),
-            tuple(self.tensors.all),
-            tuple(parameters),
-            tuple(entries),
-            self.step.in_paths,
-            self.step.out_paths,
-            tuple(sorted(self.step.state_pairs.items())),
-            self.phases.is_single_phase or not self.phases.parameters,
-            tuple(accumulations),
-            tuple(joint_sums),
-            self.step.leaf_of if max(self.step.program.rows[0], default=1) > 1 else (),
-            self.step.fingerprint,
-        )
+            operators=tuple(grouped(built, tasks, self.tensors.all)), tasks=tuple(tasks), tensors=tuple(self.tensors.all),
+            parameters=tuple(parameters), entries=tuple(entries), in_paths=self.step.in_paths, out_paths=self.step.out_paths,
+            state_pairs=tuple(sorted(self.step.state_pairs.items())),
+            is_single_phase=self.phases.is_single_phase or not self.phases.parameters, accumulations=tuple(accumulations),
+            joint_sums=tuple(joint_sums), leaf_of=self.step.leaf_of if max(self.step.program.rows[0], default=1) > 1 else (),
+            step_fingerprint=self.step.fingerprint,
+        )  # fmt: skip
 
     def _classes(self, members: list[int]) -> DimClasses:
         units = [self.units[i] for i in members]
@@ -259,19 +249,20 @@ class _Builder:
             owner = first_reader.get(parameter.value, 0)
             parameters.append(
                 Parameter(
-                    parameter.path, tensor, gradient, owner, parameter.leaf, parameter.state_leaves,
+                    path=parameter.path, tensor=tensor, gradient=gradient, owner=owner, leaf=parameter.leaf,
+                    state_leaves=parameter.state_leaves,
                     # Blocks of a leading dim lie together: gathering and scattering them copies nothing.
-                    tuple(d for d in range(max(0, stacked), len(shape)) if shape[d] > 1),
-                )
-            )  # fmt: skip
+                    storage_dims=tuple(d for d in range(max(0, stacked), len(shape)) if shape[d] > 1),
+                )  # fmt: skip
+            )
             read = Access(gradient, (NOT_SPLIT,) * len(self.tensors.all[gradient].shape))
             dtype = self.tensors.all[tensor].dtype
             structure = self.tasks.structure([self.by_key[key] for key in equations[p]])
             updates.append(
                 Task(
-                    owner, UPDATE, "other", dtype, (Work(work[p], ()),), (read,), (), parameter=p, structure=structure,
-                    equations=TaskEquations(tuple(equations[p])),
-                )
+                    operator=owner, phase=UPDATE, kind="other", dtype=dtype, work=(Work(work[p], ()),), reads=(read,), writes=(),
+                    parameter=p, structure=structure, equations=TaskEquations(tuple(equations[p])),
+                )  # fmt: skip
             )  # fmt: skip
         return parameters, updates
 

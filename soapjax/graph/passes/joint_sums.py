@@ -96,7 +96,10 @@ class _Finder:
             return []
         order = sorted(summands, key=lambda a: (self.place[a], self.values.order[summands[a]]))
         return [
-            TracedJointSum(tuple(order), tuple(others), last.outputs[0], frozenset(keys), last.key, summands, frozenset(relayouts))
+            TracedJointSum(
+                summands=tuple(order), others=tuple(others), total=last.outputs[0], additions=frozenset(keys), last=last.key,
+                products=summands, relayouts=frozenset(relayouts),
+            )  # fmt: skip
         ]
 
     def _from_product(self, value: int, reader: Unit) -> list[FlatEqn] | None:

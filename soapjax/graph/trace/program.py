@@ -346,7 +346,10 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
             inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
             body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
         eqns.append(
-            FlatEqn(address, r["primitive"], r["params"], r["inputs"], r["outputs"], r["stack"], r["ctx"], body, r["source_info"])
+            FlatEqn(
+                address=address, primitive=r["primitive"], params=r["params"], inputs=r["inputs"], outputs=r["outputs"],
+                stack=r["stack"], ctx=r["ctx"], body=body, source_info=r["source_info"],
+            )  # fmt: skip
         )
     return tuple(eqns)
 

@@ -62,7 +62,9 @@ def unstacked(
       elementwise: names of primitives whose operands have the shape of the result, or none.
       traced: appends the equations of a small function of atoms to a list of records (`_Flattener`).
     """
-    return _Unstacking(records, inputs, outputs, state, avals, elementwise, traced).run()
+    return _Unstacking(
+        records=records, inputs=inputs, outputs=outputs, state=state, avals=avals, elementwise=elementwise, traced=traced,
+    ).run()  # fmt: skip
 
 
 class _Unstacking:

@@ -149,7 +149,9 @@ def block(
     )
     q = jnp.maximum(chosen, 0)
     is_new = (chosen >= 0) & ((axes[:, q] != row(base.axes, n)).any() | (storage[q] != row(base.storage, n)))
-    at = move(tables, sizes, walker.at, into, effects, alive, n, q, axes, storage, is_new)
+    at = move(
+        tables, sizes, walker.at, into, effects, alive, n=n, q=q, axes=axes, storage=storage, is_wanted=is_new
+    )  # fmt: skip
     is_better = least < walker.best_cost
     best = State(
         jnp.where(is_better, put(base.axes, n, axes[:, lowest]), walker.best.axes),

@@ -129,15 +129,16 @@ def move_tables(space: SearchSpace, num_ops: int, num_axes: int, op_dims: int, s
     flows = np.stack([padded(x, (num_ops, op_dims + 1), -1) for x in dim_flows(space)])
     moves = 5 if space.offers_pins else 4
     weights = np.cumsum(np.array(WEIGHTS[:moves]) / sum(WEIGHTS[:moves]))[:-1]
+    (free, num_free), (movable, num_movable), (of_owners, num_owners) = map(listed, (free, movable, owners))
     return MoveTables(
-        padded(values, (num_ops, num_axes, width)), padded(counts, (num_ops, num_axes), 1), np.int32(count),
-        np.int32(space.num_axes),
-        np.int32(len(space.storages) if len(owners) else 1), *listed(free), *listed(movable), *listed(owners),
-        padded(np.asarray(space.owns_parameters), (num_ops,)),
-        padded(np.array([o.group for o in graph.operators], np.int32), (num_ops,), -1),
-        flows, padded(np.array(space.mesh.axis_sizes, np.int32), (num_axes,), 1),
-        padded(np.array([space.may_pin(n) for n in range(count)], bool), (num_ops,)), np.int32(steps),
-        padded(weights.astype(np.float32), (4,), 2),
+        values=padded(values, (num_ops, num_axes, width)), counts=padded(counts, (num_ops, num_axes), 1), num_ops=np.int32(count),
+        num_axes=np.int32(space.num_axes), num_storages=np.int32(len(space.storages) if len(owners) else 1),
+        free=free, num_free=num_free, movable=movable, num_movable=num_movable, owners=of_owners, num_owners=num_owners,
+        owns=padded(np.asarray(space.owns_parameters), (num_ops,)),
+        groups=padded(np.array([o.group for o in graph.operators], np.int32), (num_ops,), -1),
+        flows=flows, sizes=padded(np.array(space.mesh.axis_sizes, np.int32), (num_axes,), 1),
+        may_pin=padded(np.array([space.may_pin(n) for n in range(count)], bool), (num_ops,)), steps=np.int32(steps),
+        weights=padded(weights.astype(np.float32), (4,), 2),
     )  # fmt: skip
 
 

@@ -117,9 +117,11 @@ def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, st
         return np.ascontiguousarray(np.asarray(x)[..., lane])
 
     return Base(
-        padded_axes, padded_storage, one(of.layout), one(of.compute_s), one(rows.full_s), one(rows.paid_s), one(rows.full_bytes),
-        np.full(b.edges + 1, -1, np.int32), one(rows.held), one(rows.copy), one(rows.is_sent), one(rows.passing), one(rows.waiting),
-        one(of.state_bytes), one(rows.on), one(rows.on_kept), one(of.on_compute), one(of.on_stored),
+        axes=padded_axes, storage=padded_storage, layout=one(of.layout), compute_s=one(of.compute_s), full_s=one(rows.full_s),
+        paid_s=one(rows.paid_s), sent=one(rows.full_bytes), previous=np.full(b.edges + 1, -1, np.int32), held=one(rows.held),
+        copy=one(rows.copy), is_sent=one(rows.is_sent), passing=one(rows.passing), waiting=one(rows.waiting),
+        state_bytes=one(of.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(of.on_compute),
+        on_stored=one(of.on_stored),
     )  # fmt: skip
 
 
@@ -132,10 +134,12 @@ def no_base(sizes: Sizes) -> Base:
 
     rows, tensors, edges, tasks, parameters = (n + 1 for n in (b.rows, b.tensors, b.edges, b.tasks, b.parameters))
     return Base(
-        zeros(b.operators, MAX_AXES, dtype=np.int8), zeros(b.operators, dtype=np.int8), zeros(b.slots + 1, b.width, dtype=np.int16),
-        zeros(tasks), zeros(rows, b.levels), zeros(rows, b.levels), zeros(rows, groups), zeros(edges, dtype=np.int32),
-        zeros(tensors), zeros(edges), zeros(edges, dtype=bool), zeros(tensors), zeros(tensors, 2), zeros(parameters),
-        *(zeros(n, groups, dtype=bool) for n in (rows, rows, tasks, parameters)),
+        axes=zeros(b.operators, MAX_AXES, dtype=np.int8), storage=zeros(b.operators, dtype=np.int8),
+        layout=zeros(b.slots + 1, b.width, dtype=np.int16), compute_s=zeros(tasks), full_s=zeros(rows, b.levels),
+        paid_s=zeros(rows, b.levels), sent=zeros(rows, groups), previous=zeros(edges, dtype=np.int32), held=zeros(tensors),
+        copy=zeros(edges), is_sent=zeros(edges, dtype=bool), passing=zeros(tensors), waiting=zeros(tensors, 2),
+        state_bytes=zeros(parameters), on=zeros(rows, groups, dtype=bool), on_kept=zeros(rows, groups, dtype=bool),
+        on_compute=zeros(tasks, groups, dtype=bool), on_stored=zeros(parameters, groups, dtype=bool),
     )  # fmt: skip
 
 

@@ -99,7 +99,10 @@ class AgentSizes(NamedTuple):
         n = self.operators
         is_there = longer(np.ones(len(features.word), bool), n)
         word, figures, size, seconds = (longer(x, n) for x in (features.word, features.figures, features.size, features.seconds))
-        return Told(word, figures, size, seconds, is_there, longer(features.edges, self.edges), np.int32(num_devices))
+        return Told(
+            word=word, figures=figures, size=size, seconds=seconds, is_there=is_there, edges=longer(features.edges, self.edges),
+            num_devices=np.int32(num_devices),
+        )  # fmt: skip
 
 
 class Agent:

@@ -182,7 +182,10 @@ class Policy(nn.Module):
         of_device, of_memory = self.devices.embedding @ w.into[:HIDDEN], memory @ w.into[HIDDEN:]
         offered = jnp.arange(self.num_devices) < told.num_devices
         head, memory = self.head(), memory.swapaxes(0, 1)
-        return Ready(w, head, offered, state, of_device, of_memory, memory @ head.query.T, memory @ head.attended[:HIDDEN])
+        return Ready(
+            weights=w, head=head, offered=offered, state=state, of_device=of_device, of_memory=of_memory,
+            keys=memory @ head.query.T, values=memory @ head.attended[:HIDDEN],
+        )  # fmt: skip
 
     def log_probabilities(self, told: Told, groups: Groups, device: Array) -> Array:
         """Of every device, [M, P, L, D], as each placement int [M, P, L] comes to its groups."""

@@ -146,7 +146,9 @@ class _Terms:
     def alone(self, kind: str, index: int, n: int, seconds: np.ndarray) -> None:
         """A duration [K, L] that operator `n` decides."""
         values, of_a = self.unique([np.ascontiguousarray(seconds, np.float32)])
-        self.found.append(Term(kind, index, n, -1, values[:, None, :], of_a, np.zeros(1, np.int32)))
+        self.found.append(Term(
+            kind=kind, place=index, a=n, b=-1, seconds=values[:, None, :], of_a=of_a, of_b=np.zeros(1, np.int32),
+        ))  # fmt: skip
 
     def of_change(
         self, kind: str, index: int, t: int, target: int | None, made: Rows, *, size: float, share: float, times: float,
@@ -176,7 +178,7 @@ class _Terms:
             of = [np.zeros(1, np.int32) if k is None else k[1] for k in keys]
             if keys[0] is None:
                 of[0] = np.zeros(self.rows.counts[a], np.int32)
-            self.found.append(Term(kind, index, a, b, seconds, of[0], of[1], payers))
+            self.found.append(Term(kind=kind, place=index, a=a, b=b, seconds=seconds, of_a=of[0], of_b=of[1], payers=payers))
 
     def _change(
         self, t: int, target: int | None, made: Rows, size: float, share: float, times: float, sharing: tuple[Rows, Twins] | None

@@ -105,7 +105,10 @@ class Grid:
                 for storage, again in itertools.product(STORED, (True, False)):
                     if (storage and width == degree) or (problem.always_rematerialise and not again):
                         continue
-                    found.append(Point(schedule, groups, width, chunks, inside, degree, storage, num, again))
+                    found.append(Point(
+                        schedule=schedule, groups=groups, width=width, chunks=chunks, inside=inside, degree=degree,
+                        storage=storage, num_microbatches=num, rematerialise=again,
+                    ))  # fmt: skip
         return found
 
     def _schedules(self, groups: int, num: int) -> Iterator[tuple[ScheduleName, int]]:

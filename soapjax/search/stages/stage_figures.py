@@ -231,7 +231,8 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
                 shard_bytes[g] *= split[g] / np.where(found.raw[g] >= 0, sizes, 1.0).prod()
         copy_bytes = np.where(once, 0.0, copy_bytes)
     return Figures(
-        schedule.durations(durations), shard_bytes, copy_bytes, copy_since, parts.passing_bytes,
-        np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0), parts.stored_bytes,
-        parts.stored_bytes / tables.state_copies, late, gathered_bytes, gathers, found,
+        seconds=schedule.durations(durations), shard_bytes=shard_bytes, copy_bytes=copy_bytes, copy_since=copy_since,
+        passing_bytes=parts.passing_bytes, merging_bytes=np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
+        stored_bytes=parts.stored_bytes, parameter_bytes=parts.stored_bytes / tables.state_copies, may_sum_late=late,
+        gathered_bytes=gathered_bytes, gathers_once=gathers, layouts=found,
     )  # fmt: skip

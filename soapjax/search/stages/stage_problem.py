@@ -231,7 +231,10 @@ class StageProblem:
         if self.front is not None:
             self.front.offer(scores, [choice])
         found = self.objective.standing(scores, self.usable_bytes)
-        return Priced(choice, timeline, memory, bool(found.is_feasible[0]), float(found.cost[0]), sent, float(found.excess[0]))
+        return Priced(
+            choice=choice, timeline=timeline, memory_bytes=memory, is_feasible=bool(found.is_feasible[0]),
+            cost=float(found.cost[0]), sent_bytes=sent, excess=float(found.excess[0]),
+        )  # fmt: skip
 
     def _transfers_of(self, choice: Choice) -> list[Transfer]:
         num = choice.num_microbatches
