@@ -29,7 +29,7 @@ from soapjax.execute.compiled.measure import LocalStep, Unmeasurable
 from soapjax.execute.compiled.measure_links import time_collectives
 from soapjax.execute.compiled.timing import are_fake, processor_name
 from soapjax.graph.microbatch import micro_batch
-from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.operators import OperatorGraph, Task
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.graph.trace.tracing import TracedStep
@@ -139,51 +139,65 @@ def measure_profile(
         micro_batch(graph, num)  # refuses what does not divide
     space = search_space(graph, factor_mesh(topology))
     local_step = LocalStep(step, graph, binding)
-    found: dict[tuple, Measurement] = {}
-    failed: dict[tuple, str] = {}
+    tasks = _TaskTimes(graph, local_step, begin, seconds, progress)
     notes: list[str] = []
     links = _measured_links(topology, notes)
 
     def profile() -> Profile:
-        operators = tuple(found.values())
+        operators = tuple(tasks.found.values())
         return Profile(
             device=device, versions=installed_versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commands=(command,) if command else (),
             operators=operators, rates=fitted_rates(operators), links=links,
         )  # fmt: skip
 
-    stopped = False
     try:
         with interrupts.searching():
             rounds = _rounds(graph, space, topology, profile, seed=seed, search=search)
             for requests in itertools.chain((in_stages(graph, topology, num) for num in microbatches), rounds):
-                fresh = [r for r in requests if r.local.identity not in found and r.local.identity not in failed]
-                for i, request in enumerate(fresh):
-                    if found and time.monotonic() - begin > seconds:
-                        notes.append(f"the time was spent with {len(fresh) - i} distinct tasks not measured, the smallest ones")
-                        stopped = True
-                        break
-                    task = graph.tasks[request.task]
-                    label = f"{graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
-                    if progress is not None:
-                        progress(len(found), len(found) + len(fresh) - i, time.monotonic() - begin, label)
-                    try:
-                        timing = local_step.time(request.task, request.degrees, jax.local_devices()[0])
-                    except Unmeasurable as e:
-                        failed[request.local.identity] = f"{label}: {e}"
-                        continue
-                    local = request.local
-                    found[local.identity] = Measurement(
-                        label=label, structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads,
-                        writes=local.writes, elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes,
-                        seconds=float(f"{timing.seconds:.6g}"), spread=round(timing.spread, 4), num_runs=timing.num_runs,
-                    )  # fmt: skip
-                if stopped:
+                if left := tasks.measure(requests):
+                    notes.append(f"the time was spent with {left} distinct tasks not measured, the smallest ones")
                     break
     except KeyboardInterrupt:
         notes.append("interrupted: what was measured so far is kept")
-    notes += [f"not measured: {why}" for why in failed.values()]
+    notes += [f"not measured: {why}" for why in tasks.failed.values()]
     return profile(), notes
+
+
+class _TaskTimes:
+    """Tasks measured, by their identity, and why others cannot be."""
+
+    def __init__(self, graph: OperatorGraph, local_step: LocalStep, begin: float, seconds: float, progress: Progress | None):
+        self.graph, self.local_step, self.begin, self.seconds, self.progress = graph, local_step, begin, seconds, progress
+        self.found: dict[tuple, Measurement] = {}
+        self.failed: dict[tuple, str] = {}
+
+    def measure(self, requests: Sequence[Request]) -> int:
+        """Measures those that are new; how many were left when the time was over."""
+        fresh = [r for r in requests if r.local.identity not in self.found and r.local.identity not in self.failed]
+        for i, request in enumerate(fresh):
+            elapsed_s, left = time.monotonic() - self.begin, len(fresh) - i
+            if self.found and elapsed_s > self.seconds:
+                return left
+            task = self.graph.tasks[request.task]
+            label = f"{self.graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
+            if self.progress is not None:
+                self.progress(len(self.found), len(self.found) + left, elapsed_s, label)
+            self._measure_one(request, task, label)
+        return 0
+
+    def _measure_one(self, request: Request, task: Task, label: str) -> None:
+        local = request.local
+        try:
+            timing = self.local_step.time(request.task, request.degrees, jax.local_devices()[0])
+        except Unmeasurable as e:
+            self.failed[local.identity] = f"{label}: {e}"
+            return
+        self.found[local.identity] = Measurement(
+            label=label, structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads,
+            writes=local.writes, elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes,
+            seconds=float(f"{timing.seconds:.6g}"), spread=round(timing.spread, 4), num_runs=timing.num_runs,
+        )  # fmt: skip
 
 
 def in_stages(graph: OperatorGraph, topology: DeviceTopology, num: int) -> list[Request]:

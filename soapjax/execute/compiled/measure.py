@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
-from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.units import generated_values
 from soapjax.graph.trace.program import FlatEqn
@@ -32,6 +32,8 @@ MAX_CALLS = 2000
 LARGE_BYTES = 2**20  # arguments from here on are out of the caches when a step comes to them again, weights above all
 COLD_BYTES = 2**27  # passes before a large argument is read a second time
 MAX_COPIES = 64
+
+Shapes = list[tuple[int, ...]]
 
 
 class Unmeasurable(Exception):  # noqa: N818 - the caller keeps the roofline, and says so
@@ -62,22 +64,7 @@ class LocalStep:
         program, values = self.step.program, self.binding.values
         if any(e.body is not None for e in eqns) or not eqns:
             raise Unmeasurable("no equations of its own")
-        whole = max((program.aval(o).shape for e in eqns for o in e.outputs), key=math.prod)
-
-        def local_of(eqn: FlatEqn) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-            atoms = (*eqn.inputs, *eqn.outputs)
-            shapes = [tuple(program.aval(a).shape) for a in atoms]
-            if task.parameter >= 0:
-                found = [_divided(s, degrees[0]) if s == whole else s for s in shapes]
-            else:
-                ins, outs = self.binding.local_dims(task, eqn)
-                found = [
-                    tuple(n if d == NOT_SPLIT else n // degrees[d] for n, d in zip(s, dims, strict=True))
-                    for s, dims in zip(shapes, (*ins, *outs), strict=True)
-                ]
-            return found[: len(eqn.inputs)], found[len(eqn.inputs) :]
-
-        local = {e.key: local_of(e) for e in eqns}
+        local = self._local_shapes(task, eqns, degrees)
         made = {values.of(o).root for e in eqns for o in e.outputs}
         arguments: dict[tuple[int, tuple[int, ...]], int] = {}
         types: list[jax.ShapeDtypeStruct] = []
@@ -118,6 +105,23 @@ class LocalStep:
             return [env[values.of(o).root] for o in read_outside]
 
         return run, types
+
+    def _local_shapes(self, task: Task, eqns: Sequence[FlatEqn], degrees: Sequence[int]) -> dict[str, tuple[Shapes, Shapes]]:
+        """Of what each equation reads, and of what it makes."""
+        program, found = self.step.program, {}
+        whole = max((program.aval(o).shape for e in eqns for o in e.outputs), key=math.prod)
+        for eqn in eqns:
+            shapes = [tuple(program.aval(a).shape) for a in (*eqn.inputs, *eqn.outputs)]
+            if task.parameter >= 0:
+                local = [_divided(s, degrees[0]) if s == whole else s for s in shapes]
+            else:
+                ins, outs = self.binding.local_dims(task, eqn)
+                local = [
+                    tuple(n if d == NOT_SPLIT else n // degrees[d] for n, d in zip(s, dims, strict=True))
+                    for s, dims in zip(shapes, (*ins, *outs), strict=True)
+                ]
+            found[eqn.key] = local[: len(eqn.inputs)], local[len(eqn.inputs) :]
+        return found
 
     @functools.cached_property
     def _generated(self) -> set[int]:

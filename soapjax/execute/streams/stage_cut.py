@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -243,19 +243,8 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
         results.append((at, out))
         if out not in home and out not in wanted[at]:
             wanted[at].append(out)
-    alone = [[v for v in wanted[s] if stages_of(v) <= {s}] for s in range(c.num)]
-    rest = [[v for v in wanted[s] if v not in alone[s]] for s in range(c.num)]
     single = {v for v in (*depends, *site) if len(stages_of(v)) == 1}
-    mixed = [
-        make_part(f"update {s} mixed", s, program, (), free, rest[s], stop=single - set(program.inputs)) if rest[s] else None
-        for s in range(c.num)
-    ]
-    for part in mixed:
-        for v in part.inputs if part is not None else ():
-            if v not in home:
-                (t,) = stages_of(v)
-                alone[t] += [v] if v not in alone[t] else []
-    update = [make_part(f"update {s}", s, program, (), free, alone[s]) for s in range(c.num)]
+    update, mixed = _update_parts(c, free, wanted, home, stages_of, stop=single - set(program.inputs))
     crossing = {}
     for part in update:
         for v in part.inputs:
@@ -268,6 +257,30 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
     return Updates(
         tuple(update), tuple(mixed), tuple(crossing.values()), home, tuple(results), tuple((site[v], v) for v in gradients)
     )  # fmt: skip
+
+
+def _update_parts(
+    c: Cutter, free: Collection[str], wanted: Sequence[Sequence[int]], home: Mapping[int, int],
+    stages_of: Callable[[int], frozenset[int]], *, stop: Collection[int],
+) -> tuple[list[Part], list[Part | None]]:  # fmt: skip
+    """Of every stage the part that depends on its own gradients alone, and where something `wanted` needs others' a part for that.
+
+    Args:
+      home: input -> the stage that keeps it.
+      stop: values that such a mixed part is given.
+    """
+    program = c.program
+    alone = [[v for v in wanted[s] if stages_of(v) <= {s}] for s in range(c.num)]
+    rest = [[v for v in wanted[s] if v not in alone[s]] for s in range(c.num)]
+    mixed = [
+        make_part(f"update {s} mixed", s, program, (), free, rest[s], stop=stop) if rest[s] else None for s in range(c.num)
+    ]
+    for part in mixed:
+        for v in part.inputs if part is not None else ():
+            if v not in home:
+                (t,) = stages_of(v)
+                alone[t] += [v] if v not in alone[t] else []
+    return [make_part(f"update {s}", s, program, (), free, alone[s]) for s in range(c.num)], mixed
 
 
 def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
