@@ -54,7 +54,7 @@ import numpy as np
 import soapjax
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.chain import MOST_BLOCKS, draws
+from soapjax.search.chain.block_steps import MOST_BLOCKS, draws
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.mcmc_planner import BETAS, BLOCKS_PER_ROUND, ROUNDS_PER_LEAP, mcmc
 from soapjax.search.chain.moves import State
@@ -64,8 +64,8 @@ from soapjax.simulate.event import simulate
 from soapjax.simulate.event_delta import DeltaSimulation
 from soapjax.simulate.simulator import BATCH
 from soapjax.sourced_models import abstract_model, parse_settings
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import ModelSource
-from soapjax.strategy.strategy import Strategy
 
 EVENT_PROPOSALS = 24
 FULL_BATCHES = 3

@@ -20,8 +20,8 @@ from soapjax.files import read_text, write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.strategy.configs import Strategy, replicated
 from soapjax.strategy.plan import Plan
-from soapjax.strategy.strategy import Strategy, replicated
 from soapjax.topology import DeviceTopology
 
 

@@ -22,12 +22,12 @@ import numpy as np
 from paper_problems import CLUSTERS, WORKLOADS, Case, get_planner
 from paper_tables import CASE_COLUMNS, Rows, budget_of, figure, guarded, parser_of, positive_int, show
 
-from soapjax.search.chain.chain import exchange
+from soapjax.search.chain.block_steps import exchange
 from soapjax.search.chain.mcmc_planner import BETAS
 from soapjax.search.chain.starting_points import starts
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.simulator import BATCH
-from soapjax.strategy.strategy import FIRST_PIN
+from soapjax.strategy.configs import FIRST_PIN
 
 
 class Chain(NamedTuple):

@@ -21,8 +21,8 @@ from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, figure, 
 from soapjax.costs.rules.conversion import conversion_costs
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PARTIAL, PINNED
-from soapjax.strategy.strategy import Strategy
 
 PANELS = {"step_time_s": "seconds per step", "moved_bytes": "bytes moved per step", "compute_device_s": "device-seconds of compute"}
 

@@ -53,8 +53,8 @@ from soapjax.graph.trace.tracing import trace
 from soapjax.planning.profiling import scaled_prediction
 from soapjax.search.experts.baselines import tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 
 # One GPU: compute alone. Eight within a host: the fast links. Sixteen on two hosts: the slow ones.

@@ -24,7 +24,7 @@ from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded,
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.neighbourhood import Position
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 BETTER = 1e-5  # relative
 GLOBAL_MODELS = ("lenet", "rnnlm_2_steps")

@@ -35,8 +35,8 @@ from soapjax.graph.trace.tracing import trace
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 
 PAPER_MODELS = ("alexnet", "inception_v3", "resnet101", "rnntc", "rnnlm", "nmt")

@@ -36,12 +36,12 @@ from soapjax.planning.entry import plan_of_strategy
 from soapjax.search.experts.layered import layered_expert_strategies
 from soapjax.search.experts.layers import layers_of
 from soapjax.search.experts.placement import model_parallel_strategy, placed
-from soapjax.search.learned.search import HIERARCHICAL, TRINITY, learned
+from soapjax.search.learned.learned_planners import HIERARCHICAL, TRINITY, learned
 from soapjax.search.objective import Objective
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.sourced_models import concrete_model
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
-from soapjax.strategy.strategy import Strategy
 
 SENDING = Path("/proc/self/net/dev")  # of the namespace that this process is in
 

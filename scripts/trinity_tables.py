@@ -34,7 +34,7 @@ from soapjax.csv_files import read_table
 from soapjax.files import write_text_atomic
 from soapjax.search.experts.layers import layers_of, steps_of
 from soapjax.search.experts.placement import devices_of, operator_seconds
-from soapjax.search.learned.search import HIERARCHICAL, TRINITY, Method, batches_of, learned, placement_starts
+from soapjax.search.learned.learned_planners import HIERARCHICAL, TRINITY, Method, batches_of, learned, placement_starts
 from soapjax.search.objective import TIME, Objective
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 

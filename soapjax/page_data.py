@@ -16,7 +16,7 @@ from soapjax.simulate.event import simulate
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator, occupied_by
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
 UNITS = 10_000_000  # of a step: how finely times are written

@@ -18,9 +18,9 @@ from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
 from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
 MERGED_BYTES = 30 * 2**20  # XLA for GPUs merges collectives up to here

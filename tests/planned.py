@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from soapjax.costs.tables.tables import cost_tables
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.configs import replicated
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import replicated
 from soapjax.topology import factor_mesh, load_topology
 
 # These programs run once each: compiling is all that takes time.

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.costs.evaluate import Costs
-from soapjax.costs.tables.tables import CostTables, cost_tables
+from soapjax.costs.tables.problem_tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.configs import Strategy, replicated
 from soapjax.strategy.space import SearchSpace, search_space
-from soapjax.strategy.strategy import Strategy, replicated
 from soapjax.topology import DeviceTopology, factor_mesh, load_topology
 
 BATCH = 16

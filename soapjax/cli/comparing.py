@@ -8,7 +8,7 @@ from soapjax.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.report.difference import Alone, PlanDifference
 from soapjax.simulate.simulator import BATCH
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 
 def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:

@@ -32,9 +32,9 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.critical_tasks import PathStep, critical_path, pipeline_path
 from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
 from soapjax.simulate.simulator import BATCH, occupied_by
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
-from soapjax.strategy.strategy import Strategy
 
 MOST_NEIGHBOURS = 512
 MOST_COUNTED = 100_000

@@ -16,9 +16,9 @@ import numpy as np
 from soapjax.costs.evaluate import Costs
 from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.costs.split_share import split_flops
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import OperatorCost, SentPart
-from soapjax.strategy.strategy import Strategy
 
 
 class Owners(NamedTuple):

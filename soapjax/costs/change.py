@@ -1,4 +1,4 @@
-"""What Q candidate configs of one operator change of a strategy's costs: the rules (rules.py) on the records that it decides.
+"""What Q candidate configs of one operator change of a strategy's costs: the rules (record_rules.py) on records that it decides.
 
 `changed` computes anew only those that one operator decides (operator_records.py), all
 candidates side by side, into the *rows* of a `Change`: its own rows, and behind them those of *heirs*, readers of other operators
@@ -14,7 +14,7 @@ from jax import lax
 
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import paying, previous_in
-from soapjax.costs.rules.rules import gathers_again, row_costs
+from soapjax.costs.rules.record_rules import gathers_again, row_costs
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass

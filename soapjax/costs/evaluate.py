@@ -13,10 +13,10 @@ import numpy as np
 
 from soapjax.costs.rules.sets import MAX_AXES, decoded
 from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, bucket_for, cost_arrays, need_of, records_of
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.whole import Evaluated, Rows, evaluate
 from soapjax.jit.programs import PlannerProgram
-from soapjax.strategy.strategy import REPLICATE
+from soapjax.strategy.configs import REPLICATE
 
 Array = np.ndarray
 LANES = 16  # strategies per call: one size, so that it is traced and compiled once
@@ -34,7 +34,7 @@ class Durations(NamedTuple):
 class Layouts(NamedTuple):
     """The layouts that a strategy implies; the executor's specs come from these."""
 
-    slots: Array  # int8 [U + 3P + 1, A]: accesses; parameters as stored, gradients, parameters as left (tables.py); replicated
+    slots: Array  # int8 [U + 3P + 1, A]: accesses; parameters stored, gradients, parameters left (problem_tables.py); replicated
     home: Array  # int8 [T, A]: of each tensor as it is kept; PARTIAL for summands only
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     resolved: Array  # int8 [T, A]: what its resolution costs the way to

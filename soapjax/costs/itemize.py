@@ -16,10 +16,10 @@ from soapjax.costs.layouts import as_read, value_index
 from soapjax.costs.rules.halos import halo_cost_plainly, inner_target
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import HALO, PARTIAL, spec_of
 from soapjax.strategy.plan import SentPart, format_spec
-from soapjax.strategy.strategy import Strategy
 
 
 class Sent(NamedTuple):

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
+from soapjax.strategy.configs import FIRST_PIN
 from soapjax.strategy.layout import PINNED
-from soapjax.strategy.strategy import FIRST_PIN
 
 
 def split_flops(

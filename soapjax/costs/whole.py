@@ -1,4 +1,4 @@
-"""What whole strategies cost: the rules (rules.py) applied to all records of a problem, Q strategies side by side.
+"""What whole strategies cost: the rules (record_rules.py) applied to all records of a problem, Q strategies side by side.
 
 Pure functions of a problem's arrays and of configs: compiled once for all problems of a bucket. Each loop is one kernel, whose
 lists have as many turns as the problem has entries.
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from soapjax.costs.memory.memory import Lives, memory_of
-from soapjax.costs.rules.rules import (
+from soapjax.costs.memory.peak_memory import Lives, memory_of
+from soapjax.costs.rules.record_rules import (
     compute_s,
     configs_of,
     gathers_again,

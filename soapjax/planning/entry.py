@@ -40,11 +40,11 @@ from soapjax.search.planners import get_planner
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing
 from soapjax.sizes import size
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import CompiledFigures, ModelSource, Plan, Provenance, TimedStep
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan
 from soapjax.strategy.space import has_pins, search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 DEFAULT_PROPOSALS = 100_000

@@ -8,7 +8,7 @@ from typing import Any
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.microbatches import REDUCTIONS, batch_leaves, micro_step
 from soapjax.execute.streams.pipelined_step import cut_and_joined
-from soapjax.execute.streams.stages import places_of, staged_step, step_of_plan
+from soapjax.execute.streams.stage_programs import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph

@@ -21,10 +21,10 @@ from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.pipedream_stages import Memory, pipedream
 from soapjax.search.stages.stage_loads import stage_of_operators
 from soapjax.search.stages.stage_problem import SYNCHRONOUS, Choice, Priced, StageProblem
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import Provenance, StrategyFigures
 from soapjax.strategy.schedules import SCHEDULES
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
 PIPELINES = ("auto", *(name for name in SCHEDULES if name != "own"))

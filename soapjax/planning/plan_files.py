@@ -24,10 +24,10 @@ from soapjax.planning.timelines import pipeline_events, spmd_events
 from soapjax.planning.user_shardings import check_constraints
 from soapjax.report.perfetto import TraceEvent
 from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan, parse_spec
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, FactorMesh
 
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from soapjax import interrupts
 from soapjax.costs.measured.fit import fitted_link, fitted_rates
-from soapjax.costs.measured.measured import LocalTask, figures_of, local_task
+from soapjax.costs.measured.interpolation import LocalTask, figures_of, local_task
 from soapjax.costs.measured.profile import Profile, installed_versions, is_same_kind, merged
 from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.measure import LocalStep, Unmeasurable
@@ -39,8 +39,8 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.simulate.event import simulate
 from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, factor_mesh
 
 SEARCHES, SEARCH_PROPOSALS = 2, 2048

@@ -12,7 +12,7 @@ import numpy as np
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.problem import PlanningProblem
-from soapjax.strategy.strategy import REPLICATE, Strategy
+from soapjax.strategy.configs import REPLICATE, Strategy
 
 WELL_SPLIT = 0.95  # of the FLOPs: what a plan repeats of the rest is not worth a remark
 SHOWN = 4  # operators

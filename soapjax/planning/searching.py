@@ -15,7 +15,7 @@ from soapjax.search.descent.plainest import simplified
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing, may_recompute, searched
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 AGAIN = 0.25  # of the first search's proposals that each search under less memory gets, and of the seconds that are kept for all
 SIMPLIFYING = 0.1  # of the seconds, which are kept for finding the simplest of what is as good

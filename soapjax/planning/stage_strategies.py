@@ -7,18 +7,18 @@ import math
 from collections.abc import Mapping
 
 from soapjax.costs.evaluate import costs_of
-from soapjax.costs.tables.tables import cost_tables
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.own_config import own_configuration
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
+from soapjax.strategy.configs import Strategy, stage_storages
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import MeshPlan, OperatorPart
 from soapjax.strategy.plan_strategy import mesh_part, mesh_plan, strategy_of
 from soapjax.strategy.space import SearchSpace, search_space
-from soapjax.strategy.strategy import Strategy, stage_storages
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 _REMEDY = "use fewer or smaller stages, or name a topology with more devices"

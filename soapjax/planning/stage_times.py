@@ -20,11 +20,11 @@ from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
 from soapjax.simulate.simulator import Scores
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.plan import MeshPlan, SentPart
 from soapjax.strategy.plan_strategy import mesh_plan
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
 

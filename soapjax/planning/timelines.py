@@ -12,7 +12,7 @@ from soapjax.report.perfetto import TraceEvent
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, KIND_NAMES, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
 

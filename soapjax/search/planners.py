@@ -8,11 +8,11 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.chain.paper_chain import mcmc_paper
 from soapjax.search.experts.baselines import BASELINES
-from soapjax.search.experts.experts import expert_cnn
+from soapjax.search.experts.convolutions import expert_cnn
 from soapjax.search.experts.layered import layered_expert, single_device
 from soapjax.search.experts.placement import model_parallel, placement_error
 from soapjax.search.experts.recurrent import expert_rnn
-from soapjax.search.learned.search import hierarchical, reinforce, trinity
+from soapjax.search.learned.learned_planners import hierarchical, reinforce, trinity
 from soapjax.search.problem import Planner
 from soapjax.search.proofs.branch_and_bound import exhaustive
 from soapjax.search.relaxation.dynamic_program import optcnn

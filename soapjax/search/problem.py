@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.measured.profile import Profile
-from soapjax.costs.tables.tables import cost_tables
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
 from soapjax.jit.array_types import Array
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.simulate.simulator import Scores, Simulator
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology
 
 

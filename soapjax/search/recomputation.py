@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from soapjax.costs.by_operator import owners
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.jit.array_types import Array
@@ -32,7 +32,7 @@ from soapjax.search.descent.plainest import EQUAL
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import Simulator
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 MOST_FITS = 3  # problems that are made for one strategy
 FILLED = 0.97  # of the usable memory: with more of it taken, little less can be recomputed

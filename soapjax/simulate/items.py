@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.costs.evaluate import Durations, Holders
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
 

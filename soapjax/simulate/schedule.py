@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from soapjax.costs.evaluate import Durations, Holders
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 
 COMPUTE, SUM, RESOLVE, CONVERT, BARRIER = range(5)
 KIND_NAMES = ("compute", "inner collective", "resolve", "convert", "barrier")

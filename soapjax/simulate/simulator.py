@@ -19,7 +19,7 @@ from soapjax.costs.evaluate import LANES, Costs, Evaluator
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import PlannerProgram, threads
@@ -27,8 +27,8 @@ from soapjax.simulate.event import Order, Timeline, simulate
 from soapjax.simulate.items import items_of
 from soapjax.simulate.schedule import Schedule, schedule_of
 from soapjax.simulate.walk import ItemRecords, ItemSizes, item_records, program
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Prediction, StrategyFigures
-from soapjax.strategy.strategy import Strategy
 
 T = TypeVar("T")
 

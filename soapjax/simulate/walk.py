@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.tables.arrays import Bucket
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, put, row
 from soapjax.jit.programs import PlannerProgram

@@ -1,1 +1,1 @@
-"""What a plan may choose (`space.py`), what it chose (`strategy.py`), and the file that says so (`plan.py`)."""
+"""What a plan may choose (`space.py`), what it chose (`configs.py`), and the file that says so (`plan.py`)."""

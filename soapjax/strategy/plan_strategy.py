@@ -12,6 +12,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.graph.trace.tracing import Unroll
+from soapjax.strategy.configs import PIN, REPLICATE, Strategy
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
     MeshPart,
@@ -27,7 +28,6 @@ from soapjax.strategy.plan import (
     graph_parts,
 )
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
 from soapjax.topology import DeviceTopology, FactorMesh, factor_mesh
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
+from soapjax.strategy.configs import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, stage_storages, storage_options
 from soapjax.strategy.layout import divides, layout_of
-from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, stage_storages, storage_options
 from soapjax.topology.mesh import FactorMesh
 
 NOT_FIXED = -9

@@ -20,7 +20,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.planning import entry
 from soapjax.planning.verify_top import measured_best, shortlist
 from soapjax.search.problem import Evaluation
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 
 @pytest.fixture(autouse=True)

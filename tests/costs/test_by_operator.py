@@ -8,7 +8,7 @@ from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.costs.split_share import share_of, split_flops
-from soapjax.costs.tables.tables import cost_tables
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.simulate.event import simulate
 from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.space import search_space

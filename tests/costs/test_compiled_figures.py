@@ -35,8 +35,8 @@ from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
 from soapjax.sourced_models import abstract_model
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import ModelSource
-from soapjax.strategy.strategy import Strategy
 
 FILE = Path(__file__).parent / "compiled.json"
 TOPOLOGY = {"cpu": "cpu8", "cuda": "a100x8"}

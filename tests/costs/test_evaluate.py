@@ -12,13 +12,13 @@ from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 from soapjax.costs.evaluate import Evaluator, costs_of
 from soapjax.costs.itemize import sent_items
 from soapjax.costs.rules.links import COLLECTIVES
-from soapjax.costs.tables.tables import cost_tables
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.phases import BACKWARD, FORWARD
 from soapjax.jit import programs
 from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PARTIAL, divides
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 SECONDS_ERROR = 1e-5

@@ -8,7 +8,7 @@ from families import family
 from problems import graph_of, topology_of
 
 from soapjax.costs.measured.fit import fitted_rates
-from soapjax.costs.measured.measured import degrees_behind, local_task, visible_dims
+from soapjax.costs.measured.interpolation import degrees_behind, local_task, visible_dims
 from soapjax.costs.measured.profile import Profile, installed_versions
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
 from soapjax.costs.tables.tensor_tables import trip_bytes
@@ -16,8 +16,8 @@ from soapjax.planning.profiling import asked_degrees, compute_figures, requests_
 from soapjax.search.chain.engine import Engine
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 MODELS = ("mlp", "lm_scan")

@@ -16,7 +16,7 @@ from soapjax.execute.spmd.resharder import reshard
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
-from soapjax.strategy.strategy import replicated
+from soapjax.strategy.configs import replicated
 from soapjax.topology import load_topology
 
 BATCH, WIDTH, WORDS = 16, 24, 56

@@ -20,8 +20,8 @@ from soapjax.execute.spmd.on_blocks import OnBlocks
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.rules.light_rules import labels_of
 from soapjax.graph.trace.program import flatten
+from soapjax.strategy.configs import replicated
 from soapjax.strategy.layout import HALO, REPLICATED
-from soapjax.strategy.strategy import replicated
 
 SIZE = 32
 # window, stride, padding before and after (None: the same result size), groups; of one spatial dim

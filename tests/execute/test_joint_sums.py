@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from planned import Case, data_parallel, plain_leaves
 
-from soapjax.costs.tables.tables import cost_tables
+from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.cut import make_part

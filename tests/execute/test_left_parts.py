@@ -12,7 +12,7 @@ from models import mlp, transformer_lm
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.graph.readers import left_parameters
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 STEPS = {
     "mlp": lambda: mlp.make(batch=16, width=32, layers=3, classes=8, features=32),

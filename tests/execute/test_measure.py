@@ -11,7 +11,7 @@ from families import family
 from planned import data_parallel, rotated
 from problems import MODELS, topology_of
 
-from soapjax.costs.measured.measured import local_task
+from soapjax.costs.measured.interpolation import local_task
 from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.execute.compiled.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.compiled.measure_links import KINDS, time_collectives

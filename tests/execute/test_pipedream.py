@@ -14,7 +14,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.pipedream import PipeDreamStep
-from soapjax.execute.streams.stages import places_of
+from soapjax.execute.streams.stage_programs import places_of
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Action, Pipeline, Stage

@@ -15,7 +15,7 @@ from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.plan_files import recost
 from soapjax.search.experts.placement import model_parallel_strategy
-from soapjax.strategy.strategy import PIN
+from soapjax.strategy.configs import PIN
 from soapjax.topology import load_topology
 
 MODELS = {

@@ -14,7 +14,7 @@ from models import mlp
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.streams.stages import step_of_plan
+from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning import staging
@@ -24,9 +24,9 @@ from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_problem import StageProblem
+from soapjax.strategy.configs import stage_storages
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import stage_storages
 from soapjax.topology import factor_mesh, load_topology
 
 NUM = 2

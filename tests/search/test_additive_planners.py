@@ -13,15 +13,15 @@ import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.planning.entry import planning_problem
 from soapjax.search.descent import incumbent
-from soapjax.search.experts.experts import expert_cnn, expert_cnn_strategy
+from soapjax.search.experts.convolutions import expert_cnn, expert_cnn_strategy
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.proofs import branch_and_bound
 from soapjax.search.proofs.bound import bound_of, lower_bound, streams_of
 from soapjax.search.proofs.branch_and_bound import exhaustive
 from soapjax.search.relaxation.dynamic_program import additive_start, optcnn, seeds, solve
 from soapjax.search.relaxation.integer_program import ilp, reduced, solve_integer
-from soapjax.search.relaxation.relaxation import relax
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import relax
+from soapjax.strategy.configs import Strategy
 from soapjax.topology import load_topology
 
 

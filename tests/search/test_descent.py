@@ -13,10 +13,10 @@ import soapjax
 from soapjax.planning.entry import planning_problem
 from soapjax.search.chain.descents import KICKS
 from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
-from soapjax.search.descent.descent import Descent, Kicks
+from soapjax.search.descent.descending import Descent, Kicks
 from soapjax.search.problem import PlanningProblem
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh, load_topology
 
 

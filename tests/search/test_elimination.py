@@ -8,7 +8,7 @@ import pytest
 from soapjax.search.relaxation.dynamic_program import conditional_costs, solve, tied
 from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
 from soapjax.search.relaxation.integer_program import solve_integer
-from soapjax.search.relaxation.relaxation import Pairwise
+from soapjax.search.relaxation.relaxed import Pairwise
 
 
 def random_problem(seed, *, count=6, density=0.4, least=1):

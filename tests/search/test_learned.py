@@ -14,8 +14,16 @@ from soapjax.search.experts.placement import operator_seconds, placed
 from soapjax.search.learned import lstm, networks
 from soapjax.search.learned.agent import AgentSizes, Learner, agent_of
 from soapjax.search.learned.features import FIGURES, Features, colocated, features_of, result_elements
+from soapjax.search.learned.learned_planners import (
+    HIERARCHICAL,
+    REINFORCE,
+    TRINITY,
+    batches_of,
+    learned,
+    placement_starts,
+    reward_of,
+)
 from soapjax.search.learned.node_embedding import Walking, node2vec, pairs_of, random_walks
-from soapjax.search.learned.search import HIERARCHICAL, REINFORCE, TRINITY, batches_of, learned, placement_starts, reward_of
 from soapjax.search.problem import Budget
 
 

@@ -11,14 +11,14 @@ import pytest
 
 import soapjax
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.chain import LANES, MOST_BLOCKS, Walker, draws, exchange
+from soapjax.search.chain.block_steps import LANES, MOST_BLOCKS, Walker, draws, exchange
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.mcmc_planner import NUM_CHAINS, WITHOUT_PINS, mcmc
 from soapjax.search.chain.moves import NUM_UNIFORMS, State, leap, move_tables
 from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 from soapjax.topology import load_topology
 
 

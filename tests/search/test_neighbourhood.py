@@ -15,14 +15,14 @@ from problems import PROBLEMS, graph_of, topology_of
 
 from soapjax.costs.rules.base import Base
 from soapjax.costs.rules.sets import MAX_AXES
-from soapjax.search.chain.chain import LANES
+from soapjax.search.chain.block_steps import LANES
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.neighbourhood import Judged, Position, Sizes, judge, move, scratch_of
 from soapjax.search.objective import Objective
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import Trace
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 Q = 32

@@ -25,8 +25,8 @@ from soapjax.search.proofs.branch_and_bound import exhaustive
 from soapjax.search.stages.joint_search import search_stages
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.simulate.simulator import Scores
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PINNED
-from soapjax.strategy.strategy import Strategy
 
 KEY = jax.random.key(0)
 

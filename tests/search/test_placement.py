@@ -23,8 +23,8 @@ from soapjax.search.experts.placement import balanced_runs, operator_seconds, pl
 from soapjax.search.experts.recurrent import depths_of
 from soapjax.search.planners import PLACEMENT_PLANNERS, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
+from soapjax.strategy.configs import FIRST_PIN, PIN, REPLICATE
 from soapjax.strategy.plan import Plan
-from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
 KEY = jax.random.key(0)
 RNNLM = dict(batch=8, seq=4, hidden=16, vocab=32)

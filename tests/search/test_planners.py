@@ -18,8 +18,8 @@ from soapjax.search.experts.baselines import data_parallel_strategy, tensor_para
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.proofs.branch_and_bound import exhaustive
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh, load_topology
 
 

@@ -11,8 +11,8 @@ from problems import PROBLEMS, case
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.proofs.paths import chains_of, flat, longest_paths, unflat
 from soapjax.search.relaxation.candidates import enumerate_candidates
-from soapjax.search.relaxation.relaxation import relax
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import relax
+from soapjax.strategy.configs import Strategy
 
 SCANNED = [p for p in PROBLEMS if p[0] == "lm_tied_scan_remat"]
 ODD_SIZED = family([p for p in PROBLEMS if p[0] in ("mlp_of_sixes", "lm")] + SCANNED, slow=SCANNED)

@@ -10,7 +10,7 @@ import pytest
 from families import family
 from problems import MODELS, graph_of, graph_with, topology_of
 
-from soapjax.costs.measured.measured import local_task
+from soapjax.costs.measured.interpolation import local_task
 from soapjax.costs.measured.profile import Profile, installed_versions
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
 from soapjax.costs.tables.tensor_tables import trip_bytes
@@ -32,8 +32,8 @@ from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, crossing_bytes, stage_of_operators
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.simulate.simulator import Simulator
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import factor_mesh
 
 

@@ -10,7 +10,7 @@ import pytest
 from problems import case
 
 from soapjax.jit.kernel import in_kernel, put, row
-from soapjax.search.chain.chain import LANES
+from soapjax.search.chain.block_steps import LANES
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.neighbourhood import scratch_of
 from soapjax.search.problem import PlanningProblem

@@ -16,10 +16,10 @@ from problems import PROBLEMS, SLOW, case, case_with
 from soapjax import files
 from soapjax.errors import SoapjaxError
 from soapjax.strategy import plan as plans
+from soapjax.strategy.configs import PIN
 from soapjax.strategy.layout import degree, divides, layout_of, spec_of
 from soapjax.strategy.plan import ModelSource, Plan, Prediction, Provenance, format_spec, parse_spec
 from soapjax.strategy.plan_strategy import make_plan, mesh_plan, strategy_of
-from soapjax.strategy.strategy import PIN
 
 names = pytest.mark.parametrize("model, topology", family(PROBLEMS, slow=SLOW))
 PREDICTION = Prediction(

@@ -12,9 +12,7 @@ from problems import PROBLEMS, case, graph_of, topology_of
 from soapjax.errors import SoapjaxError
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
-from soapjax.strategy.layout import degree
-from soapjax.strategy.space import search_space
-from soapjax.strategy.strategy import (
+from soapjax.strategy.configs import (
     PIN,
     REPLICATE,
     Storage,
@@ -24,6 +22,8 @@ from soapjax.strategy.strategy import (
     stage_storages,
     storage_options,
 )
+from soapjax.strategy.layout import degree
+from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
 
 names = pytest.mark.parametrize("model, topology", PROBLEMS)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from soapjax.costs.memory.memory import Lives, needed_until, steps_of, stored_bytes, waited
+from soapjax.costs.memory.peak_memory import Lives, needed_until, steps_of, stored_bytes, waited
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
 from soapjax.costs.tables.arrays import CostArrays

@@ -12,7 +12,7 @@ import numpy as np
 
 from soapjax.costs.evaluate import Costs, Lifespans, lifespans
 from soapjax.costs.layouts import waiting_spans
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 
 
 class MemoryCurve(NamedTuple):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from soapjax.costs.rules.base import Base, Change, span
-from soapjax.costs.rules.rules import gathers_again
+from soapjax.costs.rules.record_rules import gathers_again
 from soapjax.costs.rules.sets import every
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords

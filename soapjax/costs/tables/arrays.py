@@ -21,7 +21,7 @@ import numpy as np
 
 from soapjax.costs.rules.reshard_cost import Network, network_of
 from soapjax.costs.rules.sets import DIGITS, Mesh, encoded, mesh_of
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.tables.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.strategy.layout import HALO, PARTIAL

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.tables.arrays import NONE, Bucket, Records, padded, slot_masks
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array
 
 

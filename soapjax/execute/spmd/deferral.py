@@ -10,7 +10,7 @@ from __future__ import annotations
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.part_program import Place
-from soapjax.strategy.strategy import StorageName
+from soapjax.strategy.configs import StorageName
 
 
 def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:

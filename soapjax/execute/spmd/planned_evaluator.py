@@ -33,9 +33,9 @@ from soapjax.graph.readers import left_parameters
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.program import Atom, FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.strategy.configs import StorageName
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import MeshPlan, Plan, TaskPart, parse_spec
-from soapjax.strategy.strategy import StorageName
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

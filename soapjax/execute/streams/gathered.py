@@ -16,9 +16,9 @@ from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.cut import Part
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.graph.readers import single_readers
+from soapjax.strategy.configs import StorageName
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import format_spec, parse_spec
-from soapjax.strategy.strategy import StorageName
 
 
 class Gathered(NamedTuple):

@@ -1,6 +1,6 @@
 """The iteration dims of an operator: classes of tensor dims that its equations tie together.
 
-Union-find over (tensor, dim) nodes; every equation's labels (rules.py) unite
+Union-find over (tensor, dim) nodes; every equation's labels (rule_table.py) unite
 nodes, a forward unit is tied to its backward units by the values that they share and
 by "the cotangent of x has the dims of x".
 """

@@ -1,4 +1,4 @@
-"""What comes before the walk: descents from the best start and from a random one, and kicks of what they end at (descent.py).
+"""What comes before the walk: descents from the best start and from a random one, and kicks of what they end at (descending.py).
 
 A step of many equal blocks descends with few of them first (shortening.py), and as a whole only for a short time.
 """
@@ -15,12 +15,12 @@ from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.descent import Descent, Judging, Kicks
+from soapjax.search.descent.descending import Descent, Judging, Kicks
 from soapjax.search.descent.shortening import FewerBlocks
 from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 
 MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
 KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones

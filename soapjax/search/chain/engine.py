@@ -11,14 +11,14 @@ import numpy as np
 from soapjax.costs.evaluate import LANES
 from soapjax.costs.rules import sets
 from soapjax.jit.programs import threads
-from soapjax.search.chain.chain import LANES as CANDIDATES
-from soapjax.search.chain.chain import MOST_BLOCKS, Walker, block_size, judge_program, programs
+from soapjax.search.chain.block_steps import LANES as CANDIDATES
+from soapjax.search.chain.block_steps import MOST_BLOCKS, Walker, block_size, judge_program, programs
 from soapjax.search.chain.moves import State, move_tables
 from soapjax.search.chain.neighbourhood import Judged, Position, base_of, no_alive, no_base, tables_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import no_trace
 from soapjax.simulate.simulator import BATCH, Batch
-from soapjax.strategy.strategy import REPLICATE, Strategy
+from soapjax.strategy.configs import REPLICATE, Strategy
 
 
 class Engine:

@@ -11,7 +11,7 @@ taken and those behind it thrown away. Draws are keyed by the step. Several chai
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
-First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descent.py).
+First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descending.py).
 Starts are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the
 chains' programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer
 help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes on with kicks. A space
@@ -33,7 +33,7 @@ import numpy as np
 
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
-from soapjax.search.chain.chain import Walker, exchange
+from soapjax.search.chain.block_steps import Walker, exchange
 from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
 from soapjax.search.chain.engine import Engine
 from soapjax.search.chain.moves import State

@@ -23,8 +23,8 @@ import numpy as np
 
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.jit.array_types import Array, Scalar
+from soapjax.strategy.configs import FIRST_PIN, PIN, REPLICATE
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import FIRST_PIN, PIN, REPLICATE
 
 # Of tied, tied storage, flow, two axes, pins.
 WEIGHTS = (0.25, 0.15, 0.4, 0.1, 0.1)

@@ -19,7 +19,7 @@ from soapjax.costs.evaluate import Evaluator
 from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
 from soapjax.costs.rules.copies import all_previous
-from soapjax.costs.rules.rules import configs_of, violations
+from soapjax.costs.rules.record_rules import configs_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records

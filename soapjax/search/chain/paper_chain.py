@@ -28,8 +28,8 @@ from soapjax.jit.array_types import Array
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 
 # Of the relative cost: a proposal that is 0.1 % slower is accepted once in five times. Of 25, 100, 400, 1,600 and 6,400 the best in
 # the mean of LeNet, a Transformer layer and RNNLM on 8 devices (three seeds, 6,000 proposals); 400 is 0.4 % behind, 100 is 4 %.

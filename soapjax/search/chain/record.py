@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from soapjax.search.problem import Budget, Evaluation
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 DEFAULT_PROPOSALS = 100_000
 TIME_DECIDED = "what was searched depended on the clock: another run may find another plan, one by --proposals the same"

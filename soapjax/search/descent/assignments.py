@@ -27,8 +27,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from soapjax.search.chain.moves import choices_of, dim_flows
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 
 WEIGHTS = (0.35, 0.25, 0.15, 0.1, 0.15)  # of together, carried, ranked, alike, stored
 MAX_AXES = 3  # that one move of a group changes

@@ -9,8 +9,8 @@ import numpy as np
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.search.proofs.paths import unflat
 from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
-from soapjax.search.relaxation.relaxation import Relaxation
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import Relaxation
+from soapjax.strategy.configs import Strategy
 
 PROOF = 1e-5  # relative: what is proven is that no strategy is faster by more
 _KICKS = 80

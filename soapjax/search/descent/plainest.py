@@ -28,7 +28,7 @@ from soapjax.costs.split_share import share_of, split_flops
 from soapjax.search.descent.repeats import Run, runs_of
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
 from soapjax.simulate.simulator import BATCH
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 EQUAL = 0.005  # relative step time
 ROUNDS = 6

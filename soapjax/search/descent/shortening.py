@@ -21,8 +21,8 @@ from soapjax.graph.condensing import condense, forward_operators, prefix_crossin
 from soapjax.graph.operators import OperatorGraph
 from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.simulate.simulator import Scores
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 
 KEPT, LONGER = (2, 1), (3, 1)  # blocks at the beginning and the end of a run; the second tells what one more costs between them
 LEAST_LEFT_OUT = 4  # blocks of a run, or it stays as it is

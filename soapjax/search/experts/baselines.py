@@ -18,8 +18,8 @@ from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.jit.array_types import Array
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
+from soapjax.strategy.configs import REPLICATE, Strategy, replicated
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import REPLICATE, Strategy, replicated
 
 
 def split_axes(space: SearchSpace, n: int, dim: int, axes: Iterable[int]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from soapjax.jit.array_types import Array
 from soapjax.search.experts.layers import Layer, forward_edges, layers_of
 from soapjax.search.experts.placement import placed, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 
 def single_device(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:

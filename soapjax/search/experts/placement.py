@@ -21,7 +21,7 @@ from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.experts.layers import layers_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
-from soapjax.strategy.strategy import PIN, REPLICATE, Strategy
+from soapjax.strategy.configs import PIN, REPLICATE, Strategy
 
 
 def require_pins(problem: PlanningProblem, planner: str) -> None:

@@ -27,7 +27,7 @@ from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
 from soapjax.search.experts.layers import LOOP, Layer, forward_edges, layers_of, steps_of, transitive
 from soapjax.search.experts.placement import balanced_runs, operator_seconds, pins_of_devices, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
-from soapjax.strategy.strategy import REPLICATE, Strategy
+from soapjax.strategy.configs import REPLICATE, Strategy
 
 
 class Depths(NamedTuple):

@@ -5,7 +5,7 @@ A stream runs one task at a time and phases end in barriers, so that a step take
     B(x) = sum over phases of max over streams of the busy time of that stream under strategy x.
 
 For any weights w >= 0 that sum to one over the streams of every phase, sum of w * busy <= B, and its minimum over x is that of an
-additive problem (relaxation.py, which never overestimates), found by elimination. The best w is found by cutting planes (Kelley
+additive problem (relaxed.py, which never overestimates), found by elimination. The best w is found by cutting planes (Kelley
 1960): a linear program over the busy times of the minimisers so far proposes the next w. Every w gives a valid bound, also where
 elimination had to split buckets.
 """
@@ -19,11 +19,11 @@ import numpy as np
 from scipy.optimize import linprog
 
 from soapjax.costs.evaluate import Durations
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.relaxation.dynamic_program import seeded_relaxation, seeds
 from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
-from soapjax.search.relaxation.relaxation import Relaxation, pruned, relax
+from soapjax.search.relaxation.relaxed import Relaxation, pruned, relax
 
 COMPLETE_CONFIGS = 400  # of an operator, up to which all of them are considered
 PRUNED_TO = 32

@@ -1,7 +1,7 @@
 """Exhaustive search by branch and bound: the proven optimum of small problems, over the whole space.
 
 A node of the tree is a set of candidates per operator. Its bound is the least weighted sum of durations, in the additive
-relaxation (relaxation.py), where the weights are a flow along chains of tasks that must follow each other (paths.py): no
+relaxation (relaxed.py), where the weights are a flow along chains of tasks that must follow each other (paths.py): no
 strategy is faster. The best flow is the solution of a game: elimination (elimination.py) answers a flow with the strategy
 that it bounds worst, a linear program answers the strategies seen with the flow that bounds all of them best. Strategies
 seen are simulated: the best is the incumbent. Then
@@ -27,8 +27,8 @@ from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.flow_game import Bounded, Node, bounded, candidate_marginals
 from soapjax.search.relaxation.dynamic_program import additive_start
-from soapjax.search.relaxation.relaxation import Relaxation, relax
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import Relaxation, relax
+from soapjax.strategy.configs import Strategy
 
 MAX_CONFIGS = 1500  # of one operator
 MAX_OPERATORS = 120

@@ -13,8 +13,8 @@ from soapjax.costs.evaluate import Durations
 from soapjax.search.descent.incumbent import Incumbent
 from soapjax.search.proofs.paths import FlowProgram, chains_of, flat, longest_paths, turning_tasks, unflat
 from soapjax.search.relaxation.elimination import eliminate, factors_of, order_of
-from soapjax.search.relaxation.relaxation import Relaxation
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import Relaxation
+from soapjax.strategy.configs import Strategy
 
 _GAME_ROUNDS = 14
 

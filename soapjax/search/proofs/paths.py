@@ -16,7 +16,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array, hstack
 
 from soapjax.costs.evaluate import Durations
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule, schedule_of
 
 _FIELDS = {COMPUTE: "compute_s", SUM: "sum_s", RESOLVE: "resolve_s", CONVERT: "convert_s"}

@@ -22,8 +22,8 @@ from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
-from soapjax.search.relaxation.relaxation import Pairwise, Relaxation, relax
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import Pairwise, Relaxation, relax
+from soapjax.strategy.configs import Strategy
 
 MAX_CANDIDATES = 64
 MAX_CONFIGS = 2_000  # of an operator, for a start: the relaxation lists them (16 devices: 625 or 1,296; 64: 15,625, half a minute)

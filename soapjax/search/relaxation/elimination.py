@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.search.relaxation.relaxation import Pairwise
+from soapjax.search.relaxation.relaxed import Pairwise
 
 MAX_ENTRIES = 3_000_000  # of a joined table
 

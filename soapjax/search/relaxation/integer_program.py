@@ -36,8 +36,8 @@ from soapjax.search.relaxation.dynamic_program import (
     tolled,
     unproven,
 )
-from soapjax.search.relaxation.relaxation import Pairwise, Relaxation
-from soapjax.strategy.strategy import Strategy
+from soapjax.search.relaxation.relaxed import Pairwise, Relaxation
+from soapjax.strategy.configs import Strategy
 
 MAX_ENTRIES = 40_000  # of all y together
 MOST_NODES = 100  # of branch and bound: where no time is given, what is solved depends on the problem alone

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.search.relaxation.own_rows import OwnRows
 
 

@@ -1,6 +1,6 @@
 """The terms of the additive relaxation: every duration as a table over the candidates of one operator or of two.
 
-See relaxation.py for what they are and what they leave out.
+See relaxed.py for what they are and what they leave out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.search.relaxation.own_rows import OwnRows, layout_names
 from soapjax.search.relaxation.sharing import Twins, sharing_of
 from soapjax.strategy.layout import PARTIAL, REPLICATED

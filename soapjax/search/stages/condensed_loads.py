@@ -14,8 +14,8 @@ from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.search.stages.stage_figures import Figures, Inside
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import FactorMesh
 
 

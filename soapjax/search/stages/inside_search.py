@@ -1,6 +1,6 @@
 """The whole space inside the stages of a pipeline: a descent over all operators' splits and storages, by the pipeline's step time.
 
-The descent is that of one program (search/descent/descent.py), on the operators at micro-batch size and on a stage's mesh. A
+The descent is that of one program (search/descent/descending.py), on the operators at micro-batch size and on a stage's mesh. A
 strategy is judged by the pipeline that has it on every group of devices that is linked alike and had the same before: stages
 that are alike are planned once.
 """
@@ -14,10 +14,10 @@ import numpy as np
 
 from soapjax import interrupts
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.descent import Descent
+from soapjax.search.descent.descending import Descent
 from soapjax.search.problem import Evaluation
 from soapjax.search.stages.stage_problem import Choice, Priced, StageProblem
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 AT_ONCE = 4  # strategies of one round
 SEARCHED = ", searched"  # behind the name of the inner strategy that a descent began with

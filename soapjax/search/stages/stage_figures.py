@@ -15,16 +15,16 @@ import numpy as np
 
 from soapjax.costs.evaluate import Evaluator, Layouts
 from soapjax.costs.measured.profile import Profile
-from soapjax.costs.tables.tables import CostTables, cost_tables
+from soapjax.costs.tables.problem_tables import CostTables, cost_tables
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.readers import single_readers
 from soapjax.search.experts.baselines import data_parallel_strategy, tensor_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.schedule import schedule_of
+from soapjax.strategy.configs import Storage, Strategy, stage_storages
 from soapjax.strategy.layout import PARTIAL
 from soapjax.strategy.space import SearchSpace, search_space
-from soapjax.strategy.strategy import Storage, Strategy, stage_storages
 from soapjax.topology import DeviceTopology, LinkLevel, factor_mesh
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.itemize import Sent, described_items, sent_items
-from soapjax.costs.measured.measured import ComputeRates, linked, without_links
+from soapjax.costs.measured.interpolation import ComputeRates, linked, without_links
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.split_share import split_flops
 from soapjax.graph.condensing import forward_operators
@@ -26,9 +26,9 @@ from soapjax.graph.passes.phases import BACKWARD, PHASE_NAMES, UPDATE
 from soapjax.search.stages.stage_figures import Fabric, Figures, Inside, level_between, part_of
 from soapjax.search.stages.stage_part import Ownership, StagePart
 from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import SentPart
 from soapjax.strategy.space import SearchSpace
-from soapjax.strategy.strategy import Strategy
 from soapjax.topology import DeviceTopology, FactorMesh
 
 OF_UPDATE = -1  # the position of an operator that has tasks in the update alone

@@ -9,7 +9,7 @@ from typing import TypedDict
 import numpy as np
 
 from soapjax.costs.layouts import waiting_spans
-from soapjax.costs.tables.tables import CostTables
+from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.graph.lifespans import Lifetimes
 from soapjax.graph.operators import HEAVY_RESULT
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE

@@ -37,7 +37,7 @@ from soapjax.search.experts.placement import (
 from soapjax.search.learned.agent import AgentSizes, Recipe, agent_of
 from soapjax.search.learned.features import Chosen, colocated, features_of
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 DEFAULT_BATCHES = 100
 

@@ -26,7 +26,7 @@ import numpy as np
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
-from soapjax.strategy.strategy import Strategy
+from soapjax.strategy.configs import Strategy
 
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
 KICKED_MOVES = (2, 5)  # of one small kick, at least and at most

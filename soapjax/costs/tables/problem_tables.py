@@ -19,7 +19,7 @@ import numpy as np
 
 from soapjax.costs.compilers.compiler_model import CompilerModel, Conversions
 from soapjax.costs.compilers.of_backend import compiler_of
-from soapjax.costs.measured.measured import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
+from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.memory.memory_order import MemoryOrder, least_until
 from soapjax.costs.memory.working_sets import WorkingMemory, working_memory

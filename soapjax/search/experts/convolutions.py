@@ -14,7 +14,7 @@ from soapjax.graph.operators import NOT_SPLIT
 from soapjax.jit.array_types import Array
 from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
-from soapjax.strategy.strategy import REPLICATE, Strategy
+from soapjax.strategy.configs import REPLICATE, Strategy
 
 
 def expert_cnn_strategy(problem: PlanningProblem) -> tuple[Strategy, tuple[str, ...]]:

@@ -35,8 +35,8 @@ from soapjax.search.problem import PlanningProblem
 from soapjax.search.relaxation.candidates import Candidates, enumerate_candidates
 from soapjax.search.relaxation.own_rows import OwnRows
 from soapjax.search.relaxation.terms import Term, terms_of
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import REPLICATED
-from soapjax.strategy.strategy import Strategy
 
 
 class Pairwise(NamedTuple):

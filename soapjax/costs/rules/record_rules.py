@@ -19,7 +19,7 @@ from soapjax.costs.rules.sets import DIGITS, SET, divides, every, first_of, only
 from soapjax.costs.tables.arrays import EDGE, PINNED_BIT, SUM, TENSOR, CostArrays
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import row
-from soapjax.strategy.strategy import FIRST_PIN
+from soapjax.strategy.configs import FIRST_PIN
 
 NEAR = 1e-9
 
