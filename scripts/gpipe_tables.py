@@ -1,8 +1,8 @@
 """GPipe's Tables 2 and 3 (Huang et al. 2019) by simulation, and the memory of its Table 1; no figure is fitted.
 
-    python scripts/gpipe_tables.py PUBLISHED.csv
+    python scripts/gpipe_tables.py
 
-PUBLISHED.csv has columns table, hardware, model, microbatches, partitions, normalised_throughput. The Transformer's rows are
+The published CSV has columns table, hardware, model, microbatches, partitions, normalised_throughput. The Transformer's rows are
 simulated from this package's own graph of it (models/transformer_lm.py: width 2048, 8192 within, 32 heads, 1024 tokens,
 vocabulary 32000; 48 layers on TPUs, 24 on GPUs), cut into balanced stages of one device, schedule gpipe with
 rematerialisation, a batch of 32.
@@ -29,7 +29,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
-from paper_tables import guarded, markdown, note, show
+from paper_tables import PUBLISHED_FILES, guarded, markdown, note, show
 
 from models import transformer_lm
 from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
@@ -248,7 +248,7 @@ def run(options) -> None:
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("published", type=Path)
+    parser.add_argument("published", type=Path, nargs="?", default=PUBLISHED_FILES / "gpipe_throughput.csv")
     parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
     return parser.parse_args(argv)
 

@@ -1,6 +1,6 @@
 """Runs the solver over a folder of the contest's problems, each within its time limit, and writes a table.
 
-    python scripts/iopddl_table.py FOLDER SCORES.csv --fraction-of-limit 0.25
+    python scripts/iopddl_table.py FOLDER --fraction-of-limit 0.25
 
 SCORES.csv has the columns instance, time_limit_s, best_team; instance X is FOLDER/*-X.json.gz. The table says what the solver
 found (recomputed here), against the best team's cost; `bound` is the solver's own lower bound against its own cost.
@@ -20,7 +20,7 @@ from typing import Annotated
 
 import numpy as np
 import pydantic
-from paper_tables import guarded
+from paper_tables import PUBLISHED_FILES, guarded
 
 from soapjax.additive.iopddl import load_problem
 from soapjax.csv_files import CsvRow, Positive, read_rows
@@ -39,7 +39,7 @@ class Scores(CsvRow):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("scores", type=Path)
+    parser.add_argument("scores", type=Path, nargs="?", default=PUBLISHED_FILES / "iopddl_scores.csv")
     parser.add_argument("--fraction-of-limit", type=float, default=1.0)
     parser.add_argument("--only", default="", help="instances to run, for example BV")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """Pipelines planned against configurations that experts tuned by hand: GPT of 1.7 billion to 1 trillion parameters on A100.
 
-    python scripts/megatron_table.py shared/published/megatron_configurations.csv
-    python scripts/megatron_table.py FILE.csv --only 39.1B 22B --seconds 60
+    python scripts/megatron_table.py
+    python scripts/megatron_table.py --only 39.1B 22B --seconds 60
 
 Columns of the file: name, heads, width, layers, tensor, stages, gpus, batch, microbatch, chunks_per_stage, recomputed,
 sequence_parallel (Narayanan et al. 2021, Table 1; Korthikanti et al. 2022, Table 5). Every row is priced twice by the same
@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from paper_tables import Rows, guarded, note
+from paper_tables import PUBLISHED_FILES, Rows, guarded, note
 
 from soapjax.csv_files import Count, CsvRow, read_rows
 from soapjax.files import write_text_atomic
@@ -62,7 +62,7 @@ class Row(CsvRow):
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", default=PUBLISHED_FILES / "megatron_configurations.csv")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60.0, help="of planning, after tracing")
     parser.add_argument("--node", default="dgx_a100", help="topology of one host")

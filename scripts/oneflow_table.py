@@ -1,6 +1,6 @@
 """OneFlow's published GPT runs on 32 V100, predicted: two scalars fitted on three rows, the other rows predicted with them.
 
-    python scripts/oneflow_table.py oneflow_gpt_v100.csv --output results/oneflow.md
+    python scripts/oneflow_table.py --output results/oneflow.md
 
 Columns of the file: data, tensor, pipeline, global_batch, hidden, layers, oneflow_ms, oneflow_mib. Sequences of 2,048 tokens,
 float16, each block recomputed in the backward pass: whole, with its last product and the sum of that over the devices, as
@@ -32,15 +32,16 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from paper_tables import guarded
+from paper_tables import PUBLISHED_FILES, guarded
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # models/
 
 import jax
 import numpy as np
+import pydantic
 from scipy.stats import kendalltau
 
 from soapjax.costs.measured.fit import fitted_scales
@@ -69,7 +70,7 @@ class Row(CsvRow):
     tensor: Count
     pipeline: Count
     global_batch: Count
-    hidden: Literal[tuple(HEADS)]
+    hidden: Annotated[Literal[tuple(HEADS)], pydantic.BeforeValidator(int)]
     layers: Count
     oneflow_ms: Positive
     oneflow_mib: Positive
@@ -198,7 +199,7 @@ def predicted_bytes(row: Row) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", help="the published rows (CSV)")
+    parser.add_argument("file", nargs="?", default=PUBLISHED_FILES / "oneflow_gpt_v100.csv", help="the published rows (CSV)")
     parser.add_argument("--output", help="where to write the table (Markdown)")
     return guarded(run, parser.parse_args())
 

@@ -23,6 +23,7 @@ from soapjax.files import write_text_atomic
 from soapjax.search.problem import Budget
 
 ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED_FILES = ROOT / "results" / "published"  # others' figures, with their sources
 MAX_SEED = 2**32 - 1
 Row = dict[str, str]
 

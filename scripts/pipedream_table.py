@@ -1,6 +1,6 @@
 """PipeDream's decisions from its own profiles, beside those that its paper prints (Narayanan et al. 2019, Table 1).
 
-    python scripts/pipedream_table.py PROFILES PUBLISHED.csv --network-efficiency 0.5
+    python scripts/pipedream_table.py --network-efficiency 0.5
 
 PROFILES is a folder of the profiler's graph files (vgg16.txt, ...), PUBLISHED.csv has columns model, cluster, hosts, gpus_per_host,
 config, epoch_speedup_over_dp. The rate of the network is read off the cluster's name ("4xV100-PCIe-10Gbps": 10 Gb/s) times the
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-from paper_tables import guarded, markdown, note, positive_float, show
+from paper_tables import PUBLISHED_FILES, guarded, markdown, note, positive_float, show
 
 from soapjax.costs.measured.pipedream_profile import read_profile
 from soapjax.csv_files import Count, CsvRow, Name, read_rows
@@ -51,8 +51,8 @@ class Published(CsvRow):
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profiles", type=Path)
-    parser.add_argument("published", type=Path)
+    parser.add_argument("profiles", type=Path, nargs="?", default=PUBLISHED_FILES / "pipedream", help="folder of profiles")
+    parser.add_argument("published", type=Path, nargs="?", default=PUBLISHED_FILES / "pipedream_configs.csv")
     parser.add_argument("--network-efficiency", type=positive_float, default=0.5, help="achieved fraction of the rate; default 0.5")
     parser.add_argument("--overlap", action="store_true", help="gradients are summed beside compute (the paper's formula)")
     parser.add_argument("--output", type=Path, help="a Markdown file for the table")

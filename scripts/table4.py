@@ -1,6 +1,6 @@
 """How long the search takes to come within 1 % of the best known strategy: the paper's table 4.
 
-    python scripts/table4.py --starts 10 --published ../shared/data/published/flexflow_search_seconds.csv
+    python scripts/table4.py --starts 10
 
 The paper (Jia, Zaharia and Aiken, 2019, section 8.3.1) averages over ten random starts; its searches with full and with delta
 simulation took 0.04 s (AlexNet, 4 GPUs) to 2,190 s (NMT, 64 GPUs). 4, 8 and 16 GPUs are P100, 32 and 64 are K80.
@@ -29,7 +29,7 @@ from unittest import mock
 import jax
 import numpy as np
 from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, get_planner, replicate_all, search, traced
-from paper_tables import CASE_COLUMNS, Rows, guarded, note, parser_of, positive_float, positive_int, show
+from paper_tables import CASE_COLUMNS, PUBLISHED_FILES, Rows, guarded, note, parser_of, positive_float, positive_int, show
 
 from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
 from soapjax.search.problem import Budget, SearchResult
@@ -52,7 +52,10 @@ def arguments(argv=None):
     parser.add_argument("--within", type=positive_float, default=0.01, help="relative distance to the best known cost")
     parser.add_argument("--best-seconds", type=positive_float, default=30.0, help="of each search for the best cost")
     parser.add_argument("--best-seeds", type=positive_int, default=3)
-    parser.add_argument("--published", type=Path, default=None, help="CSV with gpus, model, full_s, delta_s: the paper's figures")
+    parser.add_argument(
+        "--published", type=Path, default=PUBLISHED_FILES / "flexflow_search_seconds.csv",
+        help="CSV with gpus, model, full_s, delta_s: the paper's figures",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -145,10 +148,8 @@ class Published(CsvRow):
     delta_s: Positive
 
 
-def published(path: Path | None) -> dict[tuple[str, int], tuple[float, float]]:
+def published(path: Path) -> dict[tuple[str, int], tuple[float, float]]:
     """(model, GPUs) -> seconds with full and with delta simulation."""
-    if path is None:
-        return {}
     return {(r.model, r.gpus): (r.full_s, r.delta_s) for r in read_rows(path, Published)}
 
 

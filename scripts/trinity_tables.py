@@ -1,6 +1,6 @@
 """The tables and figures of Trinity (Zeng et al., Algorithms 2022, 15(4), 108), for our simulator and planners.
 
-    python scripts/trinity_tables.py --published trinity.csv --batches 100
+    python scripts/trinity_tables.py --batches 100
     python scripts/trinity_tables.py --parts convergence --models inception_v3 --batches 25
 
 table        run time, peak communication and peak memory on 2 and 4 P100 (11 GB, PCIe) of a single device, the layered expert,
@@ -28,7 +28,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from paper_problems import Case, search
-from paper_tables import CASE_COLUMNS, Rows, figure, guarded, markdown, note, parser_of, positive_int, show
+from paper_tables import CASE_COLUMNS, PUBLISHED_FILES, Rows, figure, guarded, markdown, note, parser_of, positive_int, show
 
 from soapjax.csv_files import read_table
 from soapjax.files import write_text_atomic
@@ -67,7 +67,7 @@ def arguments(argv=None):
     parser.add_argument("--groups", type=positive_int, default=TRINITY.recipe.num_groups, help="of the partition network")
     parser.add_argument("--proposals", type=positive_int, default=8192, help="of a search by mcmc")
     parser.add_argument("--seeds", type=positive_int, default=3, help="of curves")
-    parser.add_argument("--published", type=Path, default=None, help="a CSV of the paper's table 4")
+    parser.add_argument("--published", type=Path, default=PUBLISHED_FILES / "trinity.csv", help="a CSV of the paper's table 4")
     return parser.parse_args(argv)
 
 
@@ -144,10 +144,7 @@ def key_of(planner: str, case: Case, options) -> dict:
 
 
 def published_rows(options) -> dict[tuple[str, int], dict]:
-    """Their rows by workload and number of GPUs; none where there is no file."""
-    if options.published is None:
-        note("no published figures beside ours: give their table with --published")
-        return {}
+    """Their rows by workload and number of GPUs."""
     by_name = {(r["model"], int(r["batch"]), int(r["gpus"])): r for r in read_table(options.published)}
     return {
         (model, gpus): by_name[name, batch, gpus]
