@@ -135,8 +135,8 @@ def _memory(simulator: Simulator, costs, start_of_task: np.ndarray) -> MemoryOve
     of_task = [names.setdefault(title, len(names)) for title in titles]
     return MemoryOverStep(
         title=title, times_s=tuple(float(f"{s:.5g}") for s in starts), persistent=int(curve.persistent[g]),
-        alive=tuple(curve.alive[g].astype(int).tolist()), passing=tuple(curve.passing[g].astype(int).tolist()), names=tuple(names),
-        name=tuple(of_task), usable_bytes=tables.usable_memory_bytes,
+        alive=tuple(curve.alive[g].astype(int).tolist()), transient=tuple(curve.transient[g].astype(int).tolist()),
+        names=tuple(names), name=tuple(of_task), usable_bytes=tables.usable_memory_bytes,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class PlainCosts:
     sum_s: dict[int, np.ndarray]  # task -> [L]
     bytes_by_collective: dict[str, float]
     home: list[Layout]
-    memory_bytes: tuple[float, float, float]  # parameters and state, at the peak, the others and what is passing
+    memory_bytes: tuple[float, float, float]  # parameters and state, at the peak, the others and what is transient
 
 
 def plain_costs(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, strategy: Strategy) -> PlainCosts:
@@ -357,7 +357,7 @@ class _Oracle:
                 pools[kind][last + 1 : end] += (1 - share) * both
         return np.minimum(pools["reduce"], 2 * limit) + np.minimum(pools["scatter"], (1 + self.sizes[0]) * limit)
 
-    def passing_bytes(self) -> np.ndarray:
+    def transient_bytes(self) -> np.ndarray:
         """By task: its partial results before they are summed up."""
         found, spans = np.zeros(len(self.graph.tasks)), self.spans
         for i in self.writer:
@@ -518,12 +518,12 @@ class _Oracle:
                 first = next(k for k, t in enumerate(tasks) if any(a.tensor == p.tensor for a in t.reads))
                 for k in range(first, min(max(k for k, _ in again), max(needed[p.tensor], first)) + 1):
                     live[k] += max(size for _, size in again) / self.shards(left)
-        live, passing = np.array(live) + self.waiting_bytes(), self.passing_bytes()
-        peak = int(np.argmax(live + passing))
+        live, transient = np.array(live) + self.waiting_bytes(), self.transient_bytes()
+        peak = int(np.argmax(live + transient))
         persistent = sum(
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )
         return PlainCosts(
             [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
-            (persistent, live[peak], passing[peak]),
+            (persistent, live[peak], transient[peak]),
         )  # fmt: skip

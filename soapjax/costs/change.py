@@ -53,7 +53,7 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array |
             record = row(own.records.row, first + j)
             of = row_costs(p, record, *(row(into.layout, record[i]) for i in range(1, 5)))
             found = (
-                of.seconds, of.sent_on, of.held, of.copy, of.is_sent, of.passing, of.waiting,
+                of.seconds, of.sent_on, of.held, of.copy, of.is_sent, of.transient, of.waiting,
                 *((of.on, of.on_kept) if pins else ()),
             )  # fmt: skip
             return put(state[0], record[0], 1 + j), *(put(x, 1 + j, y) for x, y in zip(state[1:], found, strict=True))
@@ -67,7 +67,7 @@ def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array |
         return *found, lax.fori_loop(0, count, task, into.task_of)
 
     # What is not changed is not passed through a kernel.
-    names = ("full_s", "sent", "held", "copy", "is_sent", "passing", "waiting", *(("on", "on_kept") if pins else ()))
+    names = ("full_s", "sent", "held", "copy", "is_sent", "transient", "waiting", *(("on", "on_kept") if pins else ()))
     row_of, *found, task_of = in_kernel(own_rows, p, own, into, n)
     into = into._replace(row_of=row_of, task_of=task_of, **dict(zip(names, found, strict=True)))
     names = ("full_s", "sent", *(("on",) if pins else ()))
@@ -121,7 +121,7 @@ def moved(
         return base._replace(
             full_s=put(base.full_s, x, lane(into.full_s, r)), sent=put(base.sent, x, lane(into.sent, r)),
             held=put(base.held, t, lane(into.held, r)), copy=put(base.copy, e, lane(into.copy, r)),
-            is_sent=put(base.is_sent, e, lane(into.is_sent, r)), passing=put(base.passing, t, lane(into.passing, r)),
+            is_sent=put(base.is_sent, e, lane(into.is_sent, r)), transient=put(base.transient, t, lane(into.transient, r)),
             waiting=put(base.waiting, t, lane(into.waiting, r)), on=put(base.on, x, lane(into.on, r)),
             on_kept=put(base.on_kept, x, lane(into.on_kept, r)),
         )  # fmt: skip

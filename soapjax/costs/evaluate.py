@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     convert_s: Array  # [E, L]: as if no copy were shared
     held_bytes: Array  # [T]: of a tensor as it is kept, on a device that holds it
     copy_bytes: Array  # [E]: of a converted copy, 0 where nothing is converted
-    passing_bytes: Array  # [T]: while it is made: of partial sums before they are resolved, and work space
+    transient_bytes: Array  # [T]: while it is made: of partial sums before they are resolved, and work space
     waiting_bytes: Array  # [T, 2]: of gradients that wait to be summed in one collective
     stored_bytes: Array  # [P]: of a parameter with its optimizer state
     is_sent: Array  # bool [E]: the conversion makes a copy of its own
@@ -73,7 +73,7 @@ class Costs(NamedTuple):
     layouts: Layouts
     bytes_by_collective: Array  # [6] that each device sends in a step, by COLLECTIVES
     sent_bytes: Array  # []: in a step by the device that sends most; with pins devices differ, else the sum of the above
-    memory_bytes: Array  # [4]: parameters and optimizer state; at the peak gradients and activations, and what is passing; total
+    memory_bytes: Array  # [4]: parameters and optimizer state; at the peak gradients and activations, and what is transient; total
     penalty: Array  # degree violations of the strategy (0 for a valid one)
     parts: Parts
     holders: Holders | None
@@ -148,7 +148,7 @@ class Evaluator:
         )  # fmt: skip
         parts = Parts(
             convert_s=by_kind(rows.full_s)[1][:, missing:], held_bytes=own(rows.held, num_t), copy_bytes=own(rows.copy, num_e),
-            passing_bytes=own(rows.passing, num_t), waiting_bytes=own(rows.waiting, num_t),
+            transient_bytes=own(rows.transient, num_t), waiting_bytes=own(rows.waiting, num_t),
             stored_bytes=own(of.state_bytes, num_p), is_sent=own(rows.is_sent, num_e),
         )  # fmt: skip
         holding = None

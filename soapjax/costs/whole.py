@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     held: Array  # [T + 1, Q]
     copy: Array  # [E + 1, Q]
     is_sent: Array  # bool [E + 1, Q]
-    passing: Array  # [T + 1, Q]
+    transient: Array  # [T + 1, Q]
     waiting: Array  # [T + 1, 2, Q]
     on: Array  # bool [X + 1, G, Q]
     on_kept: Array  # bool [X + 1, G, Q]
@@ -180,7 +180,7 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
             full_s=put(state.full_s, x, of.seconds), paid_s=put(state.paid_s, x, of.seconds * pays),
             sent=state.sent + of.sent * pays, full_bytes=put(state.full_bytes, x, of.sent_on),
             sent_on=state.sent_on + of.sent_on * pays, held=put(state.held, t, of.held), copy=put(state.copy, e, of.copy),
-            is_sent=put(state.is_sent, e, of.is_sent), passing=put(state.passing, t, of.passing),
+            is_sent=put(state.is_sent, e, of.is_sent), transient=put(state.transient, t, of.transient),
             waiting=put(state.waiting, t, of.waiting), on=put(state.on, x, of.on), on_kept=put(state.on_kept, x, of.on_kept),
         )  # fmt: skip
 
@@ -188,7 +188,7 @@ def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> R
     nothing = Rows(
         raw=raw, home=home, resolved=resolved, full_s=zeros(x_rows, levels), paid_s=zeros(x_rows, levels), sent=zeros(6),
         full_bytes=zeros(x_rows, groups), sent_on=zeros(groups), held=zeros(t_pad + 1), copy=zeros(e_pad + 1),
-        is_sent=zeros(e_pad + 1, dtype=bool), passing=zeros(t_pad + 1), waiting=zeros(t_pad + 1, 2),
+        is_sent=zeros(e_pad + 1, dtype=bool), transient=zeros(t_pad + 1), waiting=zeros(t_pad + 1, 2),
         on=zeros(x_rows, groups, dtype=bool), on_kept=zeros(x_rows, groups, dtype=bool),
     )  # fmt: skip
     return lax.fori_loop(0, p.counts[5], body, nothing)
@@ -253,8 +253,8 @@ def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, stora
     else:
         on_compute, on_stored = jnp.ones((num_k, 1, q), bool), jnp.ones((num_p, 1, q), bool)
     lives = Lives(
-        held=rows.held, copy=rows.copy, is_sent=rows.is_sent, passing=rows.passing, waiting=rows.waiting, since=since, on=rows.on,
-        on_kept=rows.on_kept,
+        held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, since=since,
+        on=rows.on, on_kept=rows.on_kept,
     )  # fmt: skip
     memory = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored)
     return Evaluated(

@@ -42,7 +42,7 @@ class MemoryOverStep(NamedTuple):
     times_s: tuple[float, ...]  # when each task starts
     persistent: int
     alive: tuple[int, ...]
-    passing: tuple[int, ...]
+    transient: tuple[int, ...]
     names: tuple[str, ...]
     name: tuple[int, ...]  # per task
     usable_bytes: int

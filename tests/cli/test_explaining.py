@@ -101,7 +101,7 @@ def test_report_writes_one_page():
     assert timeline["makespan_s"] == pytest.approx(step_s, rel=1e-4) and timeline["tracks"][0] == "every device computes"
     assert max((s + d) * timeline["unit_s"] for _, s, d, *_ in timeline["spans"]) == pytest.approx(step_s, rel=1e-3)
     memory = data["memory"]
-    peak = max(memory["persistent"] + a + p for a, p in zip(memory["alive"], memory["passing"], strict=True))
+    peak = max(memory["persistent"] + a + p for a, p in zip(memory["alive"], memory["transient"], strict=True))
     assert peak == pytest.approx(Plan.load("plan.json").prediction.memory_bytes_per_device, rel=1e-3)
     assert data["edges"] and all(0 <= a < b < len(data["operators"]) for a, b in data["edges"])
 

@@ -101,7 +101,7 @@ def test_branch_and_bound_finds_the_brute_force_optimum(tiny, monkeypatch):
     problem, _, _, evaluations, is_all = tiny
     lowest = min(e.cost for e in evaluations if e.is_feasible)
     monkeypatch.setattr(branch_and_bound, "_LEAVES", 2)
-    monkeypatch.setattr(incumbent, "_KICKS", 0)
+    monkeypatch.setattr(incumbent, "_PERTURBATIONS", 0)
     monkeypatch.setattr(branch_and_bound, "descend", lambda search, root, keep, start: start)
     found = exhaustive(jax.random.key(0), problem, Budget())
     assert found.stopped_by == "complete" and "proven" in found.notes[0]

@@ -74,7 +74,7 @@ def test_when_time_ends_a_planner_returns_what_it_has(problem, name, after, monk
 
 
 def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch):
-    """It goes on with descents and kicks to its end; with more time, or a number of proposals, chains are compiled."""
+    """It goes on with descents and perturbations to its end; with more time, or a number of proposals, chains are compiled."""
     prepared, prepare = [], Engine.prepare
     monkeypatch.setattr(Engine, "prepare", lambda self: prepared.append(self) or prepare(self))
     problem.simulator.prepare()

@@ -11,9 +11,9 @@ from problems import graph_of, topology_of
 
 import soapjax
 from soapjax.planning.entry import planning_problem
-from soapjax.search.chain.descents import KICKS
+from soapjax.search.chain.descents import PERTURBATIONS
 from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
-from soapjax.search.descent.descending import Descent, Kicks
+from soapjax.search.descent.descending import Descent, Perturbations
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
@@ -126,8 +126,8 @@ def test_the_same_seed_is_the_same_descent():
     assert first.best.strategy.key() == second.best.strategy.key(), "a descent is its seed's"
 
 
-@pytest.mark.parametrize("kinds", (("moved",), ("reranked",), ("exchanged",), KICKS[1]), ids=" then ".join)
-def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, kinds):
+@pytest.mark.parametrize("kinds", (("moved",), ("reranked",), ("exchanged",), PERTURBATIONS[1]), ids=" then ".join)
+def test_perturbations_find_what_descents_find_and_count_what_they_judge(layers, kinds):
     """From a random strategy: never worse, within the limit of every round, the same again, and as low as a descent ends."""
     start = layers.evaluate([layers.space.random(np.random.default_rng(11))])[0]
     moves = Assignments(layers.space)
@@ -136,25 +136,25 @@ def test_kicks_find_what_descents_find_and_count_what_they_judge(layers, kinds):
         descent.round()
     found = []
     for _ in range(2):
-        kicks, costs = Kicks(layers, start, np.random.default_rng(0), moves, kinds), [start.cost]
-        while kicks.failed < 6:
-            assert kicks.round(0) == 0
-            assert 0 <= kicks.round(7) <= 7
-            costs.append(kicks.best.cost)
+        perturbations, costs = Perturbations(layers, start, np.random.default_rng(0), moves, kinds), [start.cost]
+        while perturbations.failed < 6:
+            assert perturbations.round(0) == 0
+            assert 0 <= perturbations.round(7) <= 7
+            costs.append(perturbations.best.cost)
         assert costs == sorted(costs, reverse=True)
-        found.append(kicks.best)
+        found.append(perturbations.best)
     assert found[0].strategy.key() == found[1].strategy.key()
     assert found[0].cost <= descent.best.cost * (1 + 1e-6) < start.cost
 
 
-def test_kicks_take_what_others_found(layers):
+def test_perturbations_take_what_others_found(layers):
     start, other = sorted(layers.evaluate([layers.space.random(np.random.default_rng(k)) for k in (11, 12)]), key=lambda e: -e.cost)
-    kicks = Kicks(layers, start, np.random.default_rng(0), Assignments(layers.space), ("moved",))
-    kicks.failed = 3
-    kicks.offer(other)
-    assert kicks.best is other and kicks.failed == 0
-    kicks.offer(start)
-    assert kicks.best is other
+    perturbations = Perturbations(layers, start, np.random.default_rng(0), Assignments(layers.space), ("moved",))
+    perturbations.failed = 3
+    perturbations.offer(other)
+    assert perturbations.best is other and perturbations.failed == 0
+    perturbations.offer(start)
+    assert perturbations.best is other
 
 
 def test_modules_are_paths_and_paths_of_any_number():

@@ -195,9 +195,9 @@ def test_a_space_with_pins_is_searched_without_them_first():
 def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     """What a run ended by time found is what its number of proposals finds, where time decided nothing before its end.
 
-    It decides, and notes tell, whether the additive optimum is a start, and when kicks have had their share: neither is so here.
+    It decides, and notes tell, whether the additive optimum is a start, and when perturbations had their share: neither is so here.
     """
-    monkeypatch.setattr("soapjax.search.chain.descents.KICKED_UNTIL", math.inf)
+    monkeypatch.setattr("soapjax.search.chain.descents.PERTURBED_UNTIL", math.inf)
     monkeypatch.setattr("soapjax.search.chain.descents.DESCENDED_UNTIL", math.inf)
     Engine(step_problem).prepare()
     key = jax.random.key(2)
@@ -207,7 +207,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
     assert timed.best.strategy.key() == replayed.best.strategy.key()
 
 
-def test_kicks_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
+def test_perturbations_go_on_where_chains_would_come_too_late(step_problem, monkeypatch):
     """Time that chains cannot have is searched in all the same, for half of the budget at least (then nothing improves)."""
     monkeypatch.setattr(Engine, "prepare", lambda self: threading.Event().wait(6))
     monkeypatch.setattr("soapjax.search.chain.descents.MAX_FAILED", 1)

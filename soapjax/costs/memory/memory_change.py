@@ -51,7 +51,7 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
         return x[..., None]
 
     since = lax.fori_loop(0, p.counts[4], lambda e, x: put(x, e, since_of(p, base, e)), jnp.zeros_like(base.previous))
-    figures = base.held, base.copy, base.is_sent, base.passing, base.waiting, since, base.on, base.on_kept
+    figures = base.held, base.copy, base.is_sent, base.transient, base.waiting, since, base.on, base.on_kept
     lives = Lives(*map(one, figures))
     steps = steps_of(p, lives)
     groups = base.on.shape[1]
@@ -59,7 +59,7 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         now, waits, used, waiting, peak = state
         now, waits = now + row(steps.alive, k)[:, 0], waits + row(steps.waiting, k)[..., 0]
-        here = now + row(steps.passing, k)[:, 0]
+        here = now + row(steps.transient, k)[:, 0]
         held = jnp.minimum(waits, p.waiting[0][:, None])
         return now, waits, put(used, k, here), put(waiting, k, waits), jnp.maximum(peak, here + held[0] + held[1])
 
@@ -90,9 +90,9 @@ def most_added(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arra
         x, r = row(own.records.row, first + j)[0], 1 + j
         t = jnp.where(x < num_t, x, p.tensor_life.shape[0] - 1)
         waits = jnp.maximum(row(into.waiting, r) - row(base.waiting, t)[:, None], 0.0)
-        passing = jnp.maximum(row(into.passing, r) - row(base.passing, t), 0.0)
+        transient = jnp.maximum(row(into.transient, r) - row(base.transient, t), 0.0)
         is_counted = (row(p.tensor_life, t)[1] >= 0) | (x >= num_t)
-        return total + row(into.held, r) * is_counted + row(into.copy, r) + passing + waits[0] + waits[1]
+        return total + row(into.held, r) * is_counted + row(into.copy, r) + transient + waits[0] + waits[1]
 
     own_bytes = lax.fori_loop(0, count, one, jnp.zeros(into.pays.shape[1]))
     first, count = span(own, n, 4)
@@ -161,9 +161,9 @@ class _Steps:
         birth, death, at_least, begin, number = (row(p.tensor_life, t)[i] for i in range(5))
         waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
         home, base_home = row(into.on_kept, r), row(base.on_kept, t)[:, None]
-        passing = row(into.passing, r) * row(into.on, r) - row(base.passing, t) * row(base.on, t)[:, None]
+        transient = row(into.transient, r) * row(into.on, r) - row(base.transient, t) * row(base.on, t)[:, None]
         held, base_held = row(into.held, r) * home * is_counted, row(base.held, t) * base_home * is_counted
-        diff = added_at(diff, (birth, birth + 1), (held - base_held + passing, -passing))
+        diff = added_at(diff, (birth, birth + 1), (held - base_held + transient, -transient))
         last, base_last = self._last_needed(begin, number)
 
         def until(last: Array) -> Array:

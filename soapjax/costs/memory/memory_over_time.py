@@ -20,7 +20,7 @@ class MemoryCurve(NamedTuple):
 
     persistent: np.ndarray  # [G]: parameters and optimizer state
     alive: np.ndarray  # [G, K]: activations, gradients and converted copies
-    passing: np.ndarray  # [G, K]: while something is made
+    transient: np.ndarray  # [G, K]: while something is made
     tensor_bytes: np.ndarray  # [T, G]: of a tensor as it is kept
     copy_bytes: np.ndarray  # [E, G]
     stored_bytes: np.ndarray  # [P, G]
@@ -29,7 +29,7 @@ class MemoryCurve(NamedTuple):
     @property
     def total(self) -> np.ndarray:
         """[G, K]."""
-        return self.persistent[:, None] + self.alive + self.passing
+        return self.persistent[:, None] + self.alive + self.transient
 
     def at_peak(self, of_tensor: np.ndarray, of_edge: np.ndarray, of_parameter: np.ndarray, num: int) -> np.ndarray:
         """Bytes [num] that each owner holds at the peak, on the devices that hold most then.
@@ -66,7 +66,7 @@ def memory_curve(tables: CostTables, costs: Costs) -> MemoryCurve:
         holders.home, holders.copy, holders.stored, holders.resolve
     )  # fmt: skip
     held, copies = grouped(parts.held_bytes, home), grouped(parts.copy_bytes, copy_on)
-    stored, passing = grouped(parts.stored_bytes, stored_on), grouped(parts.passing_bytes, made_on)
+    stored, transient = grouped(parts.stored_bytes, stored_on), grouped(parts.transient_bytes, made_on)
     groups = held.shape[1]
     steps = np.zeros((num_k + 2, groups))
     np.add.at(steps, spans.since, held[spans.tensors])
@@ -82,8 +82,8 @@ def memory_curve(tables: CostTables, costs: Costs) -> MemoryCurve:
         np.add.at(held_back, np.maximum(death[late] + 1, since), -bytes_)
     alive = np.cumsum(steps, 0)[:num_k] + np.minimum(np.cumsum(held_back, 0)[:num_k], working.most_waiting[:, None]).sum(1)
     made = np.zeros((num_k, groups))
-    np.add.at(made, tables.order.since, passing)
+    np.add.at(made, tables.order.since, transient)
     return MemoryCurve(
-        persistent=stored.sum(0), alive=alive.T, passing=made.T, tensor_bytes=held, copy_bytes=copies, stored_bytes=stored,
+        persistent=stored.sum(0), alive=alive.T, transient=made.T, tensor_bytes=held, copy_bytes=copies, stored_bytes=stored,
         spans=spans,
     )  # fmt: skip

@@ -23,7 +23,7 @@ class Lives(NamedTuple):
     held: Array  # [T + 1, Q]
     copy: Array  # [E + 1, Q]
     is_sent: Array  # bool [E + 1, Q]
-    passing: Array  # [T + 1, Q]
+    transient: Array  # [T + 1, Q]
     waiting: Array  # [T + 1, 2, Q]
     since: Array  # int32 [E + 1, Q]
     on: Array  # bool [X + 1, G, Q]: who makes it
@@ -40,7 +40,7 @@ class Steps(NamedTuple):
     """By how much what is held changes at the beginning of each task, [K + 2, G, Q]."""
 
     alive: Array
-    passing: Array  # during that task only
+    transient: Array  # during that task only
     waiting: Array  # [K + 2, 2, G, Q]
 
 
@@ -51,11 +51,11 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
     places = p.task_float.shape[0] + 1
 
     def tensor(t: Array, state: Steps) -> Steps:
-        alive, passing, waiting = state
+        alive, transient, waiting = state
         birth, death, at_least, first, number = (row(p.tensor_life, t)[i] for i in range(5))
         waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
         on_home = row(of.on_kept, t)
-        passing = added(passing, birth, row(of.passing, t) * row(of.on, t))
+        transient = added(transient, birth, row(of.transient, t) * row(of.on, t))
         held = row(of.held, t) * on_home * is_counted
         alive = added(alive, birth, held)
 
@@ -72,7 +72,7 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
             return added(alive, place + 1, -held * (until == place))
 
         alive = lax.fori_loop(stops, stops + stop_count, stop, alive)
-        return Steps(alive, passing, waited(p, waiting, t, birth, death, row(of.waiting, t)[:, None] * on_home[None]))
+        return Steps(alive, transient, waited(p, waiting, t, birth, death, row(of.waiting, t)[:, None] * on_home[None]))
 
     def copy(e: Array, alive: Array) -> Array:
         last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
@@ -128,7 +128,7 @@ def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) ->
         now, waits, most = state
         now, waits = now + row(steps.alive, k), waits + row(steps.waiting, k)
         held = jnp.minimum(waits, p.waiting[0][:, None, None])
-        live, made = now + held[0] + held[1], row(steps.passing, k)
+        live, made = now + held[0] + held[1], row(steps.transient, k)
         found = jnp.stack([stored, live, made, stored + live + made])
         return now, waits, jnp.where(found[3] > most[3], found, most)
 

@@ -27,7 +27,7 @@ class Base(NamedTuple):
     held: Array  # [T + 1]; this and what follows as in `RowCosts`
     copy: Array  # [E + 1]
     is_sent: Array  # bool [E + 1]
-    passing: Array  # [T + 1]
+    transient: Array  # [T + 1]
     waiting: Array  # [T + 1, 2]
     state_bytes: Array  # [P + 1]
     on: Array  # bool [X + 1, G]
@@ -48,7 +48,7 @@ class Change(NamedTuple):
     held: Array  # [R, Q]
     copy: Array  # [R, Q]
     is_sent: Array  # bool [R, Q]
-    passing: Array  # [R, Q]
+    transient: Array  # [R, Q]
     waiting: Array  # [R, 2, Q]
     on: Array  # bool [R, G, Q]
     on_kept: Array  # bool [R, G, Q]
@@ -75,7 +75,7 @@ def nothing_changed(p: CostArrays, sizes: OwnSizes, lanes: int) -> Change:
     return Change(
         layout=zeros(sizes.slots + 1, width, dtype=SET), compute_s=zeros(sizes.tasks + 1), state_bytes=zeros(sizes.parameters + 1),
         full_s=zeros(count, levels), pays=zeros(count) + 1, sent=zeros(count, groups), held=zeros(count), copy=zeros(count),
-        is_sent=zeros(count, dtype=bool), passing=zeros(count), waiting=zeros(count, 2), on=on, on_kept=on_kept,
+        is_sent=zeros(count, dtype=bool), transient=zeros(count), waiting=zeros(count, 2), on=on, on_kept=on_kept,
         on_compute=on_compute, on_stored=on_stored, row_of=jnp.zeros(p.row_int.shape[0], jnp.int32),
         task_of=jnp.zeros(p.task_float.shape[0], jnp.int32), heir=jnp.full(count, p.row_int.shape[0] - 1, jnp.int32),
         num_heirs=jnp.int32(0), again=jnp.zeros(lanes, bool),

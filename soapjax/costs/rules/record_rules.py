@@ -193,7 +193,7 @@ class RowCosts(NamedTuple):
     held: Array  # [Q]: bytes of a tensor as it is kept, of a parameter as it is left
     copy: Array  # [Q]: of a converted copy, 0 where nothing is converted
     is_sent: Array  # bool [Q]: the conversion makes a copy of its own
-    passing: Array  # [Q]: beside a tensor while it is made: partial sums before they are resolved
+    transient: Array  # [Q]: beside a tensor while it is made: partial sums before they are resolved
     waiting: Array  # [2, Q]: of gradients that wait to be summed together, by all-reduces and by reduce-scatters
     on: Array  # bool [G, Q]: who takes part
     on_kept: Array  # bool [G, Q]: who holds the tensor as it is kept, or the copy
@@ -231,7 +231,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
         return paid[0] + more_s, paid[1] + jnp.where(kinds, more, 0.0)
 
     seconds, sent = lax.fori_loop(0, ints[7], with_halos, (seconds, sent))
-    held, copy, is_sent, passing, waiting = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target, wanted)
+    held, copy, is_sent, transient, waiting = stage(p.mesh, functools.partial(_memory_of, p), ints, floats, of, target, wanted)
     on_kept = holders(p, jnp.where(is_edge, target, of.home))
     on_home = holders(p, of.home)
     on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
@@ -240,7 +240,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
     return RowCosts(
         raw=of.raw, home=of.home, resolved=of.resolved, seconds=seconds * floats[2], sent=sent * floats[2],
-        sent_on=sent_on * floats[2], held=held, copy=copy, is_sent=is_sent, passing=passing, waiting=waiting, on=on,
+        sent_on=sent_on * floats[2], held=held, copy=copy, is_sent=is_sent, transient=transient, waiting=waiting, on=on,
         on_kept=on_kept,
     )  # fmt: skip
 
@@ -276,12 +276,12 @@ def _memory_of(
     # Along another dim than the first a product is laid out anew, whole, to be scattered.
     first = jnp.where((ints[5] != 0) & ((scattered & of.resolved[0]) == 0), 1.0, 1 / parts[4])
     in_place = jnp.where(is_scattered, 1 + first - 1 / parts[3], 0.0)
-    passing = local * jnp.where(p.flags[0] != 0, in_place, (summed != 0).astype(jnp.float32))
+    transient = local * jnp.where(p.flags[0] != 0, in_place, (summed != 0).astype(jnp.float32))
     # Only what the compiler merges waits: results of up to that size.
     result = local * jnp.where(is_scattered, 1 / parts[4], 1.0)
     both = jnp.where((ints[6] != 0) & (summed != 0) & (result <= p.scalars[3]), local + result, 0.0)
     waiting = jnp.stack([jnp.where(is_scattered, 0.0, both), jnp.where(is_scattered, both, 0.0)])
-    return held, copy, is_sent, passing, waiting
+    return held, copy, is_sent, transient, waiting
 
 
 def gathers_again(p: CostArrays, storage: Array) -> Array:

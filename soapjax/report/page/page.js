@@ -112,7 +112,7 @@
     const m = data.memory;
     if (!m) return;
     byId("memory").hidden = false;
-    const canvas = byId("memory-canvas"), n = m.times_s.length, total = m.times_s.map((_, k) => m.persistent + m.alive[k] + m.passing[k]);
+    const canvas = byId("memory-canvas"), n = m.times_s.length, total = m.times_s.map((_, k) => m.persistent + m.alive[k] + m.transient[k]);
     const most = Math.max(...total), peak = total.indexOf(most), height = 180, top = most * 1.08;
     const limit = m.usable_bytes < 3 * most ? "the line is the limit" : "the limit is far above";
     byId("memory-note").textContent = `${m.title}: at most ${size(most)} of ${size(m.usable_bytes)} usable (${limit}), during ${m.names[m.name[peak]]}. From below: parameters and optimizer state, then gradients, activations and copies, then what is there while something is made.`;
@@ -142,7 +142,7 @@
       const now = view.from + (e.offsetX - LEFT) / (canvas.clientWidth - LEFT) * (view.to - view.from);
       let k = n - 1;
       while (k > 0 && m.times_s[k] > now) k--;
-      byId("memory-now").textContent = `${seconds(Math.max(now, 0))}: ${size(total[k])} during ${m.names[m.name[k]]}: ${size(m.persistent)} state, ${size(m.alive[k])} alive, ${size(m.passing[k])} passing`;
+      byId("memory-now").textContent = `${seconds(Math.max(now, 0))}: ${size(total[k])} during ${m.names[m.name[k]]}: ${size(m.persistent)} state, ${size(m.alive[k])} alive, ${size(m.transient[k])} transient`;
     });
   }
 

@@ -1,4 +1,4 @@
-"""What comes before the walk: descents from the best start and from a random one, and kicks of what they end at (descending.py).
+"""What comes before the walk: descents from the best start and from a random one, and perturbations of their ends (descending.py).
 
 A step of many equal blocks descends with few of them first (shortening.py), and as a whole only for a short time.
 """
@@ -15,18 +15,18 @@ from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.descending import Descent, Judging, Kicks
+from soapjax.search.descent.descending import Descent, Judging, Perturbations
 from soapjax.search.descent.shortening import FewerBlocks
 from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
 
-MAX_FAILED = 10  # kicks in a row without an improvement, small ones and large ones, after which chains walk
-KICKS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
+MAX_FAILED = 10  # perturbations in a row without an improvement, small ones and large ones, after which chains walk
+PERTURBATIONS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
-DESCENDED_UNTIL, KICKED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
-DESCENDED_ALONE, KICKED_ALONE = 0.8, 0.85  # where none will: a rest is for the whole step after one with fewer blocks
+DESCENDED_UNTIL, PERTURBED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
+DESCENDED_ALONE, PERTURBED_ALONE = 0.8, 0.85  # where none will: a rest is for the whole step after one with fewer blocks
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
@@ -55,7 +55,7 @@ class SearchRun(NamedTuple):
 
 
 class Descents:
-    """Descents and kicks of one search, two side by side.
+    """Descents and perturbations of one search, two side by side.
 
     Args:
       problem: judges strategies of `space`.
@@ -69,7 +69,7 @@ class Descents:
     ):  # fmt: skip
         self.problem = problem
         self.search, self.record = run, run.record
-        self.until = (DESCENDED_UNTIL, KICKED_UNTIL) if run.ready is not None else (DESCENDED_ALONE, KICKED_ALONE)
+        self.until = (DESCENDED_UNTIL, PERTURBED_UNTIL) if run.ready is not None else (DESCENDED_ALONE, PERTURBED_ALONE)
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:
@@ -80,10 +80,10 @@ class Descents:
         """All starts, of which the worst is a random one, and what was found from some of them."""
         begun = sorted(begun, key=lambda e: e.rank)
         ends = self._descended([begun[0], self._ranked(begun[-1])], until=self.until[0])
-        kicked = self._kicked(min(ends, key=lambda e: e.cost), until=self.until[1])
+        perturbed = self._perturbed(min(ends, key=lambda e: e.cost), until=self.until[1])
         if self.record.limit is None and self.record.spent() >= self.until[1]:
             self.record.time_decides()
-        return self._all([kicked, *ends, *begun])
+        return self._all([perturbed, *ends, *begun])
 
     def on(self, begun: list[Evaluation], share: float) -> Found:
         """A descent from the best start, for a share of the budget."""
@@ -91,10 +91,10 @@ class Descents:
         return self._all([*self._descended(begun[:1], until=self.record.spent() + share), *begun])
 
     def go_on(self, begun: list[Evaluation]) -> Found:
-        """More kicks, until chains are ready to walk or the budget is spent; as `run`."""
+        """More perturbations, until chains are ready to walk or the budget is spent; as `run`."""
         best, stopped_by = begun[0], None
         while not self.search.is_ready and not (stopped_by := self.record.stopped_by(has_walked=False)):
-            best = self._kicked(best, ends_when_ready=True)
+            best = self._perturbed(best, ends_when_ready=True)
         return [best, *begun], stopped_by
 
     def _all(self, found: list[Evaluation]) -> Found:
@@ -120,20 +120,20 @@ class Descents:
             record.time_decides()
         return record.spent() < until and record.stopped_by(has_walked=False) is None
 
-    def _kicked(self, best: Evaluation, *, until: float = 1.0, ends_when_ready: bool = False) -> Evaluation:
-        """Small kicks beside large ones, until many of both in a row have failed, or that part of the budget is spent."""
+    def _perturbed(self, best: Evaluation, *, until: float = 1.0, ends_when_ready: bool = False) -> Evaluation:
+        """Small perturbations beside large ones, until many of both in a row have failed, or that part of the budget is spent."""
         record = self.record
-        kicks = [Kicks(self.problem, best, self._rng(), self.moves, kinds) for kinds in KICKS]
-        while any(k.failed < MAX_FAILED for k in kicks) and record.spent() < until and not record.stopped_by(has_walked=False):
-            if ends_when_ready and self.search.is_ready:
+        perturbations = [Perturbations(self.problem, best, self._rng(), self.moves, kinds) for kinds in PERTURBATIONS]
+        while any(k.failed < MAX_FAILED for k in perturbations) and record.spent() < until:
+            if record.stopped_by(has_walked=False) or (ends_when_ready and self.search.is_ready):
                 break
-            self._one_round(kicks)
-            best = min((k.best for k in kicks), key=lambda e: e.cost)
-            for k in kicks:
+            self._one_round(perturbations)
+            best = min((k.best for k in perturbations), key=lambda e: e.cost)
+            for k in perturbations:
                 k.offer(best)
         return best
 
-    def _one_round(self, members: Sequence[Descent | Kicks]) -> None:
+    def _one_round(self, members: Sequence[Descent | Perturbations]) -> None:
         record = self.record
         limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
         # While the chains' programs are compiled, one of two cores is left to that.

@@ -11,13 +11,13 @@ taken and those behind it thrown away. Draws are keyed by the step. Several chai
 starts and from a random one, and exchange states between rounds (parallel tempering); a chain that finds nothing
 better for long starts again elsewhere. Costs are scaled by the best start, so that beta means the same for every model.
 
-First the best start and a random one *descend* in moves of whole groups, and the better is *kicked* from its end (descending.py).
-Starts are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the
-chains' programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when kicks no longer
-help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes on with kicks. A space
-with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is looked at
-between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time decided what
-was judged.
+First the best start and a random one *descend* in moves of whole groups, and the better is *perturbed* (descending.py). Starts
+are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the chains'
+programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when perturbations no longer
+help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes on with perturbations.
+A space with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is
+looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time
+decided what was judged.
 
 FlexFlow (Jia, Zaharia, Aiken 2019), section 6; best-so-far is kept apart from the chains.
 """
@@ -53,7 +53,7 @@ WITHOUT_PINS = 0.4  # of the budget
 PREPARING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
 PREPARING_S = 8.0  # at least, where the simulator's come from disk: on two cores at 3 GHz or so
 READY_BY = 0.5  # of the budget's seconds, or chains are left out
-FIRST_CHAIN = 1000  # of the numbers of generators: descents and kicks have those before
+FIRST_CHAIN = 1000  # of the numbers of generators: descents and perturbations have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
 

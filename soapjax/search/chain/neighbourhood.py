@@ -119,7 +119,7 @@ def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, st
     return Base(
         axes=padded_axes, storage=padded_storage, layout=one(of.layout), compute_s=one(of.compute_s), full_s=one(rows.full_s),
         paid_s=one(rows.paid_s), sent=one(rows.full_bytes), previous=np.full(b.edges + 1, -1, np.int32), held=one(rows.held),
-        copy=one(rows.copy), is_sent=one(rows.is_sent), passing=one(rows.passing), waiting=one(rows.waiting),
+        copy=one(rows.copy), is_sent=one(rows.is_sent), transient=one(rows.transient), waiting=one(rows.waiting),
         state_bytes=one(of.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(of.on_compute),
         on_stored=one(of.on_stored),
     )  # fmt: skip
@@ -137,7 +137,7 @@ def no_base(sizes: Sizes) -> Base:
         axes=zeros(b.operators, MAX_AXES, dtype=np.int8), storage=zeros(b.operators, dtype=np.int8),
         layout=zeros(b.slots + 1, b.width, dtype=np.int16), compute_s=zeros(tasks), full_s=zeros(rows, b.levels),
         paid_s=zeros(rows, b.levels), sent=zeros(rows, groups), previous=zeros(edges, dtype=np.int32), held=zeros(tensors),
-        copy=zeros(edges), is_sent=zeros(edges, dtype=bool), passing=zeros(tensors), waiting=zeros(tensors, 2),
+        copy=zeros(edges), is_sent=zeros(edges, dtype=bool), transient=zeros(tensors), waiting=zeros(tensors, 2),
         state_bytes=zeros(parameters), on=zeros(rows, groups, dtype=bool), on_kept=zeros(rows, groups, dtype=bool),
         on_compute=zeros(tasks, groups, dtype=bool), on_stored=zeros(parameters, groups, dtype=bool),
     )  # fmt: skip

@@ -4,7 +4,7 @@ A round takes a batch of strategies that were not judged before, half from rando
 every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
 the best if it is better; what else was better is tried on top of it in the next round.
 
-Where a whole sweep has not helped, *kicks* follow (iterated local search, Lourenço, Martin and Stützle 2003), of three kinds:
+Where a whole sweep has not helped, *perturbations* follow (iterated local search: Lourenço, Martin, Stützle 2003), of three kinds:
 
 * moved: a few moves at once from the best, whatever they cost, and a short descent from there;
 * exchanged: two mesh axes of one size change places in the whole graph. Of little consequence by itself, where their links are
@@ -29,9 +29,9 @@ from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 
 PATIENCE = 24  # rounds without an improvement and with the sweep at its end, after which a descent is over
-KICKED_MOVES = (2, 5)  # of one small kick, at least and at most
-KICKED_PATIENCE = 6  # of the descent after a small kick
-MOST_RERANKED = 5  # a kick of that kind takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
+PERTURBED_MOVES = (2, 5)  # of one small perturbation, at least and at most
+PERTURBED_PATIENCE = 6  # of the descent after a small perturbation
+MOST_RERANKED = 5  # a perturbation of that kind takes the best of 2 to the power of 0 to 5 draws: the first is the boldest
 _MOST_MERGED = 6  # improvements that are tried together
 # Moves that are made at once: the first take as long as forty more, which are of no use once something better is found.
 _AT_ONCE = BATCH // 2, 4 * BATCH  # right after that, and at most
@@ -120,7 +120,7 @@ class Descent:
 
 
 class Kind(NamedTuple):
-    """The descent that follows a kick."""
+    """The descent that follows a perturbation."""
 
     patience: int
     sweeps: bool
@@ -128,14 +128,14 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "moved": Kind(KICKED_PATIENCE, sweeps=False),
+    "moved": Kind(PERTURBED_PATIENCE, sweeps=False),
     "exchanged": Kind(PATIENCE // 2, sweeps=False, swept_if_better=True),
     "reranked": Kind(PATIENCE, sweeps=True),
 }
 
 
-class Kicks:
-    """Kicks of some kinds in turn, from the best known, `start` at first, and descents from there.
+class Perturbations:
+    """Perturbations of some kinds in turn, from the best known, `start` at first, and descents from there.
 
     What it judges depends on the best and `rng` alone.
     """
@@ -147,26 +147,26 @@ class Kicks:
         self.kinds, self.kind = itertools.cycle(kinds), KINDS[kinds[0]]
         self.draws = {"moved": self._moved, "exchanged": self._exchanged, "reranked": self._reranked}
         self.descent: Descent | None = None
-        self.failed = 0  # kicks in a row without an improvement
+        self.failed = 0  # perturbations in a row without an improvement
         self.exchanges: list[Strategy] = []  # of the best, not tried yet
 
     def offer(self, best: Evaluation) -> None:
-        """The next kick is from `best` if that is better."""
+        """The next perturbation is from `best` if that is better."""
         if best.cost < self.best.cost:
             self.best, self.failed, self.exchanges = best, 0, []
 
     def round(self, limit: int = BATCH) -> int:
-        """One round of the descent after a kick, or the kick itself; the number of strategies judged, `limit` at most."""
+        """A perturbation, or one round of the descent after it; the number of strategies judged, `limit` at most."""
         if limit < 1:
             return 0
         if self.descent is None:
             name = next(self.kinds)
-            kicked, self.kind = self.draws[name](limit), KINDS[name]
-            start = min(self.problem.evaluate(kicked), key=lambda e: e.cost)
+            perturbed, self.kind = self.draws[name](limit), KINDS[name]
+            start = min(self.problem.evaluate(perturbed), key=lambda e: e.cost)
             self.descent = Descent(
                 self.problem, start, self.rng, self.moves, patience=self.kind.patience, sweeps=self.kind.sweeps
             )
-            return len(kicked)
+            return len(perturbed)
         judged = self.descent.round(limit)
         if self.descent.is_over:
             found, is_swept = self.descent.best, len(self.descent.order) > 0
@@ -177,10 +177,10 @@ class Kicks:
         return judged
 
     def _moved(self, limit: int) -> list[Strategy]:
-        kicked = [self.best.strategy]
-        for _ in range(self.rng.integers(KICKED_MOVES[0], KICKED_MOVES[1] + 1)):
-            kicked = self.moves.draw(self.rng, kicked)
-        return kicked
+        perturbed = [self.best.strategy]
+        for _ in range(self.rng.integers(PERTURBED_MOVES[0], PERTURBED_MOVES[1] + 1)):
+            perturbed = self.moves.draw(self.rng, perturbed)
+        return perturbed
 
     def _exchanged(self, limit: int) -> list[Strategy]:
         """One exchange of the best, each of them once; axes are ranked anew where there is none."""

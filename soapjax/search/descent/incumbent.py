@@ -1,4 +1,4 @@
-"""The best strategy that a proof has found so far, and how it is made better: descents, and kicks out of them."""
+"""The best strategy that a proof has found so far, and how it is made better: descents, and perturbations of what they end at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soapjax.search.relaxation.relaxed import Relaxation
 from soapjax.strategy.configs import Strategy
 
 PROOF = 1e-5  # relative: what is proven is that no strategy is faster by more
-_KICKS = 80
+_PERTURBATIONS = 80
 
 
 class Incumbent:
@@ -75,7 +75,7 @@ def _changed(strategy: Strategy, configs: dict[int, tuple[np.ndarray, int]]) -> 
     return Strategy(axes, storage)
 
 
-def kick(search: Incumbent, root: Relaxation, keep: list[np.ndarray], weights: np.ndarray) -> None:
+def perturb(search: Incumbent, root: Relaxation, keep: list[np.ndarray], weights: np.ndarray) -> None:
     """Better incumbents: minimisers between a bound's flow and the plain sum, and random changes of a few neighbours, improved.
 
     Takes at most half of the proposals.
@@ -96,7 +96,7 @@ def kick(search: Incumbent, root: Relaxation, keep: list[np.ndarray], weights: n
         near[a].append(b)
         near[b].append(a)
     current = search.best
-    for _ in range(_KICKS):
+    for _ in range(_PERTURBATIONS):
         if search.stopped_by() is not None or search.evaluated > allowed:
             break
         around = near[rng.integers(len(near))]

@@ -1,4 +1,4 @@
-"""A step of many equal blocks, judged by the same step with few of them: descents and kicks take as long as for a shallow model.
+"""A step of many equal blocks, judged by the same step with few of them: descents take as long as for a shallow model.
 
 A model of 96 equal layers has nothing more to choose than one of three: a first, a last, and those between, which are split alike.
 So a strategy is simulated with three blocks of every run (an encoder's, a decoder's), and with four of one run after the other:

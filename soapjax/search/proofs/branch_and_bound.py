@@ -22,7 +22,7 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.jit.array_types import Array
-from soapjax.search.descent.incumbent import PROOF, Incumbent, descend, kick
+from soapjax.search.descent.incumbent import PROOF, Incumbent, descend, perturb
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.search.proofs.flow_game import Bounded, Node, bounded, candidate_marginals
@@ -33,7 +33,7 @@ from soapjax.strategy.configs import Strategy
 MAX_CONFIGS = 1500  # of one operator
 MAX_OPERATORS = 120
 _LEAVES = 256  # strategies of a node that are simply simulated
-_EASY = 25  # nodes without which a problem is not worth kicks of its incumbent
+_EASY = 25  # nodes without which a problem is not worth perturbations of its incumbent
 
 
 def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
@@ -66,7 +66,7 @@ def exhaustive(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
             node = heapq.heappop(heap)
             nodes += 1
             if nodes == _EASY:  # a better incumbent is worth its time
-                kick(search, root, keep, node.weights)
+                perturb(search, root, keep, node.weights)
             for child in expand(search, root, node):
                 if child.bound < search.limit:
                     heapq.heappush(heap, child._replace(number=count))

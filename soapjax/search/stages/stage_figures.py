@@ -70,7 +70,7 @@ class Figures(NamedTuple):
     shard_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device, whether it is stored or fused into its readers
     copy_bytes: np.ndarray  # [E]: of converted copies
     copy_since: np.ndarray  # [E]: the task from which a copy is held for its reader: an earlier reader's, where they share it
-    passing_bytes: np.ndarray  # [tensors]: of partial sums, and work space
+    transient_bytes: np.ndarray  # [tensors]: of partial sums, and work space
     merging_bytes: np.ndarray  # [tensors, 2]: of gradients that wait to be summed in one collective, their sums left out
     stored_bytes: np.ndarray  # [P]: of a parameter with its optimizer state
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
@@ -232,7 +232,7 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
         copy_bytes = np.where(once, 0.0, copy_bytes)
     return Figures(
         seconds=schedule.durations(durations), shard_bytes=shard_bytes, copy_bytes=copy_bytes, copy_since=copy_since,
-        passing_bytes=parts.passing_bytes, merging_bytes=np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
+        transient_bytes=parts.transient_bytes, merging_bytes=np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
         stored_bytes=parts.stored_bytes, parameter_bytes=parts.stored_bytes / tables.state_copies, may_sum_late=late,
         gathered_bytes=gathered_bytes, gathers_once=gathers, layouts=found,
     )  # fmt: skip

@@ -302,9 +302,9 @@ class StagePart:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
         is_made = sorted(made)
-        passing = np.zeros(len(steps))
-        np.add.at(passing, own.maker[is_made], figures.passing_bytes[is_made])
-        working = float((np.cumsum(steps) + self._waiting(is_made) + passing).max(initial=0.0))
+        transient = np.zeros(len(steps))
+        np.add.at(transient, own.maker[is_made], figures.transient_bytes[is_made])
+        working = float((np.cumsum(steps) + self._waiting(is_made) + transient).max(initial=0.0))
         return {"batch_bytes": batch, "input_bytes": arrives, "kept_bytes": kept, "working_bytes": working}
 
     def _waiting(self, made: list[int]) -> np.ndarray:
