@@ -186,7 +186,7 @@ class _Oracle:
         seconds, sent = conversion_cost_plainly(source, target, size, self.links, share, shape)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
 
-    def borders(self, halo: Halo, config: np.ndarray, times: float) -> tuple[np.ndarray, dict[str, float]]:
+    def halos(self, halo: Halo, config: np.ndarray, times: float) -> tuple[np.ndarray, dict[str, float]]:
         """A message to each side along every spatial dim that is split; all other splits make it shorter."""
         links, seconds, total = self.links, np.zeros(self.links.num_levels), 0.0
         for edge in halo.edges:
@@ -470,7 +470,7 @@ class _Oracle:
                 seconds = add(*self.conversion(tuple(source), tuple(target), s.size_bytes, task.trip_count))
                 sum_s[k] = sum_s.get(k, 0.0) + seconds
             for halo in task.halos:
-                sum_s[k] = sum_s.get(k, 0.0) + add(*self.borders(halo, self.strategy.axes[task.operator], task.trip_count))
+                sum_s[k] = sum_s.get(k, 0.0) + add(*self.halos(halo, self.strategy.axes[task.operator], task.trip_count))
 
         # A converted copy lives from the reader it is made for to the last one that shares it.
         spans = self.spans

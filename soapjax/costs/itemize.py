@@ -27,7 +27,7 @@ class Sent(NamedTuple):
 
     task: int  # that the collective stands in; the number of tasks for the step's end
     tensor: int  # -1 in the middle of a task
-    reason: str  # "resolve" (a partial sum), "convert" (to a reader's layout), "sum", "borders"
+    reason: str  # "resolve" (a partial sum), "convert" (to a reader's layout), "sum", "halo"
     source: tuple[int, ...]
     target: tuple[int, ...]
     bytes: dict[str, float]  # by collective
@@ -42,7 +42,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
 
     def add(task: int, tensor: int, reason: str, source, target, size: float, trips: float) -> None:
         shape = tables.tensor_shape[tensor].tolist() if tensor >= 0 else ()
-        if reason == "borders":
+        if reason == "halo":
             _, sent = halo_cost_plainly(source, float(size), links)
         else:
             key = tuple(map(int, source)), tuple(map(int, target)), float(size)
@@ -66,7 +66,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
         inner = np.take_along_axis(tables.sum_map, index, axis=1)
         target = np.asarray(inner_target(inner))
         for s, k in enumerate(tables.sum_task.tolist()):
-            reason = "borders" if inner[s].min() <= HALO else "sum"
+            reason = "halo" if inner[s].min() <= HALO else "sum"
             add(k, -1, reason, inner[s], target[s], tables.sum_bytes[s], tables.task_trips[k])
     return items
 
@@ -89,7 +89,7 @@ def described_items(tables: CostTables, found: Layouts, strategy: Strategy) -> l
 
     def words(item: Sent) -> str:
         if item.tensor < 0:
-            return "borders of blocks of the image" if item.reason == "borders" else "sum in the middle of the operator"
+            return "halos of the blocks of the image" if item.reason == "halo" else "sum in the middle of the operator"
         tensor = graph.tensors[item.tensor]
         rank = len(tensor.shape)
         if item.tensor in parameter_of:

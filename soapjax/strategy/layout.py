@@ -15,7 +15,7 @@ from collections.abc import Sequence
 REPLICATED = -1
 PARTIAL = -2
 PINNED = -3
-HALO = -100  # HALO - k, of what is in the middle of an operator: blocks get borders from their neighbours along its k-th dim
+HALO = -100  # HALO - k, of what is in the middle of an operator: blocks get halos from their neighbours along its k-th dim
 
 Spec = tuple[tuple[str, ...], ...]  # axis names per tensor dim, as in a PartitionSpec
 

@@ -1,4 +1,4 @@
-"""Convolutions split in space: blocks with their neighbours' borders give the whole convolution, and send what is predicted."""
+"""Convolutions split in space: blocks with their neighbours' halos give the whole convolution, and send what is predicted."""
 
 import math
 

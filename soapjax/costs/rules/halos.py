@@ -13,7 +13,7 @@ KIND = "collective-permute"
 
 
 def inner_target(layout: np.ndarray) -> np.ndarray:
-    """What they are brought to: sums made, borders exchanged."""
+    """What they are brought to: sums made, halos exchanged."""
     return np.where(layout >= 0, layout, REPLICATED)
 
 

@@ -207,7 +207,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     of: Homes = stage(p.mesh, functools.partial(homes, p), which, made, reader, common)
 
     def ends(raw: Array, home: Array, resolved: Array, made: Array, wanted: Array) -> tuple[Array, Array]:
-        # Of a collective inside a task: partial sums are made; blocks get their borders, which no layout says.
+        # Of a collective inside a task: partial sums are made; blocks get their halos, which no layout says.
         nothing = jnp.zeros_like(made[1:dims])
         inner = jnp.concatenate([made[:1], nothing, made[dims:]])
         summed = jnp.concatenate([made[:1], nothing, jnp.zeros_like(made[:1]), made[dims + 1 :]])

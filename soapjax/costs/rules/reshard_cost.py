@@ -341,7 +341,7 @@ def transfers(
 
 
 def halos(mesh: Mesh, network: Network, inner: Array, size_bytes: Array, num_dims: int) -> tuple[Array, Array]:
-    """Seconds [L, Q] and bytes sent [Q] of the borders that blocks of a convolution's image get from their neighbours.
+    """Seconds [L, Q] and bytes sent [Q] of the halos that blocks of a convolution's image get from their neighbours.
 
     Two messages per spatial dim that is split, the rows before a block and those after it, over the slowest link between blocks:
     2a + S/b with latency a, bandwidth b and S bytes on both sides together. What other axes split, other spatial dims among them,

@@ -6,7 +6,7 @@ sequences here also fix what the simulators schedule:
 * compute tasks, in program order;
 * one *resolution* per tensor that may be partial, right after its producer;
 * one *conversion* per (tensor, reader) whose layouts may differ, right before the reader;
-* one *inner collective* per reduction in the middle of a task, and per exchange of borders between blocks.
+* one *inner collective* per reduction in the middle of a task, and per exchange of halos between blocks.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class CostTables:
 
     @property
     def num_edges(self) -> int:
-        """Spatial dims with borders in one inner collective, at most; 0 where no convolution has any."""
+        """Spatial dims with halos in one inner collective, at most; 0 where no convolution has any."""
         return max(0, HALO + 1 - int(self.sum_map.min(initial=REPLICATED)))
 
 

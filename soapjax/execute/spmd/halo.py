@@ -19,18 +19,18 @@ from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
 
 
-class Border(NamedTuple):
+class BlockHalo(NamedTuple):
     """Of one spatial dim of the image."""
 
     dim: int
     names: tuple[str, ...]  # mesh axes that split it, major first
     before: int  # rows from the block before
     after: int
-    padding: tuple[int, int]  # of the block with its borders
+    padding: tuple[int, int]  # of the block with its halos
 
 
-def borders(eqn: FlatEqn, shapes: Sequence[tuple[int, ...]], in_specs: Sequence[Spec], raw_spec: Spec, mesh: Mesh) -> list[Border]:
-    """The borders of a convolution of operands of global `shapes`, where its spatial dims are split."""
+def halos(eqn: FlatEqn, shapes: Sequence[tuple[int, ...]], in_specs: Sequence[Spec], raw_spec: Spec, mesh: Mesh) -> list[BlockHalo]:
+    """The halos of a convolution of operands of global `shapes`, where its spatial dims are split."""
     dn = eqn.params["dimension_numbers"]
     found = []
 
@@ -42,11 +42,11 @@ def borders(eqn: FlatEqn, shapes: Sequence[tuple[int, ...]], in_specs: Sequence[
         if not in_specs[0][dim]:
             continue
         n, w = block(shapes[0][dim], in_specs[0], dim), block(shapes[1][of_kernel], in_specs[1], of_kernel)
-        found.append(Border(dim, in_specs[0][dim], *border_rows(eqn, k, n, w, block(m, raw_spec, of_result))))
+        found.append(BlockHalo(dim, in_specs[0][dim], *border_rows(eqn, k, n, w, block(m, raw_spec, of_result))))
     return found
 
 
-def with_borders(block: Any, found: Sequence[Border]) -> Any:
+def with_halos(block: Any, found: Sequence[BlockHalo]) -> Any:
     """A device's block of the image with its neighbours' rows around it. To be called within `shard_map`."""
     for b in found:
         count, size = math.prod(jax.lax.axis_size(n) for n in b.names), block.shape[b.dim]
@@ -61,8 +61,8 @@ def with_borders(block: Any, found: Sequence[Border]) -> Any:
     return block
 
 
-def bordered_params(eqn: FlatEqn, params: dict[str, Any], found: Sequence[Border]) -> dict[str, Any]:
-    """The parameters of the convolution of a block with its borders."""
+def params_with_halos(eqn: FlatEqn, params: dict[str, Any], found: Sequence[BlockHalo]) -> dict[str, Any]:
+    """The parameters of the convolution of a block with its halos."""
     spatial = eqn.params["dimension_numbers"].lhs_spec[2:]
     padding = list(params["padding"])
     for b in found:

@@ -1,6 +1,6 @@
 """Products, convolutions and the gradients of pooling on their local blocks (see on_blocks.py).
 
-Blocks of an image exchange their borders where a spatial dim is split (halo.py).
+Blocks of an image exchange their halos where a spatial dim is split (halo.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from soapjax.execute.spmd.halo import bordered_params, borders, with_borders
+from soapjax.execute.spmd.halo import halos, params_with_halos, with_halos
 from soapjax.execute.spmd.on_blocks import OnBlocks, combined, executes
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.strategy.layout import Spec
@@ -26,14 +26,14 @@ def run_product(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
         return blocks.bind(inputs, eqn.params)[0]
     params, found = eqn.params, []
     if eqn.name == "conv_general_dilated":
-        found = borders(eqn, [x.shape for x in inputs], blocks.in_specs, blocks.raw_spec, blocks.mesh)
-        params = bordered_params(eqn, _local_params(eqn, blocks.in_specs, blocks.mesh), found)
+        found = halos(eqn, [x.shape for x in inputs], blocks.in_specs, blocks.raw_spec, blocks.mesh)
+        params = params_with_halos(eqn, _local_params(eqn, blocks.in_specs, blocks.mesh), found)
     as_it_is = tuple(range(len(blocks.home_spec)))
     order = as_it_is if blocks.order is None or blocks.kept or not blocks.contracted else blocks.order
     ordered = tuple(blocks.home_spec[d] for d in order)
 
     def body(image: Any, *others: Any) -> Any:
-        block = jnp.transpose(blocks.bind([with_borders(image, found), *others], params)[0], order)
+        block = jnp.transpose(blocks.bind([with_halos(image, found), *others], params)[0], order)
         return combined(block, blocks.contracted, ordered, blocks.mesh)
 
     result = blocks.run(body, inputs, ordered)

@@ -82,7 +82,7 @@ class TaskBuilder:
         self.tensors = Tensors(program, values)
         self.dims_of: dict[str, EqnDims] = {}  # equation key -> op dims of its operands and results
         self.partial_of: dict[str, int] = {}  # key of an equation partial up to the task's result -> the latter's root
-        self.bordered: set[tuple] = set()  # images with borders that an earlier task needs too
+        self.with_halos: set[tuple] = set()  # images with halos that an earlier task needs too
         self.places: dict[str, tuple[DimClasses, dict[Hashable, int]]] = {}  # a task's first equation -> its operator's dims
 
     def task(self, i: int, op: int, classes: DimClasses, index: dict[Hashable, int]) -> Task:
@@ -269,9 +269,9 @@ class TaskBuilder:
         return partial
 
     def _halos(self, unit: Unit, op: int) -> tuple[Halo, ...]:
-        """Dims of the operator with equal borders stand together: they are one item of the simulation.
+        """Dims of the operator with equal halos stand together: they are one item of the simulation.
 
-        The gradient of the kernel reads the image with the same borders as the convolution did: they are sent once.
+        The gradient of the kernel reads the image with the same halos as the convolution did: they are sent once.
         """
         eqn = unit.heavy
         if eqn is None or eqn.name != "conv_general_dilated":
@@ -284,8 +284,8 @@ class TaskBuilder:
             w = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[2 + k]]
             rows = border_rows(eqn, k, image.shape[d], w, m)[:2]
             key = (self.values.of(eqn.inputs[0]).root, op, unit.scope, d, rows)
-            if sum(rows) and dims[d] != NOT_SPLIT and key not in self.bordered:
-                self.bordered.add(key)
+            if sum(rows) and dims[d] != NOT_SPLIT and key not in self.with_halos:
+                self.with_halos.add(key)
                 size = math.prod(image.shape) * image.dtype.itemsize / image.shape[d] * sum(rows)
                 edges.setdefault(size, []).append(dims[d])
         return tuple(
