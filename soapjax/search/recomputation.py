@@ -157,16 +157,18 @@ class Recomputing:
     def _may_be_less(self, best: Evaluation, problem: PlanningProblem) -> bool:
         """Whether a strategy of `problem` fits, by estimate, with so much less recomputed that it pays to make a problem and see.
 
-        What recomputation frees is estimated for single operators, and known of those that `problem` recomputes together. For what
-        simplicity may cost no problem is made.
+        What recomputation frees and takes is estimated for single operators, and known of those that `problem` recomputes together.
+        For what simplicity may cost no problem is made.
         """
         now = next((names for names, made in self.made.items() if made is problem), frozenset())
         ranking, kept = self.ranking(best.strategy), self.problem.evaluate([best.strategy])[0]
         is_now = np.isin(ranking.names, list(now))
         seconds, saved = (np.diff(x, prepend=0.0)[is_now].sum() for x in (ranking.seconds, ranking.saved_bytes))
-        known = max(kept.memory_bytes - best.memory_bytes, 1.0) / max(saved, 1.0)
-        enough = np.flatnonzero(known * ranking.saved_bytes >= self._excess(kept))
-        return self._excess(kept) <= 0 or (len(enough) > 0 and ranking.seconds[enough[0]] < seconds - EQUAL * best.cost)
+        freed = max(kept.memory_bytes - best.memory_bytes, 1.0) / max(saved, 1.0)
+        taken = max(best.step_time_s - kept.step_time_s, 0.0) / max(seconds, 1e-30)  # what hides beside communication takes less
+        enough = np.flatnonzero(freed * ranking.saved_bytes >= self._excess(kept))
+        less_s = taken * (seconds - ranking.seconds[enough[0]]) if len(enough) else 0.0
+        return self._excess(kept) <= 0 or less_s > EQUAL * best.cost
 
     def of(self, recomputed: frozenset[str]) -> PlanningProblem:
         """The problem with these operators recomputed."""

@@ -26,7 +26,6 @@ MAX_POINTS = 32  # per task; those of the most shards are kept
 MEASURED, CALIBRATED, ANALYTIC = "measured", "calibrated", "analytic"
 MAX_GUESSES = 64
 _EXACT = 1e-3  # distance in log2 degrees
-_TINY = 1e-9
 
 
 class LocalTask(NamedTuple):
