@@ -291,7 +291,7 @@ def _struct(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
-@takes_options("space", "pareto", "model", "progress")
+@takes_options("space", "pareto", "model", "progress", "measuring")
 def soap_shard(
     fn: Callable[..., Any] | None = None, *, plan: str | Plan | None = None, static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (), donate: bool = True, donate_argnums: int | Sequence[int] | None = None,

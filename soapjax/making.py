@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +19,11 @@ from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.options import objective
 from soapjax.planning.choosing import as_asked
+from soapjax.planning.entry import given_arguments, time_plan
 from soapjax.planning.given_pipeline import pipelined, planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.request import PlanRequest
+from soapjax.planning.verify_top import FAILURES
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
 
@@ -99,13 +103,33 @@ class Maker:
         """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
         jointly.agree_on_settings(self.name)
         step: TracedStep | None = None
+        measured = jointly.Measured(self.name, seconds=asked.seconds) if asked.verify_top and self.source is None else None
 
         def make() -> Plan:
             nonlocal step
-            made, step, _ = self._make_plan(asked, fn, args)
+            if measured is None:
+                made, step, _ = self._make_plan(asked, fn, args)
+                return made
+            try:
+                made, step, _ = self._make_plan(asked.but(measuring=measured.announce), fn, args)
+            finally:
+                measured.announce(None)
             return made
 
+        if measured is not None:
+            measured.follow(self._measuring_too(asked, fn, args))
         made = jointly.planned_by_first(self.name, make, seconds=asked.seconds) if self.source is None else make()
         step = step or trace(fn, *args, **asked.tracing)
         jointly.agree_on_plan(self.name, made, step)
         return made, step
+
+    def _measuring_too(self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Plan], None]:
+        """Runs a plan that rank 0 measures; one that fails fails there, too."""
+        traced = functools.cache(lambda: trace(fn, *args, **asked.tracing))
+
+        def measure(plan: Plan) -> None:
+            leaves = jax.tree_util.tree_leaves(given_arguments(asked.understood(fn)[0], fn, args))
+            with contextlib.suppress(*FAILURES):
+                time_plan(plan, traced(), leaves, asked.devices)
+
+        return measure

@@ -316,7 +316,7 @@ class _Oracle:
 
     def is_read_by_other_product(self, c: Conversion) -> bool:
         """Whether the layer's product that is not put off reads the same, right before or after."""
-        for k in (c.task - 1, c.task + 1):
+        for k in (c.task - 1, c.task + 1) if c.task < len(self.graph.tasks) else ():
             other = self.graph.tasks[k] if 0 <= k < len(self.graph.tasks) else None
             is_layer = other is not None and k not in self.late and other.operator == self.graph.tasks[c.task].operator
             if is_layer and any(a.tensor == c.tensor for a in other.reads):

@@ -198,14 +198,16 @@ def _verified(
     asked: Understood, found: Searched, step: TracedStep, leaves: Sequence[Any]
 ) -> tuple[Searched, tuple[TimedStep, ...], tuple[str, ...]]:
     """The measured best of the best predicted ones, how long each took, and notes."""
-    problem, result = found.problem, found.result
+    problem, result, measuring = found.problem, found.result, asked.measuring
     own = [result.best, *(e for e in result.candidates if e is not result.best)]
     pool = [(f"{asked.planner} {i + 1}" if i else asked.planner, e) for i, e in enumerate(own)]
     pool += [(name, baseline.best) for name, baseline in found.baselines.items()]
-    used = list(jax.devices() if asked.devices is None else asked.devices)[: problem.simulator.tables.topology.num_devices]
 
     def time_one(e: Evaluation) -> float:
-        return time_steps(bind_plan(step, plan_of_strategy(problem, e.strategy), devices=used), leaves)
+        plan = plan_of_strategy(problem, e.strategy)
+        if measuring is not None:
+            measuring(plan)
+        return time_plan(plan, step, leaves, asked.devices)
 
     try:
         with interrupts.searching(), jax.default_device(None):
@@ -214,6 +216,12 @@ def _verified(
     except KeyboardInterrupt:
         note = "interrupted while the best strategies were run: this is the best predicted one"
         return found._replace(result=result._replace(stopped_by="interrupted")), (), (note,)
+
+
+def time_plan(plan: Plan, step: TracedStep, leaves: Sequence[Any], devices: Sequence[Any] | None) -> float:
+    """Median seconds of a step under a plan, on the first of `devices`: all of those at hand by default."""
+    used = list(jax.devices() if devices is None else devices)[: plan.num_devices]
+    return time_steps(bind_plan(step, plan, devices=used), leaves)
 
 
 def plan_of_strategy(

@@ -19,7 +19,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning.profiling import device_at_hand
 from soapjax.search.objective import TIME, Objective
 from soapjax.strategy.pipeline import Pipeline, ScheduleName
-from soapjax.strategy.plan import ModelSource
+from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
 from soapjax.topology.local import local_topology
 
@@ -60,6 +60,7 @@ class PlanRequest:
       donate: give the memory of state arguments (what the step returns anew) to the results.
       model: where the step comes from, for the plan's file.
       progress: called between rounds with (proposals, best step time, elapsed seconds).
+      measuring: called with every plan that is about to be run for `verify_top`: the job's other processes must run it, too.
     """
 
     topology: str | DeviceTopology = "local"
@@ -88,6 +89,7 @@ class PlanRequest:
     donate: bool | Sequence[int] = True  # `soap_shard` says by position which arguments' memory is given
     model: ModelSource | None = None
     progress: Callable[[int, float, float], None] | None = None
+    measuring: Callable[[Plan], None] | None = None
 
     def but(self, **others: Any) -> Self:
         """The same with other values."""

@@ -14,6 +14,8 @@ from soapjax.search.problem import Evaluation
 from soapjax.strategy.plan import TimedStep
 from soapjax.topology import DeviceTopology
 
+FAILURES = RuntimeError, ValueError, jax.errors.JaxRuntimeError  # of a strategy that is run: out of memory, say
+
 
 class Verified(NamedTuple):
     best: Evaluation
@@ -53,7 +55,7 @@ def measured_best(chosen: Sequence[tuple[str, Evaluation]], time_one: Callable[[
     for i, (name, e) in enumerate(chosen):
         try:
             measured_s = time_one(e)
-        except (RuntimeError, ValueError, jax.errors.JaxRuntimeError) as error:
+        except FAILURES as error:
             notes.append(f"{name}: did not run: {str(error).strip().splitlines()[0][:200]}")
             continue
         timed.append((measured_s, i, e))

