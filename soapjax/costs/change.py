@@ -19,7 +19,7 @@ from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
 from soapjax.jit.array_types import Array, Scalar
-from soapjax.jit.kernel import in_kernel, put, row
+from soapjax.jit.kernel import in_kernel, largest, put, row
 
 
 def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array | Scalar, config: Array, storage: Array) -> Change:
@@ -178,7 +178,7 @@ def sent_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arra
         return total + row(into.sent, 1 + i) * row(into.pays, 1 + i) - was[:, None]
 
     begin = jnp.broadcast_to(now[:, None], (*now.shape, into.pays.shape[1]))
-    return lax.fori_loop(0, jnp.where(is_wanted, count + into.num_heirs, 0), one, begin).max(0)
+    return largest(lax.fori_loop(0, jnp.where(is_wanted, count + into.num_heirs, 0), one, begin))
 
 
 def cleaned(own: OwnRecords, n: Array, row_of: Array, task_of: Array, heir: Array, num_heirs: Array) -> tuple[Array, Array]:

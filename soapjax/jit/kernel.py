@@ -90,3 +90,20 @@ def added_at(x: Array, places: tuple[Array, ...], values: tuple[Array, ...]) -> 
 def added(x: Array, i: Array | Scalar, value: Array) -> jax.Array:
     """`x.at[i].add(value)` of one index, which is trusted."""
     return put(x, i, row(x, i) + value)
+
+
+def largest(x: Array) -> jax.Array:
+    """`x.max(0)`, by halves: of several thousand numbers XLA (jaxlib 0.10) cannot compile a reduction in a kernel."""
+    return _folded(jnp.maximum, x)
+
+
+def any_of(x: Array) -> jax.Array:
+    """`x.any(0)`, as `largest`."""
+    return _folded(jnp.logical_or, x)
+
+
+def _folded(join: Callable[[Array, Array], jax.Array], x: Array) -> jax.Array:
+    while (n := x.shape[0]) > 1:
+        halves = join(x[: n // 2], x[n // 2 : n // 2 * 2])
+        x = jnp.concatenate([halves, x[n - 1 :]]) if n % 2 else halves
+    return x[0]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from soapjax.jit.array_types import Array
-from soapjax.jit.kernel import put, row
+from soapjax.jit.kernel import largest, put, row
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 
 NEVER = -jnp.inf
@@ -73,7 +73,7 @@ def latest_of(free: list[Array], pins: bool) -> Array:
     found = free[0]
     for stream in free[1:]:
         found = jnp.maximum(found, stream)
-    return found.max(0) if pins else found
+    return largest(found) if pins else found
 
 
 def forward(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, count: Array) -> tuple[Array, ...]:
@@ -130,7 +130,7 @@ def backward(items: ItemRecords, of: ItemCosts, old: Trace, last: Array, stop: A
             used = (s,) if s == 0 else (s, 0)
             longest = path
             for u in used:
-                of_stream = streams[u] if on is None else jnp.where(on, streams[u], NEVER).max(0)
+                of_stream = streams[u] if on is None else largest(jnp.where(on, streams[u], NEVER))
                 longest = jnp.maximum(longest, of_stream if u == s else jnp.where(items.overlap, NEVER, of_stream))
             path = jnp.where(takes, longest + own[s], path)
             for u in used:

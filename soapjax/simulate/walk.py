@@ -19,7 +19,7 @@ from jax import lax
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array, Scalar
-from soapjax.jit.kernel import in_kernel, put, row
+from soapjax.jit.kernel import in_kernel, largest, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items
 from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
@@ -141,7 +141,7 @@ def stream_times(
     def latest(stream: Array) -> Array:
         if on is None:
             return stream
-        return jnp.max(jnp.where(on, stream, never), axis=0)
+        return largest(jnp.where(on, stream, never))
 
     def taken(stream: Array, takes: Array, end: Array) -> Array:
         return jnp.where(takes if on is None else takes & on, end, stream)

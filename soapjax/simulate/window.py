@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from soapjax.jit.array_types import Array
-from soapjax.jit.kernel import put, row
+from soapjax.jit.kernel import largest, put, row
 from soapjax.simulate.simulated_trace import NEVER, ItemCosts, Trace, costs_of_item
 from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
 
@@ -134,5 +134,5 @@ def _longest_behind(trace: Trace, last: Array, free: Array, gathered: Array, lon
     rest = row(trace.rest_of_free, last)
     for s in range(free.shape[0]):
         path = free[s] + (rest[s][:, None] if pins else rest[s])
-        longest = jnp.maximum(longest, path.max(0) if pins else path)
+        longest = jnp.maximum(longest, largest(path) if pins else path)
     return longest

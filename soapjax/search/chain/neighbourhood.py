@@ -25,7 +25,7 @@ from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.array_types import Array, Scalar
-from soapjax.jit.kernel import in_kernel, row
+from soapjax.jit.kernel import any_of, in_kernel, largest, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.simulated_trace import ItemCosts, Trace, no_trace, traced
@@ -198,7 +198,7 @@ def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, chan
         k = row(own.records.task, first + j)[0]
         moves = (row(change.compute_s, j) != row(base.compute_s, k)).any()
         if pins:
-            moves |= (row(change.on_compute, j) != row(base.on_compute, k)[:, None]).any()
+            moves |= any_of(row(change.on_compute, j) != row(base.on_compute, k)[:, None]).any()
         return widened(items, state, row(items.of_task, k), moves)
 
     state = lax.fori_loop(0, count, task, no_windows())
@@ -210,7 +210,7 @@ def _window(p: CostArrays, own: OwnRecords, items: ItemRecords, base: Base, chan
         paid_s = row(change.full_s, 1 + i) * row(change.pays, 1 + i)
         moves = (paid_s != row(base.paid_s, x)[:, None]).any()
         if pins:
-            moves |= is_own & (row(change.on, 1 + i) != row(base.on, x)[:, None]).any()
+            moves |= is_own & any_of(row(change.on, 1 + i) != row(base.on, x)[:, None]).any()
         return widened(items, state, row(items.of_row, x), moves)
 
     return lax.fori_loop(0, count_r + change.num_heirs, one_row, state)
@@ -226,7 +226,7 @@ def _memory(
     added, stored = most_added(p, own, base, change, n), stored_more(p, own, base, change, n)
 
     def bound(alive: Alive) -> Array:
-        return (stored + (alive.persistent + alive.peak)[:, None]).max(0) + added + alive.slack
+        return largest(stored + (alive.persistent + alive.peak)[:, None]) + added + alive.slack
 
     def anew(_: Array, __: Alive) -> Alive:
         return alive_of(p, base)
@@ -238,7 +238,7 @@ def _memory(
 
     def exactly(_: Array, state: tuple) -> tuple:
         peaks, steps = peaks_after(p, own, base, change, n, alive, state[1])
-        return (stored + alive.persistent[:, None] + peaks).max(0), steps
+        return largest(stored + alive.persistent[:, None] + peaks), steps
 
     memory, steps = lax.fori_loop(0, is_over, exactly, (memory, steps))
     return memory, alive, steps, added, stored
