@@ -186,7 +186,7 @@ def makespans(
         for stream in free[1:]:
             latest = jnp.maximum(latest, stream)
         if groups:
-            latest = jnp.max(latest, axis=0)
+            latest = largest(latest)
         free = tuple(jnp.where(is_barrier, latest, x) for x in free)
         return free, gathered, end, item[5], ends
 
@@ -196,7 +196,7 @@ def makespans(
     latest = free[0]
     for stream in free[1:]:
         latest = jnp.maximum(latest, stream)
-    return jnp.max(latest, axis=0) if groups else latest
+    return largest(latest) if groups else latest
 
 
 @functools.cache

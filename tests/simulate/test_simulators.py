@@ -9,9 +9,12 @@ import pytest
 from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import PROBLEMS, SLOW, case, case_with
+from problems import PROBLEMS, SLOW, case, case_with, graph_with, topology_of
 
 from soapjax.costs.evaluate import Durations
+from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.moves import State
+from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
@@ -19,6 +22,8 @@ from soapjax.simulate.simulated_trace import ItemCosts, no_trace, traced
 from soapjax.simulate.simulator import Simulator
 from soapjax.simulate.walk import ItemSizes, makespans, records_of_items
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
+from soapjax.strategy.space import search_space
+from soapjax.topology import factor_mesh
 
 FLOAT32_ERROR = 3e-6  # largest relative difference: 3e-7 on random schedules, 1e-6 on the models; the contract is 1e-5
 FLOAT64_ERROR = 1e-12
@@ -464,3 +469,19 @@ def test_simulator_reports_what_its_parts_say():
     assert list(prediction.bytes_by_collective.values()) == [int(x) for x in costs.bytes_by_collective[0]]
     assert prediction.feasible and prediction.usable_memory_bytes == c.topology.device.usable_memory_bytes
     assert simulator.timeline(strategies[0]).makespan_s == pytest.approx(times[0], rel=FLOAT32_ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["8x8", "a100x1024"])
+def test_pins_on_many_devices(topology):
+    """Their groups make reductions as large as XLA compiles none in a kernel."""
+    graph, place = graph_with("mlp", batch=1024, width=1024), topology_of(topology)
+    problem = PlanningProblem.make(graph, search_space(graph, factor_mesh(place), pins=True), place)
+    rng = np.random.default_rng(0)
+    strategies = [problem.space.random(rng) for _ in range(4)]
+    found = problem.simulator.step_times(strategies).step_time_s
+    assert found == pytest.approx([problem.simulator.timeline(s).makespan_s for s in strategies], rel=FLOAT32_ERROR)
+    engine = Engine(problem)
+    walker = engine.walk(rng, 20.0, engine.walker(strategies[0], found[0]), 2)
+    now = engine.strategy(State(walker.at.base.axes, walker.at.base.storage))
+    assert problem.evaluate([now])[0].cost == pytest.approx(float(walker.cost), rel=1e-5)
