@@ -16,6 +16,9 @@ import sys
 import time
 
 import jax
+from paper_tables import ROOT, guarded
+
+sys.path.insert(0, str(ROOT))  # models/
 
 import soapjax
 from soapjax.sourced_models import concrete_model, model_source
@@ -30,13 +33,16 @@ def _quartiles(ordered: list[float]) -> list[float]:
     return [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    return guarded(run, parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> None:
     source = model_source(options.model, options.set)
     model = concrete_model(source)
     state, batch = model.arguments
@@ -78,7 +84,6 @@ def main() -> int:
             print(f"{name:12s} step {step * 1e3:.3f} ms   host {host * 1e6:.0f} µs")
         print("step ratio   {median:.3f}  quartiles {quartiles[0]:.3f} to {quartiles[1]:.3f}".format(**result["step_ratio"]))
         print(f"extra host   {result['extra_host_s']['median'] * 1e6:.1f} µs per call (CPU runs small steps within the call)")
-    return 0
 
 
 if __name__ == "__main__":

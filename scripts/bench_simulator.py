@@ -32,6 +32,7 @@ them judged. `mh_steps_per_s` is the rate of Metropolis-Hastings steps of the wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import json
@@ -75,7 +76,8 @@ def problem_of(options: argparse.Namespace) -> PlanningProblem:
     path = options.model if "." in options.model or ":" in options.model else f"models.{options.model}"
     settings = parse_settings(options.set)
     if not settings:
-        settings = dict(getattr(importlib.import_module(path.split(":")[0]), "PAPER", {}))
+        with contextlib.suppress(ModuleNotFoundError):  # which is told below
+            settings = dict(getattr(importlib.import_module(path.split(":")[0]), "PAPER", {}))
     model = abstract_model(ModelSource(path=path, settings=settings))
     return planning_problem(soapjax.trace(model.step, *model.arguments), soapjax.load_topology(options.topology))
 
