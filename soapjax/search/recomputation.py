@@ -249,6 +249,12 @@ def _forward_s(tables: CostTables, costs) -> np.ndarray:
     return seconds
 
 
+def _gained_late(result: SearchResult) -> float:
+    """By how much, relatively, the second half of a search's proposals made its best step faster."""
+    early = [step_s for done, _, step_s in result.history if done <= result.num_proposals / 2]
+    return early[-1] / result.best.step_time_s - 1 if early else math.inf
+
+
 def searched(
     search: Planner, key: Array, problem: PlanningProblem, budget: Budget, baselines: Mapping[str, SearchResult],
     choice: Recomputing | None, *, goes_on: bool, kept: float = 0.0,
@@ -256,7 +262,8 @@ def searched(
     """What a planner finds, and the problem in which it found it: that of the step as it is, or with operators recomputed.
 
     Where a baseline fits as it is, half of the budget is for the step as it is. The other half is for it as well where recomputing
-    would not be faster than what was found, if the planner `goes_on` from strategies that it is given.
+    would not be faster than what was found, if the planner `goes_on` from strategies that it is given. A number of proposals is not
+    spent to its end where the later ones of the first half gained less than simplicity may cost: the search has converged.
 
     Args:
       kept: of the seconds, what is left of them where no baseline fits, recomputed or not.
@@ -281,7 +288,7 @@ def searched(
         if result.stopped_by == "interrupted":
             raise KeyboardInterrupt
 
-    is_interrupted = False
+    is_interrupted = has_converged = False
     try:
         may_pay, fits = choice is not None and bool(choice.paying(key, limit_s)), math.isfinite(limit_s)
         chosen = choice.start(key, limit_s) if may_pay and not (fits and goes_on) else None
@@ -289,10 +296,11 @@ def searched(
             search_in(problem, 0.5)
             if chosen is None and left_s() > 0:
                 chosen = choice.start(key, found[0][0].best.cost)
+            has_converged = chosen is None and budget.seconds is None and _gained_late(found[0][0]) < EQUAL
         if chosen is not None:
             search_in(chosen.problem, 1 - FITTED_AGAIN, chosen.best.strategy)
             found[-1] = choice.again(*found[-1], may_make=left_s() > choice.making_s)
-        elif not found or left_s() > 0:
+        elif not has_converged and (not found or left_s() > 0):
             fits = any(b.best.memory_bytes <= problem.usable_memory_bytes for b in baselines.values())
             search_in(problem, 1.0, *(f[0].best.strategy for f in found), kept=0.0 if fits else kept)
     except KeyboardInterrupt:
@@ -300,7 +308,7 @@ def searched(
             raise
         is_interrupted = True
     best, where = min(found, key=lambda f: f[0].best.rank)
-    stopped_by = "interrupted" if is_interrupted else found[-1][0].stopped_by
+    stopped_by = "interrupted" if is_interrupted else "converged" if has_converged else found[-1][0].stopped_by
     by_clock = [n for result, _ in found for n in result.notes if n == TIME_DECIDED]
     notes = tuple(dict.fromkeys((*best.notes, *by_clock)))
     took_s = time.monotonic() - begin

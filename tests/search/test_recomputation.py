@@ -137,8 +137,8 @@ def test_it_is_not_offered_where_it_would_not_hold(traced, kept):
 class Scripted:
     """A planner that takes what it is told to, and notes what it was given."""
 
-    def __init__(self, *stops):
-        self.stops, self.asked = list(stops), []
+    def __init__(self, *stops, late_gain=math.inf):
+        self.stops, self.asked, self.late_gain = list(stops), [], late_gain
 
     def __call__(self, key, problem, budget):
         self.asked.append(budget)
@@ -146,7 +146,9 @@ class Scripted:
         if stop is KeyboardInterrupt:
             raise stop
         best = min(problem.evaluate(list(budget.baselines)), key=lambda e: e.rank)
-        return SearchResult(best, budget.num_proposals, 0.1, stop, notes=(TIME_DECIDED,) if stop == "seconds" else ())
+        count, notes = budget.num_proposals, (TIME_DECIDED,) if stop == "seconds" else ()
+        history = (0.1 * count, 0.0, best.step_time_s * (1 + self.late_gain)), (0.9 * count, 0.1, best.step_time_s)
+        return SearchResult(best, count, 0.1, stop, history, notes)
 
 
 class Choice:
@@ -170,10 +172,10 @@ class Choice:
         return result, problem
 
 
-def searched_by(planner, choice, traced, *, goes_on=True):
+def searched_by(planner, choice, traced, *, goes_on=True, seconds=None):
     problem = problem_with(traced, 2**40)
     found = baselines_of(problem)
-    budget = Budget(num_proposals=100, baselines=tuple(b.best.strategy for b in found.values()))
+    budget = Budget(num_proposals=100, seconds=seconds, baselines=tuple(b.best.strategy for b in found.values()))
     return searched(planner, jax.random.key(0), problem, budget, found, choice, goes_on=goes_on), found
 
 
@@ -184,6 +186,14 @@ def test_the_step_as_it_is_gets_the_other_half_where_recomputing_does_not_pay(tr
     assert choice.limits == [min(b.best.cost for b in found.values())], "recomputing is to beat what was found"
     assert result.stopped_by == "converged" and result.notes == (TIME_DECIDED,)
     assert len(planner.asked[1].baselines) == len(planner.asked[0].baselines) + 1
+
+
+@pytest.mark.parametrize("late_gain, seconds, stops", [(0.001, None, 1), (0.02, None, 2), (0.001, 1000.0, 2)])
+def test_proposals_are_not_spent_to_the_end_where_later_ones_gained_nothing(late_gain, seconds, stops, traced):
+    planner = Scripted("proposals", "proposals", late_gain=late_gain)
+    (result, _), _ = searched_by(planner, Choice(None), traced, seconds=seconds)
+    assert len(planner.asked) == stops and result.num_proposals == 50 * stops
+    assert result.stopped_by == ("converged" if stops == 1 else "proposals")
 
 
 def test_a_planner_that_does_not_go_on_gets_its_whole_budget(traced):
