@@ -103,6 +103,7 @@ class Maker:
         """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
         jointly.agree_on_settings(self.name)
         step: TracedStep | None = None
+        traced = functools.cache(lambda: trace(fn, *args, **asked.tracing))
         measured = jointly.Measured(self.name, seconds=asked.seconds) if asked.verify_top and self.source is None else None
 
         def make() -> Plan:
@@ -117,19 +118,16 @@ class Maker:
             return made
 
         if measured is not None:
-            measured.follow(self._measuring_too(asked, fn, args))
+            measured.follow(lambda plan: self._measure_too(asked, fn, args, traced(), plan))
         made = jointly.planned_by_first(self.name, make, seconds=asked.seconds) if self.source is None else make()
-        step = step or trace(fn, *args, **asked.tracing)
+        step = step or traced()
         jointly.agree_on_plan(self.name, made, step)
         return made, step
 
-    def _measuring_too(self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Plan], None]:
+    def _measure_too(
+        self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...], step: TracedStep, plan: Plan
+    ) -> None:  # fmt: skip
         """Runs a plan that rank 0 measures; one that fails fails there, too."""
-        traced = functools.cache(lambda: trace(fn, *args, **asked.tracing))
-
-        def measure(plan: Plan) -> None:
-            leaves = jax.tree_util.tree_leaves(given_arguments(asked.understood(fn)[0], fn, args))
-            with contextlib.suppress(*FAILURES):
-                time_plan(plan, traced(), leaves, asked.devices)
-
-        return measure
+        leaves = jax.tree_util.tree_leaves(given_arguments(asked.understood(fn)[0], fn, args))
+        with contextlib.suppress(*FAILURES):
+            time_plan(plan, step, leaves, asked.devices)

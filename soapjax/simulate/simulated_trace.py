@@ -22,7 +22,7 @@ from jax import lax
 
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import largest, put, row
-from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
+from soapjax.simulate.walk import MAX_PHASES, ItemRecords, latest_of, stream_times
 
 NEVER = -jnp.inf
 
@@ -69,13 +69,6 @@ def costs_of_item(of: ItemCosts, item: Array) -> tuple[list[Array], Array | None
     return own, jnp.where(is_compute, row(of.on_compute, task), row(of.on_rows, sent))
 
 
-def latest_of(free: list[Array], pins: bool) -> Array:
-    found = free[0]
-    for stream in free[1:]:
-        found = jnp.maximum(found, stream)
-    return largest(found) if pins else found
-
-
 def forward(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, count: Array) -> tuple[Array, ...]:
     """(end, free, gathered, length) of `Trace` from item `first` on, up to item `count`."""
     pins, nobody = of.on_rows is not None, items.item.shape[0] - 1
@@ -91,7 +84,7 @@ def forward(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, count: 
         own, on = costs_of_item(of, item)
         start = jnp.where(is_compute, gathered, row(ends, item[0]))
         streams, end = stream_times([free[s] for s in range(free.shape[0])], start, own, items.overlap, on, 0.0)
-        length = put(length, item[4], latest_of(streams, pins))
+        length = put(length, item[4], latest_of(streams, pins=pins))
         gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
         free = jnp.where(is_barrier, 0.0, jnp.stack(streams))
         return free, jnp.where(is_barrier, 0.0, gathered), end, ends, kept_free, kept_gathered, length

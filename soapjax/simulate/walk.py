@@ -128,6 +128,14 @@ def records_of_items(
     )  # fmt: skip
 
 
+def latest_of(free: Sequence[Array], *, pins: bool) -> Array:
+    """When all streams [Q] are free; with `pins` of all groups, [G, Q] each."""
+    found = free[0]
+    for stream in free[1:]:
+        found = jnp.maximum(found, stream)
+    return largest(found) if pins else found
+
+
 def stream_times(
     free: Sequence[Array], end: Array, own: Sequence[Array], overlap: Array | np.bool_, on: Array | None, never: float
 ) -> tuple[list[Array], Array]:
@@ -182,21 +190,14 @@ def makespans(
         on = None if on_compute is None else jnp.where(is_compute, row(on_compute, task), row(on_rows, sent))
         free, end = stream_times(list(free), jnp.where(is_compute, gathered, ready), own, items.overlap, on, 0.0)
         gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
-        latest = free[0]
-        for stream in free[1:]:
-            latest = jnp.maximum(latest, stream)
-        if groups:
-            latest = largest(latest)
+        latest = latest_of(free, pins=bool(groups))
         free = tuple(jnp.where(is_barrier, latest, x) for x in free)
         return free, gathered, end, item[5], ends
 
     start = tuple(jnp.zeros((*groups, q)) for _ in range(1 + levels))
     ends = jnp.zeros((num_places + 1, q))
     free = lax.fori_loop(0, items.num_items, body, (start, zeros, zeros, jnp.int32(num_places), ends))[0]
-    latest = free[0]
-    for stream in free[1:]:
-        latest = jnp.maximum(latest, stream)
-    return largest(latest) if groups else latest
+    return latest_of(free, pins=bool(groups))
 
 
 @functools.cache
