@@ -34,6 +34,7 @@ def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
             times += batch.scores.step_time_s.tolist()
             memory += batch.scores.memory_bytes.tolist()
             sent += [float(batch.costs(i).bytes_by_collective.sum()) for i in range(len(some))]
+            batch.done()
     alone = [
         c._replace(alone=Alone(times[i] - times[0], int(sent[i] - sent[0]), int(memory[i] - memory[0])))
         for i, c in enumerate(found.changed, 1)

@@ -171,4 +171,5 @@ def _costed(
             sent = int(batch.costs(i).bytes_by_collective.sum())
             fits = memory <= problem.usable_memory_bytes and not batch.scores.violations[i]
             found.append(Neighbour(changes, float(batch.scores.step_time_s[i]), sent, int(memory), bool(fits), like))
+        batch.done()
     return found

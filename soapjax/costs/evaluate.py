@@ -14,12 +14,12 @@ import numpy as np
 from soapjax.costs.rules.sets import MAX_AXES, decoded
 from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, bucket_for, cost_arrays, need_of, records_of
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.costs.whole import Evaluated, Rows, evaluate
+from soapjax.costs.whole import Evaluated, PerRecord, evaluate, nothing_yet
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.configs import REPLICATE
 
 Array = np.ndarray
-LANES = 16  # strategies per call: one size, so that it is traced and compiled once
+LANES = 32  # strategies per call: one size, so that it is traced and compiled once
 
 
 class Durations(NamedTuple):
@@ -83,22 +83,23 @@ class Costs(NamedTuple):
 def program(b: Bucket) -> PlannerProgram:
     """The cost program of a bucket: one for all problems in it."""
 
-    def whole(p, records, axes, storage):
-        return evaluate(p, records, b.slots, axes, storage)
+    like = Evaluated._make([nothing_yet(b, 0), *[0] * (len(Evaluated._fields) - 1)])
+    return PlannerProgram(evaluate, is_urgent=True, name=f"whole {b}", results=like, over=OVER)
 
-    like = Evaluated._make(0 if name != "rows" else Rows._make([0] * len(Rows._fields)) for name in Evaluated._fields)
-    return PlannerProgram(whole, is_urgent=True, name=f"whole {b}", results=like)
+
+OVER = 4  # the argument of `evaluate` that its results are written over
 
 
 class Evaluator:
     """The cost model of one problem."""
 
     def __init__(self, tables: CostTables, bucket: Bucket | None = None):
-        """`bucket` holds the problem; by default the usual one."""
+        """`bucket` holds the problem; by default the smallest of the usual ones."""
         self.tables, self.bucket = tables, bucket or bucket_for(need_of(tables))
         self.arrays = jax.device_put(cost_arrays(tables, self.bucket))
         self.records = jax.device_put(records_of(tables, self.bucket))
         self.program = program(self.bucket)
+        self._done_with: list[PerRecord] = []  # results that nobody reads any more: the next are written over them
 
     def prepare(self) -> None:
         """Compiles, or loads, what is not there yet."""
@@ -110,8 +111,16 @@ class Evaluator:
         """Of up to LANES strategies int8 [B, N, A] and [B, N]; the last one fills the lanes."""
         return self.program(*self._arguments(axes, storage))
 
+    def take_back(self, of: Evaluated) -> None:
+        """Of a call of this evaluator: nobody will read what it found of single records."""
+        self._done_with.append(of.per_record)
+
     def _arguments(self, axes: Array, storage: Array) -> tuple:
-        return self.arrays, self.records, *self._lanes(axes, storage)
+        try:
+            over = self._done_with.pop()
+        except IndexError:
+            over = nothing_yet(self.bucket, LANES)
+        return self.arrays, self.records, *self._lanes(axes, storage), over
 
     def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array]:
         b, (count, num_ops, num_axes) = self.bucket, axes.shape
@@ -130,7 +139,7 @@ class Evaluator:
         ends = np.cumsum([0, num_t, num_e, num_s])
 
         def own(x, count: int) -> Array:
-            return np.asarray(x)[:count, ..., lane]
+            return np.array(np.asarray(x)[:count, ..., lane])  # a copy: what it is of may be written over
 
         def layouts(x, count: int) -> Array:
             return decoded(own(x, count), num_a, b.dims)
@@ -139,27 +148,27 @@ class Evaluator:
             found = own(x, ends[-1])
             return [found[i:j] for i, j in zip(ends, ends[1:], strict=False)]
 
-        rows = of.rows
+        each, rows = of.per_record, of.per_record.rows
         resolve_s, convert_s, sum_s = (x[:, missing:] for x in by_kind(rows.paid_s))
-        since = own(of.since, num_e)
+        since = own(each.since, num_e)
         found = Layouts(
-            layouts(of.layout, t.replicated_slot + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
+            layouts(each.layout, t.replicated_slot + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
             layouts(rows.resolved, num_t), since > 0, since,
         )  # fmt: skip
         parts = Parts(
             convert_s=by_kind(rows.full_s)[1][:, missing:], held_bytes=own(rows.held, num_t), copy_bytes=own(rows.copy, num_e),
             transient_bytes=own(rows.transient, num_t), waiting_bytes=own(rows.waiting, num_t),
-            stored_bytes=own(of.state_bytes, num_p), is_sent=own(rows.is_sent, num_e),
+            stored_bytes=own(each.state_bytes, num_p), is_sent=own(rows.is_sent, num_e),
         )  # fmt: skip
         holding = None
         if b.groups:
             groups = len(t.space.groups)
             (resolve, convert, add), kept = ([x[:, :groups] for x in by_kind(y)] for y in (rows.on, rows.on_kept))
-            compute, stored = own(of.on_compute, t.num_tasks)[:, :groups], own(of.on_stored, num_p)[:, :groups]
+            compute, stored = own(each.on_compute, t.num_tasks)[:, :groups], own(each.on_stored, num_p)[:, :groups]
             holding = Holders(compute=compute, resolve=resolve, convert=convert, sum=add, home=kept[0], copy=kept[1], stored=stored)
         return Costs(
-            durations=Durations(own(of.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), layouts=found,
-            bytes_by_collective=np.asarray(rows.sent)[:, lane], sent_bytes=np.asarray(of.sent_bytes)[lane],
+            durations=Durations(own(each.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), layouts=found,
+            bytes_by_collective=np.asarray(of.sent)[:, lane], sent_bytes=np.asarray(of.sent_bytes)[lane],
             memory_bytes=np.asarray(of.memory_bytes)[:, lane], penalty=np.asarray(of.violations)[lane], parts=parts,
             holders=holding,
         )  # fmt: skip
@@ -175,7 +184,7 @@ class Evaluator:
     def by_operator(self, axes: Array, storage: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
         t, b, count = self.tables, self.bucket, len(axes)
-        of = self.program(*self._alone, *self._lanes(axes, storage))
+        of = self.program(*self._alone, *self._lanes(axes, storage), nothing_yet(b, LANES)).per_record
         num_slots = t.replicated_slot + 1
         sets = np.moveaxis(np.asarray(of.layout)[:num_slots, ..., :count], -1, 0)
         paid_s = np.asarray(of.rows.paid_s)[: len(t.sum_task), b.levels - t.links.num_levels :, :count]

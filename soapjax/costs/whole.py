@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from soapjax.costs.memory.peak_memory import Lives, memory_of
+from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.record_rules import (
     compute_s,
-    configs_of,
+    config_of,
     gathers_again,
     holders,
     on_groups,
@@ -24,7 +27,7 @@ from soapjax.costs.rules.record_rules import (
     violations,
 )
 from soapjax.costs.rules.sets import SET, every, parts_of, union
-from soapjax.costs.tables.arrays import CostArrays, Records, edge_of
+from soapjax.costs.tables.arrays import Bucket, CostArrays, Records, edge_of
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, in_kernel, put, row
 
@@ -52,9 +55,7 @@ class Rows(NamedTuple):
     resolved: Array
     full_s: Array  # [X + 1, L, Q]: as if no copy were shared
     paid_s: Array  # [X + 1, L, Q]
-    sent: Array  # [6, Q] bytes by collective
     full_bytes: Array  # [X + 1, G, Q]: what a device of each group sends, as if no copy were shared
-    sent_on: Array  # [G, Q]: of all rows, as they are paid
     held: Array  # [T + 1, Q]
     copy: Array  # [E + 1, Q]
     is_sent: Array  # bool [E + 1, Q]
@@ -64,8 +65,8 @@ class Rows(NamedTuple):
     on_kept: Array  # bool [X + 1, G, Q]
 
 
-class Evaluated(NamedTuple):
-    """All figures of Q strategies."""
+class PerRecord(NamedTuple):
+    """Of each slot, task, parameter, reader and row; what stands behind a problem's last means nothing."""
 
     layout: Array  # SET [slots + 1, W, Q]
     compute_s: Array  # [K + 1, Q]
@@ -74,6 +75,13 @@ class Evaluated(NamedTuple):
     state_bytes: Array  # [P + 1, Q]
     on_stored: Array  # bool [P + 1, G, Q]
     since: Array  # int32 [E + 1, Q]: the task after the last earlier reader of the same copy, 0 where this reader pays
+
+
+class Evaluated(NamedTuple):
+    """All figures of Q strategies."""
+
+    per_record: PerRecord
+    sent: Array  # [6, Q] bytes by collective
     memory_bytes: Array  # [4, Q], as in `Costs`
     sent_bytes: Array  # [Q]: by the device that sends most
     violations: Array  # int32 [Q]
@@ -132,8 +140,8 @@ def tasks_pass(
     return lax.fori_loop(0, count, body, begun)
 
 
-def sharing_pass(p: CostArrays, layout: Array, again: Array) -> Array:
-    """`Evaluated.since` of slots [n, W, Q] and `again` bool [N, Q]: whose parameters are gathered anew for the backward pass.
+def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Array:
+    """`PerRecord.since` of slots [n, W, Q] and `again` bool [N, Q]: whose parameters are gathered anew for the backward pass.
 
     A reader whose copy an earlier reader of the same tensor has made already, in the same layout, is its heir and pays nothing.
     """
@@ -156,42 +164,34 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array) -> Array:
         start: tuple[Array, Array] = place - 1, jnp.zeros(since.shape[1:], since.dtype)
         return put(since, e, lax.while_loop(lambda x: (x[0] >= first) & (x[1] == 0).any(), earlier, start)[1])
 
-    return lax.fori_loop(0, p.counts[4], of_edge, jnp.zeros((p.edge_life.shape[0], layout.shape[2]), jnp.int32))
+    return lax.fori_loop(0, p.counts[4], of_edge, begun)
 
 
-def rows_pass(p: CostArrays, records: Records, layout: Array, since: Array) -> Rows:
-    """All rows of a problem."""
-    num_t = p.counts[3]
-    t_pad, e_pad = p.tensor_life.shape[0] - 1, p.edge_life.shape[0] - 1
-    width, q = layout.shape[1:]
-    levels, groups, x_rows = p.network.level_axes.shape[0], p.group_digits.shape[1], p.row_int.shape[0]
+def rows_pass(
+    p: CostArrays, records: Records, layout: Array, since: Array, begun: Rows
+) -> tuple[Rows, Array, Array]:
+    """All rows of a problem, and what is sent in them as they are paid: [6, Q] by collective, [G, Q] by a device of each group."""
+    num_t, q = p.counts[3], layout.shape[2]
+    t_pad = p.tensor_life.shape[0] - 1
 
-    def zeros(*shape: int, dtype=jnp.float32) -> Array:
-        return jnp.zeros((*shape, q), dtype)
-
-    def body(x: Array, state: Rows) -> Rows:
+    def body(x: Array, state: tuple[Rows, Array, Array]) -> tuple[Rows, Array, Array]:
+        rows, sent, sent_on = state
         record = row(records.row, x)
         of = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
         t = jnp.where(x < num_t, x, t_pad)
         e = edge_of(p, x)
         pays = (row(since, e) == 0).astype(jnp.float32)
-        return Rows(
-            raw=put(state.raw, t, of.raw), home=put(state.home, t, of.home), resolved=put(state.resolved, t, of.resolved),
-            full_s=put(state.full_s, x, of.seconds), paid_s=put(state.paid_s, x, of.seconds * pays),
-            sent=state.sent + of.sent * pays, full_bytes=put(state.full_bytes, x, of.sent_on),
-            sent_on=state.sent_on + of.sent_on * pays, held=put(state.held, t, of.held), copy=put(state.copy, e, of.copy),
-            is_sent=put(state.is_sent, e, of.is_sent), transient=put(state.transient, t, of.transient),
-            waiting=put(state.waiting, t, of.waiting), on=put(state.on, x, of.on), on_kept=put(state.on_kept, x, of.on_kept),
+        rows = Rows(
+            raw=put(rows.raw, t, of.raw), home=put(rows.home, t, of.home), resolved=put(rows.resolved, t, of.resolved),
+            full_s=put(rows.full_s, x, of.seconds), paid_s=put(rows.paid_s, x, of.seconds * pays),
+            full_bytes=put(rows.full_bytes, x, of.sent_on), held=put(rows.held, t, of.held), copy=put(rows.copy, e, of.copy),
+            is_sent=put(rows.is_sent, e, of.is_sent), transient=put(rows.transient, t, of.transient),
+            waiting=put(rows.waiting, t, of.waiting), on=put(rows.on, x, of.on), on_kept=put(rows.on_kept, x, of.on_kept),
         )  # fmt: skip
+        return rows, sent + of.sent * pays, sent_on + of.sent_on * pays
 
-    raw, home, resolved = (zeros(t_pad + 1, width, dtype=SET) for _ in range(3))
-    nothing = Rows(
-        raw=raw, home=home, resolved=resolved, full_s=zeros(x_rows, levels), paid_s=zeros(x_rows, levels), sent=zeros(6),
-        full_bytes=zeros(x_rows, groups), sent_on=zeros(groups), held=zeros(t_pad + 1), copy=zeros(e_pad + 1),
-        is_sent=zeros(e_pad + 1, dtype=bool), transient=zeros(t_pad + 1), waiting=zeros(t_pad + 1, 2),
-        on=zeros(x_rows, groups, dtype=bool), on_kept=zeros(x_rows, groups, dtype=bool),
-    )  # fmt: skip
-    return lax.fori_loop(0, p.counts[5], body, nothing)
+    nothing = jnp.zeros((len(COLLECTIVES), q)), jnp.zeros((p.group_digits.shape[1], q))
+    return lax.fori_loop(0, p.counts[5], body, (begun, *nothing))
 
 
 def on_pass(
@@ -217,49 +217,81 @@ def on_pass(
     return lax.fori_loop(0, tasks[1], task, begun[0]), on_stored
 
 
-def evaluate(p: CostArrays, records: Records, num_slots: int, axes: Array, storage: Array) -> Evaluated:
-    """Of strategies int8 [N, A, Q] and [N, Q], in the sizes of the problem's bucket, `num_slots` among them. Pure."""
+def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over: PerRecord) -> Evaluated:
+    """Of strategies int8 [N, A, Q] and [N, Q], in the sizes of the problem's bucket. Pure.
+
+    `over` is what an earlier call on this problem gave, or `nothing_yet`: every entry of the problem is written anew, and what
+    stands behind them is left alone. Zeroing it all takes longer than the rules do where a problem is small.
+    """
     pins = p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
     q = storage.shape[1]
-    num_k, num_p = p.task_float.shape[0], p.parameter_int.shape[0]
-    config = configs_of(axes, p.divisors.shape[1], pins)
+    num_k, num_p = over.compute_s.shape[0], over.state_bytes.shape[0]
     width, zero = p.row_fixed.shape[1], jnp.int32(0)
 
-    def slots(p, records, config):
-        begun = Slots(jnp.zeros((num_slots + 1, width, q), SET), jnp.zeros((num_k, 2, q)))
+    def configs(p, axes):
+        columns = jax.eval_shape(config_of, p, axes[0]).shape[0]
+        begun = jnp.zeros((axes.shape[0], columns, q), SET)
+        return lax.fori_loop(0, p.counts[0], lambda n, found: put(found, n, config_of(p, row(axes, n))), begun)
+
+    def slots(p, records, config, layout):
+        begun = Slots(layout, jnp.zeros((num_k, 2, q)))
         return slots_pass(p, records, zero, p.counts[6], config, begun, jnp.zeros((1, width), SET))
 
-    def parameters(p, records, storage, layout):
-        begun = Stored(layout, jnp.zeros((num_p, q)), jnp.ones((num_p, q)))
-        return parameters_pass(p, records, zero, p.counts[1], storage, begun)
+    def parameters(p, records, storage, layout, state_bytes):
+        return parameters_pass(p, records, zero, p.counts[1], storage, Stored(layout, state_bytes, jnp.ones((num_p, q))))
 
-    def tasks(p, records, config, slots, shards):
-        return tasks_pass(p, records, zero, p.counts[2], config, slots, shards, jnp.zeros((num_k, q)))
+    def tasks(p, records, config, slots, shards, begun):
+        return tasks_pass(p, records, zero, p.counts[2], config, slots, shards, begun)
 
-    def on(p, records, config, layout):
-        begun = tuple(jnp.zeros((n, p.group_digits.shape[1], q), bool) for n in (num_k, num_p))
+    def on(p, records, config, layout, *begun):
         return on_pass(p, records, (zero, p.counts[1]), (zero, p.counts[2]), config, layout, begun)
 
     def bad(p, config):
         return lax.fori_loop(0, p.counts[0], lambda n, v: v + violations(p, n, row(config, n)), jnp.zeros(q, jnp.int32))
 
-    found = in_kernel(slots, p, records, config)
-    stored = in_kernel(parameters, p, records, storage, found.layout)
-    seconds = in_kernel(tasks, p, records, config, found, stored.shards)
-    since = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage))
-    rows = in_kernel(rows_pass, p, records, stored.layout, since)
+    config = in_kernel(configs, p, axes)
+    found = in_kernel(slots, p, records, config, over.layout)
+    stored = in_kernel(parameters, p, records, storage, found.layout, over.state_bytes)
+    seconds = in_kernel(tasks, p, records, config, found, stored.shards, over.compute_s)
+    since = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), over.since)
+    rows, sent, sent_on = in_kernel(rows_pass, p, records, stored.layout, since, over.rows)
+    on_compute, on_stored = over.on_compute, over.on_stored
     if pins:
-        on_compute, on_stored = in_kernel(on, p, records, config, stored.layout)
-    else:
-        on_compute, on_stored = jnp.ones((num_k, 1, q), bool), jnp.ones((num_p, 1, q), bool)
+        on_compute, on_stored = in_kernel(on, p, records, config, stored.layout, on_compute, on_stored)
     lives = Lives(
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, since=since,
         on=rows.on, on_kept=rows.on_kept,
     )  # fmt: skip
     memory = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored)
-    return Evaluated(
+    each = PerRecord(
         layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, state_bytes=stored.state_bytes,
-        on_stored=on_stored, since=since, memory_bytes=memory, sent_bytes=rows.sent_on.max(0),
-        violations=in_kernel(bad, p, config),
+        on_stored=on_stored, since=since,
     )  # fmt: skip
+    return Evaluated(each, sent, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
 
+
+def nothing_yet(b: Bucket, lanes: int) -> PerRecord:
+    """For problems of a bucket, before the first call."""
+    tensors, edges, rows, tasks, parameters = (n + 1 for n in (b.tensors, b.edges, b.rows, b.tasks, b.parameters))
+    groups = max(b.groups, 1)
+
+    def zeros(*shape: int, dtype=np.float32) -> np.ndarray:
+        return np.zeros((*shape, lanes), dtype)
+
+    def layouts(count: int) -> np.ndarray:
+        return zeros(count, b.width, dtype=np.int16)
+
+    def truths(count: int, truth: bool) -> np.ndarray:
+        return np.full((count, groups, lanes), truth)
+
+    of_rows = Rows(
+        raw=layouts(tensors), home=layouts(tensors), resolved=layouts(tensors), full_s=zeros(rows, b.levels),
+        paid_s=zeros(rows, b.levels), full_bytes=zeros(rows, groups), held=zeros(tensors), copy=zeros(edges),
+        is_sent=zeros(edges, dtype=bool), transient=zeros(tensors), waiting=zeros(tensors, 2), on=truths(rows, False),
+        on_kept=truths(rows, False),
+    )  # fmt: skip
+    alike = not b.groups  # all devices do the same
+    return PerRecord(
+        layout=layouts(b.slots + 1), compute_s=zeros(tasks), on_compute=truths(tasks, alike), rows=of_rows,
+        state_bytes=zeros(parameters), on_stored=truths(parameters, alike), since=zeros(edges, dtype=np.int32),
+    )  # fmt: skip

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 from jax.experimental import serialize_executable
 
@@ -47,10 +48,13 @@ class PlannerProgram:
     `is_urgent` where somebody waits for it: compiled sooner, at the price of some speed.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, is_urgent: bool = False, name: str = "", results: Any = None):
+    def __init__(
+        self, fn: Callable[..., Any], *, is_urgent: bool = False, name: str = "", results: Any = None, over: int | None = None
+    ):
         """`name`, of what no problem is part of: it says with the arguments' shapes which program this is. `results` is a pytree
-        like the function's."""
-        self._jitted, self._name, self._results = jax.jit(fn), name, results
+        like the function's. Argument number `over` is gone after a call: results are written over it."""
+        self._jitted, self._name, self._results = jax.jit(fn, donate_argnums=() if over is None else over), name, results
+        self._over = over
         self._options = dict(QUICKLY) if is_urgent else {}
         if jax.config.read("jax_disable_most_optimizations"):
             self._options.pop(LEVEL, None)  # the user asks for none at all
@@ -102,13 +106,17 @@ class PlannerProgram:
             if self._is_proven:
                 return self._compiled(*args)
             try:
-                results = jax.block_until_ready(self._compiled(*args))
+                results = jax.block_until_ready(self._compiled(*self._copied(args)))
             except (jax.errors.JaxRuntimeError, TypeError, ValueError):  # written by another build of XLA, say: once, not again
                 lowered = self.lower(*args)
                 self._compiled, _ = _compiled(lowered, self._options, key=self._key(lowered.in_avals), anew=True)
                 results = self._compiled(*args)
         self._is_proven = True
         return results
+
+    def _copied(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """With a copy of what a call takes away: what does not run is called again."""
+        return tuple(jax.tree.map(jnp.copy, x) if i == self._over else x for i, x in enumerate(args))
 
 
 def _narrowed(args: Any) -> Any:

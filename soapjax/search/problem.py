@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soapjax.costs.measured.profile import Profile
+from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
@@ -51,9 +52,10 @@ class PlanningProblem:
     @fewer_collections()
     def make(
         cls, graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology, profile: Profile | None = None,
-        objective: Objective = TIME, front: Front | None = None,
+        objective: Objective = TIME, front: Front | None = None, bucket: Bucket | None = None,
     ) -> PlanningProblem:  # fmt: skip
-        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile)), objective, front)
+        """`bucket` of the cost program, where another problem has compiled that already."""
+        return cls(graph, space, Simulator(cost_tables(graph, space, topology, profile), bucket), objective, front)
 
     def keeping_front(self) -> PlanningProblem:
         """The same, which keeps the front of all that is judged."""

@@ -19,6 +19,7 @@ from soapjax.costs.evaluate import LANES, Costs, Evaluator
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
+from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.whole import Evaluated
 from soapjax.jit.array_types import Array
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
     sent_bytes: Array  # [B]: in a step, by the device that sends most
 
 
-BATCH = 2 * LANES  # strategies that a search asks for at once: two calls, side by side
+BATCH = LANES  # strategies that a search asks for at once: one call
 
 
 class Batch(NamedTuple):
@@ -56,17 +57,23 @@ class Batch(NamedTuple):
         """Of the strategy number i, as NumPy arrays."""
         return self.evaluator.costs(self.parts[i // LANES], i % LANES)
 
+    def done(self) -> None:
+        """Nobody will ask for more costs: what is judged next is written over these."""
+        for part in self.parts:
+            self.evaluator.take_back(part)
+
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(BATCH // LANES, thread_name_prefix="simulator")
+    return ThreadPoolExecutor(2, thread_name_prefix="simulator")
 
 
 class Simulator:
     """Simulates strategies of one problem (graph, space, topology)."""
 
-    def __init__(self, tables: CostTables):
-        self.tables = tables
+    def __init__(self, tables: CostTables, bucket: Bucket | None = None):
+        """`bucket` of the cost program; by default the smallest of the usual ones that holds the problem."""
+        self.tables, self._bucket = tables, bucket
         self.schedule = schedule_of(tables)
         self.items = items_of(tables, self.schedule)
         self.compile_s = 0.0  # that the programs took to trace, and to compile or to load; 0 before the first call
@@ -75,7 +82,7 @@ class Simulator:
     @functools.cached_property
     def evaluator(self) -> Evaluator:
         """The cost program on this problem."""
-        return Evaluator(self.tables)
+        return Evaluator(self.tables, self._bucket)
 
     @functools.cached_property
     def item_records(self) -> tuple[ItemRecords, ItemSizes]:
@@ -98,7 +105,8 @@ class Simulator:
         axes, storage = np.asarray(axes), np.asarray(storage)
         parts = [(axes[k : k + LANES], storage[k : k + LANES]) for k in range(0, len(axes), LANES)]
         self.prepare()  # here: what the caller's thread says of devices holds
-        return list(_pool().map(lambda part: keep(*self._judged(*part)), parts))
+        run = map if len(parts) == 1 else _pool().map
+        return list(run(lambda part: keep(*self._judged(*part)), parts))
 
     def prepare(self) -> None:
         """Compiles, or loads, the programs that are not there yet."""
@@ -120,16 +128,25 @@ class Simulator:
     def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Evaluated]:
         items, walk = self._walk
         of = self.evaluator(axes, storage)
-        times = walk(items, of.compute_s, of.rows.paid_s, of.on_compute, of.rows.on)
+        each, rows = of.per_record, of.per_record.rows
+        times = walk(items, each.compute_s, rows.paid_s, each.on_compute, rows.on)
         return Scores(*(np.asarray(x) for x in (times, np.asarray(of.memory_bytes)[3], of.violations, of.sent_bytes))), of
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""
-        return _joined(self._by_parts(lambda scores, _: scores, *_stacked(strategies)), len(strategies))
+
+        def scores_alone(scores: Scores, of: Evaluated) -> Scores:
+            self.evaluator.take_back(of)
+            return scores
+
+        return _joined(self._by_parts(scores_alone, *_stacked(strategies)), len(strategies))
 
     def costs(self, strategy: Strategy) -> Costs:
         """All figures of one strategy, as NumPy arrays."""
-        return self.batch(*_stacked([strategy])).costs(0)
+        batch = self.batch(*_stacked([strategy]))
+        found = batch.costs(0)
+        batch.done()
+        return found
 
     def timeline(self, strategy: Strategy, *, order: Order = "static") -> Timeline:
         """Of one strategy, in program order, which step times are of, or in one of `event.ORDERS`."""
@@ -161,7 +178,7 @@ class Simulator:
     def figures(self, strategies: Sequence[Strategy]) -> list[StrategyFigures]:
         """What strategies are compared by."""
         found = self.batch(*_stacked(strategies))
-        return [
+        figures = [
             StrategyFigures(
                 step_time_s=_rounded(found.scores.step_time_s[i]), without_overlap_s=_rounded(self.without_overlap_s(costs)),
                 split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),
@@ -170,6 +187,8 @@ class Simulator:
             )
             for i, (strategy, costs) in enumerate(zip(strategies, map(found.costs, range(len(strategies))), strict=True))
         ]  # fmt: skip
+        found.done()
+        return figures
 
     def _is_feasible(self, costs: Costs) -> bool:
         return bool(costs.memory_bytes[3] <= self.tables.usable_memory_bytes) and not int(costs.penalty)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from soapjax.costs.tables.arrays import SMALL as SMALL_BUCKET
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array, Scalar
@@ -75,13 +76,13 @@ SMALL, LARGE = ItemSizes(6144, 64), ItemSizes(24576, 512)
 
 
 def item_records(items: Items, tables: CostTables, num_tasks: int, num_rows: int) -> tuple[ItemRecords, ItemSizes]:
-    """Of a problem whose bucket has so many tasks and rows."""
+    """Of a problem whose bucket has so many tasks and rows; the larger sizes go with the larger bucket."""
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     first = {RESOLVE: 0, CONVERT: num_t, SUM: num_t + num_e, COMPUTE: 0}
     kinds, sources = items.kind.tolist(), items.source.tolist()
     source = [first[k] + s if k in first else num_rows for k, s in zip(kinds, sources, strict=True)]
     n, num_places = items.num_items, places_of(items)[1]
-    usual = SMALL if n <= SMALL.items and num_places <= SMALL.places else LARGE
+    usual = SMALL if num_rows <= SMALL_BUCKET.rows and n <= SMALL.items and num_places <= SMALL.places else LARGE
     sizes = ItemSizes(*(u if m <= u else 1 << (m - 1).bit_length() for m, u in zip((n, num_places), usual, strict=True)))
     of_rows = np.concatenate([items.of_resolve, items.of_convert, items.of_sum])
     overlap = tables.topology.device.overlap

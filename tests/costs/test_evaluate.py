@@ -1,6 +1,7 @@
 """Costs of whole strategies: the jitted evaluator against the plain oracle, and what known strategies must cost."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from families import family
 from problems import PROBLEMS, SLOW, case, case_with, graph_of, topology_of
 
-from soapjax.costs.evaluate import Evaluator, costs_of
+from soapjax.costs.evaluate import LANES, Evaluator, costs_of
 from soapjax.costs.itemize import sent_items
+from soapjax.costs.rules import sets
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.phases import BACKWARD, FORWARD
@@ -63,6 +65,51 @@ def assert_same_seconds(found: dict, expected: dict):
 def test_evaluator_equals_the_plain_oracle(model, topology):
     c = case(model, topology)
     assert_equals_oracle(c, [c.replicated(), c.data_parallel(), *c.strategies(seed=1, count=30)])
+
+
+@pytest.mark.parametrize("model, topology", [("lm", "a100x8"), ("mlp_of_sixes", "2x6")])
+def test_what_was_judged_before_leaves_no_trace(model, topology):
+    """Results are written over those of earlier calls once nobody reads them."""
+    c = case(model, topology)
+    strategies = [c.replicated(), *c.strategies(seed=3, count=2 * LANES)]
+    axes, storage = np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
+    parts = [slice(0, LANES), slice(1, LANES + 1), slice(LANES, 2 * LANES), slice(0, LANES)]
+    anew, over = [Evaluator(c.tables)(axes[p], storage[p]) for p in parts], Evaluator(c.tables)
+    for part, expected in zip(parts, anew, strict=True):
+        found = over(axes[part], storage[part])
+        jax.tree.map(np.testing.assert_array_equal, _of_the_problem(c, found), _of_the_problem(c, expected))
+        kept = over.costs(found, 3)
+        before = jax.tree.map(np.copy, kept)
+        place = found.per_record.layout.unsafe_buffer_pointer()
+        over.take_back(found)
+        again = over(axes[:LANES], storage[:LANES])
+        assert again.per_record.layout.unsafe_buffer_pointer() == place
+        jax.tree.map(np.testing.assert_array_equal, kept, before)
+        over.take_back(again)
+
+
+def _of_the_problem(c, of):
+    """Without what stands behind its last records."""
+    t, each = c.tables, of.per_record
+    counts = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
+    rows = {name: np.asarray(x) for name, x in each.rows._asdict().items()}
+    sizes = {"full_s": counts[2], "paid_s": counts[2], "full_bytes": counts[2], "on": counts[2], "on_kept": counts[2]}
+    sizes |= dict.fromkeys(("copy", "is_sent"), len(t.edge_task))
+    own = {name: x[: sizes.get(name, counts[0])] for name, x in rows.items()}
+    figures = of.sent, of.memory_bytes, of.sent_bytes, of.violations, each.since[: len(t.edge_task)]
+    return own, *map(np.asarray, figures), np.asarray(each.layout)[: t.replicated_slot + 1], np.asarray(each.compute_s)[: t.num_tasks]
+
+
+@pytest.mark.parametrize("axis_sizes", [(2, 2, 2), (3, 2, 5), (7, 7, 3, 2), (5, 5, 5, 5, 3)])
+def test_divides_is_exact_for_all_sizes(axis_sizes):
+    rng, mesh = np.random.default_rng(0), sets.mesh_of(axis_sizes)
+    chosen = rng.integers(0, 2 ** len(axis_sizes), 4000)
+    parts = np.array([np.prod([n for a, n in enumerate(axis_sizes) if s >> a & 1], dtype=np.int64) for s in chosen])
+    size = rng.integers(1, 2**31, 4000, dtype=np.int64)
+    size = np.where(rng.random(4000) < 0.7, size // parts * parts + rng.integers(-1, 2, 4000), size).clip(0, 2**31 - 1)
+    found = jax.jit(functools.partial(sets.divides, mesh))(chosen.astype(np.int16), size.astype(np.int32))
+    assert set((size % parts == 0).tolist()) == {True, False}
+    np.testing.assert_array_equal(found, size % parts == 0)
 
 
 @names

@@ -15,7 +15,21 @@ from jax import lax
 
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.rules.reshard_cost import PERMUTE, halos, reshard
-from soapjax.costs.rules.sets import DIGITS, SET, divides, every, first_of, only_if, parts_of, stage, union, up_to
+from soapjax.costs.rules.sets import (
+    DIGITS,
+    SET,
+    columns_of,
+    divides,
+    every,
+    first_of,
+    only_if,
+    parts_of,
+    parts_of_each,
+    stacked,
+    stage,
+    union,
+    up_to,
+)
 from soapjax.costs.tables.arrays import EDGE, PINNED_BIT, SUM, TENSOR, CostArrays
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import row
@@ -24,21 +38,22 @@ from soapjax.strategy.configs import FIRST_PIN
 NEAR = 1e-9
 
 
-def configs_of(axes: Array, op_dims: int, pins: bool) -> Array:
-    """SET [..., K (+ 1 + DIGITS), Q] of config values int8 [..., A, Q]."""
+def config_of(p: CostArrays, axes: Array) -> Array:
+    """SET [K (+ 1 + DIGITS), Q] of an operator's config values int8 [A, Q]."""
+    op_dims, pins = p.divisors.shape[1], p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
     values = jnp.arange(op_dims, dtype=jnp.int8)[:, None]
 
     def axis(a: Array, found: Array) -> Array:
-        value = lax.dynamic_index_in_dim(axes, a, -2)  # [..., 1, Q]
+        value = row(axes, a)[None]
         truths = value == values
         if pins:
             is_pinned, place = value <= FIRST_PIN, FIRST_PIN - value.astype(jnp.int32)
             digits = (place >> jnp.arange(DIGITS)[:, None]) & 1 != 0
-            truths = jnp.concatenate([truths, is_pinned, is_pinned & digits], -2)
+            truths = jnp.concatenate([truths, is_pinned, is_pinned & digits])
         return found | only_if(truths, jnp.left_shift(jnp.ones((), SET), a.astype(SET)))
 
     columns = op_dims + (1 + DIGITS if pins else 0)
-    return lax.fori_loop(0, axes.shape[-2], axis, jnp.zeros((*axes.shape[:-2], columns, axes.shape[-1]), SET))
+    return lax.fori_loop(0, p.mesh.num_axes, axis, jnp.zeros((columns, axes.shape[-1]), SET))
 
 
 def slot_layout(p: CostArrays, record: Array, config: Array, begun: Array) -> Array:
@@ -138,22 +153,23 @@ def homes(p: CostArrays, which: Array, made: Array, reader: Array, common: Array
     """
     ints, fixed, shape = row(p.row_int, which), row(p.row_fixed, which)[:, None], row(p.row_shape, which)[:, None]
     dims = shape.shape[0]
-    raw = jnp.where(ints[1] != 0, fixed, made)
-    sums = only_if(ints[2] == 0, raw[dims])  # inputs are never partial
-    split, pins = raw[:dims], raw[dims + 1 :]
-    raw = jnp.concatenate([split, sums[None], pins])
+    column = columns_of(made)
+    is_split, is_partial = column < dims, column == dims
+    is_input = ints[2] != 0  # never a partial sum
+    raw = only_if(~(is_partial & is_input), jnp.where(ints[1] != 0, fixed, made))
+    sums = raw[dims]
 
     def as_scattered() -> Array:
         # A later axis that already splits that dim would be the major one after the scatter: blocks out of mesh order.
-        scattered = split | (sums & reader[:dims] & ~up_to(split))
-        return jnp.where(every(divides(p.mesh, scattered, shape)), scattered, split)
+        scattered = raw | only_if(is_split, sums & reader & ~up_to(raw))
+        return jnp.where(every(divides(p.mesh, scattered[:dims], shape)), scattered, raw)
 
-    home = lax.cond((sums != 0).any(), as_scattered, lambda: split)
-    home = jnp.concatenate([home, jnp.zeros_like(sums)[None], pins])
+    home: Array = lax.cond((sums != 0).any(), as_scattered, lambda: raw)
     waits = every(raw == common) & (sums != 0)
     is_summand = (ints[3] != 0) & (waits | (ints[4] == 0))
     # A partial sum made of a whole value is a mask, free.
-    masked = jnp.concatenate([common[:dims], (common[dims] & sums)[None], common[dims + 1 :]])
+    masked = jnp.where(is_partial, common & sums, common)
+    home = only_if(~is_partial, home)
     return Homes(raw, jnp.where(is_summand, common, home), jnp.where(is_summand, masked, home))
 
 
@@ -162,9 +178,7 @@ def as_read(home: Array, wanted: Array, dims: int) -> Array:
 
     A loop carries its sums resolved, and what is still a partial sum is summed up with the last product of its sum.
     """
-    asked = wanted[dims]
-    kept = home & asked
-    target = jnp.concatenate([wanted[:dims] | kept[:dims], jnp.zeros_like(wanted[:1]), wanted[dims + 1 :] | kept[dims + 1 :]])
+    target = only_if(columns_of(home) != dims, wanted | (home & wanted[dims]))
     return jnp.where(home[dims] != 0, home, target)
 
 
@@ -208,9 +222,9 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
 
     def ends(raw: Array, home: Array, resolved: Array, made: Array, wanted: Array) -> tuple[Array, Array]:
         # Of a collective inside a task: partial sums are made; blocks get their halos, which no layout says.
-        nothing = jnp.zeros_like(made[1:dims])
-        inner = jnp.concatenate([made[:1], nothing, made[dims:]])
-        summed = jnp.concatenate([made[:1], nothing, jnp.zeros_like(made[:1]), made[dims + 1 :]])
+        column = columns_of(made)
+        inner = only_if((column == 0) | (column >= dims), made)
+        summed = only_if((column == 0) | (column > dims), made)
         source = jnp.where(is_sum, inner, jnp.where(is_edge, home, raw))
         return source, jnp.where(is_sum, summed, jnp.where(is_edge, as_read(home, wanted, dims), resolved))
 
@@ -267,7 +281,7 @@ def _memory_of(
     is_sent = is_edge & ((moved & (home_split | home_other)) != 0)
     summed = of.raw[dims] & ~of.resolved[dims]
     scattered = summed & union(of.resolved[:dims])
-    parts = parts_of(mesh, jnp.stack([held_split, union(target[:dims]), raw_split, scattered, first_of(scattered)]))
+    parts = parts_of_each(mesh, [held_split, union(target[:dims]), raw_split, scattered, first_of(scattered)])
     held = jnp.where(is_held, floats[3] / parts[0], 0.0)
     copy = jnp.where(is_edge & (moved != 0), floats[0] / parts[1], 0.0)
     local = jnp.where(is_tensor, floats[0] / parts[2], 0.0)
@@ -280,7 +294,7 @@ def _memory_of(
     # Only what the compiler merges waits: results of up to that size.
     result = local * jnp.where(is_scattered, 1 / parts[4], 1.0)
     both = jnp.where((ints[6] != 0) & (summed != 0) & (result <= p.scalars[3]), local + result, 0.0)
-    waiting = jnp.stack([jnp.where(is_scattered, 0.0, both), jnp.where(is_scattered, both, 0.0)])
+    waiting = stacked(mesh, [jnp.where(is_scattered, 0.0, both), jnp.where(is_scattered, both, 0.0)])
     return held, copy, is_sent, transient, waiting
 
 

@@ -28,7 +28,20 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.rules.links import COLLECTIVES, TRANSFER, Links
-from soapjax.costs.rules.sets import SET, Mesh, behind, divides, every, only_if, parts_of, stage, steps_of, union
+from soapjax.costs.rules.sets import (
+    SET,
+    Mesh,
+    behind,
+    divides,
+    every,
+    only_if,
+    parts_of,
+    parts_of_each,
+    stacked,
+    stage,
+    steps_of,
+    union,
+)
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import row
 
@@ -101,7 +114,7 @@ def compared(mesh: Mesh, shape: Array, source: Array, target: Array) -> tuple[Ar
     changes = union(source[: dims + 1] ^ target[: dims + 1]) & ~pinned
     partial = partial & ~still_partial & ~pinned
     # What small dims cannot hold is gathered before.
-    of = parts_of(mesh, jnp.stack([s, t]))
+    of = parts_of_each(mesh, [s, t])
     is_whole = every(of[0] == of[1]) & (partial == 0)
     gathered = only_if(~is_whole, union(only_if(~divides(mesh, s | t, shape), s & ~t)))
     follow = union(s & behind(s & gathered)) & ~gathered
@@ -123,7 +136,7 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
         split, wanted = union(s), union(t)
         keeps, late = split & wanted & ~changes, exchanged & ~early
         gathers, enters = split & replicated, wanted & ~split
-        of = parts_of(mesh, jnp.stack([s, t]))
+        of = parts_of_each(mesh, [s, t])
         is_whole = (changes != 0) & (partial == 0) & every(of[0] == of[1])  # blocks only change places
         leaves, leaves_late = early & s, late & s
         is_entered = (t & enters) != 0
@@ -156,7 +169,7 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
         wanted = union(t)
         held = union(s) | only_if(~is_whole, wanted & ~partial) | sent
         late_ones = [only_if(~is_whole, x) for x in (early, late, gathers)]
-        return union(given) | sent, held, jnp.stack([gathered, partial & wanted, partial & replicated, *late_ones])
+        return union(given) | sent, held, stacked(mesh, [gathered, partial & wanted, partial & replicated, *late_ones])
 
     given_axes, held, of_steps = stage(mesh, steps)
     return Moves(
@@ -199,7 +212,7 @@ def reshard(
     def parts():
         by_level = parts_of(mesh, of.steps[:, None] & network.level_axes[:, None])  # [6, L, Q]
         shares = shares_of(network, jnp.concatenate([of.steps, jnp.stack([of.first_permuted, of.permuted])]))
-        return by_level, parts_of(mesh, jnp.stack([of.given, of.held, of.steps[1]])), shares
+        return by_level, parts_of_each(mesh, [of.given, of.held, of.steps[1]]), shares
 
     by_level, several, shares = stage(mesh, parts)
 
@@ -225,7 +238,7 @@ def reshard(
         late = moved_of[5]
         if pins:
             by_kind[TRANSFER], late = message_bytes, late + gathered
-        return jnp.stack(rows), jnp.stack([by_kind[kind] for kind in COLLECTIVES]), late
+        return stacked(mesh, rows), stacked(mesh, [by_kind[kind] for kind in COLLECTIVES]), late
 
     return stage(mesh, paid)
 
@@ -366,4 +379,4 @@ def halos(mesh: Mesh, network: Network, inner: Array, size_bytes: Array, num_dim
             message_s = 2 * network.latency_s[lv] + sent / (network.rate[PERMUTE, lv] * shares[k, lv])
             rows[lv] = rows[lv] + jnp.where(crosses & ~slower, message_s, 0.0)
             slower |= crosses
-    return jnp.stack(rows), total
+    return stacked(mesh, rows), total

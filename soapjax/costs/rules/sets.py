@@ -9,7 +9,7 @@ asks of all axes is then one operation, and nothing here is compiled for one mes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from soapjax.jit.array_types import Array, Scalar
-from soapjax.jit.kernel import row
+from soapjax.jit.kernel import put, row
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 
 SET = jnp.int16
@@ -60,6 +60,12 @@ def stage(mesh: Mesh, fn: Callable[..., Any], *of: Any) -> Any:
     return lax.fori_loop(0, mesh.one, lambda _, __: fn(*of), none)
 
 
+def columns_of(layout: Array) -> np.ndarray:
+    """The numbers of a layout's columns, int32 [W, 1]. Rules choose by them, and concatenate nothing: what they choose from is
+    computed for many lanes at once, where the parts of a concatenation are told apart lane by lane."""
+    return np.arange(layout.shape[0], dtype=np.int32)[:, None]
+
+
 def union(sets: Array) -> Array:
     """Of [n, ...]."""
     return functools.reduce(jnp.bitwise_or, [sets[i] for i in range(sets.shape[0])])
@@ -92,13 +98,27 @@ def behind(sets: Array) -> Array:
 
 def parts_of(mesh: Mesh, sets: Array) -> Array:
     """Into how many parts sets of axes split, float32: the exponent of a float for axes of two, a loop over the others."""
-    count = lax.population_count(sets & mesh.twos).astype(jnp.int32)
-    parts = lax.bitcast_convert_type((count + 127) << 23, jnp.float32)
+    return parts_of_each(mesh, [sets])[0]
 
-    def other(i: Array, parts: Array) -> Array:
-        return jnp.where((sets & row(mesh.others, i)) != 0, parts * row(mesh.other_sizes, i), parts)
+
+def parts_of_each(mesh: Mesh, sets: Sequence[Array]) -> list[Array]:
+    """`parts_of` of several, in one loop."""
+    counts = [lax.population_count(s & mesh.twos).astype(jnp.int32) for s in sets]
+    parts = [lax.bitcast_convert_type((count + 127) << 23, jnp.float32) for count in counts]
+
+    def other(i: Array, parts: list[Array]) -> list[Array]:
+        axis, size = row(mesh.others, i), row(mesh.other_sizes, i)
+        return [jnp.where((s & axis) != 0, x * size, x) for s, x in zip(sets, parts, strict=True)]
 
     return lax.fori_loop(0, mesh.num_others, other, parts)
+
+
+def stacked(mesh: Mesh, parts: Sequence[Array]) -> Array:
+    """`jnp.stack(parts)`, one after the other: of one operation XLA would ask lane by lane which part it is in."""
+    found = jnp.zeros((len(parts), *parts[0].shape), parts[0].dtype)
+    for i, part in enumerate(parts):
+        found = put(found, mesh.one * (i + 1) - 1, part)  # i, which XLA does not know
+    return found
 
 
 def steps_of(mesh: Mesh, sets: Array) -> Array:
@@ -112,15 +132,23 @@ def steps_of(mesh: Mesh, sets: Array) -> Array:
 
 
 def divides(mesh: Mesh, sets: Array, size: Array) -> Array:
-    """Whether the axes of a set split `size`, int32, evenly. Integer division is one number per instruction: only where needed."""
+    """Whether the axes of a set split `size`, int32, evenly.
+
+    By axes of two by its last bits; by the others in floats, since integers are divided one at a time: the rest that is left of a
+    rounded quotient is less than 2^24, and so its own quotient is exact.
+    """
     count = lax.population_count(sets & mesh.twos).astype(jnp.int32)
     fits = (size & ((1 << count) - 1)) == 0
 
     def other(i: Array, parts: Array) -> Array:
-        return jnp.where((sets & row(mesh.others, i)) != 0, parts * row(mesh.other_sizes, i).astype(jnp.int32), parts)
+        return jnp.where((sets & row(mesh.others, i)) != 0, parts * row(mesh.other_sizes, i), parts)
 
-    parts = lax.fori_loop(0, mesh.num_others, other, jnp.ones_like(count))
-    return lax.fori_loop(0, jnp.minimum(mesh.num_others, 1), lambda _, fits: fits & (size % parts == 0), fits)
+    def rest(left: Array, parts: Array) -> Array:
+        quotient = jnp.round(left.astype(jnp.float32) / parts)
+        return left - quotient.astype(jnp.int32) * parts.astype(jnp.int32)
+
+    parts = lax.fori_loop(0, mesh.num_others, other, jnp.ones(count.shape, jnp.float32))
+    return fits & (rest(rest(jnp.broadcast_to(size, count.shape), parts), parts) == 0)
 
 
 def encoded(layouts: np.ndarray, num_dims: int, pins: bool) -> np.ndarray:

@@ -80,7 +80,9 @@ class Engine:
     def at(self, strategy: Strategy) -> Position:
         """A strategy taken apart."""
         batch = self.problem.simulator.batch(strategy.axes[None], strategy.storage[None])
-        return self._position(batch, 0, strategy)
+        found = self._position(batch, 0, strategy)
+        batch.done()
+        return found
 
     def judged(self, at: Position, n: int, axes: np.ndarray, storage: np.ndarray) -> Judged:
         """Candidates int8 [Q, A] and [Q] of operator `n` beside the strategy at `at`, exactly; as NumPy arrays [Q]."""
@@ -123,4 +125,5 @@ class Engine:
         if accepts.any():
             at = self._position(judged, first, proposed[first])
             walker = walker._replace(at=at, cost=np.float32(cost[first]), accepted=np.int32(walker.accepted + 1))
+        judged.done()
         return walker

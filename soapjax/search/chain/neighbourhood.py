@@ -19,7 +19,7 @@ from soapjax.costs.evaluate import Evaluator
 from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
 from soapjax.costs.rules.copies import all_previous
-from soapjax.costs.rules.record_rules import configs_of, violations
+from soapjax.costs.rules.record_rules import config_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
@@ -107,7 +107,7 @@ def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
 
 def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
     """The summands of one of the strategies that were judged together; who pays is found by `position`."""
-    b, rows = evaluator.bucket, of.rows
+    b, each, rows = evaluator.bucket, of.per_record, of.per_record.rows
     padded_axes = np.full((b.operators, MAX_AXES), -1, np.int8)
     padded_axes[: len(axes), : axes.shape[1]] = axes
     padded_storage = np.zeros(b.operators, np.int8)
@@ -117,11 +117,11 @@ def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, st
         return np.ascontiguousarray(np.asarray(x)[..., lane])
 
     return Base(
-        axes=padded_axes, storage=padded_storage, layout=one(of.layout), compute_s=one(of.compute_s), full_s=one(rows.full_s),
+        axes=padded_axes, storage=padded_storage, layout=one(each.layout), compute_s=one(each.compute_s), full_s=one(rows.full_s),
         paid_s=one(rows.paid_s), sent=one(rows.full_bytes), previous=np.full(b.edges + 1, -1, np.int32), held=one(rows.held),
         copy=one(rows.copy), is_sent=one(rows.is_sent), transient=one(rows.transient), waiting=one(rows.waiting),
-        state_bytes=one(of.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(of.on_compute),
-        on_stored=one(of.on_stored),
+        state_bytes=one(each.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(each.on_compute),
+        on_stored=one(each.on_stored),
     )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def judge(
 ) -> tuple[Judged, Effects, Alive, Scratch]:
     """Candidates (`axes` int8 [A, Q], `storage` int8 [Q]) of operator `n` beside the strategy at `at`."""
     p, own, items, pins = tables.costs, tables.own, tables.items, sizes.pins
-    config = configs_of(axes[None], p.divisors.shape[1], pins)
+    config = in_kernel(config_of, p, axes)[None]
     base, change = at.base, changed(p, own, at.base, into.change, n, config, storage)
     on = (change.on_compute, change.on) if pins else (None, None)
     found = Changed(change.task_of, change.row_of, change.compute_s, change.full_s, change.pays, *on)

@@ -139,6 +139,7 @@ class Judge:
                 ways = sum(run.distinct(strategy.axes, strategy.storage) for run in self.runs)
                 alike = ways, self._num_unlike(strategy)
                 out.append(Candidate(evaluation, *alike, sent, num, simulator.without_overlap_s(own), share))
+            batch.done()
         return out
 
     def _num_unlike(self, strategy: Strategy) -> int:

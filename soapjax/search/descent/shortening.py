@@ -122,4 +122,5 @@ def _problem_of(problem: PlanningProblem, shorter: Shorter) -> PlanningProblem:
     space, tables = problem.space, problem.simulator.tables
     rows = {name: getattr(space, name)[shorter.kept] for name in ("divisors", "allowed", "owns_parameters")}
     space = dataclasses.replace(space, graph=shorter.graph, **rows)
-    return PlanningProblem.make(shorter.graph, space, tables.topology, tables.profile, problem.objective)
+    bucket = problem.simulator.evaluator.bucket
+    return PlanningProblem.make(shorter.graph, space, tables.topology, tables.profile, problem.objective, bucket=bucket)
