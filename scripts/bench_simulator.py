@@ -143,13 +143,19 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
             found.append(engine.judged(at, int(n), a[first], s[first]).step_time_s[place.reshape(-1)])
         return np.stack(found)
 
+    def full_s_of(states: State) -> np.ndarray:
+        """Step times of any number of strategies: BATCH a call, two calls side by side."""
+        batch = simulator.batch(*states)
+        batch.done()
+        return batch.scores.step_time_s
+
     half = num_blocks // 2
     halves = [tuple(x[part] for x in proposals[:3]) for part in (slice(0, half), slice(half, 2 * half))]
     leaps = [_filled(proposals.leaps, k) for k in range(0, len(proposals.leaps.storage), BATCH)]
 
     def batched_delta() -> tuple[np.ndarray, np.ndarray]:
         blocks = pool.map(lambda h: judge(*h), halves)
-        return np.concatenate(list(blocks)), np.concatenate([simulator.batch(*x).scores.step_time_s for x in leaps])
+        return np.concatenate(list(blocks)), np.concatenate([full_s_of(x) for x in leaps])
 
     delta_s = timed(batched_delta, options.repeat)
     times, leap_times = batched_delta()
@@ -157,22 +163,17 @@ def measure(problem: PlanningProblem, options: argparse.Namespace) -> dict[str, 
     rng = np.random.default_rng(0)
     order = rng.permutation(2 * half * steps)[: BATCH * FULL_BATCHES * 2]
     whole = _whole(now, proposals, order // steps, order % steps)
-    batches = [State(whole.axes[k : k + BATCH], whole.storage[k : k + BATCH]) for k in range(0, len(order), BATCH)]
-
-    def batched_full() -> np.ndarray:
-        return np.concatenate([simulator.batch(*b).scores.step_time_s for b in batches])
-
-    full_s = timed(batched_full, options.repeat)
-    full = batched_full()
+    full_s = timed(lambda: full_s_of(whole), options.repeat)
+    full = full_s_of(whole)
     of_order = times[order // steps, order % steps]
     worst = [_worst(of_order, full)]
     for k, batch in enumerate(leaps):
         count = min(BATCH, len(proposals.leaps.storage) - k * BATCH)
-        worst.append(_worst(leap_times[k * BATCH : k * BATCH + count], simulator.batch(*batch).scores.step_time_s[:count]))
+        worst.append(_worst(leap_times[k * BATCH : k * BATCH + count], full_s_of(batch)[:count]))
 
     schedule = simulator.schedule
-    batch = simulator.batch(*batches[0])
-    costs = jax.tree.map(lambda *x: np.stack(x), *map(batch.costs, range(len(batches[0].storage))))
+    batch = simulator.batch(whole.axes[:BATCH], whole.storage[:BATCH])
+    costs = jax.tree.map(lambda *x: np.stack(x), *map(batch.costs, range(BATCH)))
     durations = schedule.durations(costs.durations)[:EVENT_PROPOSALS]
     occupies = [schedule.occupies] * EVENT_PROPOSALS
     if costs.holders is not None:

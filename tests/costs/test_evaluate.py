@@ -97,7 +97,8 @@ def _of_the_problem(c, of):
     sizes |= dict.fromkeys(("copy", "is_sent"), len(t.edge_task))
     own = {name: x[: sizes.get(name, counts[0])] for name, x in rows.items()}
     figures = of.sent, of.memory_bytes, of.sent_bytes, of.violations, each.since[: len(t.edge_task)]
-    return own, *map(np.asarray, figures), np.asarray(each.layout)[: t.replicated_slot + 1], np.asarray(each.compute_s)[: t.num_tasks]
+    records = each.layout[: t.replicated_slot + 1], each.compute_s[: t.num_tasks]
+    return own, *map(np.asarray, (*figures, *records))
 
 
 @pytest.mark.parametrize("axis_sizes", [(2, 2, 2), (3, 2, 5), (7, 7, 3, 2), (5, 5, 5, 5, 3)])
