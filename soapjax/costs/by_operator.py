@@ -57,7 +57,7 @@ def operator_costs(
         if part.operator in index:
             sent_bytes[index[part.operator]] += sum(part.bytes.values())
     memory = memory_curve(tables, costs).at_peak(own.of_tensor, own.of_edge, tables.parameter_op, count)
-    flops, split = split_flops(tables, strategy.axes, costs.layouts.slots)
+    flops, split = split_flops(tables, strategy.axes, tables.stored(costs.layouts.slots))
     return tuple(
         OperatorCost(
             compute_s=_rounded(compute[n]), communication_s=_rounded(sent_s[n]), sent_bytes=int(sent_bytes[n]),

@@ -24,7 +24,7 @@ from soapjax.jit.kernel import in_kernel, largest, put, row
 
 def changed(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Array | Scalar, config: Array, storage: Array) -> Change:
     """What candidates (`config` SET [1, C, Q], `storage` int8 [Q]) of operator `n` make of their rows."""
-    pins = p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
+    pins = p.has_pins
     again = gathers_again(p, storage)
 
     def decided(p, own, config, storage, layout, others, compute_s, state_bytes, n):

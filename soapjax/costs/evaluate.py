@@ -66,6 +66,15 @@ class Holders(NamedTuple):
     stored: Array  # bool [P, G]
 
 
+class Outline(NamedTuple):
+    """Of one strategy, as NumPy arrays: the little of its `Costs` by which many are compared."""
+
+    durations: Durations
+    stored: Array  # int8 [P, A]: the layouts in which parameters are stored
+    bytes_by_collective: Array  # [6]
+    holders: Holders | None
+
+
 class Costs(NamedTuple):
     """Of one strategy, as NumPy arrays."""
 
@@ -116,62 +125,76 @@ class Evaluator:
         self._done_with.append(of.per_record)
 
     def _arguments(self, axes: Array, storage: Array) -> tuple:
-        try:
-            over = self._done_with.pop()
-        except IndexError:
-            over = nothing_yet(self.bucket, LANES)
-        return self.arrays, self.records, *self._lanes(axes, storage), over
+        return self.arrays, self.records, *self._lanes(axes, storage)
 
-    def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array]:
+    def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array, PerRecord]:
+        """The strategies, padded, and what their figures are written over."""
         b, (count, num_ops, num_axes) = self.bucket, axes.shape
         lanes = np.minimum(np.arange(LANES), count - 1)
         padded_axes = np.full((b.operators, MAX_AXES, LANES), REPLICATE, np.int8)
         padded_axes[:num_ops, :num_axes] = axes[lanes].transpose(1, 2, 0)
         padded_storage = np.zeros((b.operators, LANES), np.int8)
         padded_storage[:num_ops] = storage[lanes].T
-        return padded_axes, padded_storage
+        try:
+            return padded_axes, padded_storage, self._done_with.pop()
+        except IndexError:
+            return padded_axes, padded_storage, nothing_yet(b, LANES)
 
     def costs(self, of: Evaluated, lane: int) -> Costs:
         """All figures of one of the strategies."""
-        t, b = self.tables, self.bucket
-        num_t, num_e, num_s, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.sum_task), len(t.parameter_op)
-        num_a, missing = len(t.links.axis_sizes), b.levels - t.links.num_levels
-        ends = np.cumsum([0, num_t, num_e, num_s])
-
-        def own(x, count: int) -> Array:
-            return np.array(np.asarray(x)[:count, ..., lane])  # a copy: what it is of may be written over
-
-        def layouts(x, count: int) -> Array:
-            return decoded(own(x, count), num_a, b.dims)
-
-        def by_kind(x) -> list[Array]:
-            found = own(x, ends[-1])
-            return [found[i:j] for i, j in zip(ends, ends[1:], strict=False)]
-
-        each, rows = of.per_record, of.per_record.rows
-        resolve_s, convert_s, sum_s = (x[:, missing:] for x in by_kind(rows.paid_s))
-        since = own(each.since, num_e)
+        t, each, rows = self.tables, of.per_record, of.per_record.rows
+        num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
+        since = _own(each.since, lane, num_e)
         found = Layouts(
-            layouts(each.layout, t.replicated_slot + 1), layouts(rows.home, num_t), layouts(rows.raw, num_t),
-            layouts(rows.resolved, num_t), since > 0, since,
+            self._layouts(each.layout, lane, t.replicated_slot + 1), self._layouts(rows.home, lane, num_t),
+            self._layouts(rows.raw, lane, num_t), self._layouts(rows.resolved, lane, num_t), since > 0, since,
         )  # fmt: skip
         parts = Parts(
-            convert_s=by_kind(rows.full_s)[1][:, missing:], held_bytes=own(rows.held, num_t), copy_bytes=own(rows.copy, num_e),
-            transient_bytes=own(rows.transient, num_t), waiting_bytes=own(rows.waiting, num_t),
-            stored_bytes=own(each.state_bytes, num_p), is_sent=own(rows.is_sent, num_e),
+            convert_s=self._seconds(rows.full_s, lane)[1], held_bytes=_own(rows.held, lane, num_t),
+            copy_bytes=_own(rows.copy, lane, num_e), transient_bytes=_own(rows.transient, lane, num_t),
+            waiting_bytes=_own(rows.waiting, lane, num_t), stored_bytes=_own(each.state_bytes, lane, num_p),
+            is_sent=_own(rows.is_sent, lane, num_e),
         )  # fmt: skip
-        holding = None
-        if b.groups:
-            groups = len(t.space.groups)
-            (resolve, convert, add), kept = ([x[:, :groups] for x in by_kind(y)] for y in (rows.on, rows.on_kept))
-            compute, stored = own(each.on_compute, t.num_tasks)[:, :groups], own(each.on_stored, num_p)[:, :groups]
-            holding = Holders(compute=compute, resolve=resolve, convert=convert, sum=add, home=kept[0], copy=kept[1], stored=stored)
         return Costs(
-            durations=Durations(own(each.compute_s, t.num_tasks), resolve_s, convert_s, sum_s), layouts=found,
-            bytes_by_collective=np.asarray(of.sent)[:, lane], sent_bytes=np.asarray(of.sent_bytes)[lane],
-            memory_bytes=np.asarray(of.memory_bytes)[:, lane], penalty=np.asarray(of.violations)[lane], parts=parts,
-            holders=holding,
+            durations=self._durations(of, lane), layouts=found, bytes_by_collective=np.asarray(of.sent)[:, lane],
+            sent_bytes=np.asarray(of.sent_bytes)[lane], memory_bytes=np.asarray(of.memory_bytes)[:, lane],
+            penalty=np.asarray(of.violations)[lane], parts=parts, holders=self._holders(of, lane),
         )  # fmt: skip
+
+    def outline(self, of: Evaluated, lane: int) -> Outline:
+        """Of one of the strategies what takes no long to read."""
+        count = len(self.tables.parameter_op)
+        stored = self._layouts(self.tables.stored(np.asarray(of.per_record.layout)), lane, count)
+        return Outline(self._durations(of, lane), stored, np.asarray(of.sent)[:, lane], self._holders(of, lane))
+
+    def _layouts(self, sets: Array, lane: int, count: int) -> Array:
+        return decoded(_own(sets, lane, count), len(self.tables.links.axis_sizes), self.bucket.dims)
+
+    def _durations(self, of: Evaluated, lane: int) -> Durations:
+        return Durations(
+            _own(of.per_record.compute_s, lane, self.tables.num_tasks), *self._seconds(of.per_record.rows.paid_s, lane)
+        )
+
+    def _seconds(self, of_rows: Array, lane: int) -> list[Array]:
+        """Of the topology's own levels, by kinds of rows."""
+        missing = self.bucket.levels - self.tables.links.num_levels
+        return [x[:, missing:] for x in self._by_kind(of_rows, lane)]
+
+    def _by_kind(self, of_rows: Array, lane: int) -> list[Array]:
+        """Of tensors, conversions, and collectives inside tasks."""
+        t = self.tables
+        ends = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
+        return np.split(_own(of_rows, lane, ends[-1]), ends[:-1])
+
+    def _holders(self, of: Evaluated, lane: int) -> Holders | None:
+        t, each = self.tables, of.per_record
+        if not self.bucket.groups:
+            return None
+        groups = len(t.space.groups)
+        (resolve, convert, add), kept = ([x[:, :groups] for x in self._by_kind(y, lane)] for y in (each.rows.on, each.rows.on_kept))
+        compute = _own(each.on_compute, lane, t.num_tasks)[:, :groups]
+        stored = _own(each.on_stored, lane, len(t.parameter_op))[:, :groups]
+        return Holders(compute=compute, resolve=resolve, convert=convert, sum=add, home=kept[0], copy=kept[1], stored=stored)
 
     @functools.cached_property
     def _alone(self) -> tuple[CostArrays, Records]:
@@ -184,12 +207,21 @@ class Evaluator:
     def by_operator(self, axes: Array, storage: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
         t, b, count = self.tables, self.bucket, len(axes)
-        of = self.program(*self._alone, *self._lanes(axes, storage), nothing_yet(b, LANES)).per_record
-        num_slots = t.replicated_slot + 1
-        sets = np.moveaxis(np.asarray(of.layout)[:num_slots, ..., :count], -1, 0)
-        paid_s = np.asarray(of.rows.paid_s)[: len(t.sum_task), b.levels - t.links.num_levels :, :count]
-        compute_s = np.asarray(of.compute_s)[: t.num_tasks, :count]
-        return decoded(sets, len(t.links.axis_sizes), b.dims), compute_s.T, np.moveaxis(paid_s, -1, 0)
+        of = self.program(*self._alone, *self._lanes(axes, storage))
+        layout, compute_s, paid_s = of.per_record.layout, of.per_record.compute_s, of.per_record.rows.paid_s
+
+        def own(x, num: int) -> Array:
+            return np.moveaxis(np.array(np.asarray(x)[:num, ..., :count]), -1, 0)
+
+        sets, sums_s = own(layout, t.replicated_slot + 1), own(paid_s, len(t.sum_task))[..., b.levels - t.links.num_levels :]
+        found = decoded(sets, len(t.links.axis_sizes), b.dims), own(compute_s, t.num_tasks), sums_s
+        self.take_back(of)
+        return found
+
+
+def _own(x: Array, lane: int, count: int) -> Array:
+    """A lane's first `count`: a copy, since what it is of may be written over."""
+    return np.array(np.asarray(x)[:count, ..., lane])
 
 
 def costs_of(tables: CostTables, axes: Array, storage: Array) -> Costs:

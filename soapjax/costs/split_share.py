@@ -22,24 +22,24 @@ from soapjax.strategy.layout import PINNED
 
 
 def split_flops(
-    tables: CostTables, axes: np.ndarray, slots: np.ndarray, *, num_devices: int | None = None
+    tables: CostTables, axes: np.ndarray, stored: np.ndarray, *, num_devices: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """FLOPs of every operator, and those of them that are split, both float64 [N].
 
     Args:
-      axes: int8 [N, A] of the strategy; `slots` as in `Layouts`, of the same strategy.
+      axes: int8 [N, A] of the strategy; `stored` int8 [P, A], the layouts in which it stores parameters.
       num_devices: D, where the mesh holds a part of the devices only (a stage of a pipeline); the mesh's by default.
     """
     sizes = np.array(tables.links.axis_sizes, np.float64)
     mesh_devices = float(sizes.prod())
     total = mesh_devices if num_devices is None else float(num_devices)
-    done = np.array([w.flops * t.trip_count for t in tables.graph.tasks for w in t.work], np.float64)  # as `work_task`
+    done = tables.work_flops
     operator, parameter = tables.task_op[tables.work_task], tables.task_parameter[tables.work_task]
     rows = np.asarray(axes)[operator]  # [W, A]
     divided = np.take_along_axis(tables.work_split, np.maximum(rows, -1).astype(np.int64) + 1, axis=1) | (rows <= FIRST_PIN)
     if len(tables.parameter_op):
-        stored = np.asarray(slots)[len(tables.access_op) + np.maximum(parameter, 0)]
-        divided = np.where(parameter[:, None] >= 0, (stored >= 0) | (stored <= PINNED), divided)
+        of_parameter = stored[np.maximum(parameter, 0)]
+        divided = np.where(parameter[:, None] >= 0, (of_parameter >= 0) | (of_parameter <= PINNED), divided)
     alike = mesh_devices / np.where(divided, sizes, 1.0).prod(1)
     part = done * ((total - alike) / (total - 1) if total > 1 else 1.0)
     count = tables.graph.num_operators

@@ -223,7 +223,6 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
     `over` is what an earlier call on this problem gave, or `nothing_yet`: every entry of the problem is written anew, and what
     stands behind them is left alone. Zeroing it all takes longer than the rules do where a problem is small.
     """
-    pins = p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
     q = storage.shape[1]
     num_k, num_p = over.compute_s.shape[0], over.state_bytes.shape[0]
     width, zero = p.row_fixed.shape[1], jnp.int32(0)
@@ -256,7 +255,7 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
     since = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), over.since)
     rows, sent, sent_on = in_kernel(rows_pass, p, records, stored.layout, since, over.rows)
     on_compute, on_stored = over.on_compute, over.on_stored
-    if pins:
+    if p.has_pins:
         on_compute, on_stored = in_kernel(on, p, records, config, stored.layout, on_compute, on_stored)
     lives = Lives(
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, since=since,

@@ -33,7 +33,7 @@ def structure_remarks(graph: OperatorGraph) -> tuple[str, ...]:
 def repeated_remarks(problem: PlanningProblem, strategy: Strategy) -> tuple[str, ...]:
     """Which operators a strategy does several times over, most FLOPs first, and why; nothing where it splits nearly all."""
     simulator = problem.simulator
-    flops, split = split_flops(simulator.tables, strategy.axes, simulator.costs(strategy).layouts.slots)
+    flops, split = split_flops(simulator.tables, strategy.axes, simulator.tables.stored(simulator.costs(strategy).layouts.slots))
     share, repeated = share_of(flops, split), flops - split
     if share >= WELL_SPLIT:
         return ()

@@ -15,7 +15,7 @@ from typing import NamedTuple, SupportsFloat, TypeVar
 import jax
 import numpy as np
 
-from soapjax.costs.evaluate import LANES, Costs, Evaluator
+from soapjax.costs.evaluate import LANES, Costs, Evaluator, Outline
 from soapjax.costs.itemize import sent_parts
 from soapjax.costs.rules.links import COLLECTIVES
 from soapjax.costs.split_share import share_of, split_flops
@@ -56,6 +56,10 @@ class Batch(NamedTuple):
     def costs(self, i: int) -> Costs:
         """Of the strategy number i, as NumPy arrays."""
         return self.evaluator.costs(self.parts[i // LANES], i % LANES)
+
+    def outline(self, i: int) -> Outline:
+        """Of the strategy number i, sooner than `costs`."""
+        return self.evaluator.outline(self.parts[i // LANES], i % LANES)
 
     def done(self) -> None:
         """Nobody will ask for more costs: what is judged next is written over these."""
@@ -165,10 +169,10 @@ class Simulator:
             maker[[a.tensor for a in task.writes]] = k
         return schedule.queues_of_groups(holders, self.tables.edge_tensor, maker)
 
-    def _simulated(self, costs: Costs, schedule: Schedule) -> Timeline:
+    def _simulated(self, costs: Costs | Outline, schedule: Schedule) -> Timeline:
         return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
 
-    def without_overlap_s(self, costs: Costs) -> float:
+    def without_overlap_s(self, costs: Costs | Outline) -> float:
         """The step time if every device did one thing at a time: communication and computing one after the other."""
         if costs.holders is None:
             # Every task runs on every device: one after the other.
@@ -181,7 +185,7 @@ class Simulator:
         figures = [
             StrategyFigures(
                 step_time_s=_rounded(found.scores.step_time_s[i]), without_overlap_s=_rounded(self.without_overlap_s(costs)),
-                split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),
+                split_flops_share=share_of(*split_flops(self.tables, strategy.axes, self.tables.stored(costs.layouts.slots))),
                 memory_bytes_per_device=int(costs.memory_bytes[3]), sent_bytes=int(costs.bytes_by_collective.sum()),
                 peak_sent_bytes=int(costs.sent_bytes), feasible=self._is_feasible(costs),
             )
@@ -208,11 +212,11 @@ class Simulator:
             peak_sent_bytes=int(costs.sent_bytes),
             compute_figures=compute_figures or {},
             without_overlap_s=_rounded(self.without_overlap_s(costs)),
-            split_flops_share=share_of(*split_flops(self.tables, strategy.axes, costs.layouts.slots)),
+            split_flops_share=share_of(*split_flops(self.tables, strategy.axes, self.tables.stored(costs.layouts.slots))),
         )
 
 
-def occupied_by(schedule: Schedule, costs: Costs) -> np.ndarray:
+def occupied_by(schedule: Schedule, costs: Costs | Outline) -> np.ndarray:
     """bool [T, S * G]: the streams that every scheduled task occupies, those of each group of devices where pins are."""
     return schedule.occupies if costs.holders is None else schedule.occupies_of_groups(costs.holders)
 

@@ -76,7 +76,7 @@ def test_without_overlap_is_what_a_device_without_overlap_takes(model, topology)
 
 
 def shares(tables, strategy, simulator):
-    flops, split = split_flops(tables, strategy.axes, simulator.costs(strategy).layouts.slots)
+    flops, split = split_flops(tables, strategy.axes, tables.stored(simulator.costs(strategy).layouts.slots))
     return share_of(flops, split), flops, split
 
 

@@ -40,7 +40,7 @@ NEAR = 1e-9
 
 def config_of(p: CostArrays, axes: Array) -> Array:
     """SET [K (+ 1 + DIGITS), Q] of an operator's config values int8 [A, Q]."""
-    op_dims, pins = p.divisors.shape[1], p.row_fixed.shape[1] > p.row_shape.shape[1] + 1
+    op_dims, pins = p.divisors.shape[1], p.has_pins
     values = jnp.arange(op_dims, dtype=jnp.int8)[:, None]
 
     def axis(a: Array, found: Array) -> Array:
@@ -184,7 +184,7 @@ def as_read(home: Array, wanted: Array, dims: int) -> Array:
 
 def holders(p: CostArrays, layout: Array) -> Array:
     """bool [G, Q]: the device groups that hold a tensor of this layout; all without pins."""
-    if layout.shape[0] <= p.row_shape.shape[1] + 1:
+    if not p.has_pins:
         return jnp.ones((1, layout.shape[1]), bool)
     return on_groups(p, layout[-1 - DIGITS :])
 

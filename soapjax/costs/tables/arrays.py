@@ -128,6 +128,11 @@ class CostArrays(NamedTuple):
     edge_group: Array  # int32 [E + 1, 4]: first of its group in `members`, its place, number; operator whose storage gathers again
     members: Array  # int32 [E]
 
+    @property
+    def has_pins(self) -> bool:
+        """Whether layouts have columns for pins: a property of the bucket."""
+        return self.row_fixed.shape[1] > self.row_shape.shape[1] + 1
+
 
 def edge_of(p: CostArrays, x: Array) -> Array:
     """The conversion that row `x` is; for other rows the place behind the last."""

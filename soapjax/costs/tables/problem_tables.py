@@ -12,6 +12,7 @@ sequences here also fix what the simulators schedule:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -113,6 +114,15 @@ class CostTables:
     profile: Profile | None  # what was measured, None: the topology's figures
     rates: ComputeRates
     measured: MeasuredArrays  # K tasks
+
+    @functools.cached_property
+    def work_flops(self) -> np.ndarray:
+        """float64 [W]: of all trips, on one device."""
+        return np.array([w.flops * t.trip_count for t in self.graph.tasks for w in t.work], np.float64)
+
+    def stored(self, slots: np.ndarray) -> np.ndarray:
+        """Of layouts of slots those of parameters as they are stored, [P, ...]."""
+        return slots[len(self.access_op) :][: len(self.parameter_op)]
 
     @property
     def num_tasks(self) -> int:

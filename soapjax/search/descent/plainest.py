@@ -132,10 +132,10 @@ class Judge:
             for i, (strategy, evaluation) in enumerate(zip(some, judged, strict=True)):
                 if evaluation.step_time_s > self.limit_s:
                     continue
-                own = batch.costs(i)
+                own = batch.outline(i)
                 num = sum(int((np.asarray(x) > 0).any(-1).sum()) for x in own.durations[1:])
                 sent = float(own.bytes_by_collective.sum(dtype=np.float64))
-                share = share_of(*split_flops(simulator.tables, strategy.axes, own.layouts.slots))
+                share = share_of(*split_flops(simulator.tables, strategy.axes, own.stored))
                 ways = sum(run.distinct(strategy.axes, strategy.storage) for run in self.runs)
                 alike = ways, self._num_unlike(strategy)
                 out.append(Candidate(evaluation, *alike, sent, num, simulator.without_overlap_s(own), share))

@@ -180,7 +180,7 @@ class StageLoads:
     ) -> tuple[float, float]:  # fmt: skip
         """FLOPs of a stage per micro-batch, and those that are split (costs/split_share.py)."""
         tables = self._fabric(first, count, num)[0].tables
-        every = split_flops(tables, strategy.axes, figures.layouts.slots, num_devices=self.topology.num_devices)
+        every = split_flops(tables, strategy.axes, tables.stored(figures.layouts.slots), num_devices=self.topology.num_devices)
         flops, split = (x[self._mine(bounds)].sum() for x in every)
         return flops, split
 
