@@ -18,8 +18,8 @@ import numpy as np
 from paper_problems import CLUSTERS, SPACES, WORKLOADS, BestKnown, Case, expert_of, search
 from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, figure, guarded, parser_of, positive_int, show
 
-from soapjax.costs.rules.conversion import conversion_costs
 from soapjax.costs.rules.links import COLLECTIVES
+from soapjax.costs.rules.many_reshards import reshard_costs
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PARTIAL, PINNED
@@ -45,7 +45,7 @@ def moved_bytes(problem: PlanningProblem, strategy: Strategy) -> float:
     target = np.concatenate([np.where(layouts.raw == PARTIAL, layouts.home, layouts.raw), target])
     size = np.concatenate([tables.resolve_bytes, tables.edge_bytes])
     times = np.concatenate([tables.tensor_trips * tables.may_be_partial, tables.edge_trips * ~layouts.is_shared])
-    found = conversion_costs(source, target, size, tables.links)
+    found = reshard_costs(source, target, size, tables.links)
     sent = np.asarray(found.bytes, np.float64) * times[:, None]
     sizes = np.array(problem.space.mesh.axis_sizes)
 

@@ -14,13 +14,13 @@ from soapjax.report.html import Extras, MemoryOverStep, TimelineView
 from soapjax.simulate.critical_tasks import critical_path, pipeline_path
 from soapjax.simulate.event import simulate
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
 UNITS = 10_000_000  # of a step: how finely times are written
-KINDS = {CONVERT: 3, RESOLVE: 4, SUM: 5}  # of spans, as page.js names them; 0 to 2 are the phases, 6 is a transfer
+KINDS = {RESHARD: 3, RESOLVE: 4, SUM: 5}  # of spans, as page.js names them; 0 to 2 are the phases, 6 is a transfer
 TRANSFER = 6
 MOST_TRACKS = 64
 

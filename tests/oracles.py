@@ -14,7 +14,7 @@ from collections import defaultdict
 import numpy as np
 
 from soapjax.costs.rules.links import COLLECTIVES, links_of
-from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
+from soapjax.costs.rules.plain_reshard import reshard_cost_plainly
 from soapjax.graph.lifespans import lifetimes
 from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
@@ -29,7 +29,7 @@ Layout = tuple[int, ...]
 
 
 @dataclasses.dataclass
-class Conversion:
+class Reshard:
     """A reader that wants a tensor in a layout; `task` is the number of tasks for the step's end."""
 
     task: int
@@ -48,7 +48,7 @@ class PlainCosts:
 
     compute_s: list[float]  # by task
     resolve_s: dict[int, np.ndarray]  # tensor -> [L]
-    convert_s: dict[tuple[int, int], np.ndarray]  # (task, tensor) -> [L]
+    reshard_s: dict[tuple[int, int], np.ndarray]  # (task, tensor) -> [L]
     sum_s: dict[int, np.ndarray]  # task -> [L]
     bytes_by_collective: dict[str, float]
     home: list[Layout]
@@ -178,12 +178,12 @@ class _Oracle:
 
     # Costs.
 
-    def conversion(
+    def reshard(
         self, source: Layout, target: Layout, size: float, times: float, is_merged: bool = False, shape: tuple[int, ...] = ()
     ) -> tuple[np.ndarray, dict[str, float]]:
         """`is_merged`: small collectives of parameters and gradients share their latency where the compiler merges them."""
         share = min(1.0, size / MERGED_BYTES) if is_merged and self.is_gpu else 1.0
-        seconds, sent = conversion_cost_plainly(source, target, size, self.links, share, shape)
+        seconds, sent = reshard_cost_plainly(source, target, size, self.links, share, shape)
         return times * np.array(seconds), {k: times * v for k, v in sent.items()}
 
     def halos(self, halo: Halo, config: np.ndarray, times: float) -> tuple[np.ndarray, dict[str, float]]:
@@ -227,7 +227,7 @@ class _Oracle:
         moved = sum(self.trip_bytes(a.tensor, task)[0] / self.shards(self.layout(task, a)) for a in (*task.reads, *task.writes))
         return (max(flop_s, moved / memory_rate) + device.launch_s) * task.trip_count
 
-    def conversions(self) -> list[Conversion]:
+    def reshards(self) -> list[Reshard]:
         """Every reader of every tensor, in schedule order."""
         tasks, tensors, found = self.graph.tasks, self.graph.tensors, []
         made_in_loop = {i for i, k in self.writer.items() if tasks[k].trip_count > 1}
@@ -239,26 +239,26 @@ class _Oracle:
                     size *= tensor.copies  # the gradients of all layers of a loop at once
                 dtype = dict(tasks[k].casts).get(i, tensor.dtype)  # cast before it is sent
                 size *= np.dtype(dtype).itemsize / tensor.itemsize if dtype != tensor.dtype else 1
-                found.append(Conversion(k, i, target, size, trips, tasks[k].scope, dtype))
+                found.append(Reshard(k, i, target, size, trips, tasks[k].scope, dtype))
             replaced = {o for _, o in self.graph.state_pairs}
             if i in self.writer and replaced & set(tensor.output_leaves):
-                found.append(Conversion(len(tasks), i, self.nowhere, tensor.size_bytes * tensor.copies, 1, None, tensor.dtype))
+                found.append(Reshard(len(tasks), i, self.nowhere, tensor.size_bytes * tensor.copies, 1, None, tensor.dtype))
         for entry in self.graph.entries:
             if self.readers[entry.target]:
                 first = self.readers[entry.target][0][0]
                 target = self.raw.get(entry.target, self.nowhere)
                 size = tensors[entry.source].size_bytes
-                found.append(Conversion(first, entry.source, target, size, 1, tasks[first].scope, tensors[entry.source].dtype))
+                found.append(Reshard(first, entry.source, target, size, 1, tasks[first].scope, tensors[entry.source].dtype))
         found = [c for c in found if c.size > min(tensors[c.tensor].itemsize, np.dtype(c.dtype).itemsize)]
         for c in found:  # a loop carries its sums resolved
             c.target = tuple(h if d == PARTIAL else d for d, h in zip(c.target, self.homes[c.tensor], strict=True))
         return sorted(found, key=lambda c: (c.task, c.tensor))
 
-    def gathers_again(self, c: Conversion) -> bool:
+    def gathers_again(self, c: Reshard) -> bool:
         """Whether it reads a parameter for the backward pass."""
         return c.tensor in self.parameter_of and c.scope is not None and self.graph.tasks[c.task].phase != FORWARD
 
-    def may_share(self, earlier: Conversion, later: Conversion) -> bool:
+    def may_share(self, earlier: Reshard, later: Reshard) -> bool:
         if earlier.tensor != later.tensor or earlier.target != later.target or later.scope is None:
             return False
         is_outside = later.tensor in self.parameter_of and earlier.trips == later.trips == 1  # of the loops, if any
@@ -314,7 +314,7 @@ class _Oracle:
                     found |= {a.tensor} if tensor.dtype == "bfloat16" else set()
         return found
 
-    def is_read_by_other_product(self, c: Conversion) -> bool:
+    def is_read_by_other_product(self, c: Reshard) -> bool:
         """Whether the layer's product that is not put off reads the same, right before or after."""
         for k in (c.task - 1, c.task + 1) if c.task < len(self.graph.tasks) else ():
             other = self.graph.tasks[k] if 0 <= k < len(self.graph.tasks) else None
@@ -454,11 +454,11 @@ class _Oracle:
             if i in self.common:  # from a use's own layout to the common one, where a whole value may count as a sum of zeros
                 home = tuple(REPLICATED if h == PARTIAL != r else h for h, r in zip(home, raw, strict=True))
                 trips = tasks[self.writer[i]].trip_count
-                resolve_s[i] = add(*self.conversion(raw, home, tensors[i].summed_bytes, trips, shape=tensors[i].shape))
+                resolve_s[i] = add(*self.reshard(raw, home, tensors[i].summed_bytes, trips, shape=tensors[i].shape))
             elif PARTIAL in raw:
                 trips = 1 if i in after_loop else tasks[self.writer[i]].trip_count
                 is_gradient, shape = i in gradients, tensors[i].shape
-                resolve_s[i] = add(*self.conversion(raw, self.homes[i], tensors[i].summed_bytes, trips, is_gradient, shape))
+                resolve_s[i] = add(*self.reshard(raw, self.homes[i], tensors[i].summed_bytes, trips, is_gradient, shape))
         sum_s = {}
         for k, task in enumerate(tasks):
             for s in task.sums:
@@ -467,19 +467,19 @@ class _Oracle:
                     is_split = value in s.dims and value not in s.reduced
                     source.append(PARTIAL if value in s.reduced else 0 if is_split else REPLICATED)
                     target.append(0 if is_split else REPLICATED)
-                seconds = add(*self.conversion(tuple(source), tuple(target), s.size_bytes, task.trip_count))
+                seconds = add(*self.reshard(tuple(source), tuple(target), s.size_bytes, task.trip_count))
                 sum_s[k] = sum_s.get(k, 0.0) + seconds
             for halo in task.halos:
                 sum_s[k] = sum_s.get(k, 0.0) + add(*self.halos(halo, self.strategy.axes[task.operator], task.trip_count))
 
-        # A converted copy lives from the reader it is made for to the last one that shares it.
+        # A resharded copy lives from the reader it is made for to the last one that shares it.
         spans = self.spans
         live, read, needed = [0.0] * len(tasks), {}, {}
-        convert_s: dict[tuple[int, int], np.ndarray] = {}
-        done: list[Conversion] = []
+        reshard_s: dict[tuple[int, int], np.ndarray] = {}
+        done: list[Reshard] = []
         read_again: dict[int, list[tuple[int, float]]] = defaultdict(list)
         place = {k: k + 1 for k in self.swapped} | {k + 1: k for k in self.swapped}
-        for c in self.conversions():
+        for c in self.reshards():
             home = self.homes[c.tensor]
             if self.gathers_again(c):
                 home = self.left(self.parameter_of[c.tensor])
@@ -491,8 +491,8 @@ class _Oracle:
             seconds = np.zeros(self.links.num_levels)
             if not before:
                 is_parameter, shape = c.tensor in self.parameter_of, tensors[c.tensor].shape
-                seconds = add(*self.conversion(home, c.target, c.size, c.trips, is_parameter, shape))
-            convert_s[c.task, c.tensor] = convert_s.get((c.task, c.tensor), 0.0) + seconds
+                seconds = add(*self.reshard(home, c.target, c.size, c.trips, is_parameter, shape))
+            reshard_s[c.task, c.tensor] = reshard_s.get((c.task, c.tensor), 0.0) + seconds
             if c.target != home:
                 since = min(max(e.task for e in before) + 1, here) if before else made
                 for k in range(since, here + 1):
@@ -524,6 +524,6 @@ class _Oracle:
             tensors[p.tensor].size_bytes * (1 + len(p.state_leaves)) / self.shards(self.stored(p)) for p in self.graph.parameters
         )
         return PlainCosts(
-            [self.compute(k) for k in range(len(tasks))], resolve_s, convert_s, sum_s, sent, self.homes,
+            [self.compute(k) for k in range(len(tasks))], resolve_s, reshard_s, sum_s, sent, self.homes,
             (persistent, live[peak], transient[peak]),
         )  # fmt: skip

@@ -30,7 +30,7 @@ from soapjax.report.plan_tables import short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.critical_tasks import PathStep, critical_path, pipeline_path
-from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.simulate.schedule import COMPUTE, RESHARD, RESOLVE, SUM
 from soapjax.simulate.simulator import BATCH, occupied_by
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
@@ -114,7 +114,7 @@ def operator_of_scheduled(problem: PlanningProblem) -> np.ndarray:
     """int [T]: the operator that every scheduled task belongs to, -1 for a barrier."""
     schedule, own = problem.simulator.schedule, owners(problem.simulator.tables)
     found = np.full(schedule.num_tasks, -1)
-    for kind, of in ((COMPUTE, own.of_task), (RESOLVE, own.of_tensor), (CONVERT, own.of_edge), (SUM, own.of_sum)):
+    for kind, of in ((COMPUTE, own.of_task), (RESOLVE, own.of_tensor), (RESHARD, own.of_edge), (SUM, own.of_sum)):
         mine = schedule.kind == kind
         if mine.any():
             found[mine] = of[schedule.source[mine]]

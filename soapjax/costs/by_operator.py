@@ -1,7 +1,7 @@
 """A strategy's figures taken apart by operator: seconds of computing and of communication, bytes sent, bytes held at the peak.
 
-A conversion belongs to the operator that reads its result, a resolution (of a partial sum) to the operator that made the
-partial sum, a parameter to its owner. What is converted at the step's end belongs to the operator that made it.
+A reshard belongs to the operator that reads its result, a resolution (of a partial sum) to the operator that made the
+partial sum, a parameter to its owner. What is resharded at the step's end belongs to the operator that made it.
 Communication is added up over link levels, hidden or not. So seconds are those of the streams, not of the step: they add up to the
 step without overlap where no pins are.
 """
@@ -22,7 +22,7 @@ from soapjax.strategy.plan import OperatorCost, SentPart
 
 
 class Owners(NamedTuple):
-    """The operator of every task, resolution, conversion and inner collective, -1 where nobody made a tensor."""
+    """The operator of every task, resolution, reshard and inner collective, -1 where nobody made a tensor."""
 
     of_task: np.ndarray  # int [K]
     of_tensor: np.ndarray  # int [T]: its maker
@@ -49,7 +49,7 @@ def operator_costs(
     count, d = graph.num_operators, costs.durations
     compute, sent_s = np.zeros(count), np.zeros(count)
     np.add.at(compute, own.of_task, np.asarray(d.compute_s, np.float64))
-    for of, seconds in ((own.of_tensor, d.resolve_s), (own.of_edge, d.convert_s), (own.of_sum, d.sum_s)):
+    for of, seconds in ((own.of_tensor, d.resolve_s), (own.of_edge, d.reshard_s), (own.of_sum, d.sum_s)):
         np.add.at(sent_s, of[of >= 0], np.asarray(seconds, np.float64).sum(-1)[of >= 0])
     index = {op.name: n for n, op in enumerate(graph.operators)}
     sent_bytes = np.zeros(count)

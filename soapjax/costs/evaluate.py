@@ -6,7 +6,7 @@ An `Evaluator` judges LANES strategies a call; of each of them `costs` gives eve
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ class Durations(NamedTuple):
 
     compute_s: Array  # [K]
     resolve_s: Array  # [T, L]
-    convert_s: Array  # [E, L]
+    reshard_s: Array  # [E, L]
     sum_s: Array  # [S, L]
 
 
@@ -38,20 +38,20 @@ class Layouts(NamedTuple):
     home: Array  # int8 [T, A]: of each tensor as it is kept; PARTIAL for summands only
     raw: Array  # int8 [T, A]: as its producer makes it, PARTIAL included
     resolved: Array  # int8 [T, A]: what its resolution costs the way to
-    is_shared: Array  # bool [E]: the conversion was made before for another reader
+    is_shared: Array  # bool [E]: the reshard was made before for another reader
     shared_since: Array  # int32 [E]: the task after the last reader of that copy, 0 where it is not shared
 
 
 class Parts(NamedTuple):
     """Summands, for those who update them one operator at a time (change.py). G groups of devices, 1 without pins."""
 
-    convert_s: Array  # [E, L]: as if no copy were shared
+    reshard_s: Array  # [E, L]: as if no copy were shared
     held_bytes: Array  # [T]: of a tensor as it is kept, on a device that holds it
-    copy_bytes: Array  # [E]: of a converted copy, 0 where nothing is converted
+    copy_bytes: Array  # [E]: of a resharded copy, 0 where nothing is resharded
     transient_bytes: Array  # [T]: while it is made: of partial sums before they are resolved, and work space
     waiting_bytes: Array  # [T, 2]: of gradients that wait to be summed in one collective
     stored_bytes: Array  # [P]: of a parameter with its optimizer state
-    is_sent: Array  # bool [E]: the conversion makes a copy of its own
+    is_sent: Array  # bool [E]: the reshard makes a copy of its own
 
 
 class Holders(NamedTuple):
@@ -59,7 +59,7 @@ class Holders(NamedTuple):
 
     compute: Array  # bool [K, G]
     resolve: Array  # bool [T, G]
-    convert: Array  # bool [E, G]
+    reshard: Array  # bool [E, G]
     sum: Array  # bool [S, G]
     home: Array  # bool [T, G]
     copy: Array  # bool [E, G]
@@ -150,7 +150,7 @@ class Evaluator:
             self._layouts(rows.raw, lane, num_t), self._layouts(rows.resolved, lane, num_t), since > 0, since,
         )  # fmt: skip
         parts = Parts(
-            convert_s=self._seconds(rows.full_s, lane)[1], held_bytes=_own(rows.held, lane, num_t),
+            reshard_s=self._seconds(rows.full_s, lane)[1], held_bytes=_own(rows.held, lane, num_t),
             copy_bytes=_own(rows.copy, lane, num_e), transient_bytes=_own(rows.transient, lane, num_t),
             waiting_bytes=_own(rows.waiting, lane, num_t), stored_bytes=_own(each.state_bytes, lane, num_p),
             is_sent=_own(rows.is_sent, lane, num_e),
@@ -167,7 +167,7 @@ class Evaluator:
         stored = self._layouts(self.tables.stored(np.asarray(of.per_record.layout)), lane, count)
         return Outline(self._durations(of, lane), stored, np.asarray(of.sent)[:, lane], self._holders(of, lane))
 
-    def _layouts(self, sets: Array, lane: int, count: int) -> Array:
+    def _layouts(self, sets: Any, lane: int, count: int) -> Array:
         return decoded(_own(sets, lane, count), len(self.tables.links.axis_sizes), self.bucket.dims)
 
     def _durations(self, of: Evaluated, lane: int) -> Durations:
@@ -175,13 +175,13 @@ class Evaluator:
             _own(of.per_record.compute_s, lane, self.tables.num_tasks), *self._seconds(of.per_record.rows.paid_s, lane)
         )
 
-    def _seconds(self, of_rows: Array, lane: int) -> list[Array]:
+    def _seconds(self, of_rows: Any, lane: int) -> list[Array]:
         """Of the topology's own levels, by kinds of rows."""
         missing = self.bucket.levels - self.tables.links.num_levels
         return [x[:, missing:] for x in self._by_kind(of_rows, lane)]
 
-    def _by_kind(self, of_rows: Array, lane: int) -> list[Array]:
-        """Of tensors, conversions, and collectives inside tasks."""
+    def _by_kind(self, of_rows: Any, lane: int) -> list[Array]:
+        """Of tensors, reshards, and collectives inside tasks."""
         t = self.tables
         ends = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])
         return np.split(_own(of_rows, lane, ends[-1]), ends[:-1])
@@ -191,14 +191,14 @@ class Evaluator:
         if not self.bucket.groups:
             return None
         groups = len(t.space.groups)
-        (resolve, convert, add), kept = ([x[:, :groups] for x in self._by_kind(y, lane)] for y in (each.rows.on, each.rows.on_kept))
+        (resolve, reshard, add), kept = ([x[:, :groups] for x in self._by_kind(y, lane)] for y in (each.rows.on, each.rows.on_kept))
         compute = _own(each.on_compute, lane, t.num_tasks)[:, :groups]
         stored = _own(each.on_stored, lane, len(t.parameter_op))[:, :groups]
-        return Holders(compute=compute, resolve=resolve, convert=convert, sum=add, home=kept[0], copy=kept[1], stored=stored)
+        return Holders(compute=compute, resolve=resolve, reshard=reshard, sum=add, home=kept[0], copy=kept[1], stored=stored)
 
     @functools.cached_property
     def _alone(self) -> tuple[CostArrays, Records]:
-        """The problem without tensors and conversions, so that of the rows the collectives inside tasks are left."""
+        """The problem without tensors and reshards, so that of the rows the collectives inside tasks are left."""
         first, count = len(self.tables.tensor_bytes) + len(self.tables.edge_task), len(self.tables.sum_task)
         counts, row = np.array(self.arrays.counts), np.array(self.records.row)
         counts[3:6], row[:count] = (0, 0, count), row[first : first + count]
@@ -219,7 +219,7 @@ class Evaluator:
         return found
 
 
-def _own(x: Array, lane: int, count: int) -> Array:
+def _own(x: Any, lane: int, count: int) -> Array:
     """A lane's first `count`: a copy, since what it is of may be written over."""
     return np.array(np.asarray(x)[:count, ..., lane])
 
@@ -236,7 +236,7 @@ class Lifespans(NamedTuple):
     tensors: np.ndarray  # int [V]: those that are counted
     since: np.ndarray  # int32 [V]
     until: Array  # int32 [V]; gradients that wait to be summed in one collective wait beside this (`waiting_spans`)
-    copy_since: Array  # int32 [E]: of converted copies
+    copy_since: Array  # int32 [E]: of resharded copies
     copy_until: np.ndarray  # int32 [E]
 
 

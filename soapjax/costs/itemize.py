@@ -15,7 +15,7 @@ from soapjax.costs.evaluate import Layouts
 from soapjax.costs.layouts import as_read, value_index
 from soapjax.costs.rules.halos import halo_cost_plainly, inner_target
 from soapjax.costs.rules.links import COLLECTIVES
-from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
+from soapjax.costs.rules.plain_reshard import reshard_cost_plainly
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import HALO, PARTIAL, spec_of
@@ -27,13 +27,13 @@ class Sent(NamedTuple):
 
     task: int  # that the collective stands in; the number of tasks for the step's end
     tensor: int  # -1 in the middle of a task
-    reason: str  # "resolve" (a partial sum), "convert" (to a reader's layout), "sum", "halo"
+    reason: str  # "resolve" (a partial sum), "reshard" (to a reader's layout), "sum", "halo"
     source: tuple[int, ...]
     target: tuple[int, ...]
     bytes: dict[str, float]  # by collective
 
 
-_conversion = functools.lru_cache(4096)(conversion_cost_plainly)  # repeated layers ask for the same again
+_reshard = functools.lru_cache(4096)(reshard_cost_plainly)  # repeated layers ask for the same again
 
 
 def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[Sent]:
@@ -46,7 +46,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
             _, sent = halo_cost_plainly(source, float(size), links)
         else:
             key = tuple(map(int, source)), tuple(map(int, target)), float(size)
-            _, sent = _conversion(*key, links, shape=tuple(shape))
+            _, sent = _reshard(*key, links, shape=tuple(shape))
         if any(sent.values()):
             moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))
@@ -60,7 +60,7 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
         home = found.slots[tables.edge_source[e]] if gathers_again[e] else found.home[t]
         wanted = found.slots[tables.edge_slot[e]]
         target = np.asarray(as_read(home, wanted))
-        add(int(tables.edge_task[e]), t, "convert", home, target, tables.edge_bytes[e], tables.edge_trips[e])
+        add(int(tables.edge_task[e]), t, "reshard", home, target, tables.edge_bytes[e], tables.edge_trips[e])
     if len(tables.sum_task):
         index = np.asarray(value_index(strategy.axes))[tables.task_op[tables.sum_task]]
         inner = np.take_along_axis(tables.sum_map, index, axis=1)

@@ -17,7 +17,7 @@ def value_index(axes: np.ndarray) -> np.ndarray:
 
 
 def as_read(home: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """What tensors kept as `home` are converted to for a reader, as in record_rules.py."""
+    """What tensors kept as `home` are resharded to for a reader, as in record_rules.py."""
     return np.where((wanted == PARTIAL) | (home == PARTIAL).any(-1, keepdims=True), home, wanted)
 
 

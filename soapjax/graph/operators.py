@@ -3,7 +3,7 @@
 Operators carry named iteration dims; tasks (what runs as one kernel) read and
 write tensors, and say which op dim splits which tensor dim. From a choice of
 "mesh axis -> dim" per operator everything else follows: local shapes, partial
-sums, conversions between neighbours.
+sums, reshards between neighbours.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class JointSum(NamedTuple):
 
 
 class LoopEntry(NamedTuple):
-    """The first value of a loop-carried tensor: converted once to the layout in which the loop carries it."""
+    """The first value of a loop-carried tensor: resharded once to the layout in which the loop carries it."""
 
     source: int
     target: int

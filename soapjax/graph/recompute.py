@@ -1,7 +1,7 @@
 """Keep or recompute: what the backward pass reads of some operators is computed again there, instead of being kept.
 
 The choice is made in the program, before its graph is built: an equation of the forward pass whose result a backward equation
-reads is repeated right before that one, as `jax.checkpoint` would. All that follows (costs, lifetimes, conversions, execution)
+reads is repeated right before that one, as `jax.checkpoint` would. All that follows (costs, lifetimes, reshards, execution)
 knows recomputation already, from steps that ask for it themselves.
 
 The forward pass is cut into *segments* (segments.py). What is read across a cut is kept, whatever the choice: so a segment is

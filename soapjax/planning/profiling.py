@@ -254,7 +254,7 @@ def scaled_prediction(simulator: Simulator, strategy: Strategy, compute_scale: f
     costs = simulator.costs(strategy)
     d = costs.durations
     scaled = type(d)(
-        np.asarray(d.compute_s) * compute_scale, *(np.asarray(x) * network_scale for x in (d.resolve_s, d.convert_s, d.sum_s))
+        np.asarray(d.compute_s) * compute_scale, *(np.asarray(x) * network_scale for x in (d.resolve_s, d.reshard_s, d.sum_s))
     )
     schedule = simulator.schedule
     occupies = schedule.occupies if costs.holders is None else schedule.occupies_of_groups(costs.holders)

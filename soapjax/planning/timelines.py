@@ -10,7 +10,7 @@ from soapjax.costs.evaluate import Costs
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.report.perfetto import TraceEvent
 from soapjax.simulate.pipeline_timeline import PipelineTimeline
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, KIND_NAMES, RESOLVE, SUM
+from soapjax.simulate.schedule import BARRIER, COMPUTE, KIND_NAMES, RESHARD, RESOLVE, SUM
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
@@ -45,7 +45,7 @@ def spmd_events(simulator: Simulator, strategy: Strategy) -> list[TraceEvent]:
 def devices_taking_part(costs: Costs) -> Callable[[int, int], list[int]]:
     """(kind, source) -> devices that take part, where pins tell devices apart."""
     found = costs.holders
-    by_kind = {COMPUTE: found.compute, SUM: found.sum, RESOLVE: found.resolve, CONVERT: found.convert}
+    by_kind = {COMPUTE: found.compute, SUM: found.sum, RESOLVE: found.resolve, RESHARD: found.reshard}
 
     def devices(kind: int, source: int) -> list[int]:
         return np.flatnonzero(np.asarray(by_kind[kind])[source]).tolist()

@@ -241,7 +241,7 @@ def _forward_s(tables: CostTables, costs) -> np.ndarray:
     for of, task, each in (
         (own.of_task, np.arange(len(graph.tasks)), np.asarray(d.compute_s)),
         (own.of_tensor, birth, np.asarray(d.resolve_s).sum(-1)),
-        (own.of_edge, tables.edge_task, np.asarray(d.convert_s).sum(-1)),
+        (own.of_edge, tables.edge_task, np.asarray(d.reshard_s).sum(-1)),
         (own.of_sum, tables.sum_task, np.asarray(d.sum_s).sum(-1)),
     ):
         here = (of >= 0) & is_forward[np.minimum(task, len(graph.tasks))]

@@ -2,7 +2,7 @@
 
 From the task that ends last one goes back, each time to what ended at the very moment when the task started: one of its inputs,
 or the task before it on one of its streams. The tasks on the path follow one another without a gap, so that their durations add
-up to the step time (tested). Tasks without duration (conversions that a strategy does not need, barriers) are passed through.
+up to the step time (tested). Tasks without duration (reshards that a strategy does not need, barriers) are passed through.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The schedule as the jitted simulators read it: one *item* per task, each with at most one predecessor.
 
-What a graph task waits for is gathered in an accumulator by the *links* before it: a conversion, or a plain wait for an
-input that is never converted. So an item is
+What a graph task waits for is gathered in an accumulator by the *links* before it: a reshard, or a plain wait for an
+input that is never resharded. So an item is
 
     link       end = when its predecessor ended (+ its duration); folded into the accumulator
     compute    starts when the accumulator is there; empties it
@@ -24,9 +24,9 @@ import numpy as np
 from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
 
-LINK = 5  # a wait for an input that is never converted
+LINK = 5  # a wait for an input that is never resharded
 NONE = -1
 
 
@@ -38,8 +38,8 @@ class Items(NamedTuple):
     predecessor: np.ndarray  # int32 [T], NONE where there is none in the same phase
     is_link: np.ndarray  # bool [T]
     is_compute: np.ndarray  # bool [T]
-    of_compute: np.ndarray  # int32 [K]: the item of a task, of a conversion, of a resolution (T where it has none), of a sum
-    of_convert: np.ndarray  # int32 [E]
+    of_compute: np.ndarray  # int32 [K]: the item of a task, of a reshard, of a resolution (T where it has none), of a sum
+    of_reshard: np.ndarray  # int32 [E]
     of_resolve: np.ndarray  # int32 [T']
     of_sum: np.ndarray  # int32 [S]
 
@@ -52,29 +52,29 @@ class Items(NamedTuple):
         return self.kind == BARRIER
 
     def rows_of(self, num_k: int, num_s: int, num_t: int, num_e: int) -> np.ndarray:
-        """Rows [T] of the figures of K tasks, S inner collectives, T' resolutions, E conversions and a row of zeros, stacked."""
+        """Rows [T] of the figures of K tasks, S inner collectives, T' resolutions, E reshards and a row of zeros, stacked."""
         first = np.zeros(6, np.int32)
-        first[[COMPUTE, SUM, RESOLVE, CONVERT]] = np.cumsum([0, num_k, num_s, num_t])
+        first[[COMPUTE, SUM, RESOLVE, RESHARD]] = np.cumsum([0, num_k, num_s, num_t])
         first[[BARRIER, LINK]] = num_k + num_s + num_t + num_e
         return (first[self.kind] + np.where(np.isin(self.kind, (BARRIER, LINK)), 0, self.source)).astype(np.int32)
 
     def durations(self, d: Durations) -> Array:
         """Seconds [..., T, 1 + L] of every item on every stream, from the cost model's figures."""
-        sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.convert_s))
+        sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.reshard_s))
         figures = with_nothing(by_stream(*d))
         return figures[..., self.rows_of(d.compute_s.shape[-1], *sizes), :]
 
     def holders(self, h: Holders) -> Array:
         """bool [..., T, G]: which groups of devices take part in every item."""
-        every = (h.compute, h.sum, h.resolve, h.convert)
+        every = (h.compute, h.sum, h.resolve, h.reshard)
         return with_nothing(jnp.concatenate(every, -2))[..., self.rows_of(*(x.shape[-2] for x in every)), :]
 
 
-def by_stream(compute_s: Array, resolve_s: Array, convert_s: Array, sum_s: Array) -> Array:
+def by_stream(compute_s: Array, resolve_s: Array, reshard_s: Array, sum_s: Array) -> Array:
     """Seconds [..., K + S + T' + E, 1 + L] on every stream, in the order of `Items.rows_of`, of figures [..., K] and [..., L]."""
-    levels = convert_s.shape[-1]
+    levels = reshard_s.shape[-1]
     compute = jnp.concatenate([compute_s[..., None], jnp.zeros((*compute_s.shape, levels), compute_s.dtype)], -1)
-    sent = jnp.concatenate([sum_s, resolve_s, convert_s], -2)
+    sent = jnp.concatenate([sum_s, resolve_s, reshard_s], -2)
     return jnp.concatenate([compute, jnp.concatenate([jnp.zeros((*sent.shape[:-1], 1), sent.dtype), sent], -1)], -2)
 
 
@@ -102,8 +102,8 @@ def items_of(tables: CostTables, schedule: Schedule) -> Items:
             item_of.append(add(kind, source))
             start = len(rows)
         elif kind == COMPUTE:
-            # Its conversions stand before it, and are links themselves.
-            for wait in sorted(i for i in inputs if i >= start and rows[i][0] != CONVERT):
+            # Its reshards stand before it, and are links themselves.
+            for wait in sorted(i for i in inputs if i >= start and rows[i][0] != RESHARD):
                 add(LINK, source, wait)
             item_of.append(add(kind, source))
         else:
@@ -117,7 +117,7 @@ def items_of(tables: CostTables, schedule: Schedule) -> Items:
         return found
 
     return Items(
-        kind=kind, source=source, predecessor=predecessor, is_link=np.isin(kind, (CONVERT, LINK)), is_compute=kind == COMPUTE,
-        of_compute=index(COMPUTE, tables.num_tasks), of_convert=index(CONVERT, len(tables.edge_task)),
+        kind=kind, source=source, predecessor=predecessor, is_link=np.isin(kind, (RESHARD, LINK)), is_compute=kind == COMPUTE,
+        of_compute=index(COMPUTE, tables.num_tasks), of_reshard=index(RESHARD, len(tables.edge_task)),
         of_resolve=index(RESOLVE, len(tables.tensor_bytes)), of_sum=index(SUM, len(tables.sum_task)),
     )  # fmt: skip

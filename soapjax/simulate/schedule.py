@@ -3,7 +3,7 @@
 What a strategy changes is durations only; a communication that a strategy does
 not need has duration zero, and then starts when its inputs are there and occupies
 no stream. Streams: 0 computes, 1 + l communicates over link level l. Per graph task:
-conversions of what it reads, the task, its inner collectives, the resolution of what it wrote.
+reshards of what it reads, the task, its inner collectives, the resolution of what it wrote.
 Phases end in a barrier.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables.problem_tables import CostTables
 
-COMPUTE, SUM, RESOLVE, CONVERT, BARRIER = range(5)
-KIND_NAMES = ("compute", "inner collective", "resolve", "convert", "barrier")
+COMPUTE, SUM, RESOLVE, RESHARD, BARRIER = range(5)
+KIND_NAMES = ("compute", "inner collective", "resolve", "reshard", "barrier")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Schedule:
         xp = np if isinstance(d.compute_s, np.ndarray) else _jnp()
         lead = d.compute_s.shape[:-1]
         flat = xp.concatenate(
-            [d.compute_s, *(x.reshape(*lead, -1) for x in (d.sum_s, d.resolve_s, d.convert_s)), xp.zeros((*lead, 1))], axis=-1
+            [d.compute_s, *(x.reshape(*lead, -1) for x in (d.sum_s, d.resolve_s, d.reshard_s)), xp.zeros((*lead, 1))], axis=-1
         )
         levels = d.resolve_s.shape[-1]
         num_k, num_s, num_t = d.compute_s.shape[-1], d.sum_s.shape[-2], d.resolve_s.shape[-2]
@@ -71,12 +71,12 @@ class Schedule:
     def queues_of_groups(self, h: Holders, edge_tensor: np.ndarray, maker: np.ndarray) -> np.ndarray:
         """bool [T, 2 * G]: of every group of devices; what is sent waits where it is.
 
-        `edge_tensor` int [E] says what is converted, which waits where it is kept; `maker` int [T'] is the task that writes a
+        `edge_tensor` int [E] says what is resharded, which waits where it is kept; `maker` int [T'] is the task that writes a
         tensor, or -1: there its resolution waits.
         """
         compute, made = np.asarray(h.compute), (maker >= 0)[:, None]
         senders = h._replace(
-            convert=np.asarray(h.home)[edge_tensor] & np.asarray(h.convert),
+            reshard=np.asarray(h.home)[edge_tensor] & np.asarray(h.reshard),
             resolve=np.asarray(h.resolve) & (compute[np.maximum(maker, 0)] | ~made),
         )
         return (self.queues[:, :, None] & self._takes_part(senders)[:, None, :]).reshape(self.num_tasks, -1)
@@ -89,7 +89,7 @@ class Schedule:
         """bool [T, G]"""
         groups = np.asarray(h.compute).shape[1]
         takes_part = np.ones((self.num_tasks, groups), bool)
-        for kind, mask in ((COMPUTE, h.compute), (SUM, h.sum), (RESOLVE, h.resolve), (CONVERT, h.convert)):
+        for kind, mask in ((COMPUTE, h.compute), (SUM, h.sum), (RESOLVE, h.resolve), (RESHARD, h.reshard)):
             where = self.kind == kind
             takes_part[where] = np.asarray(mask)[self.source[where]]
         return takes_part
@@ -129,14 +129,14 @@ def schedule_of(tables: CostTables) -> Schedule:
         if phase is not None and task.phase != phase and not graph.is_single_phase:
             add(BARRIER, 0, -1, [])
         phase = task.phase
-        converted: dict[int, int] = {}
+        resharded: dict[int, int] = {}
         needs = []
         for e in edges_of.get(k, []):
             tensor = int(tables.edge_tensor[e])
-            end = chain(CONVERT, e, [ready[tensor]] if tensor in ready else [])
-            converted[tensor] = end
+            end = chain(RESHARD, e, [ready[tensor]] if tensor in ready else [])
+            resharded[tensor] = end
             needs.append(end)
-        needs += [ready[a.tensor] for a in task.reads if a.tensor in ready and a.tensor not in converted]
+        needs += [ready[a.tensor] for a in task.reads if a.tensor in ready and a.tensor not in resharded]
         end = add(COMPUTE, k, -1, sorted(set(needs)))
         for s in sums_of.get(k, []):
             end = chain(SUM, s, [end])
@@ -144,7 +144,7 @@ def schedule_of(tables: CostTables) -> Schedule:
             ready[a.tensor] = chain(RESOLVE, a.tensor, [end]) if tables.may_be_partial[a.tensor] else end
     for e in edges_of.get(len(graph.tasks), []):
         tensor = int(tables.edge_tensor[e])
-        chain(CONVERT, e, [ready[tensor]] if tensor in ready else [])
+        chain(RESHARD, e, [ready[tensor]] if tensor in ready else [])
     return _arrays(rows, num_levels, overlap)
 
 

@@ -23,7 +23,7 @@ from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, largest, put, row
 from soapjax.jit.programs import PlannerProgram
 from soapjax.simulate.items import Items
-from soapjax.simulate.schedule import COMPUTE, CONVERT, RESOLVE, SUM
+from soapjax.simulate.schedule import COMPUTE, RESHARD, RESOLVE, SUM
 
 
 class ItemRecords(NamedTuple):
@@ -78,13 +78,13 @@ SMALL, LARGE = ItemSizes(6144, 64), ItemSizes(24576, 512)
 def item_records(items: Items, tables: CostTables, num_tasks: int, num_rows: int) -> tuple[ItemRecords, ItemSizes]:
     """Of a problem whose bucket has so many tasks and rows; the larger sizes go with the larger bucket."""
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
-    first = {RESOLVE: 0, CONVERT: num_t, SUM: num_t + num_e, COMPUTE: 0}
+    first = {RESOLVE: 0, RESHARD: num_t, SUM: num_t + num_e, COMPUTE: 0}
     kinds, sources = items.kind.tolist(), items.source.tolist()
     source = [first[k] + s if k in first else num_rows for k, s in zip(kinds, sources, strict=True)]
     n, num_places = items.num_items, places_of(items)[1]
     usual = SMALL if num_rows <= SMALL_BUCKET.rows and n <= SMALL.items and num_places <= SMALL.places else LARGE
     sizes = ItemSizes(*(u if m <= u else 1 << (m - 1).bit_length() for m, u in zip((n, num_places), usual, strict=True)))
-    of_rows = np.concatenate([items.of_resolve, items.of_convert, items.of_sum])
+    of_rows = np.concatenate([items.of_resolve, items.of_reshard, items.of_sum])
     overlap = tables.topology.device.overlap
     return records_of_items(items, source, items.of_compute, of_rows, sizes, num_tasks, num_rows, overlap=overlap), sizes
 

@@ -94,7 +94,7 @@ class OperatorCost(_Part):
     compute_s: Seconds
     communication_s: Seconds  # all link levels added up, hidden or not
     sent_bytes: Bytes
-    memory_bytes: Bytes  # at the step's peak: its parameters with their optimizer state, its results and converted operands
+    memory_bytes: Bytes  # at the step's peak: its parameters with their optimizer state, its results and resharded operands
     flops: Annotated[float, pydantic.Field(ge=0, le=1e30)]  # of the whole operator, before it is split
     split_flops_share: Fraction  # 1: no FLOP of it is done on two devices, 0: every device does all
 

@@ -38,7 +38,7 @@ def assert_equals_oracle(c, strategies):
         np.testing.assert_allclose(d.compute_s, plain.compute_s, rtol=SECONDS_ERROR)
         resolved = {i: s for i, s in enumerate(d.resolve_s) if s.any()}
         assert_same_seconds(resolved, plain.resolve_s)
-        assert_same_seconds(summed(zip(t.edge_task, t.edge_tensor, strict=True), d.convert_s), plain.convert_s)
+        assert_same_seconds(summed(zip(t.edge_task, t.edge_tensor, strict=True), d.reshard_s), plain.reshard_s)
         assert_same_seconds(summed(t.sum_task, d.sum_s), plain.sum_s)
         sent = [plain.bytes_by_collective[k] for k in COLLECTIVES]
         np.testing.assert_allclose(found.bytes_by_collective, sent, rtol=SECONDS_ERROR)
@@ -158,7 +158,7 @@ def test_replicated_sends_nothing(model, topology):
     c = case(model, topology)
     costs, _ = c.figures([c.replicated()])
     assert not costs.bytes_by_collective.any()
-    assert not any(x.any() for x in (costs.durations.resolve_s, costs.durations.convert_s, costs.durations.sum_s))
+    assert not any(x.any() for x in (costs.durations.resolve_s, costs.durations.reshard_s, costs.durations.sum_s))
 
 
 @pytest.mark.parametrize("topology", ["a100x64", "a100x8"])
@@ -320,7 +320,7 @@ def test_a_part_that_is_left_is_gathered_over_fast_links_alone():
         strategy.storage[c.space.owns_parameters] = option
         strategies.append(strategy)
     costs, times = c.figures(strategies)
-    slow_s, fast_s = np.moveaxis(costs.durations.convert_s.sum(1), -1, 0)
+    slow_s, fast_s = np.moveaxis(costs.durations.reshard_s.sum(1), -1, 0)
     assert slow_s[0] == slow_s[1] < slow_s[2] and fast_s[0] < fast_s[1] == fast_s[2]
     assert costs.memory_bytes[2, 3] <= costs.memory_bytes[1, 3] < costs.memory_bytes[0, 3]
     assert (costs.memory_bytes[:, 0] == costs.memory_bytes[0, 0]).all()  # nothing else is stored

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.costs.compilers.compiler_model import Conversions, none
+from soapjax.costs.compilers.compiler_model import Reshards, none
 from soapjax.costs.compilers.gpu import GPU
 from soapjax.costs.compilers.gpu_order import late_products
 from soapjax.costs.compilers.of_backend import compiler_of
@@ -104,12 +104,12 @@ def test_products_of_one_sum_are_made_right_before_it():
     birth = np.array([maker.get(i, 0) for i in range(len(graph.tensors))])
     readers = {i: [k for k, task in enumerate(graph.tasks) for a in task.reads if a.tensor == i] for i in range(len(birth))}
     death = np.array([max(readers[i], default=birth[i]) for i in range(len(birth))])
-    conversions = Conversions(*(np.array(x) for x in zip(*[(i, k) for i, ks in readers.items() for k in ks], strict=True)))
-    order = MemoryOrder(birth, death, conversions.read_at, conversions.read_at, death)
-    found = late_products(graph, order, conversions)
+    reshards = Reshards(*(np.array(x) for x in zip(*[(i, k) for i, ks in readers.items() for k in ks], strict=True)))
+    order = MemoryOrder(birth, death, reshards.read_at, reshards.read_at, death)
+    found = late_products(graph, order, reshards)
     since, until = found.since, found.until
     late = {i for chain in graph.accumulations for i in chain.summands if graph.tasks[maker[i]].is_heavy}
-    assert {k for k, at in zip(conversions.read_at, found.read_at, strict=True) if at != k} <= {maker[i] for i in late}
+    assert {k for k, at in zip(reshards.read_at, found.read_at, strict=True) if at != k} <= {maker[i] for i in late}
     assert len(late) > 3 and (since >= birth).all() and (until >= death).all()
     assert {i for i in range(len(birth)) if since[i] != birth[i]} <= late
     sums = {death[i] for i in late}

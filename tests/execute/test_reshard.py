@@ -1,4 +1,4 @@
-"""Conversions of layout: right values for every pair of layouts, and exactly the collectives that the cost model counts."""
+"""Resharding: right values for every pair of layouts, and exactly the collectives that the cost model counts."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.costs.rules.links import Links
-from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
+from soapjax.costs.rules.plain_reshard import reshard_cost_plainly
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.resharder import permutation, reshard, reshard_sums
@@ -26,8 +26,8 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:8]).reshape(SIZES), NAMES)
 
 
-def converted(pairs, x):
-    """One program that converts `x` [..] once per pair."""
+def resharded(pairs, x):
+    """One program that reshards `x` [..] once per pair."""
     m = mesh()
 
     def run(x):
@@ -43,7 +43,7 @@ def converted(pairs, x):
 
 
 def check(pairs, x):
-    compiled = converted(pairs, x)
+    compiled = resharded(pairs, x)
     sent: dict[int, dict[str, float]] = {}
     for c in collectives_of(compiled.as_text(), 8):
         kinds = sent.setdefault(c.task, {})
@@ -52,7 +52,7 @@ def check(pairs, x):
         for shard in y.addressable_shards:
             np.testing.assert_array_equal(shard.data, np.asarray(x + i)[shard.index], err_msg=f"{source} to {target}")
         if len(rounds_of(source, target)) <= 2:
-            _, predicted = conversion_cost_plainly(source, target, x.nbytes, LINKS, shape=x.shape)
+            _, predicted = reshard_cost_plainly(source, target, x.nbytes, LINKS, shape=x.shape)
             assert {k: v for k, v in predicted.items() if v} == sent.get(i, {}), f"{source} to {target}"
 
 
@@ -100,7 +100,7 @@ def test_sums_on_the_way(shape):
         if all(fits) and len(rounds_of(source, target)) <= 2:
             summed = tuple(-1 if t == -2 else s for s, t in zip(source, target, strict=True))
             goal = tuple(max(t, -1) for t in target)
-            _, predicted = conversion_cost_plainly(summed, goal, 4 * math.prod(shape), LINKS, shape=shape)
+            _, predicted = reshard_cost_plainly(summed, goal, 4 * math.prod(shape), LINKS, shape=shape)
             sent = {k: 0.0 for k, v in predicted.items() if v}
             for c in collectives_of(compiled.as_text(), 8):
                 sent[c.kind] = sent.get(c.kind, 0.0) + c.step_bytes

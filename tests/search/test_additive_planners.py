@@ -31,7 +31,7 @@ def trained(params, x):
 
 
 def twice_read(params, x):
-    """One activation read by two layers, one parameter by two products: conversions to share."""
+    """One activation read by two layers, one parameter by two products: reshards to share."""
 
     def loss(p):
         h = jnp.tanh(x @ p["a"])

@@ -27,7 +27,7 @@ def result_of(problem, strategy, **others):
     return SearchResult(best, 1, 0.0, "proposals", **others)
 
 
-def test_a_strategy_with_conversions_that_buy_nothing_loses_them(problem, baselines):
+def test_a_strategy_with_reshards_that_buy_nothing_loses_them(problem, baselines):
     """The best of the baselines, one operator of it made worse by less than the error."""
     start = min(baselines, key=lambda e: e.cost).strategy
     worse = None

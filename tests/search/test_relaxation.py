@@ -24,7 +24,7 @@ def problem_of(model, topology):
 
 
 def drawn(relaxation, count, *, seed=0):
-    """Random strategies made of candidates; in every other one repeated operators choose alike, so that conversions are shared."""
+    """Random strategies made of candidates; in every other one repeated operators choose alike, so that reshards are shared."""
     rng = np.random.default_rng(seed)
     graph = relaxation.problem.graph
     out = []
@@ -61,7 +61,7 @@ def test_terms_are_the_cost_models_or_less(model, topology):
         relaxed.resolve_s[joint] = np.asarray(true.resolve_s)[joint]
         for name in ("compute_s", "sum_s", "resolve_s"):
             np.testing.assert_allclose(getattr(relaxed, name), getattr(true, name), rtol=1e-5, atol=1e-12, err_msg=name)
-        # Conversions as a whole: who pays for a shared one differs, what is paid is never more.
+        # Reshards as a whole: who pays for a shared one differs, what is paid is never more.
         for _ in range(4):
             weights = unflat(rng.random(sum(x.size for x in true)) ** 3, relaxation.weights())
             paid = sum(float((np.asarray(d, float) * w).sum()) for d, w in zip(true, weights, strict=True))

@@ -4,11 +4,11 @@ import collections
 
 import numpy as np
 
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
 
 # (tasks, predecessors each, streams), from one compute and one link level to four devices with their own.
 SHAPES = ((1, 1, 1), (12, 2, 2), (40, 3, 3), (60, 1, 3), (40, 6, 12))
-KINDS = [COMPUTE, SUM, RESOLVE, CONVERT, BARRIER]
+KINDS = [COMPUTE, SUM, RESOLVE, RESHARD, BARRIER]
 
 
 def random_schedule(rng: np.random.Generator, shape: tuple[int, int, int], *, several: float | None = None) -> Schedule:

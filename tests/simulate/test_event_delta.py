@@ -14,7 +14,7 @@ from soapjax.search.experts.placement import placed
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import ORDERS, occupied_streams, ordered, run, simulate, task_graph
 from soapjax.simulate.event_delta import DeltaSimulation
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, Schedule
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, Schedule
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
 
@@ -48,8 +48,8 @@ def by_hand() -> tuple[Schedule, np.ndarray]:
     n = 6
     predecessors = np.full((n, 1), n, np.int32)
     predecessors[[1, 3, 4], 0] = 0, 2, 1
-    kind = np.array([COMPUTE, CONVERT, CONVERT, COMPUTE, COMPUTE, COMPUTE], np.int32)
-    occupies = np.array([kind == COMPUTE, kind == CONVERT]).T
+    kind = np.array([COMPUTE, RESHARD, RESHARD, COMPUTE, COMPUTE, COMPUTE], np.int32)
+    occupies = np.array([kind == COMPUTE, kind == RESHARD]).T
     none = np.zeros(n, np.int32)
     return Schedule(kind, none, none, predecessors, occupies, none.astype(bool)), np.array([3.0, 4, 1, 1, 2, 5])
 
@@ -150,7 +150,7 @@ def test_a_placed_step_in_the_queues_of_trinity():
     for t, (kind, source) in enumerate(zip(schedule.kind, schedule.source, strict=True)):
         if kind == COMPUTE:
             queue_of[t] = device[graph.tasks[source].operator]
-        elif kind == CONVERT:
+        elif kind == RESHARD:
             tensor = int(simulator.tables.edge_tensor[source])
             stored = np.flatnonzero(costs.holders.home[tensor])  # of what no task makes: arguments of the step
             queue_of[t] = 4 + (device[writer[tensor]] if tensor in writer else int(stored[0]))

@@ -17,7 +17,7 @@ from soapjax.search.chain.moves import State
 from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
 from soapjax.simulate.simulated_trace import ItemCosts, no_trace, traced
 from soapjax.simulate.simulator import Simulator
 from soapjax.simulate.walk import ItemSizes, makespans, records_of_items
@@ -70,7 +70,7 @@ def random_schedule(rng: np.random.Generator, shape: tuple[int, int, int]) -> tu
     occupies = np.zeros((n, num_streams), bool)
     occupies[np.arange(n), rng.integers(0, num_streams, n)] = True
     occupies |= (rng.random((n, num_streams)) < rng.choice([0.0, 0.4])) & (rng.random((n, 1)) < 0.5)
-    kind = rng.choice([COMPUTE, SUM, RESOLVE, CONVERT, BARRIER], n, p=[0.5, 0.1, 0.1, 0.2, 0.1]).astype(np.int32)
+    kind = rng.choice([COMPUTE, SUM, RESOLVE, RESHARD, BARRIER], n, p=[0.5, 0.1, 0.1, 0.2, 0.1]).astype(np.int32)
     occupies[kind == BARRIER] = True
     predecessors[kind == BARRIER] = n
     durations = rng.choice([0.0, 1.0, 1.0], (BATCH, n)) * np.exp(rng.uniform(-12, 3, (BATCH, n)))
@@ -247,7 +247,7 @@ def test_in_float64_windows_agree_to_the_last_digits(shape, seed):
 
 def random_items(rng: np.random.Generator, size: int) -> Items:
     """Compute items, links and followers in one to three phases, as a schedule without pins has them."""
-    kind = rng.choice([COMPUTE, SUM, RESOLVE, CONVERT, LINK], size, p=[0.3, 0.1, 0.1, 0.2, 0.3]).astype(np.int32)
+    kind = rng.choice([COMPUTE, SUM, RESOLVE, RESHARD, LINK], size, p=[0.3, 0.1, 0.1, 0.2, 0.3]).astype(np.int32)
     kind[rng.integers(0, size, rng.integers(0, 3))] = BARRIER
     predecessor = np.full(size, NONE, np.int32)
     start = 0
@@ -259,7 +259,7 @@ def random_items(rng: np.random.Generator, size: int) -> Items:
             predecessor[t] = rng.choice(waited_for[-4:] if rng.random() < 0.6 else waited_for)
     none = np.zeros(0, np.int32)
     return Items(
-        kind, np.zeros(size, np.int32), predecessor, np.isin(kind, (CONVERT, LINK)), kind == COMPUTE, none, none, none, none
+        kind, np.zeros(size, np.int32), predecessor, np.isin(kind, (RESHARD, LINK)), kind == COMPUTE, none, none, none, none
     )  # fmt: skip
 
 
@@ -358,8 +358,8 @@ def test_streams_order_and_inputs_by_hand():
     n = 8
     predecessors = np.full((n, 2), n, np.int32)
     predecessors[2, 0], predecessors[3, 0], predecessors[7, 0] = 1, 2, 0
-    kind = np.array([COMPUTE, CONVERT, COMPUTE, CONVERT, COMPUTE, BARRIER, COMPUTE, CONVERT], np.int32)
-    occupies = np.array([kind != CONVERT, (kind == CONVERT) | (kind == BARRIER)]).T
+    kind = np.array([COMPUTE, RESHARD, COMPUTE, RESHARD, COMPUTE, BARRIER, COMPUTE, RESHARD], np.int32)
+    occupies = np.array([kind != RESHARD, (kind == RESHARD) | (kind == BARRIER)]).T
     schedule = Schedule(kind, np.zeros(n, np.int32), np.zeros(n, np.int32), predecessors, occupies, kind == BARRIER)
     durations = np.array([3.0, 2, 1, 4, 2, 0, 1, 0])
     timeline = simulate(schedule, durations)
@@ -400,18 +400,18 @@ def test_what_a_schedule_holds(model, topology):
     assert (schedule.occupies[schedule.is_barrier]).all() and (schedule.is_barrier == (schedule.kind == BARRIER)).all()
     assert schedule.is_barrier.sum() == (0 if c.graph.is_single_phase else 2)
     levels = t.links.num_levels
-    counts = {k: int((schedule.kind == k).sum()) for k in (COMPUTE, SUM, RESOLVE, CONVERT)}
+    counts = {k: int((schedule.kind == k).sum()) for k in (COMPUTE, SUM, RESOLVE, RESHARD)}
     assert counts == {
         COMPUTE: len(c.graph.tasks),
         SUM: levels * len(t.sum_task),
         RESOLVE: levels * int(t.may_be_partial.sum()),
-        CONVERT: levels * len(t.edge_task),
+        RESHARD: levels * len(t.edge_task),
     }
-    # Every figure is scheduled once, and what is converted for a task comes before it.
+    # Every figure is scheduled once, and what is resharded for a task comes before it.
     position = {int(k): i for i, k in enumerate(schedule.source) if schedule.kind[i] == COMPUTE}
     assert list(position) == list(range(len(c.graph.tasks)))
-    assert all(i < position.get(int(t.edge_task[e]), n) for i, e in enumerate(schedule.source) if schedule.kind[i] == CONVERT)
-    for kind in (SUM, RESOLVE, CONVERT):
+    assert all(i < position.get(int(t.edge_task[e]), n) for i, e in enumerate(schedule.source) if schedule.kind[i] == RESHARD)
+    for kind in (SUM, RESOLVE, RESHARD):
         rows = [(int(s), int(lv)) for s, lv, k in zip(schedule.source, schedule.level, schedule.kind, strict=True) if k == kind]
         assert len(set(rows)) == len(rows)
 
@@ -429,7 +429,7 @@ def test_durations_are_gathered_from_the_right_figures():
         elif kind == BARRIER:
             assert d == 0
         else:
-            assert d == {SUM: one.sum_s, RESOLVE: one.resolve_s, CONVERT: one.convert_s}[kind][source, level]
+            assert d == {SUM: one.sum_s, RESOLVE: one.resolve_s, RESHARD: one.reshard_s}[kind][source, level]
     batch = Durations(*(np.stack([x, 2 * x, 0 * x]) for x in one))
     np.testing.assert_array_equal(schedule.durations(batch), [found, 2 * found, 0 * found])
     np.testing.assert_allclose(schedule.durations(Durations(*map(jnp.asarray, batch))), schedule.durations(batch), rtol=1e-6)
@@ -438,7 +438,7 @@ def test_durations_are_gathered_from_the_right_figures():
 def test_without_overlap_communication_occupies_the_compute_stream():
     beside, instead = (case_with("mlp", "a100x64", overlap=overlap) for overlap in (True, False))
     assert instead.simulator.schedule.occupies[:, 0].all()
-    communicates = np.isin(beside.simulator.schedule.kind, (SUM, RESOLVE, CONVERT))
+    communicates = np.isin(beside.simulator.schedule.kind, (SUM, RESOLVE, RESHARD))
     assert not beside.simulator.schedule.occupies[communicates, 0].any()
     costs, times = case("mlp", "a100x64").figures(beside.strategies(seed=12, count=16))
     durations = beside.simulator.schedule.durations(costs.durations)

@@ -19,14 +19,14 @@ from soapjax.costs.memory.memory_order import MemoryOrder
 from soapjax.graph.operators import OperatorGraph
 
 
-class Conversions(NamedTuple):
-    """The readers' conversions of a graph in program order."""
+class Reshards(NamedTuple):
+    """The readers' reshards of a graph in program order."""
 
     tensor: np.ndarray  # int32 [E]
     read_at: np.ndarray  # int32 [E]: the task that reads it
 
 
-OrderRule = Callable[[OperatorGraph, MemoryOrder, Conversions], MemoryOrder]
+OrderRule = Callable[[OperatorGraph, MemoryOrder, Reshards], MemoryOrder]
 TensorRule = Callable[[OperatorGraph], np.ndarray]  # -> [T]
 
 
@@ -53,11 +53,11 @@ class CompilerModel(NamedTuple):
         """How many times as large values of these types are inside a program as in its arguments and results."""
         return np.array([2 if dtype in self.widened else 1 for dtype in dtypes], np.float32)
 
-    def ordered(self, graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, conversions: Conversions) -> MemoryOrder:
+    def ordered(self, graph: OperatorGraph, birth: np.ndarray, death: np.ndarray, reshards: Reshards) -> MemoryOrder:
         """`birth`, `death`: the task that makes a tensor, and the last that needs it, in program order, int32 [T]."""
-        found = MemoryOrder(birth, death, conversions.read_at, made_at=conversions.read_at, at_least=death)
+        found = MemoryOrder(birth, death, reshards.read_at, made_at=reshards.read_at, at_least=death)
         for rule in self.order:
-            found = rule(graph, found, conversions)
+            found = rule(graph, found, reshards)
         return found
 
 

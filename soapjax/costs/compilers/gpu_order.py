@@ -14,13 +14,13 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from soapjax.costs.compilers.compiler_model import Conversions
+from soapjax.costs.compilers.compiler_model import Reshards
 from soapjax.costs.memory.memory_order import MemoryOrder
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD
 
 
-def inputs_first(graph: OperatorGraph, order: MemoryOrder, conversions: Conversions) -> MemoryOrder:
+def inputs_first(graph: OperatorGraph, order: MemoryOrder, reshards: Reshards) -> MemoryOrder:
     """Where each of `weights_before_inputs` changes places with the next task."""
     since, until, read_at = order.since.copy(), order.until.copy(), order.read_at.copy()
     for k in weights_before_inputs(graph):
@@ -33,7 +33,7 @@ def inputs_first(graph: OperatorGraph, order: MemoryOrder, conversions: Conversi
         for task, at in ((weights, k + 1), (inputs, k)):
             for access in task.writes:
                 since[access.tensor], until[access.tensor] = at, max(until[access.tensor], at)
-        read_at[conversions.read_at == k], read_at[conversions.read_at == k + 1] = k + 1, k
+        read_at[reshards.read_at == k], read_at[reshards.read_at == k + 1] = k + 1, k
     return MemoryOrder(since, until, read_at, made_at=read_at, at_least=until)
 
 
@@ -56,7 +56,7 @@ def weights_before_inputs(graph: OperatorGraph) -> list[int]:
     return found
 
 
-def late_products(graph: OperatorGraph, order: MemoryOrder, conversions: Conversions) -> MemoryOrder:
+def late_products(graph: OperatorGraph, order: MemoryOrder, reshards: Reshards) -> MemoryOrder:
     """Where the products of a sum are put off until right before it."""
     maker = {a.tensor: k for k, task in enumerate(graph.tasks) for a in task.writes}
     late = [
@@ -74,10 +74,10 @@ def late_products(graph: OperatorGraph, order: MemoryOrder, conversions: Convers
                 until[access.tensor] = max(until[access.tensor], since[i])
     for k, place in places.items():
         # The layer's other product, which is not put off, reads the same gradient in the same layout: that copy waits. Other
-        # conversions come one after the other, right before their products.
+        # reshards come one after the other, right before their products.
         others = (j for j in (k - 1, k + 1) if 0 <= j < len(graph.tasks) and j not in places)
         early = {a.tensor for j in others if graph.tasks[j].operator == graph.tasks[k].operator for a in graph.tasks[j].reads}
-        waits = (conversions.read_at == k) & np.isin(conversions.tensor, list(early))
+        waits = (reshards.read_at == k) & np.isin(reshards.tensor, list(early))
         read_at[waits] = np.maximum(read_at[waits], place)
     return MemoryOrder(since, until, read_at, order.made_at, at_least=until)
 

@@ -57,7 +57,7 @@ PULL = 0.03  # of a kind's fraction towards 1, where its bytes do not tell
 
 
 def _steps_and_bytes(kind: str, n: int, size: float) -> tuple[float, float]:
-    """Steps of a collective, and bytes that each of n devices sends that hold `size` before or after it (conversion.py)."""
+    """Steps of a collective, and bytes that each of n devices sends that hold `size` before or after it (many_reshards.py)."""
     if kind == "collective-permute":
         return 1.0, size
     times = 2.0 if kind == "all-reduce" else 1.0

@@ -25,7 +25,7 @@ from soapjax.jit.kernel import added, added_at, put, row
 class Alive(NamedTuple):
     """Of one strategy, bytes during each task and group of devices."""
 
-    used: Array  # [K + 1, G]: gradients and activations, converted copies, partial sums
+    used: Array  # [K + 1, G]: gradients and activations, resharded copies, partial sums
     waiting: Array  # [K + 1, 2, G]
     peak: Array  # [G] of both together
     persistent: Array  # [G]: parameters and optimizer state
@@ -33,7 +33,7 @@ class Alive(NamedTuple):
 
 
 def since_of(p: CostArrays, base: Base, e: Array) -> Array:
-    """int32 []: the task after the last earlier reader of the copy that conversion `e` wants, 0 where it pays."""
+    """int32 []: the task after the last earlier reader of the copy that reshard `e` wants, 0 where it pays."""
     before = row(base.previous, e)
     return jnp.where(before >= 0, row(p.edge_life, jnp.maximum(before, 0))[2], 0)
 
@@ -131,7 +131,7 @@ class _Steps:
         self.first_group, self.num_groups = span(own, n, 4)
 
     def own_row(self, j: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        """One of the operator's rows: a tensor, or a conversion that no group of its readers touches; others follow in groups."""
+        """One of the operator's rows: a tensor, or a reshard that no group of its readers touches; others follow in groups."""
         p, num_t = self.p, self.num_tensors
         x = row(self.own.records.row, self.first + j)[0]
         state = lax.fori_loop(0, (x < num_t).astype(jnp.int32), lambda _, s: self._tensor(j, s), state)
@@ -180,7 +180,7 @@ class _Steps:
         return diff, waited(p, waiting, t, birth, death, bytes_)
 
     def _last_needed(self, begin: Array, number: Array) -> tuple[Array, Array]:
-        """The last task [Q] that needs a tensor with these conversions, and in the base."""
+        """The last task [Q] that needs a tensor with these reshards, and in the base."""
         p, base, into, readers = self.p, self.base, self.into, self.readers
 
         def pays_before(e: Array) -> Array:

@@ -1,4 +1,4 @@
-"""When tensors are alive and conversions made, as a compiler orders them (costs/compilers)."""
+"""When tensors are alive and reshards made, as a compiler orders them (costs/compilers)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class MemoryOrder(NamedTuple):
 
     since: np.ndarray  # int32 [T]: from when on a tensor is alive
     until: np.ndarray  # int32 [T]: -1 where it is counted elsewhere
-    read_at: np.ndarray  # int32 [E]: when the reader of a conversion runs
-    made_at: np.ndarray  # int32 [E]: when it is converted, by readers that share no earlier copy
+    read_at: np.ndarray  # int32 [E]: when the reader of a reshard runs
+    made_at: np.ndarray  # int32 [E]: when it is resharded, by readers that share no earlier copy
     at_least: np.ndarray  # int32 [T]: until when also where its last readers share a copy in another layout: `until`, or earlier
 
 
 def least_until(order: MemoryOrder, edge_tensor: np.ndarray, computed_until: np.ndarray, is_kept: np.ndarray) -> MemoryOrder:
-    """Says how early tensors are free whose readers have a copy: where nothing but these conversions keeps them.
+    """Says how early tensors are free whose readers have a copy: where nothing but these reshards keeps them.
 
     `computed_until` [T]: until when others are computed from a tensor. `is_kept` [T]: something else needs it until the end.
     """

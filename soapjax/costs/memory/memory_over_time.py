@@ -19,7 +19,7 @@ class MemoryCurve(NamedTuple):
     """Bytes of G groups of devices (one without pins) while each of K tasks runs."""
 
     persistent: np.ndarray  # [G]: parameters and optimizer state
-    alive: np.ndarray  # [G, K]: activations, gradients and converted copies
+    alive: np.ndarray  # [G, K]: activations, gradients and resharded copies
     transient: np.ndarray  # [G, K]: while something is made
     tensor_bytes: np.ndarray  # [T, G]: of a tensor as it is kept
     copy_bytes: np.ndarray  # [E, G]
@@ -37,7 +37,7 @@ class MemoryCurve(NamedTuple):
         What a gradient waits with for its collective belongs to nobody.
 
         Args:
-          of_tensor, of_edge, of_parameter: owner of every tensor, conversion and parameter, -1 for nobody.
+          of_tensor, of_edge, of_parameter: owner of every tensor, reshard and parameter, -1 for nobody.
         """
         found = np.zeros(num)
         if not self.total.size:

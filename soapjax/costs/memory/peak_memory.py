@@ -1,6 +1,6 @@
 """What a device holds at the peak of a step: lifetimes of tensors and copies, task by task, for Q lanes side by side.
 
-A tensor is alive from the task that makes it until nobody needs it: a conversion that makes a copy needs the tensor until the copy
+A tensor is alive from the task that makes it until nobody needs it: a reshard that makes a copy needs the tensor until the copy
 is made, one that shares an earlier copy not at all. A copy is alive until its last reader. Partial sums pass while they are
 resolved, and gradients that the compiler merges into one collective wait for each other.
 """
@@ -18,7 +18,7 @@ from soapjax.jit.kernel import added, added_at, row
 
 
 class Lives(NamedTuple):
-    """Bytes, and what decides how long they are held; T tensors, E conversions, X rows, G groups of devices."""
+    """Bytes, and what decides how long they are held; T tensors, E reshards, X rows, G groups of devices."""
 
     held: Array  # [T + 1, Q]
     copy: Array  # [E + 1, Q]
@@ -31,7 +31,7 @@ class Lives(NamedTuple):
 
 
 def needed_until(p: CostArrays, e: Array, is_sent: Array, is_shared: Array) -> Array:
-    """int32 [Q]: until when conversion `e` needs the tensor itself; -1 where an earlier reader has made its copy."""
+    """int32 [Q]: until when reshard `e` needs the tensor itself; -1 where an earlier reader has made its copy."""
     life = row(p.edge_life, e)
     return jnp.where(is_sent, jnp.where(is_shared, -1, life[5]), life[4])
 

@@ -36,7 +36,7 @@ class Readers:
         return is_own & row(self.own.is_keyed, self.first + jnp.where(is_own, r - 1, 0))
 
     def keyed(self, i: Array) -> Array:
-        """The conversion behind entry `i` of the keyed rows."""
+        """The reshard behind entry `i` of the keyed rows."""
         return row(self.own.records.row, self.first + row(self.own.keyed, i))[0] - self.num_tensors
 
     def again(self, e: Array) -> Array:

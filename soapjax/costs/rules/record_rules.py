@@ -174,7 +174,7 @@ def homes(p: CostArrays, which: Array, made: Array, reader: Array, common: Array
 
 
 def as_read(home: Array, wanted: Array, dims: int) -> Array:
-    """What a tensor kept as `home` is converted to for a reader.
+    """What a tensor kept as `home` is resharded to for a reader.
 
     A loop carries its sums resolved, and what is still a partial sum is summed up with the last product of its sum.
     """
@@ -205,8 +205,8 @@ class RowCosts(NamedTuple):
     sent: Array  # [6, Q] bytes by collective, of all trips
     sent_on: Array  # [G, Q]: bytes that a device of each group sends
     held: Array  # [Q]: bytes of a tensor as it is kept, of a parameter as it is left
-    copy: Array  # [Q]: of a converted copy, 0 where nothing is converted
-    is_sent: Array  # bool [Q]: the conversion makes a copy of its own
+    copy: Array  # [Q]: of a resharded copy, 0 where nothing is resharded
+    is_sent: Array  # bool [Q]: the reshard makes a copy of its own
     transient: Array  # [Q]: beside a tensor while it is made: partial sums before they are resolved
     waiting: Array  # [2, Q]: of gradients that wait to be summed together, by all-reduces and by reduce-scatters
     on: Array  # bool [G, Q]: who takes part

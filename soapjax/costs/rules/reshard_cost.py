@@ -45,7 +45,7 @@ from soapjax.costs.rules.sets import (
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import row
 
-# The collectives of a conversion, in their order.
+# The collectives of a reshard, in their order.
 STEPS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "all-to-all", "all-gather")
 IS_SPREAD = tuple(kind in ("all-gather", "all-to-all") for kind in STEPS)  # to all others: over the slowest links first
 IN_RINGS = (0, 1, 2, 5)
@@ -89,7 +89,7 @@ def network_of(links: Links, num_levels: int) -> Network:
 
 
 class Moves(NamedTuple):
-    """What a conversion does: sets of axes [Q]."""
+    """What a reshard does: sets of axes [Q]."""
 
     given: Array  # that split the source, before the first gather
     held: Array  # that split what the other collectives begin with

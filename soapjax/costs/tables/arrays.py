@@ -6,7 +6,7 @@ What a strategy decides is computed from *records*, each with the numbers of wha
   whose seconds it divides;
 * a *parameter* has three slots more, as it is stored, its gradient, and what the backward pass gathers again;
 * a *task* sums up its slots' bytes and seconds;
-* a *row* is what may be sent: a tensor as it is resolved, a conversion for a reader, a collective inside a task.
+* a *row* is what may be sent: a tensor as it is resolved, a reshard for a reader, a collective inside a task.
 
 The records of the whole graph are one list (`records_of`), and those of what one operator's config can change another
 (operator_records.py); the rules read either. Sizes are padded to those of a `Bucket`, so that problems share what is compiled.
@@ -122,7 +122,7 @@ class CostArrays(NamedTuple):
     tensor_stops: Array  # int32 [T + 1, 2]: first in `stops` and their number: tasks at which it may end
     stops: Array  # int32 [n]
     edges_of: Array  # int32 [E]
-    # conversions
+    # reshards
     # int32 [E + 1, 6]: last and first task of its copy where it is not shared, task after the reader, slot wanted, read_at, made_at
     edge_life: Array
     edge_group: Array  # int32 [E + 1, 4]: first of its group in `members`, its place, number; operator whose storage gathers again
@@ -135,7 +135,7 @@ class CostArrays(NamedTuple):
 
 
 def edge_of(p: CostArrays, x: Array) -> Array:
-    """The conversion that row `x` is; for other rows the place behind the last."""
+    """The reshard that row `x` is; for other rows the place behind the last."""
     num_t, num_e = p.counts[3], p.counts[4]
     return jnp.where((x >= num_t) & (x < num_t + num_e), x - num_t, p.edge_life.shape[0] - 1)
 
@@ -173,7 +173,7 @@ def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
         counts=_counts(tables),
         storage_again=np.int32(sum(1 << i for i, x in enumerate(tables.storage_again) if x)),
         **_axes(tables, b), **_tasks(tables, b), **_parameters(tables, b), **_rows(tables, b), **_tensor_lives(tables, b),
-        **_conversions(tables, b),
+        **_reshards(tables, b),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def _parameters(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
 
 
 def _rows(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
-    """What may be sent: tensors as they are resolved, then conversions, then collectives inside tasks."""
+    """What may be sent: tensors as they are resolved, then reshards, then collectives inside tasks."""
     num_t, num_e, num_s = len(tables.tensor_bytes), len(tables.edge_task), len(tables.sum_task)
     edges = slice(num_t, num_t + num_e)
     of_tensor = np.stack(
@@ -291,7 +291,7 @@ def _tensor_lives(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def _conversions(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
+def _reshards(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     """When copies are there, and which readers may share one."""
     order, last = tables.order, max(tables.num_tasks - 1, 0)
     read_at = np.minimum(order.read_at, last)

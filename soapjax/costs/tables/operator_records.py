@@ -4,8 +4,8 @@ A change of one operator's config moves
 
 * its own tasks, inner collectives, and the layouts of its accesses and of the parameters that it owns;
 * the home layout of tensors that it writes, reads first or owns, or whose common layout as summands it
-  decides, and so every conversion of them;
-* its own conversions of tensors that others write;
+  decides, and so every reshard of them;
+* its own reshards of tensors that others write;
 * who pays for a copy that several readers share, in every group of readers of which one wants another layout now: these
   readers are *keyed*.
 """
@@ -199,7 +199,7 @@ class _Lists:
         self.task += [[k, updated.get(int(tables.task_parameter[k]), NONE), 0] for k in of.task]
 
     def _rows(self, of: _Decided, places: dict[int, int]) -> dict[int, int]:
-        """The row of every conversion, counted from the operator's first."""
+        """The row of every reshard, counted from the operator's first."""
 
         def at(s: int) -> int:
             return places[s] if s >= 0 else 0

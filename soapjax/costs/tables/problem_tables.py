@@ -5,7 +5,7 @@ sequences here also fix what the simulators schedule:
 
 * compute tasks, in program order;
 * one *resolution* per tensor that may be partial, right after its producer;
-* one *conversion* per (tensor, reader) whose layouts may differ, right before the reader;
+* one *reshard* per (tensor, reader) whose layouts may differ, right before the reader;
 * one *inner collective* per reduction in the middle of a task, and per exchange of halos between blocks.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from soapjax.costs.compilers.compiler_model import CompilerModel, Conversions
+from soapjax.costs.compilers.compiler_model import CompilerModel, Reshards
 from soapjax.costs.compilers.of_backend import compiler_of
 from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
 from soapjax.costs.measured.profile import Profile
@@ -35,7 +35,7 @@ from soapjax.topology import DeviceTopology
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTables:
-    """Static arrays; letters: K tasks, U accesses, T tensors, P parameters, E conversions, S inner collectives, W work items."""
+    """Static arrays; letters: K tasks, U accesses, T tensors, P parameters, E reshards, S inner collectives, W work items."""
 
     graph: OperatorGraph
     space: SearchSpace
@@ -90,7 +90,7 @@ class CostTables:
     edge_source: np.ndarray  # int32 [E]: the slot its tensor's layout comes from, which a parameter's readers differ in
     edge_slot: np.ndarray  # int32 [E]: the reader's slot
     edge_task: np.ndarray  # int32 [E]: the reader; K for the step's end
-    edge_bytes: np.ndarray  # float32 [E]: of one conversion
+    edge_bytes: np.ndarray  # float32 [E]: of one reshard
     edge_trips: np.ndarray  # float32 [E]
     edge_parameter: np.ndarray  # int32 [E]: parameter that is read, -1 for other tensors
     # Shares of latency that gradient sums and parameter gathers pay; activations wait for nobody to be merged with.
@@ -142,7 +142,7 @@ class CostTables:
         return (of >= 0) & self.edge_is_backward & (self.compiler.keeps_barriers | is_left)
 
     def reader_groups(self) -> list[list[int]]:
-        """The conversions of each `edge_group`, in order."""
+        """The reshards of each `edge_group`, in order."""
         members: dict[int, list[int]] = {}
         for e, number in enumerate(self.edge_group.tolist()):
             members.setdefault(number, []).append(e)
@@ -189,8 +189,8 @@ def cost_tables(
     is_gradient[[chain.total for chain in graph.accumulations]] = True
     working = working_memory(graph, compiler, links.axis_sizes[0])
     t["tensor_copies"] *= 1 + working.more
-    conversions = Conversions(t["edge_tensor"], t.pop("edge_read_at"))
-    order = compiler.ordered(graph, t["tensor_birth"], t["tensor_death"], conversions)
+    reshards = Reshards(t["edge_tensor"], t.pop("edge_read_at"))
+    order = compiler.ordered(graph, t["tensor_birth"], t["tensor_death"], reshards)
     order = least_until(order, t["edge_tensor"], t.pop("computed_until"), t.pop("is_kept") | working.waits)
     order = _left(graph, order, t)
     widened = compiler.widening(x.dtype for x in graph.tensors)

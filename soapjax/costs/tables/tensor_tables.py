@@ -105,7 +105,7 @@ def tensors_and_edges(graph: OperatorGraph, space: SearchSpace, num_axes: int, t
 
 
 def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
-    """Every conversion that may be: for a reader, for the step's end, and into a loop."""
+    """Every reshard that may be: for a reader, for the step's end, and into a loop."""
     num_k, state_outputs = len(graph.tasks), {o for _, o in graph.state_pairs}
     edges: list[Edge] = []
     for i, tensor in enumerate(graph.tensors):
@@ -130,7 +130,7 @@ def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
             ))  # fmt: skip
     for entry in graph.entries:
         if (first := users.first_reader(entry.target)) is not None:
-            # Converted to the layout in which the loop's own result is carried.
+            # Resharded to the layout in which the loop's own result is carried.
             carried, source = users.writer.get(entry.target, users.replicated), graph.tensors[entry.source]
             edges.append(Edge(
                 tensor=entry.source, slot=carried, task=first, bytes=source.size_bytes, trips=1, parameter=-1, dtype=source.dtype,
@@ -221,9 +221,9 @@ def _lives(graph: OperatorGraph, users: _Users, early: dict[tuple[int, int], int
 
 
 def reader_groups(graph: OperatorGraph, edges: list[Edge], t: dict) -> None:
-    """Which conversions may be one: those of one tensor, into one dtype, for readers in the same loop.
+    """Which reshards may be one: those of one tensor, into one dtype, for readers in the same loop.
 
-    A parameter that every trip uses is converted before the loop.
+    A parameter that every trip uses is resharded before the loop.
     """
     last = len(graph.tasks)
     numbers: dict[object, int] = {}

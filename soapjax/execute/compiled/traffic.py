@@ -41,7 +41,7 @@ class Difference(NamedTuple):
         if not any(self.compiled.values()):
             return "the compiler found it needless (the same value is at hand), or merged it with another operator's"
         if not any(self.predicted.values()):
-            return "the compiler converts a layout where the plan has none: a value inside the operator is split otherwise"
+            return "the compiler reshards where the plan does not: a value inside the operator is split otherwise"
         if self.excess_bytes < 0:
             return "the compiler adds up before it communicates, or shares a copy"
         return "the compiler takes another way between the layouts"

@@ -19,7 +19,7 @@ from soapjax.strategy.plan import MeshPlan, TaskPart, parse_spec
 
 
 class PlanLayouts:
-    """Layouts by tensor and task, and conversions between them.
+    """Layouts by tensor and task, and reshards between them.
 
     Args:
       parts: every task with the plan's specs of it.
@@ -99,7 +99,7 @@ class PlanLayouts:
     def constrain(self, x: Any, spec: Spec) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition_spec(spec)))
 
-    def convert(self, atom: int, x: Any, source: Spec | None, target: Spec) -> Any:
+    def resharded(self, atom: int, x: Any, source: Spec | None, target: Spec) -> Any:
         """A value from one layout to another, by the steps that the plan's prediction counts."""
         sizes = self.mesh.shape
         shape = self.program.avals[atom].shape

@@ -2,7 +2,7 @@
 
 Every tensor is constrained as used by the task that reads it, and as kept by the task
 that makes it; primitives with a way of their own run on their local blocks (on_blocks.py). A tensor wanted
-twice in one layout is converted once; a parameter that the plan regathers goes
+twice in one layout is resharded once; a parameter that the plan regathers goes
 through a barrier first, or XLA would merge the gathers of both passes, or gather all parameters at once.
 """
 
@@ -169,7 +169,7 @@ class PlannedEvaluator(ProgramEvaluator):
         # Of what the backward pass gathers from a part that the forward pass leaves it: how that is laid out.
         may_leave = (self.graph.parameters[p].tensor for p in left_parameters(self.graph))
         self._left = {t: self.layouts.left(t, storage[t].again) for t in may_leave if storage[t].again not in ((), storage[t].axes)}
-        self._by_loop: dict[str, dict[tuple, Any]] = {}  # conversions of a loop's constants, made before it
+        self._by_loop: dict[str, dict[tuple, Any]] = {}  # reshards of a loop's constants, made before it
 
     def scope_name(self, eqn: FlatEqn) -> str:
         k = self.binding.task_of.get(eqn.key)
@@ -233,15 +233,15 @@ class PlannedEvaluator(ProgramEvaluator):
         layouts = self.layouts
         stored = layouts.home[p.tensor]
         missing = len(stored) - len(self.graph.tensors[p.gradient].shape)
-        cache = env.setdefault("converted", {})
+        cache = env.setdefault("resharded", {})
         key = (atom, "update")
         if key not in cache:
             kept = layouts.shifted(atom, layouts.home[p.gradient])
-            cache[key] = layouts.convert(atom, x, kept, layouts.shifted(atom, stored[missing:]))
+            cache[key] = layouts.resharded(atom, x, kept, layouts.shifted(atom, stored[missing:]))
         return cache[key]
 
     def as_used(self, k: int, atom: int, operand: int, env: Env) -> Any:
-        """A value in the layout in which task `k` reads it, and cast if it casts it first; equal conversions are made once."""
+        """A value in the layout in which task `k` reads it, and cast if it casts it first; equal reshards are made once."""
         alias = self.values.tensor(atom)
         tensor = self.binding.tensor_of.get(alias.root)
         layouts = self.layouts
@@ -257,7 +257,7 @@ class PlannedEvaluator(ProgramEvaluator):
             atom = alias.root  # one copy serves both sides of a barrier of rematerialisation, which holds back activations
         cast = None if self.is_float64 else dict(task.casts).get(tensor)
         key = (atom, spec, again, cast)
-        cache = env.setdefault("converted", {})
+        cache = env.setdefault("resharded", {})
         if key not in cache:
             value, left = env[atom], self._left.get(tensor)
             home = layouts.home.get(tensor)
@@ -268,9 +268,9 @@ class PlannedEvaluator(ProgramEvaluator):
                 value = self._not_before(value, env, again)
             if cast is not None:  # where it is kept: what is sent is narrower
                 value = jax.lax.convert_element_type(value, cast)
-            cache[key] = layouts.convert(atom, value, source, layouts.shifted(atom, spec))
+            cache[key] = layouts.resharded(atom, value, source, layouts.shifted(atom, spec))
             if left not in (None, home) and not again and (atom, "left") not in cache:
-                part = layouts.convert(atom, cache[key], spec, left)  # a slice, cut before the whole is used: it may go then
+                part = layouts.resharded(atom, cache[key], spec, left)  # a slice, cut before the whole is used: it may go then
                 cache[key], cache[atom, "left"] = jax.lax.optimization_barrier((cache[key], part))
         return cache[key]
 
@@ -317,11 +317,11 @@ class PlannedEvaluator(ProgramEvaluator):
                 for j, a in enumerate(inner.inputs):
                     if isinstance(a, int) and a in consts:
                         self.as_used(k, a, j if inner.key == self.graph.tasks[k].equations.heavy else -1, outside)
-        self._by_loop[eqn.key] = outside.get("converted", {})
+        self._by_loop[eqn.key] = outside.get("resharded", {})
         return [self._as_carried(i, c) for i, c in zip(ids, carry, strict=False)]
 
     def enter_body(self, eqn: FlatEqn, env: Env) -> None:
-        env["converted"] = dict(self._by_loop[eqn.key])
+        env["resharded"] = dict(self._by_loop[eqn.key])
         first = eqn.params["num_consts"]
         for i in eqn.body.inputs[first : first + eqn.params["num_carry"]]:
             env[i] = self._as_carried(i, env[i])

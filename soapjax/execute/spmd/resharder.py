@@ -1,4 +1,4 @@
-"""Conversions of layout as the cost model counts them, step by step in `shard_map` (strategy/resharding.py).
+"""Resharding as the cost model counts it, step by step in `shard_map` (strategy/resharding.py).
 
 The partitioner would choose for itself: a full gather and a slice for many pairs, an all-to-all and a permute where
 blocks only change places. Here prediction is what runs by construction.

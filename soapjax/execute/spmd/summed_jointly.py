@@ -101,7 +101,7 @@ class JointSums:
         with jax.named_scope(task_mark(one.task)):
             x = resolved(total, one.spec, home, self.mesh)
         reader = layouts.binding.task_of[one.traced.last]
-        return layouts.convert(last, x, home, layouts.used[reader].get((one.tensor, -1)) or home)
+        return layouts.resharded(last, x, home, layouts.used[reader].get((one.tensor, -1)) or home)
 
     def _term(self, one: _Sum, atom: Atom, env: Env) -> Any:
         reader = self.layouts.binding.task_of[one.traced.last]

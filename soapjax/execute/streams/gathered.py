@@ -60,7 +60,7 @@ def gather_program(place: Any, stage: int, values: tuple[int, ...]) -> tuple[Par
         found = []
         for v, x, one in zip(values, arguments, chosen, strict=True):
             x = x if one.cast is None or place.is_float64 else jax.lax.convert_element_type(x, one.cast)
-            found.append(layouts.convert(v, x, place.spec(v), one.spec))
+            found.append(layouts.resharded(v, x, place.spec(v), one.spec))
         return tuple(found)
 
     fn.__name__ = fn.__qualname__ = f"gather_{stage}"

@@ -40,7 +40,7 @@
   }
   const view = { from: 0, to: 1 };
 
-  const KINDS = ["forward", "backward", "update", "convert a layout", "sum partial results", "collective inside an operator", "transfer"];
+  const KINDS = ["forward", "backward", "update", "reshard", "sum partial results", "collective inside an operator", "transfer"];
   function timeline() {
     const t = data.timeline;
     if (!t) return;

@@ -1,1 +1,1 @@
-"""Makes strategies good before and after the chains: steepest descents, repeated blocks, fewer conversions."""
+"""Makes strategies good before and after the chains: steepest descents, repeated blocks, fewer reshards."""

@@ -1,7 +1,7 @@
-"""Of strategies that are equal within the error, the simplest: equal blocks alike, fewer bytes, fewer conversions.
+"""Of strategies that are equal within the error, the simplest: equal blocks alike, fewer bytes, fewer reshards.
 
 A predicted step time is not known to half a percent, and a search that follows it to the last digit leaves in a plan what buys
-nothing: conversions that hide under computing, and a split of its own for every layer. So at the end of a search, among what is
+nothing: reshards that hide under computing, and a split of its own for every layer. So at the end of a search, among what is
 within the error of the best (`--simplicity`, or the calibrated error where that is more):
 
 * of the search's candidates and the baselines the plainest is the start;
@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     num_ways: int  # in which the blocks of each run are split and stored, of all runs together
     num_unlike: int  # configs beyond the first of all places of blocks
     sent_bytes: float  # by each device in one step
-    num_sends: int  # collectives and conversions that take time
+    num_sends: int  # collectives and reshards that take time
     without_overlap_s: float
     split_flops_share: float
 
@@ -105,7 +105,7 @@ def _note(start: Candidate, found: Candidate, error: float) -> str:
     return (
         f"of plans within {100 * error:.2g} % of {start.evaluation.step_time_s:.4g} s per step, the simplest is taken: "
         f"{found.evaluation.step_time_s:.4g} s; {alike}{found.sent_bytes / 1e6:.4g} MB in {found.num_sends} collectives and "
-        f"conversions, not {start.sent_bytes / 1e6:.4g} MB in {start.num_sends}"
+        f"reshards, not {start.sent_bytes / 1e6:.4g} MB in {start.num_sends}"
     )
 
 

@@ -51,13 +51,13 @@ class Streams(NamedTuple):
     num_phases: int
     num_streams: int  # 0 computes, 1 + l communicates over link level l
     overlap: bool
-    phases: Durations  # of int arrays: per task, tensor, conversion, sum
+    phases: Durations  # of int arrays: per task, tensor, reshard, sum
 
     def weights(self, w: np.ndarray) -> Durations:
         """Weights of all durations, from those of streams [P, S]."""
         link = w[:, 1:] if self.overlap else w[:, 1:] + w[:, :1]
         p = self.phases
-        return Durations(*(x.astype(np.float32) for x in (w[p.compute_s, 0], link[p.resolve_s], link[p.convert_s], link[p.sum_s])))
+        return Durations(*(x.astype(np.float32) for x in (w[p.compute_s, 0], link[p.resolve_s], link[p.reshard_s], link[p.sum_s])))
 
     def busy(self, d: Durations) -> np.ndarray:
         """Busy seconds [P, S]."""

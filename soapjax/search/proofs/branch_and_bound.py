@@ -9,7 +9,7 @@ seen are simulated: the best is the incumbent. Then
 * candidates whose min-marginal (the bound with that candidate chosen) is not below the incumbent go;
 * what is left is enumerated and simulated where it is little, else one operator's candidates are told apart.
 
-Fewer candidates make better bounds: more communications are known to be active, and more conversions to be shared or not.
+Fewer candidates make better bounds: more communications are known to be active, and more reshards to be shared or not.
 """
 
 from __future__ import annotations

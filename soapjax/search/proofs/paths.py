@@ -17,9 +17,9 @@ from scipy.sparse import coo_array, csr_array, hstack
 
 from soapjax.costs.evaluate import Durations
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule, schedule_of
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule, schedule_of
 
-_FIELDS = {COMPUTE: "compute_s", SUM: "sum_s", RESOLVE: "resolve_s", CONVERT: "convert_s"}
+_FIELDS = {COMPUTE: "compute_s", SUM: "sum_s", RESOLVE: "resolve_s", RESHARD: "reshard_s"}
 
 
 class Chains(NamedTuple):
@@ -109,7 +109,7 @@ def chains_of(tables: CostTables, is_active: Durations) -> Chains:
 def _flat_indices(schedule: Schedule, like: Durations) -> np.ndarray:
     """The place of each scheduled task's duration in the fields of Durations laid end to end; -1 for barriers."""
     start = dict(zip(like._fields, np.cumsum([0, *(x.size for x in like[:-1])]), strict=True))
-    levels = like.convert_s.shape[1]
+    levels = like.reshard_s.shape[1]
     out = np.full(schedule.num_tasks, -1)
     for t, (kind, source, level) in enumerate(zip(schedule.kind, schedule.source, schedule.level, strict=True)):
         if kind != BARRIER:

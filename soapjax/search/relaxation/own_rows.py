@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from soapjax.costs.evaluate import LANES, Evaluator
-from soapjax.costs.rules.conversion import conversion_costs
 from soapjax.costs.rules.links import Links
+from soapjax.costs.rules.many_reshards import reshard_costs
 from soapjax.costs.tables.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.relaxation.candidates import Candidates
 from soapjax.strategy.layout import PARTIAL, REPLICATED
@@ -45,7 +45,7 @@ class OwnRows:
         self.slot_op = np.concatenate([tables.access_op, owner, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
         self.gathers_again = tables.may_gather_again.tolist()
-        self.convert = _converter(tables.links)
+        self.reshard_s = _reshard_s(tables.links)
 
     def restricted(self, candidates: list[Candidates], keep: list[np.ndarray]) -> OwnRows:
         """Only these candidates; the arrays are shared."""
@@ -64,7 +64,7 @@ class OwnRows:
         return layout_names(self.slot(s)[1])
 
     def source(self, e: int) -> tuple[int, np.ndarray]:
-        """The layout that a conversion begins with, but for partial sums, as its producer makes it."""
+        """The layout that a reshard begins with, but for partial sums, as its producer makes it."""
         tables = self.tables
         return self.slot(int(tables.edge_source[e])) if self.gathers_again[e] else self.raw(int(tables.edge_tensor[e]))
 
@@ -89,14 +89,14 @@ def _by_operator(
         yield evaluator.by_operator(axes[k : k + LANES], storage[k : k + LANES])
 
 
-def _converter(links: Links) -> Callable[..., np.ndarray]:
+def _reshard_s(links: Links) -> Callable[..., np.ndarray]:
     """(source [n, A], target [n, A], bytes, latency share, shape [R]) -> seconds [n, L]."""
 
-    def convert(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
+    def reshard_s(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
         out = np.zeros((len(source), links.num_levels), np.float32)
         moves = np.flatnonzero((source != target).any(axis=1))
         shapes = np.broadcast_to(shape, (len(moves), len(shape)))
-        out[moves] = conversion_costs(source[moves], target[moves], size_bytes, links, share, shape=shapes).seconds
+        out[moves] = reshard_costs(source[moves], target[moves], size_bytes, links, share, shape=shapes).seconds
         return out
 
-    return convert
+    return reshard_s

@@ -6,16 +6,16 @@ operators, and become *terms*: tables over one operator's candidates or two oper
     compute, and inner        the operator alone
     collectives
     resolution of a tensor    its producer and its first reader
-    conversion                the tensor's producer (its owner, if it is a parameter) and the reader
+    reshard                   the tensor's producer (its owner, if it is a parameter) and the reader
 
 `Relaxation.pairwise(weights)` adds them up, weighted per duration: with ones it is OptCNN's objective (Jia et al. 2018,
 section 5), the sum of all durations; with other weights it bounds the simulated time from below (bound.py).
 
 Two things are not pairwise, and are taken at their least, so that no weighted sum exceeds the true one:
 
-* a partial sum is resolved towards its first reader; another reader's conversion is charged what it costs from the best of the
+* a partial sum is resolved towards its first reader; another reader's reshard is charged what it costs from the best of the
   layouts that the first reader might have asked for;
-* readers that want a tensor in the same layout share one conversion: each of g operators that may share it is charged 1/g
+* readers that want a tensor in the same layout share one reshard: each of g operators that may share it is charged 1/g
   (exact where all want one layout, too little where they differ), by the smallest weight of those who may have paid.
 
 Tables are over distinct layouts and computed once for all operators and edges that are alike.
@@ -153,7 +153,7 @@ class Relaxation:
         return sum(float(np.sum(x)) for x in self.durations(strategy, weights))
 
     def durations(self, strategy: Strategy, weights: Durations | None = None) -> Durations:
-        """The relaxed durations of a strategy, times weights; shared conversions are charged to all who share them."""
+        """The relaxed durations of a strategy, times weights; shared reshards are charged to all who share them."""
         weights = self.weights() if weights is None else weights
         chosen = self._indices(strategy)
         if chosen is None:

@@ -1,8 +1,8 @@
-"""Conversions that may be shared: readers that want one tensor in the same layout convert it once.
+"""Reshards that may be shared: readers that want one tensor in the same layout reshard it once.
 
-Who pays depends on many operators. A conversion that an earlier one of its own operator makes superfluous is free; of the
+Who pays depends on many operators. A reshard that an earlier one of its own operator makes superfluous is free; of the
 others, each of the g operators that may want the layout is charged 1/g of the cost. All who want it together are then charged
-no more than the one conversion that is made. Where the backward pass gathers parameters again, it pays for itself.
+no more than the one reshard that is made. Where the backward pass gathers parameters again, it pays for itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from soapjax.search.relaxation.own_rows import OwnRows
 
 
 class Twins(NamedTuple):
-    """What a conversion is charged, given which earlier ones of its own operator want the same layout."""
+    """What a reshard is charged, given which earlier ones of its own operator want the same layout."""
 
-    equal: np.ndarray  # int16 [K, Q]: by candidate, for Q earlier conversions of the same operator
+    equal: np.ndarray  # int16 [K, Q]: by candidate, for Q earlier reshards of the same operator
     crosses: tuple[bool, ...]  # [Q]: from the forward pass into the backward pass
     sharers: np.ndarray  # int16 [K, 2]: operators that may want this layout: in both passes, and in this pass alone
 
@@ -32,7 +32,7 @@ Distinct = tuple[np.ndarray, frozenset[int]]  # packed layouts, sorted, and as a
 
 
 def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
-    """Conversion -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
+    """Reshard -> ((again ingredient, its twins), payers, bytes, trips), for those that are not alone in their group."""
     is_backward, gathers_again = tables.edge_is_backward.tolist(), tables.may_gather_again
     out = {}
     seen: dict[bytes, Distinct] = {}
@@ -59,7 +59,7 @@ def sharing_of(tables: CostTables, rows: OwnRows) -> dict[int, tuple]:
             sharers = np.stack([counts[np.searchsorted(names, packed[e])] for names, counts in (both, alone)], 1).astype(np.int16)
             crosses = tuple(is_backward[e] and not is_backward[x] for x in own)
             twins = Twins(equal.astype(np.int16), crosses or (False,), sharers)
-            # An own earlier conversion to this layout makes this one free; any other may have paid in its place.
+            # An own earlier reshard to this layout makes this one free; any other may have paid in its place.
             others = (x for x in edges[:i] if ops[x] != ops[e])
             payers = (*(x for x in others if not layouts[x][1].isdisjoint(layouts[e][1])), e)
             out[e] = (((owner, again), twins), payers, *least)

@@ -29,7 +29,7 @@ class Term(NamedTuple):
     seconds: np.ndarray  # float32 [Ua, Ub, L] (L = 1 for compute)
     of_a: np.ndarray  # int32 [Ka]: row by candidate
     of_b: np.ndarray  # int32 [Kb]; [0] without b
-    payers: tuple[int, ...] = ()  # conversions that may have paid for this one, itself included
+    payers: tuple[int, ...] = ()  # reshards that may have paid for this one, itself included
 
 
 def home_layout(raw: np.ndarray, reader: np.ndarray, shape: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -63,21 +63,21 @@ def distinct_layouts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _least(
-    converted: Callable[[np.ndarray, np.ndarray], np.ndarray], raw: Picked, homes: np.ndarray, reader: np.ndarray | None,
+    reshard_s: Callable[[np.ndarray, np.ndarray], np.ndarray], raw: Picked, homes: np.ndarray, reader: np.ndarray | None,
     wanted: Picked | None, *, is_summand: bool,
 ) -> np.ndarray:  # fmt: skip
-    """Seconds [n, L] of a change of layout, each pair of layouts that is asked for converted once.
+    """Seconds [n, L] of a change of layout, each pair of layouts that is asked for priced once.
 
     Args:
-      converted: (from layouts int8 [m, A], to layouts [m, A]) -> seconds [m, L].
+      reshard_s: (from layouts int8 [m, A], to layouts [m, A]) -> seconds [m, L].
       homes: int8 [D, R, A], where a tensor made as `raw.rows[d]` is kept for the sake of reader r.
       reader: int [n], which r it is; None takes the one that makes the change cheapest.
-      wanted: what it is converted to; None asks for its resolution, from `raw` to its home.
+      wanted: what it is resharded to; None asks for its resolution, from `raw` to its home.
     """
     if wanted is None:
         made = np.broadcast_to(raw.rows[:, None], homes.shape).reshape(-1, homes.shape[2])
         goal = np.where(made == PARTIAL, homes.reshape(made.shape), made)
-        table = converted(made, goal).reshape(*homes.shape[:2], -1)  # by raw and reader
+        table = reshard_s(made, goal).reshape(*homes.shape[:2], -1)  # by raw and reader
         return table.min(axis=1)[raw.of] if reader is None else table[raw.of, reader]
     kept, home_of = distinct_layouts(homes.reshape(-1, homes.shape[2]))
     home_of = home_of.reshape(homes.shape[:2])
@@ -93,7 +93,7 @@ def _least(
     home, target = kept[of_home], wanted.rows[of_wanted]
     # What stays a partial sum is no change; a whole summand is masked.
     unchanged = np.where(home == PARTIAL, home, np.int8(REPLICATED)) if is_summand else home
-    seconds = converted(home, np.where(target == PARTIAL, unchanged, target))
+    seconds = reshard_s(home, np.where(target == PARTIAL, unchanged, target))
     place = np.cumsum(is_asked) - 1
     return functools.reduce(np.minimum, (seconds[place[pair]] for pair in pairs))
 
@@ -240,11 +240,11 @@ class _Terms:
         else:
             homes, reader = made_as.rows[:, None], np.zeros(at.shape[1], np.int64)
 
-        def convert(source: np.ndarray, goal: np.ndarray) -> np.ndarray:
-            return self.rows.convert(source, goal, change.size, change.share, shape)
+        def reshard_s(source: np.ndarray, goal: np.ndarray) -> np.ndarray:
+            return self.rows.reshard_s(source, goal, change.size, change.share, shape)
 
         wanted = None if change.is_resolution else asked_for
-        best = _least(convert, made_as, homes, reader, wanted, is_summand=change.is_summand)
+        best = _least(reshard_s, made_as, homes, reader, wanted, is_summand=change.is_summand)
         if change.is_joint:
             best = np.where(_waits(found, change.may_wait)[:, None], 0.0, best)
         if change.twins is not None:
@@ -283,5 +283,5 @@ def terms_of(tables: CostTables, rows: OwnRows, deadline: float = math.inf) -> l
     for e, t in enumerate(tables.edge_tensor):
         sharing, payers, size, times = shared.get(e, (None, (), tables.edge_bytes[e], tables.edge_trips[e]))
         figures = {"size": size, "share": min((tables.edge_share[x] for x in payers), default=tables.edge_share[e]), "times": times}
-        terms.of_change("convert_s", e, int(t), int(tables.edge_slot[e]), rows.source(e), sharing=sharing, payers=payers, **figures)
+        terms.of_change("reshard_s", e, int(t), int(tables.edge_slot[e]), rows.source(e), sharing=sharing, payers=payers, **figures)
     return terms.found

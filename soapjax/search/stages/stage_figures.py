@@ -68,7 +68,7 @@ class Figures(NamedTuple):
 
     seconds: np.ndarray  # [T] of every scheduled task
     shard_bytes: np.ndarray  # [tensors]: of a tensor as it is kept, per device, whether it is stored or fused into its readers
-    copy_bytes: np.ndarray  # [E]: of converted copies
+    copy_bytes: np.ndarray  # [E]: of resharded copies
     copy_since: np.ndarray  # [E]: the task from which a copy is held for its reader: an earlier reader's, where they share it
     transient_bytes: np.ndarray  # [tensors]: of partial sums, and work space
     merging_bytes: np.ndarray  # [tensors, 2]: of gradients that wait to be summed in one collective, their sums left out
@@ -76,7 +76,7 @@ class Figures(NamedTuple):
     parameter_bytes: np.ndarray  # [P]: of a parameter alone
     may_sum_late: np.ndarray  # bool [P]: not gathered for each pass, so that running sums may wait on their devices for the update
     gathered_bytes: np.ndarray  # [P]: of the one copy that all micro-batches read; 0 where passes gather, or nobody
-    gathers_once: np.ndarray  # bool [E]: the conversion that makes such a copy
+    gathers_once: np.ndarray  # bool [E]: the reshard that makes such a copy
     layouts: Layouts
 
 
@@ -165,8 +165,8 @@ def _zero(storage: Storage) -> int:
     return 0 if not any(storage.axes) else 2 if storage.regathers else 3 if storage.scatters else 1
 
 
-def _converted_again(tables: CostTables, found: Layouts) -> np.ndarray:
-    """bool [E]: conversions that the backward pass, a program of its own, makes again of what the forward pass converted."""
+def _resharded_again(tables: CostTables, found: Layouts) -> np.ndarray:
+    """bool [E]: reshards that the backward pass, a program of its own, makes again of what the forward pass resharded."""
     again = np.zeros(len(tables.edge_task), bool)
     phase = np.array([*(t.phase for t in tables.graph.tasks), UPDATE])[tables.edge_task]
     first: dict[tuple[int, bytes], int] = {}  # tensor and layout -> the phase of what reads it there first
@@ -189,7 +189,7 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
 
 
 def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np.ndarray:
-    """bool [E]: conversions that read what is kept once it is gathered (execute/streams/gathered.py), all of a parameter's."""
+    """bool [E]: reshards that read what is kept once it is gathered (execute/streams/gathered.py), all of a parameter's."""
     space, graph = tables.space, tables.graph
     once = np.zeros(len(tables.edge_task), bool)
     kept = np.array([any(s.axes) and not s.regathers for s in space.storages])[strategy.storage[tables.parameter_op]]
@@ -208,8 +208,8 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     durations, parts, found = costs.durations, costs.parts, costs.layouts
     copy_since = np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1))
     if fabric.has_passes:
-        again = _converted_again(tables, found)
-        durations = durations._replace(convert_s=np.where(again[:, None], parts.convert_s, durations.convert_s))
+        again = _resharded_again(tables, found)
+        durations = durations._replace(reshard_s=np.where(again[:, None], parts.reshard_s, durations.reshard_s))
         found = found._replace(is_shared=found.is_shared & ~again)
         copy_since = np.where(again, tables.edge_task, copy_since)
     waiting, sizes = np.asarray(parts.waiting_bytes), np.array(tables.links.axis_sizes, np.float32)
@@ -221,7 +221,7 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
         once = _gathered_once(tables, found, strategy)
         firsts = {int(tables.edge_tensor[e]): e for e in np.flatnonzero(once)[::-1]}
         gathers[list(firsts.values())] = True
-        durations = durations._replace(convert_s=np.where((once & ~gathers)[:, None], 0.0, durations.convert_s))
+        durations = durations._replace(reshard_s=np.where((once & ~gathers)[:, None], 0.0, durations.reshard_s))
         found = found._replace(is_shared=found.is_shared & ~gathers | (once & ~gathers))
         for p, parameter in enumerate(tables.graph.parameters):
             if (e := firsts.get(parameter.tensor)) is not None:

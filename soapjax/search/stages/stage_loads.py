@@ -212,7 +212,7 @@ class StageLoads:
             return {}
         late = zip(fabric.tables.graph.parameters, figures.may_sum_late, strict=True)
         gathered = fabric.tables.edge_tensor[figures.gathers_once].tolist()
-        return {("resolve", p.gradient): "update" for p, is_late in late if is_late} | {("convert", t): "gather" for t in gathered}
+        return {("resolve", p.gradient): "update" for p, is_late in late if is_late} | {("reshard", t): "gather" for t in gathered}
 
     def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:
         """What each device of such a stage sends in a forward and in a backward pass over one micro-batch, and in an update [3]."""

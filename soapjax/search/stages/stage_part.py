@@ -15,7 +15,7 @@ from soapjax.graph.operators import HEAVY_RESULT
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.stage_figures import Figures
 from soapjax.simulate.pipeline_timeline import StageLoad
-from soapjax.simulate.schedule import BARRIER, COMPUTE, CONVERT, RESOLVE, SUM, Schedule
+from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Ownership:
         num_k, schedule = self.tables.num_tasks, self.schedule
         by_kind = {
             COMPUTE: np.arange(num_k), SUM: self.tables.sum_task, RESOLVE: self.maker,
-            CONVERT: np.minimum(self.tables.edge_task, num_k - 1),
+            RESHARD: np.minimum(self.tables.edge_task, num_k - 1),
         }  # fmt: skip
         found = np.full(schedule.num_tasks, -1)
         for kind, tasks in by_kind.items():
@@ -126,7 +126,7 @@ class Ownership:
 
     @cached_property
     def edges_of(self) -> list[list[int]]:
-        """The conversions before the tasks of every operator, but those of the update."""
+        """The reshards before the tasks of every operator, but those of the update."""
         found: list[list[int]] = [[] for _ in self.tables.graph.operators]
         for e, k in enumerate(self.tables.edge_task.tolist()):
             if k < self.tables.num_tasks and self.tables.graph.tasks[k].phase != UPDATE:
@@ -157,7 +157,7 @@ class StagePart:
         is_late = parameter >= 0
         if len(self.sums_late):
             is_late &= self.sums_late[np.maximum(parameter, 0)]
-        is_copy = own.schedule.kind == CONVERT
+        is_copy = own.schedule.kind == RESHARD
         is_late[is_copy] = figures.gathers_once[own.schedule.source[is_copy]]
         self.phase = np.where(is_late, UPDATE, own.phase)
         self.owned = (own.graph_task >= 0) & mine[own.operator[np.maximum(own.graph_task, 0)]]

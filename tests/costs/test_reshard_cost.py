@@ -8,14 +8,14 @@ from families import family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.costs.rules.conversion import conversion_costs
 from soapjax.costs.rules.links import COLLECTIVES, Links, links_of
-from soapjax.costs.rules.plain_conversion import conversion_cost_plainly
+from soapjax.costs.rules.many_reshards import reshard_costs
+from soapjax.costs.rules.plain_reshard import reshard_cost_plainly
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 from soapjax.topology import factor_mesh, load_topology
 
 R, P = REPLICATED, PARTIAL
-FLOAT32_ERROR = 1e-6  # largest relative difference over 38,400 random conversions: 1.7e-7
+FLOAT32_ERROR = 1e-6  # largest relative difference over 38,400 random reshards: 1.7e-7
 KINDS = dict(zip(("scatter", "reduce", "exchange", "gather", "permute", "send"), COLLECTIVES, strict=True))
 
 # Two hosts of four devices: latency 8 and 2 seconds, bandwidth 10 and 100 bytes per second.
@@ -41,9 +41,9 @@ BATCH = 64
 
 
 def one(source, target, size: float, links: Links):
-    """Seconds per level and bytes by kind of a single conversion, from both implementations, which must agree."""
-    found = conversion_costs(np.array([source], np.int8), np.array([target], np.int8), size, links)
-    seconds, sent = conversion_cost_plainly(source, target, size, links)
+    """Seconds per level and bytes by kind of a single reshard, from both implementations, which must agree."""
+    found = reshard_costs(np.array([source], np.int8), np.array([target], np.int8), size, links)
+    seconds, sent = reshard_cost_plainly(source, target, size, links)
     np.testing.assert_allclose(found.seconds[0], seconds, rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(found.bytes[0], list(sent.values()), rtol=FLOAT32_ERROR)
     return seconds, sent
@@ -76,9 +76,9 @@ def random_layouts(rng: np.random.Generator, links: Links, count: int) -> tuple[
 @given(seed=st.integers(0, 2**32 - 1))
 def test_jitted_equals_plain(links, seed):
     source, target, size = random_layouts(np.random.default_rng(seed), links, BATCH)
-    found = conversion_costs(source, target, size, links)
+    found = reshard_costs(source, target, size, links)
     assert found.seconds.shape == (BATCH, links.num_levels) and found.bytes.shape == (BATCH, len(COLLECTIVES))
-    plain = [conversion_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
+    plain = [reshard_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
     np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
 
@@ -88,9 +88,9 @@ def test_small_dims_jitted_equal_plain(links):
     rng = np.random.default_rng(len(links.axis_sizes))
     source, target, size = random_layouts(rng, links, BATCH)
     shape = random_shapes(rng, source, target, links)
-    found = conversion_costs(source, target, size, links, shape=shape)
+    found = reshard_costs(source, target, size, links, shape=shape)
     plain = [
-        conversion_cost_plainly(s, t, float(n), links, shape=x.tolist())
+        reshard_cost_plainly(s, t, float(n), links, shape=x.tolist())
         for s, t, n, x in zip(source, target, size, shape, strict=True)
     ]
     np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
@@ -102,10 +102,10 @@ def test_a_small_dim_gathers_before_others_enter_by_hand():
     # 200 to 800 bytes per device, then all is slices.
     links = Links((2, 2, 2), (0, 0, 0), (1.0,), (100.0,))
     source, target = (0, 0, R), (1, R, 0)
-    seconds, sent = conversion_cost_plainly(source, target, 800.0, links, shape=(4, 2))
+    seconds, sent = reshard_cost_plainly(source, target, 800.0, links, shape=(4, 2))
     assert sent == dict.fromkeys(COLLECTIVES, 0) | {"all-gather": 600} and seconds == [3 + 600 / 100]
     # Of 8 rows it is 100 bytes after the slice, half of it exchanged, then gathered from two parts.
-    _, sent = conversion_cost_plainly(source, target, 800.0, links, shape=(8, 2))
+    _, sent = reshard_cost_plainly(source, target, 800.0, links, shape=(8, 2))
     assert sent["all-to-all"] == 50 and sent["all-gather"] == 100
 
 
@@ -166,7 +166,7 @@ def test_formulas_over_one_level(kind, source, target, seconds, sent):
     assert {k: v for k, v in found[1].items() if v} == pytest.approx({KINDS[kind]: sent})
 
 
-def test_mixed_conversion_slices_and_reduces_before_it_exchanges_and_gathers():
+def test_mixed_reshard_slices_and_reduces_before_it_exchanges_and_gathers():
     # Axes: slice, reduce-scatter, exchange, gather, each of two devices. 160 bytes, split in two by `exchange` and
     # `gather`: 40; sliced: 20; scattered (10 sent): 10; exchanged (5 sent); gathered to 20 (10 sent).
     links = Links((2, 2, 2, 2), (0, 0, 0, 0), (1.0,), (1.0,))
@@ -184,7 +184,7 @@ def test_nothing_to_do_and_slicing_are_free(links, seed):
     sliced = np.where((layout == R) & (rng.random(layout.shape) < 0.5), np.int8(4), layout)
     size = np.full(BATCH, 1e9, np.float32)
     for target in (layout, sliced):
-        cost = conversion_costs(layout, target, size, links)
+        cost = reshard_costs(layout, target, size, links)
         assert not np.any(cost.seconds) and not np.any(cost.bytes)
 
 
@@ -192,14 +192,14 @@ def test_nothing_to_do_and_slicing_are_free(links, seed):
 @given(st.sampled_from(MESHES), st.integers(0, 2**32 - 1))
 def test_more_bytes_cost_more(links, seed):
     source, target, size = random_layouts(np.random.default_rng(seed), links, BATCH)
-    small, large = conversion_costs(source, target, size, links), conversion_costs(source, target, 2 * size, links)
+    small, large = reshard_costs(source, target, size, links), reshard_costs(source, target, 2 * size, links)
     moves = np.asarray(small.bytes).sum(-1) > 0
     np.testing.assert_allclose(large.bytes, 2 * small.bytes, rtol=FLOAT32_ERROR)
     assert (large.seconds >= small.seconds).all()
     # Latencies stay what they are, so that time at most doubles.
     assert (large.seconds <= 2 * small.seconds * (1 + FLOAT32_ERROR)).all()
-    converts = ((source != target) & ~((source == R) & (target >= 0))).any(-1)
-    assert moves[converts].all()
+    reshards = ((source != target) & ~((source == R) & (target >= 0))).any(-1)
+    assert moves[reshards].all()
 
 
 @settings(max_examples=40)
@@ -212,7 +212,7 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(links, seed):
     partial, scattered = np.where(summed, P, R).astype(np.int8), np.where(summed, 0, R).astype(np.int8)
     whole = np.full_like(partial, R)
     ways = (partial, whole), (partial, scattered), (scattered, whole)
-    reduce, scatter, gather = (conversion_costs(s, t, size, links) for s, t in ways)
+    reduce, scatter, gather = (reshard_costs(s, t, size, links) for s, t in ways)
     np.testing.assert_allclose(reduce.seconds, scatter.seconds + gather.seconds, rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(reduce.bytes.sum(-1), (scatter.bytes + gather.bytes).sum(-1), rtol=FLOAT32_ERROR)
     # Over all levels together the bytes are those of one flat group.
@@ -236,8 +236,8 @@ def test_pinned_layouts_jitted_equal_plain(links, seed):
     source, target, size = random_layouts(rng, links, BATCH)
     source, target = (np.where(rng.random(x.shape) < 0.4, PINNED - rng.integers(0, 2, x.shape), x) for x in (source, target))
     source, target = source.astype(np.int8), np.where(source == P, R, target).astype(np.int8)
-    found = conversion_costs(source, target, size, links)
-    plain = [conversion_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
+    found = reshard_costs(source, target, size, links)
+    plain = [reshard_cost_plainly(s, t, float(n), links) for s, t, n in zip(source, target, size, strict=True)]
     np.testing.assert_allclose(found.seconds, [p[0] for p in plain], rtol=FLOAT32_ERROR)
     np.testing.assert_allclose(found.bytes, [[p[1][k] for k in COLLECTIVES] for p in plain], rtol=FLOAT32_ERROR)
 
@@ -257,7 +257,7 @@ def test_pinned_layouts_jitted_equal_plain(links, seed):
 )
 def test_transfers_by_hand(source, target, seconds, sent, late):
     links = Links((2, 2), (0, 1), (8.0, 2.0), (10.0, 100.0))
-    found = conversion_costs(np.array([source], np.int8), np.array([target], np.int8), np.array([40.0], np.float32), links)
+    found = reshard_costs(np.array([source], np.int8), np.array([target], np.int8), np.array([40.0], np.float32), links)
     assert found.seconds[0].tolist() == pytest.approx(seconds)
     assert found.bytes[0, COLLECTIVES.index("transfer")] == pytest.approx(sent)
     assert found.late_bytes[0] == pytest.approx(late)

@@ -1,4 +1,4 @@
-"""What one change of layout costs, in plain Python: for lists of what a plan sends, and the oracle of the tests (conversion.py)."""
+"""What one reshard costs, in plain Python: for lists of what a plan sends, and the oracle of the tests (many_reshards.py)."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class _Sent:
         return size
 
 
-def conversion_cost_plainly(
+def reshard_cost_plainly(
     source, target, size_bytes: float, links: Links, latency_share: float = 1.0, shape: Sequence[int] = ()
 ) -> tuple[list[float], dict[str, float]]:
-    """Seconds per level and bytes by collective, as `conversion_cost`, of one tensor of a `shape`."""
+    """Seconds per level and bytes by collective, as `reshard_costs`, of one tensor of a `shape`."""
     sizes, axes = links.axis_sizes, range(len(links.axis_sizes))
     pairs = list(zip(source, target, strict=True))
     is_pinned = [min(p) <= PINNED for p in pairs]
@@ -97,8 +97,8 @@ def conversion_cost_plainly(
     first = gathered_first(was, wanted, shape, sizes)
     if list(first) != was:
         half = [s if on else f for s, f, on in zip(source, first, is_pinned, strict=True)]
-        gathers_s, gathered = conversion_cost_plainly(was, first, size_bytes, links, latency_share)
-        rest_s, rest = conversion_cost_plainly(half, target, size_bytes, links, latency_share, shape)
+        gathers_s, gathered = reshard_cost_plainly(was, first, size_bytes, links, latency_share)
+        rest_s, rest = reshard_cost_plainly(half, target, size_bytes, links, latency_share, shape)
         return [a + b for a, b in zip(gathers_s, rest_s, strict=True)], {k: gathered[k] + rest[k] for k in COLLECTIVES}
     steps = steps_of(was, wanted, sizes, is_counted=True)
     sums = any(s == PARTIAL != t for s, t in zip(was, wanted, strict=True))

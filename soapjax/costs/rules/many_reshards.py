@@ -1,4 +1,4 @@
-"""What many conversions cost, of layouts that are given: the rule of reshard_cost.py beside no problem."""
+"""What many reshards cost, of layouts that are given: the rule of reshard_cost.py beside no problem."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from soapjax.jit.kernel import in_kernel
 from soapjax.jit.programs import PlannerProgram
 from soapjax.strategy.layout import PINNED
 
-CHUNK = 1024  # conversions per call
+CHUNK = 1024  # reshards per call
 MOST_DIMS = 8  # of a tensor whose shape is not given
 
 
-class ConversionCosts(NamedTuple):
+class ReshardCosts(NamedTuple):
     seconds: np.ndarray  # [n, L]
     bytes: np.ndarray  # [n, 6] that each device sends, by COLLECTIVES
     late_bytes: np.ndarray  # [n]: of these what devices of the target layout send, or get from shards
@@ -33,7 +33,7 @@ def _program(num_dims: int, num_levels: int, pins: bool) -> PlannerProgram:
     def run(*of: Any) -> Any:
         return in_kernel(reshard, *of)
 
-    return PlannerProgram(run, is_urgent=True, name=f"conversions {num_dims} {num_levels} {pins}", results=(0, 0, 0))
+    return PlannerProgram(run, is_urgent=True, name=f"reshards {num_dims} {num_levels} {pins}", results=(0, 0, 0))
 
 
 @functools.lru_cache(16)
@@ -42,10 +42,10 @@ def _below(links: Links, num_levels: int) -> tuple[Mesh, Network]:
     return jax.device_put((mesh_of(links.axis_sizes), network_of(links, num_levels)))
 
 
-def conversion_costs(
+def reshard_costs(
     source: np.ndarray, target: np.ndarray, size_bytes: np.ndarray | float, links: Links,
     latency_share: np.ndarray | float = 1.0, *, shape: np.ndarray | None = None,
-) -> ConversionCosts:  # fmt: skip
+) -> ReshardCosts:  # fmt: skip
     """The cost of bringing tensors of `size_bytes` [n] from layouts `source` to `target`, both int8 [n, A].
 
     Args:
@@ -72,4 +72,4 @@ def conversion_costs(
         some = program(*below, *(np.ascontiguousarray(x[..., k : k + CHUNK]) for x in (*sets, shapes, *figures)))
         found.append(tuple(np.asarray(x)[..., : count - k] for x in some))
     seconds, sent, late = (np.concatenate(x, -1).T for x in zip(*found, strict=True))
-    return ConversionCosts(seconds[:, levels - links.num_levels :], sent, late)
+    return ReshardCosts(seconds[:, levels - links.num_levels :], sent, late)
