@@ -52,7 +52,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's own optimizers do not work under "strict"
+jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax's do not work under "strict", as our own programs do
 hypothesis.settings.register_profile("untimed", deadline=None)  # the machine may have other work
 hypothesis.settings.load_profile("untimed")
 MOST_BYTES = 2 << 30

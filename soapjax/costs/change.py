@@ -15,6 +15,7 @@ from jax import lax
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import paying, previous_in
 from soapjax.costs.rules.record_rules import gathers_again, row_costs
+from soapjax.costs.rules.sets import only_if
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.costs.whole import Slots, Stored, on_pass, parameters_pass, slots_pass, tasks_pass
@@ -149,7 +150,7 @@ def paid_anew(
     previous = lax.fori_loop(0, count_g, group, base.previous)
 
     def pay(x: Array, paid_s: Array) -> Array:
-        return put(paid_s, x, row(base.full_s, x) * (row(previous, edge_of(p, x)) < 0))
+        return put(paid_s, x, only_if(row(previous, edge_of(p, x)) < 0, row(base.full_s, x)))
 
     def pay_group(g: Array, paid_s: Array) -> Array:
         begin, number = row(own.group, first_g + g)[0], row(own.group, first_g + g)[1]
@@ -163,7 +164,7 @@ def sent_by(p: CostArrays, base: Base, is_wanted: Array) -> Array:
     """Bytes [G] that a device of each group sends in a step; zeros unless `is_wanted`."""
 
     def one(x: Array, total: Array) -> Array:
-        return total + row(base.sent, x) * (row(base.previous, edge_of(p, x)) < 0)
+        return total + only_if(row(base.previous, edge_of(p, x)) < 0, row(base.sent, x))
 
     return lax.fori_loop(0, jnp.where(is_wanted, p.counts[5], 0), one, jnp.zeros(base.sent.shape[1]))
 
@@ -174,7 +175,7 @@ def sent_after(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arra
 
     def one(i: Array, total: Array) -> Array:
         x = jnp.where(i < count, row(own.records.row, first + jnp.where(i < count, i, 0))[0], row(into.heir, 1 + i))
-        was = row(base.sent, x) * (row(base.previous, edge_of(p, x)) < 0)
+        was = only_if(row(base.previous, edge_of(p, x)) < 0, row(base.sent, x))
         return total + row(into.sent, 1 + i) * row(into.pays, 1 + i) - was[:, None]
 
     begin = jnp.broadcast_to(now[:, None], (*now.shape, into.pays.shape[1]))

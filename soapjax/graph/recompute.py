@@ -274,8 +274,7 @@ class _Repeater:
         inputs = [*starts, *(self.held.get(o, o) for o in cotangents)]
         outputs = [self._fresh(o) for o in inputs]
         self.held.update(zip(cotangents, outputs[len(starts) :], strict=True))
-        jaxpr = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier(x))(0.0).jaxpr
-        (barrier,) = jaxpr.eqns
+        barrier = _any_barrier()
         self.eqns.append(
             FlatEqn(
                 address=(), primitive=barrier.primitive, params=barrier.params, inputs=tuple(inputs), outputs=tuple(outputs),
@@ -283,6 +282,13 @@ class _Repeater:
             )  # fmt: skip
         )  # fmt: skip
         return dict(zip(starts, outputs, strict=False))
+
+
+@functools.cache
+def _any_barrier() -> Any:
+    """JAX's equation of one, whatever it is over."""
+    (barrier,) = jax.make_jaxpr(lambda x: jax.lax.optimization_barrier(x))(0.0).jaxpr.eqns
+    return barrier
 
 
 def _placed(eqn: FlatEqn, address: tuple[int, ...], avals: dict[int, Any]) -> FlatEqn:

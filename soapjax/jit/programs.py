@@ -49,12 +49,14 @@ class PlannerProgram:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, is_urgent: bool = False, name: str = "", results: Any = None, over: int | None = None
-    ):
+        self, fn: Callable[..., Any], *, is_urgent: bool = False, name: str = "", results: Any = None, over: int | None = None,
+        promotes: bool = False,
+    ):  # fmt: skip
         """`name`, of what no problem is part of: it says with the arguments' shapes which program this is. `results` is a pytree
-        like the function's. Argument number `over` is gone after a call: results are written over it."""
+        like the function's. Argument number `over` is gone after a call: results are written over it. `promotes` where libraries
+        are called whose arithmetic mixes dtypes."""
         self._jitted, self._name, self._results = jax.jit(fn, donate_argnums=() if over is None else over), name, results
-        self._over = over
+        self._over, self._promotion = over, "standard" if promotes else "strict"
         self._options = dict(QUICKLY) if is_urgent else {}
         if jax.config.read("jax_disable_most_optimizations"):
             self._options.pop(LEVEL, None)  # the user asks for none at all
@@ -75,7 +77,7 @@ class PlannerProgram:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The program traced for such arguments."""
-        with fewer_collections(), jax.enable_x64(False):
+        with fewer_collections(), jax.enable_x64(False), jax.numpy_dtype_promotion(self._promotion):
             return self._jitted.lower(*_narrowed(args))
 
     def compile(self, lowered: jax.stages.Lowered) -> None:

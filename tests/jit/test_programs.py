@@ -287,3 +287,35 @@ def test_it_computes_in_32_bits_whatever_the_step_does(folder):
                 found = program(jnp.asarray(x, float))
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, np.cumsum(x) / 3, rtol=1e-6)
+
+
+def test_no_dtype_is_promoted_unasked():
+    """But for programs that call libraries which do."""
+
+    def mixed(x, is_counted):
+        return x * is_counted
+
+    x, is_counted = jnp.arange(3, dtype=jnp.float32), jnp.array([True, False, True])
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        PlannerProgram(mixed)(x, is_counted)
+    np.testing.assert_array_equal(PlannerProgram(mixed, promotes=True)(x, is_counted), [0, 0, 2])
+
+
+def test_results_are_written_over_an_argument(folder, monkeypatch):
+    """And so they are by what is read from disk."""
+    names = compiled(monkeypatch)
+
+    def added(x, over):
+        return over.at[: len(x)].set(x)
+
+    x = jnp.arange(3, dtype=jnp.float32)
+    program = PlannerProgram(added, name="added", results=0, over=1)
+    for _ in range(2):
+        over = jnp.zeros(1 << 16)
+        first = program(x, over)
+        place = first.unsafe_buffer_pointer()
+        again = program(x + 1, first)
+        assert again.unsafe_buffer_pointer() == place and first.is_deleted()
+        np.testing.assert_array_equal(again[:4], [1, 2, 3, 0])
+        program = PlannerProgram(added, name="added", results=0, over=1)
+    assert len(names) == 1

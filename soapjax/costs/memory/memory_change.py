@@ -16,6 +16,7 @@ from jax import lax
 from soapjax.costs.memory.peak_memory import Lives, needed_until, steps_of, stored_bytes, waited
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.copies import Readers
+from soapjax.costs.rules.sets import only_if
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.jit.array_types import Array, Scalar
@@ -75,8 +76,8 @@ def stored_more(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arr
 
     def one(j: Array, total: Array) -> Array:
         which = row(own.records.parameter, first + j)[0]
-        was = row(base.state_bytes, which) * row(base.on_stored, which)
-        return total + row(into.state_bytes, j) * row(into.on_stored, j) - was[:, None]
+        was = only_if(row(base.on_stored, which), row(base.state_bytes, which))
+        return total + only_if(row(into.on_stored, j), row(into.state_bytes, j)) - was[:, None]
 
     return lax.fori_loop(0, count, one, jnp.zeros((base.on_stored.shape[1], into.pays.shape[1])))
 
@@ -92,7 +93,7 @@ def most_added(p: CostArrays, own: OwnRecords, base: Base, into: Change, n: Arra
         waits = jnp.maximum(row(into.waiting, r) - row(base.waiting, t)[:, None], 0.0)
         transient = jnp.maximum(row(into.transient, r) - row(base.transient, t), 0.0)
         is_counted = (row(p.tensor_life, t)[1] >= 0) | (x >= num_t)
-        return total + row(into.held, r) * is_counted + row(into.copy, r) + transient + waits[0] + waits[1]
+        return total + only_if(is_counted, row(into.held, r)) + row(into.copy, r) + transient + waits[0] + waits[1]
 
     own_bytes = lax.fori_loop(0, count, one, jnp.zeros(into.pays.shape[1]))
     first, count = span(own, n, 4)
@@ -141,7 +142,8 @@ class _Steps:
         def alone(_: Array, diff: Array) -> Array:
             """It begins when it did."""
             base, into = self.base, self.into
-            more = row(into.copy, 1 + j) * row(into.on_kept, 1 + j) - (row(base.copy, e) * row(base.on_kept, x))[:, None]
+            before = only_if(row(base.on_kept, x), row(base.copy, e))
+            more = only_if(row(into.on_kept, 1 + j), row(into.copy, 1 + j)) - before[:, None]
             return added_at(diff, (begin_of(p, base, e), row(p.edge_life, e)[0] + 1), (more, -more))
 
         is_alone = is_edge & ~self._is_touched(e)
@@ -161,22 +163,22 @@ class _Steps:
         birth, death, at_least, begin, number = (row(p.tensor_life, t)[i] for i in range(5))
         waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
         home, base_home = row(into.on_kept, r), row(base.on_kept, t)[:, None]
-        transient = row(into.transient, r) * row(into.on, r) - row(base.transient, t) * row(base.on, t)[:, None]
-        held, base_held = row(into.held, r) * home * is_counted, row(base.held, t) * base_home * is_counted
+        transient = only_if(row(into.on, r), row(into.transient, r)) - only_if(row(base.on, t), row(base.transient, t))[:, None]
+        held, base_held = only_if(home & is_counted, row(into.held, r)), only_if(base_home & is_counted, row(base.held, t))
         diff = added_at(diff, (birth, birth + 1), (held - base_held + transient, -transient))
         last, base_last = self._last_needed(begin, number)
 
         def until(last: Array) -> Array:
             return jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
 
-        stops, stop_count = row(p.tensor_stops, t)[0], row(p.tensor_stops, t)[1] * is_counted
+        stops, stop_count = row(p.tensor_stops, t)[0], only_if(is_counted, row(p.tensor_stops, t)[1])
 
         def stop(i: Array, diff: Array) -> Array:
             place = row(p.stops, i)
-            return added(diff, place + 1, base_held * (until(base_last) == place) - held * (until(last) == place))
+            return added(diff, place + 1, only_if(until(base_last) == place, base_held) - only_if(until(last) == place, held))
 
         diff = lax.fori_loop(stops, stops + stop_count, stop, diff)
-        bytes_ = row(into.waiting, r)[:, None] * home[None] - row(base.waiting, t)[:, None, None] * base_home[None]
+        bytes_ = only_if(home[None], row(into.waiting, r)[:, None]) - only_if(base_home[None], row(base.waiting, t)[:, None, None])
         return diff, waited(p, waiting, t, birth, death, bytes_)
 
     def _last_needed(self, begin: Array, number: Array) -> tuple[Array, Array]:
@@ -208,8 +210,8 @@ class _Steps:
         e = row(p.members, c)
         r, x, place = readers.row_of(e), self.num_tensors + e, row(p.edge_group, e)[1]
         is_own, is_keyed = (r > 0) & (r <= self.count), readers.is_keyed(e)
-        base_bytes = (row(base.copy, e) * row(base.on_kept, x))[:, None]
-        bytes_ = jnp.where(is_own, row(into.copy, r) * row(into.on_kept, r), base_bytes)
+        base_bytes = only_if(row(base.on_kept, x), row(base.copy, e))[:, None]
+        bytes_ = jnp.where(is_own, only_if(row(into.on_kept, r), row(into.copy, r)), base_bytes)
         last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
         before = readers.before(e)
 
@@ -229,10 +231,10 @@ class _Steps:
             d, left, diff = state
             task = row(p.edge_life, row(p.members, d))[2]
             here = left & (since == task)
-            return d - 1, left & ~here, added(diff, jnp.minimum(task, last), bytes_ * here)
+            return d - 1, left & ~here, added(diff, jnp.minimum(task, last), only_if(here, bytes_))
 
         places = begin_of(p, base, e), last + 1, made
-        values = (-base_bytes, base_bytes - bytes_, bytes_ * (since == 0))
+        values = (-base_bytes, base_bytes - bytes_, only_if(since == 0, bytes_))
         diff = added_at(diff, places, values)
         start: tuple[Array, Array, Array] = place - 1, since > 0, diff
         return lax.while_loop(lambda s: (s[0] >= begin) & s[1].any(), begins, start)[2]

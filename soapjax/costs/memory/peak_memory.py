@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from soapjax.costs.rules.sets import only_if
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import added, added_at, row
@@ -55,8 +56,8 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
         birth, death, at_least, first, number = (row(p.tensor_life, t)[i] for i in range(5))
         waits, is_counted = row(p.row_int, t)[6] != 0, death >= 0
         on_home = row(of.on_kept, t)
-        transient = added(transient, birth, row(of.transient, t) * row(of.on, t))
-        held = row(of.held, t) * on_home * is_counted
+        transient = added(transient, birth, only_if(row(of.on, t), row(of.transient, t)))
+        held = only_if(on_home & is_counted, row(of.held, t))
         alive = added(alive, birth, held)
 
         def reader(c: Array, last: Array) -> Array:
@@ -65,26 +66,26 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
 
         last = lax.fori_loop(first, first + number, reader, jnp.full(q, -1, jnp.int32))
         until = jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
-        stops, stop_count = row(p.tensor_stops, t)[0], row(p.tensor_stops, t)[1] * is_counted
+        stops, stop_count = row(p.tensor_stops, t)[0], only_if(is_counted, row(p.tensor_stops, t)[1])
 
         def stop(i: Array, alive: Array) -> Array:
             place = row(p.stops, i)
-            return added(alive, place + 1, -held * (until == place))
+            return added(alive, place + 1, -only_if(until == place, held))
 
         alive = lax.fori_loop(stops, stops + stop_count, stop, alive)
-        return Steps(alive, transient, waited(p, waiting, t, birth, death, row(of.waiting, t)[:, None] * on_home[None]))
+        return Steps(alive, transient, waited(p, waiting, t, birth, death, only_if(on_home[None], row(of.waiting, t)[:, None])))
 
     def copy(e: Array, alive: Array) -> Array:
         last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-        since, bytes_ = row(of.since, e), row(of.copy, e) * row(of.on_kept, num_t + e)
-        alive = added_at(alive, (made, last + 1), (bytes_ * (since == 0), -bytes_))
+        since, bytes_ = row(of.since, e), only_if(row(of.on_kept, num_t + e), row(of.copy, e))
+        alive = added_at(alive, (made, last + 1), (only_if(since == 0, bytes_), -bytes_))
         first, place = row(p.edge_group, e)[0], row(p.edge_group, e)[1]
 
         def earlier(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             c, left, alive = state
             task = row(p.edge_life, row(p.members, c))[2]
             begins = left & (since == task)
-            return c - 1, left & ~begins, added(alive, jnp.minimum(task, last), bytes_ * begins)
+            return c - 1, left & ~begins, added(alive, jnp.minimum(task, last), only_if(begins, bytes_))
 
         start: tuple[Array, Array, Array] = place - 1, since > 0, alive
         return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, start)[2]
@@ -112,7 +113,7 @@ def waited(p: CostArrays, waiting: Array, t: Array, birth: Array, death: Array, 
 def stored_bytes(p: CostArrays, state_bytes: Array, on_stored: Array) -> Array:
     """Parameters and optimizer state [G, ...] of [P + 1, ...] and who stores them, bool [P + 1, G, ...]."""
     nothing = jnp.zeros(on_stored.shape[1:])
-    return lax.fori_loop(0, p.counts[1], lambda j, total: total + row(state_bytes, j) * row(on_stored, j), nothing)
+    return lax.fori_loop(0, p.counts[1], lambda j, total: total + only_if(row(on_stored, j), row(state_bytes, j)), nothing)
 
 
 def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) -> Array:

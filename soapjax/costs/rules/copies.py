@@ -11,7 +11,7 @@ from jax import lax
 
 from soapjax.costs.rules.base import Base, Change, span
 from soapjax.costs.rules.record_rules import gathers_again
-from soapjax.costs.rules.sets import every
+from soapjax.costs.rules.sets import every, only_if
 from soapjax.costs.tables.arrays import CostArrays, edge_of
 from soapjax.costs.tables.operator_records import OwnRecords
 from soapjax.jit.array_types import Array
@@ -90,7 +90,7 @@ def paying(
             def one(i: Array, free: Array) -> Array:
                 z = readers.keyed(i)
                 is_before = row(p.edge_group, z)[1] < stop
-                return free * ~(is_before & readers.same(e, z))
+                return only_if(~(is_before & readers.same(e, z)), free)
 
             return lax.fori_loop(first_k, first_k + num_k, one, jnp.ones(q))
 
@@ -104,16 +104,16 @@ def paying(
                 """Not where an unchanged reader before it wants the same: the first of each copy stands for all."""
                 y = row(p.members, d)
                 asks = ~readers.is_keyed(y) & (readers.before(y) < 0)
-                return lax.fori_loop(0, asks.astype(jnp.int32), lambda _, f: f * ~readers.same(y, e), free)
+                return lax.fori_loop(0, asks.astype(jnp.int32), lambda _, f: only_if(~readers.same(y, e), f), free)
 
             free = lax.fori_loop(first, jnp.where(is_keyed, c, first), earlier, no_keyed_before(e, place))
-            now = jnp.where(is_keyed | (readers.before(e) < 0), free, 0.0)
+            now = only_if(is_keyed | (readers.before(e) < 0), free)
             r = readers.row_of(e)
-            is_heir = (r == 0) & (now != (row(base.previous, e) < 0)).any()
+            is_heir = (r == 0) & (now != (row(base.previous, e) < 0).astype(now.dtype)).any()
             r = jnp.where(is_heir, 1 + readers.count + count, r)
             pays = put(pays, r, jnp.where(r > 0, now, 1.0))
             heir = put(heir, jnp.where(is_heir, r, 0), jnp.where(is_heir, x, nobody))
-            return pays, heir, count + is_heir
+            return pays, heir, count + is_heir.astype(count.dtype)
 
         return lax.fori_loop(first, first + count, member, state)
 

@@ -251,7 +251,7 @@ def row_costs(p: CostArrays, record: Array, made: Array, reader: Array, common: 
     on = jnp.where(is_edge, on_home | on_kept, jnp.where(is_sum, holders(p, made), holders(p, of.raw)))
     total = functools.reduce(jnp.add, [sent[i] for i in range(sent.shape[0])])
     late = jnp.where(is_edge, late, 0.0)
-    sent_on = (total - late) * jnp.where(is_edge, on_home, on) + late * on_kept
+    sent_on = only_if(jnp.where(is_edge, on_home, on), total - late) + only_if(on_kept, late)
     return RowCosts(
         raw=of.raw, home=of.home, resolved=of.resolved, seconds=seconds * floats[2], sent=sent * floats[2],
         sent_on=sent_on * floats[2], held=held, copy=copy, is_sent=is_sent, transient=transient, waiting=waiting, on=on,

@@ -159,7 +159,7 @@ def moves_of(mesh: Mesh, source: Array, target: Array, shape: Array) -> Moves:
         unsorted = union((t & behind(t & later) & ~later).reshape(3 * dims, -1)) != 0
         unsorted |= union(jnp.where((gathers & s) != 0, t & joined, nothing) | (t & kept & behind(gathers & s))) != 0
         follows = union(s & keeps & behind(changes & (s | t)))
-        times = first.astype(jnp.float32) + second + unsorted
+        times = sum(one.astype(jnp.float32) for one in (first, second, unsorted))
         moved = only_if(is_whole | (times > 0), changes | only_if(~is_whole, follows))
         return jnp.where(is_whole, 1.0, times), moved
 

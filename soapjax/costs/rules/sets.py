@@ -77,7 +77,7 @@ def every(truths: Array) -> Array:
 
 
 def only_if(truth: Array, sets: Array) -> Array:
-    """The set where `truth`, else none."""
+    """Sets, or numbers, where `truth`; else none, or zero."""
     return jnp.where(truth, sets, jnp.zeros((), sets.dtype))
 
 

@@ -105,7 +105,7 @@ def lanes_of(config: Array, steps: Array | Scalar) -> Lanes:
             to = jnp.minimum(at, LANES - 1)
             fits = (at < LANES) & (held == i)
             seen, first = (put(x, to, jnp.where(is_new, value, row(x, to))) for x, value in ((seen, here), (first, i)))
-            return seen, put(of_step, i, to), first, count + is_new, held + fits
+            return seen, put(of_step, i, to), first, count + is_new.astype(jnp.int32), held + fits.astype(jnp.int32)
 
         none, zero = jnp.zeros(LANES, jnp.int32), jnp.int32(0)
         _, of_step, first, _, held = lax.fori_loop(0, steps, step, (none, jnp.zeros(MAX_STEPS, jnp.int32), none, zero, zero))
@@ -125,7 +125,7 @@ def metropolis(
         proposed = row(cost, lane)
         # min(1, exp(beta (cost - cost'))) against a uniform.
         moves = (row(uniforms, i) < jnp.exp(jnp.minimum(beta * (now - proposed), 0.0))) & (proposed < jnp.inf)
-        return jnp.where(moves, proposed, now), jnp.where(moves, lane, chosen), accepted + moves
+        return jnp.where(moves, proposed, now), jnp.where(moves, lane, chosen), accepted + moves.astype(jnp.int32)
 
     def least(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.where(row(cost, i) < state[1], i, state[0]), jnp.minimum(row(cost, i), state[1])

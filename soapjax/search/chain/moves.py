@@ -144,7 +144,7 @@ def move_tables(space: SearchSpace, num_ops: int, num_axes: int, op_dims: int, s
 
 def pick(u: Array, count: Array | Scalar | int) -> jax.Array:
     """A uniform integer below `count`, from a uniform number."""
-    return jnp.minimum((u * count).astype(jnp.int32), count - 1)
+    return jnp.minimum((u * jnp.asarray(count, u.dtype)).astype(jnp.int32), count - 1)
 
 
 NUM_UNIFORMS = 10  # of a leap

@@ -114,7 +114,8 @@ class Agent:
         self.policy = Policy(VOCABULARY + 1, recipe.num_groups, most, sizes.devices)
         adam = optax.adam(recipe.learning_rate)
         self.optimizer = optax.chain(optax.clip_by_global_norm(recipe.gradient_norm), adam)
-        self.first, self.draw, self.learn = (PlannerProgram(f, is_urgent=True) for f in (self._first, self._draw, self._learn))
+        functions = self._first, self._draw, self._learn
+        self.first, self.draw, self.learn = (PlannerProgram(f, is_urgent=True, promotes=True) for f in functions)  # optax does
 
     def prepare(self, *given: Array | np.ndarray | Told, learns: bool) -> None:
         """Compiles them side by side, for `given` = (key, told, fixed, best) as of `draw`."""
