@@ -159,11 +159,11 @@ def case(model: str, topology: str) -> Case:
     return case_with(model, topology)
 
 
-def case_with(model: str, topology: str, *, overlap: bool | None = None, fixed=None) -> Case:
-    """As `case`, with the overlap of communication switched or with layouts fixed."""
+def case_with(model: str, topology: str, *, overlap: bool | None = None, fixed=None, pins: bool = False) -> Case:
+    """As `case`, with the overlap of communication switched, with layouts fixed or with pins."""
     graph, place = graph_of(model), topology_of(topology)
     if overlap is not None:
         place = dataclasses.replace(place, device=dataclasses.replace(place.device, overlap=overlap))
-    space = search_space(graph, factor_mesh(place), fixed=fixed)
+    space = search_space(graph, factor_mesh(place), fixed=fixed, pins=pins)
     tables = cost_tables(graph, space, place)
     return Case(graph, place, space, tables, Simulator(tables))

@@ -97,6 +97,13 @@ def program(b: Bucket) -> PlannerProgram:
 
 
 OVER = 4  # the argument of `evaluate` that its results are written over
+MOST_KEPT = 4  # results of a bucket that nobody reads any more
+
+
+@functools.cache
+def _done_with(b: Bucket) -> list[PerRecord]:
+    """Results of problems in a bucket that nobody reads any more: the next, of any of them, are written over these."""
+    return []
 
 
 class Evaluator:
@@ -108,7 +115,6 @@ class Evaluator:
         self.arrays = jax.device_put(cost_arrays(tables, self.bucket))
         self.records = jax.device_put(records_of(tables, self.bucket))
         self.program = program(self.bucket)
-        self._done_with: list[PerRecord] = []  # results that nobody reads any more: the next are written over them
 
     def prepare(self) -> None:
         """Compiles, or loads, what is not there yet."""
@@ -121,8 +127,10 @@ class Evaluator:
         return self.program(*self._arguments(axes, storage))
 
     def take_back(self, of: Evaluated) -> None:
-        """Of a call of this evaluator: nobody will read what it found of single records."""
-        self._done_with.append(of.per_record)
+        """Nobody will read what a call found of single records."""
+        done_with = _done_with(self.bucket)
+        if len(done_with) < MOST_KEPT:
+            done_with.append(of.per_record)
 
     def _arguments(self, axes: Array, storage: Array) -> tuple:
         return self.arrays, self.records, *self._lanes(axes, storage)
@@ -136,7 +144,7 @@ class Evaluator:
         padded_storage = np.zeros((b.operators, LANES), np.int8)
         padded_storage[:num_ops] = storage[lanes].T
         try:
-            return padded_axes, padded_storage, self._done_with.pop()
+            return padded_axes, padded_storage, _done_with(b).pop()
         except IndexError:
             return padded_axes, padded_storage, nothing_yet(b, LANES)
 
@@ -160,6 +168,13 @@ class Evaluator:
             sent_bytes=np.asarray(of.sent_bytes)[lane], memory_bytes=np.asarray(of.memory_bytes)[:, lane],
             penalty=np.asarray(of.violations)[lane], parts=parts, holders=self._holders(of, lane),
         )  # fmt: skip
+
+    def alone(self, axes: Array, storage: Array) -> Costs:
+        """All figures of one strategy int8 [N, A] and [N]."""
+        of = self(axes[None], storage[None])
+        found = self.costs(of, 0)
+        self.take_back(of)
+        return found
 
     def outline(self, of: Evaluated, lane: int) -> Outline:
         """Of one of the strategies what takes no long to read."""
@@ -226,8 +241,7 @@ def _own(x: Any, lane: int, count: int) -> Array:
 
 def costs_of(tables: CostTables, axes: Array, storage: Array) -> Costs:
     """All figures of one strategy int8 [N, A] and [N]."""
-    evaluator = Evaluator(tables)
-    return evaluator.costs(evaluator(axes[None], storage[None]), 0)
+    return Evaluator(tables).alone(axes, storage)
 
 
 class Lifespans(NamedTuple):

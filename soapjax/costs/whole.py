@@ -220,8 +220,8 @@ def on_pass(
 def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over: PerRecord) -> Evaluated:
     """Of strategies int8 [N, A, Q] and [N, Q], in the sizes of the problem's bucket. Pure.
 
-    `over` is what an earlier call on this problem gave, or `nothing_yet`: every entry of the problem is written anew, and what
-    stands behind them is left alone. Zeroing it all takes longer than the rules do where a problem is small.
+    `over` is what an earlier call on any problem of the bucket gave, or `nothing_yet`: every entry of the problem is written
+    anew, and what stands behind them is left alone. Zeroing it all takes longer than the rules do where a problem is small.
     """
     q = storage.shape[1]
     num_k, num_p = over.compute_s.shape[0], over.state_bytes.shape[0]

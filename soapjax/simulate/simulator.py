@@ -147,10 +147,8 @@ class Simulator:
 
     def costs(self, strategy: Strategy) -> Costs:
         """All figures of one strategy, as NumPy arrays."""
-        batch = self.batch(*_stacked([strategy]))
-        found = batch.costs(0)
-        batch.done()
-        return found
+        self.prepare()  # here: what the caller's thread says of devices holds
+        return self.evaluator.alone(strategy.axes, strategy.storage)
 
     def timeline(self, strategy: Strategy, *, order: Order = "static") -> Timeline:
         """Of one strategy, in program order, which step times are of, or in one of `event.ORDERS`."""

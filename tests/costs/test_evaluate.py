@@ -67,28 +67,33 @@ def test_evaluator_equals_the_plain_oracle(model, topology):
     assert_equals_oracle(c, [c.replicated(), c.data_parallel(), *c.strategies(seed=1, count=30)])
 
 
-@pytest.mark.parametrize("model, topology", [("lm", "a100x8"), ("mlp_of_sixes", "2x6")])
-def test_what_was_judged_before_leaves_no_trace(model, topology):
-    """Results are written over those of earlier calls once nobody reads them."""
-    c = case(model, topology)
-    strategies = [c.replicated(), *c.strategies(seed=3, count=2 * LANES)]
-    axes, storage = np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies])
-    parts = [slice(0, LANES), slice(1, LANES + 1), slice(LANES, 2 * LANES), slice(0, LANES)]
-    anew, over = [Evaluator(c.tables)(axes[p], storage[p]) for p in parts], Evaluator(c.tables)
-    for part, expected in zip(parts, anew, strict=True):
-        found = over(axes[part], storage[part])
-        jax.tree.map(np.testing.assert_array_equal, _of_the_problem(c, found), _of_the_problem(c, expected))
-        kept = over.costs(found, 3)
+@pytest.mark.parametrize("pins", [False, True])
+@pytest.mark.parametrize("cases", [(("lm", "2x4"), ("mlp", "a100x8")), (("mlp_of_sixes", "cpu8"), ("lm", "2x4"))])
+def test_what_was_judged_before_leaves_no_trace(cases, pins):
+    """Results are written over those of earlier calls, of another problem perhaps, once nobody reads them."""
+    made = [case_with(*names, pins=pins) for names in cases]
+    judged = [(c, Evaluator(c.tables), [c.replicated(), *c.strategies(seed=3, count=2 * LANES)]) for c in made]
+    assert len({evaluator.bucket for _, evaluator, _ in judged}) == 1
+    parts = [slice(0, LANES), slice(1, LANES + 1), slice(LANES, 2 * LANES)]
+    plan = [(*one, part) for part in parts for one in judged]
+    anew = [call(evaluator, strategies[part]) for _, evaluator, strategies, part in plan]
+    for (c, evaluator, strategies, part), expected in zip(plan, anew, strict=True):
+        found = call(evaluator, strategies[part])
+        jax.tree.map(np.testing.assert_array_equal, of_the_problem(c, found), of_the_problem(c, expected))
+        kept, place = evaluator.costs(found, 3), found.per_record.layout.unsafe_buffer_pointer()
         before = jax.tree.map(np.copy, kept)
-        place = found.per_record.layout.unsafe_buffer_pointer()
-        over.take_back(found)
-        again = over(axes[:LANES], storage[:LANES])
+        evaluator.take_back(found)
+        again = call(evaluator, strategies[:LANES])
         assert again.per_record.layout.unsafe_buffer_pointer() == place
         jax.tree.map(np.testing.assert_array_equal, kept, before)
-        over.take_back(again)
+        evaluator.take_back(again)
 
 
-def _of_the_problem(c, of):
+def call(evaluator, strategies):
+    return evaluator(np.stack([s.axes for s in strategies]), np.stack([s.storage for s in strategies]))
+
+
+def of_the_problem(c, of):
     """Without what stands behind its last records."""
     t, each = c.tables, of.per_record
     counts = np.cumsum([len(t.tensor_bytes), len(t.edge_task), len(t.sum_task)])

@@ -148,7 +148,7 @@ def need_of(tables: CostTables) -> Bucket:
     points = int((tables.measured.weight > 0).sum())
     return Bucket(
         operators=len(space.graph.operators), slots=tables.replicated_slot + 1 + num_s, parameters=num_p, tasks=tables.num_tasks,
-        tensors=num_t, edges=num_e, rows=num_t + num_e + num_s, slot_records=num_u + num_s + len(tables.work_task),
+        tensors=num_t, edges=num_e, rows=num_t + num_e + num_s, slot_records=num_u + num_s + len(tables.work_task) + 1,
         stops=2 * num_e + 3 * num_t, points=points, dims=max(tables.tensor_shape.shape[1], 1 + tables.num_edges),
         op_dims=space.allowed.shape[2] - 1, levels=links.num_levels, groups=len(space.groups) if space.offers_pins else 0,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def _counts(tables: CostTables) -> np.ndarray:
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     return np.array([
         tables.graph.num_operators, num_p, tables.num_tasks, num_t, num_e, num_t + num_e + num_s,
-        num_u + num_s + len(tables.work_task), tables.replicated_slot + 1 + num_s,
+        num_u + num_s + len(tables.work_task) + 1, tables.replicated_slot + 1 + num_s,
     ], np.int32)  # fmt: skip
 
 
@@ -361,9 +361,10 @@ def records_of(tables: CostTables, b: Bucket) -> Records:
         slots(masks.access, np.arange(num_u), tables.access_task, tables.access_op),
         slots(masks.sum, inner + np.arange(num_s), np.full(num_s, b.tasks), sum_op),
         slots(masks.work, nowhere, tables.work_task, work_op),
+        slots(np.zeros((1, b.width)), replicated, np.full(1, b.tasks), np.zeros(1)),
     ])  # fmt: skip
     sizes = np.zeros((len(slot), 2), np.float32)
-    sizes[:num_u, 0], sizes[num_u + num_s :, 1] = tables.access_bytes, tables.work_seconds
+    sizes[:num_u, 0], sizes[num_u + num_s : -1, 1] = tables.access_bytes, tables.work_seconds
     p = np.arange(num_p)
     own_slots = [num_u + i * num_p + p for i in range(3)]
     parameter = np.stack([p, tables.parameter_slot, *own_slots, tables.parameter_op], 1).astype(i32)

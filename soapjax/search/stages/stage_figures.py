@@ -204,7 +204,7 @@ def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np
 
 def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     tables, schedule = fabric.tables, fabric.schedule
-    costs = fabric.evaluator.costs(fabric.evaluator(strategy.axes[None], strategy.storage[None]), 0)
+    costs = fabric.evaluator.alone(strategy.axes, strategy.storage)
     durations, parts, found = costs.durations, costs.parts, costs.layouts
     copy_since = np.where(found.is_shared, found.shared_since, np.minimum(tables.edge_task, tables.num_tasks - 1))
     if fabric.has_passes:
