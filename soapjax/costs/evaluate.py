@@ -106,6 +106,11 @@ def _done_with(b: Bucket) -> list[PerRecord]:
     return []
 
 
+def forget_results() -> None:
+    """Frees them, up to 180 MB of large problems: nothing is to be planned for now."""
+    _done_with.cache_clear()
+
+
 class Evaluator:
     """The cost model of one problem."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from soapjax import options
+from soapjax.costs.evaluate import forget_results
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.streams.stream_step import StreamStep
@@ -47,6 +48,13 @@ def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen
 
     Raises: as `plan` and `plan_pipeline`.
     """
+    try:
+        return _as_asked(request, fn, *args)
+    finally:
+        forget_results()
+
+
+def _as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
     if request.pipeline == "auto":
         return _one_program_or_pipeline(request, fn, *args)
     if request.pipeline is not None or request.adds_up:
