@@ -18,6 +18,7 @@ longer than all others. The target is a twentieth of the paper's delta search, o
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -32,6 +33,7 @@ from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, get_planner
 from paper_tables import CASE_COLUMNS, PUBLISHED_FILES, Rows, guarded, note, parser_of, positive_float, positive_int, show
 
 from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
+from soapjax.jit.programs import PlannerProgram
 from soapjax.search.problem import Budget, SearchResult
 from soapjax.search.relaxation.dynamic_program import has_additive_start
 
@@ -115,14 +117,21 @@ def look_for_best_additive(case: Case, options, rows: Rows, known: BestKnown) ->
 
 @contextlib.contextmanager
 def kept_programs(programs: str, case: Case):
-    """A folder of programs: an empty one, or one that has the simulator's."""
-    jax.clear_caches()
+    """A folder of programs: an empty one, or one that has the simulator's; this process has none."""
+    _forget_programs()
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SOAPJAX_CACHE=folder, SOAPJAX_PROGRAM_CACHE="on"):
         if programs == "warm":
             problem = case.problem()
             problem.evaluate([replicate_all(problem)])
-            jax.clear_caches()
+            _forget_programs()
         yield
+
+
+def _forget_programs() -> None:
+    """What was compiled in this process serves every problem of a bucket: it is forgotten, as in a new process."""
+    for one in [o for o in gc.get_objects() if isinstance(o, PlannerProgram)]:
+        one.forget()
+    jax.clear_caches()
 
 
 def start(case: Case, options, programs: str, seed: int, target: float, known: BestKnown) -> dict:

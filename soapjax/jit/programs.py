@@ -70,6 +70,11 @@ class PlannerProgram:
             if self._compiled is None and not self._is_kept(args):
                 self.compile(self.lower(*args))
 
+    def forget(self) -> None:
+        """It is compiled, or loaded, again at its next call: to time that."""
+        with self._lock:
+            self._compiled, self._is_proven = None, False
+
     def is_at_hand(self, *args: Any) -> bool:
         """Whether it is compiled for arguments like these, or was kept on disk, from where it is loaded."""
         with self._lock:
