@@ -23,6 +23,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -118,13 +119,19 @@ def look_for_best_additive(case: Case, options, rows: Rows, known: BestKnown) ->
 @contextlib.contextmanager
 def kept_programs(programs: str, case: Case):
     """A folder of programs: an empty one, or one that has the simulator's; this process has none."""
+    others = set(threading.enumerate())
     _forget_programs()
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, SOAPJAX_CACHE=folder, SOAPJAX_PROGRAM_CACHE="on"):
         if programs == "warm":
             problem = case.problem()
             problem.evaluate([replicate_all(problem)])
             _forget_programs()
-        yield
+        try:
+            yield
+        finally:  # a search that has ended leaves the chains' programs to be compiled: the next is not to share its cores with that
+            for left in set(threading.enumerate()) - others:
+                if not left.name.startswith("simulator"):  # whose threads stay
+                    left.join()
 
 
 def _forget_programs() -> None:
