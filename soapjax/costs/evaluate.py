@@ -182,7 +182,7 @@ class Evaluator:
         return found
 
     def outline(self, of: Evaluated, lane: int) -> Outline:
-        """Of one of the strategies what takes no long to read."""
+        """What is read quickly of one of the strategies."""
         count = len(self.tables.parameter_op)
         stored = self._layouts(self.tables.stored(np.asarray(of.per_record.layout)), lane, count)
         return Outline(self._durations(of, lane), stored, np.asarray(of.sent)[:, lane], self._holders(of, lane))

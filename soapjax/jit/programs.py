@@ -71,7 +71,7 @@ class PlannerProgram:
                 self.compile(self.lower(*args))
 
     def forget(self) -> None:
-        """It is compiled, or loaded, again at its next call: to time that."""
+        """The next call compiles it again, or loads it: for scripts that time this."""
         with self._lock:
             self._compiled, self._is_proven = None, False
 
