@@ -33,7 +33,7 @@ def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
             batch = problem.simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
             times += batch.scores.step_time_s.tolist()
             memory += batch.scores.memory_bytes.tolist()
-            sent += [float(batch.costs(i).bytes_by_collective.sum()) for i in range(len(some))]
+            sent += [float(batch.outline(i).bytes_by_collective.sum()) for i in range(len(some))]
             batch.done()
     alone = [
         c._replace(alone=Alone(times[i] - times[0], int(sent[i] - sent[0]), int(memory[i] - memory[0])))

@@ -168,7 +168,7 @@ def _costed(
         batch = problem.simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
         for i, (changes, like) in enumerate(titles[k : k + BATCH]):
             memory = float(batch.scores.memory_bytes[i])
-            sent = int(batch.costs(i).bytes_by_collective.sum())
+            sent = int(batch.outline(i).bytes_by_collective.sum())
             fits = memory <= problem.usable_memory_bytes and not batch.scores.violations[i]
             found.append(Neighbour(changes, float(batch.scores.step_time_s[i]), sent, int(memory), bool(fits), like))
         batch.done()

@@ -20,6 +20,8 @@ from soapjax.strategy.configs import REPLICATE
 
 Array = np.ndarray
 LANES = 32  # strategies per call: one size, so that it is traced and compiled once
+OVER = 4  # the argument of `evaluate` that its results are written over
+MOST_KEPT = 4  # results of a bucket that nobody reads any more
 
 
 class Durations(NamedTuple):
@@ -91,13 +93,8 @@ class Costs(NamedTuple):
 @functools.cache
 def program(b: Bucket) -> PlannerProgram:
     """The cost program of a bucket: one for all problems in it."""
-
     like = Evaluated._make([nothing_yet(b, 0), *[0] * (len(Evaluated._fields) - 1)])
     return PlannerProgram(evaluate, is_urgent=True, name=f"whole {b}", results=like, over=OVER)
-
-
-OVER = 4  # the argument of `evaluate` that its results are written over
-MOST_KEPT = 4  # results of a bucket that nobody reads any more
 
 
 @functools.cache
@@ -125,11 +122,12 @@ class Evaluator:
         """Compiles, or loads, what is not there yet."""
         num_ops = self.tables.space.graph.num_operators
         none = np.full((1, num_ops, len(self.tables.links.axis_sizes)), REPLICATE, np.int8)
-        self.program.prepare(*self._arguments(none, np.zeros((1, num_ops), np.int8)))
+        strategies = self._lanes(none, np.zeros((1, num_ops), np.int8))
+        self.program.prepare(self.arrays, self.records, *strategies, nothing_yet(self.bucket, LANES))
 
     def __call__(self, axes: Array, storage: Array) -> Evaluated:
         """Of up to LANES strategies int8 [B, N, A] and [B, N]; the last one fills the lanes."""
-        return self.program(*self._arguments(axes, storage))
+        return self.program(self.arrays, self.records, *self._lanes(axes, storage), self._over())
 
     def take_back(self, of: Evaluated) -> None:
         """Nobody will read what a call found of single records."""
@@ -137,21 +135,21 @@ class Evaluator:
         if len(done_with) < MOST_KEPT:
             done_with.append(of.per_record)
 
-    def _arguments(self, axes: Array, storage: Array) -> tuple:
-        return self.arrays, self.records, *self._lanes(axes, storage)
+    def _over(self) -> PerRecord:
+        """What the next results are written over."""
+        try:
+            return _done_with(self.bucket).pop()
+        except IndexError:
+            return nothing_yet(self.bucket, LANES)
 
-    def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array, PerRecord]:
-        """The strategies, padded, and what their figures are written over."""
+    def _lanes(self, axes: Array, storage: Array) -> tuple[Array, Array]:
         b, (count, num_ops, num_axes) = self.bucket, axes.shape
         lanes = np.minimum(np.arange(LANES), count - 1)
         padded_axes = np.full((b.operators, MAX_AXES, LANES), REPLICATE, np.int8)
         padded_axes[:num_ops, :num_axes] = axes[lanes].transpose(1, 2, 0)
         padded_storage = np.zeros((b.operators, LANES), np.int8)
         padded_storage[:num_ops] = storage[lanes].T
-        try:
-            return padded_axes, padded_storage, _done_with(b).pop()
-        except IndexError:
-            return padded_axes, padded_storage, nothing_yet(b, LANES)
+        return padded_axes, padded_storage
 
     def costs(self, of: Evaluated, lane: int) -> Costs:
         """All figures of one of the strategies."""
@@ -227,20 +225,19 @@ class Evaluator:
     def by_operator(self, axes: Array, storage: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What depends on one operator, of up to LANES strategies: slots' layouts int8 [B, U, A], seconds [B, K] and [B, S, L]."""
         t, b, count = self.tables, self.bucket, len(axes)
-        of = self.program(*self._alone, *self._lanes(axes, storage))
-        layout, compute_s, paid_s = of.per_record.layout, of.per_record.compute_s, of.per_record.rows.paid_s
-
-        def own(x, num: int) -> Array:
-            return np.moveaxis(np.array(np.asarray(x)[:num, ..., :count]), -1, 0)
-
-        sets, sums_s = own(layout, t.replicated_slot + 1), own(paid_s, len(t.sum_task))[..., b.levels - t.links.num_levels :]
-        found = decoded(sets, len(t.links.axis_sizes), b.dims), own(compute_s, t.num_tasks), sums_s
+        of = self.program(*self._alone, *self._lanes(axes, storage), self._over())
+        each, lanes = of.per_record, slice(count)
+        of_lanes = (
+            _own(each.layout, lanes, t.replicated_slot + 1), _own(each.compute_s, lanes, t.num_tasks),
+            _own(each.rows.paid_s, lanes, len(t.sum_task)),
+        )  # fmt: skip
         self.take_back(of)
-        return found
+        sets, compute_s, sums_s = (np.moveaxis(x, -1, 0) for x in of_lanes)
+        return decoded(sets, len(t.links.axis_sizes), b.dims), compute_s, sums_s[..., b.levels - t.links.num_levels :]
 
 
-def _own(x: Any, lane: int, count: int) -> Array:
-    """A lane's first `count`: a copy, since what it is of may be written over."""
+def _own(x: Any, lane: int | slice, count: int) -> Array:
+    """The first `count` of a lane, or of some: a copy, since what it is of may be written over."""
     return np.array(np.asarray(x)[:count, ..., lane])
 
 
