@@ -19,6 +19,7 @@ import hashlib
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -62,13 +63,20 @@ class PlannerProgram:
             self._options.pop(LEVEL, None)  # the user asks for none at all
         self._compiled: Callable[..., Any] | None = None
         self._is_proven = False  # that it runs: of what was read from disk, only a call tells
+        self.took_s = 0.0  # to trace and to compile, or to load: without what other threads traced meanwhile
         self._lock = threading.Lock()
 
     def prepare(self, *args: Any) -> None:
         """Compiles for arguments like these: arrays or `jax.ShapeDtypeStruct`s."""
         with self._lock:
-            if self._compiled is None and not self._is_kept(args):
-                self.compile(self.lower(*args))
+            if self._compiled is not None:
+                return
+            begin = time.thread_time()  # Python, for which threads wait for each other
+            lowered = None if self._is_kept(args) else self.lower(*args)
+            self.took_s, begin = time.thread_time() - begin, time.monotonic()
+            if lowered is not None:
+                self.compile(lowered)
+                self.took_s += time.monotonic() - begin
 
     def forget(self) -> None:
         """The next call compiles it again, or loads it: for scripts that time this."""

@@ -17,6 +17,7 @@ from soapjax.costs.evaluate import forget_results
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.streams.stream_step import StreamStep
+from soapjax.garbage import fewer_collections
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.planning import entry, staging
@@ -43,6 +44,7 @@ class Chosen(NamedTuple):
     program: CompiledStep | StreamStep | None = None  # the plan's, where a check compiled it
 
 
+@fewer_collections()
 def as_asked(request: PlanRequest, fn: Callable[..., Any], *args: Any) -> Chosen:
     """The plan of one program, of a schedule, or of "auto", the better of both.
 

@@ -27,6 +27,7 @@ from soapjax.graph.trace.tracing import TracedStep, Unroll, argument_names, trac
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.page_data import extras_of
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
+from soapjax.planning.early_programs import prepare_simulator
 from soapjax.planning.profiling import compute_figures
 from soapjax.planning.remarks import repeated_remarks, structure_remarks
 from soapjax.planning.request import PlanRequest, Understood, takes_options
@@ -95,6 +96,8 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
         require_real_devices(topology, jax.devices() if asked.devices is None else list(asked.devices))
     planner = get_planner(asked.planner, space=asked.space)
     given = given_arguments(asked, fn, args)
+    if not has_pins(asked.space):
+        prepare_simulator(len(jax.tree.leaves(given)), asked.topology)
     step = trace(fn, *args, **asked.tracing)
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     axis_names = factor_mesh(topology).axis_names
@@ -159,15 +162,15 @@ def _problem_of(asked: Understood, step: TracedStep, layouts: Mapping[str, Spec]
 
 def _recomputing(
     asked: Understood, step: TracedStep, layouts: Mapping[str, Spec]
-) -> Callable[[PlanningProblem, float], Recomputing]:  # fmt: skip
+) -> Callable[[PlanningProblem, float, Sequence[FrontPoint]], Recomputing]:  # fmt: skip
     """Problems of the step with parts of its forward pass computed again in the backward pass."""
     recomputation = Recomputation(step)
 
-    def recomputing(as_it_is: PlanningProblem, limit_bytes: float) -> Recomputing:
+    def recomputing(as_it_is: PlanningProblem, limit_bytes: float, baselines: Sequence[FrontPoint]) -> Recomputing:
         def problem_of(recomputed: frozenset[str]) -> PlanningProblem:
             return _problem_of(asked, recomputation.step(recomputed), layouts).usable_up_to(limit_bytes)
 
-        return Recomputing(as_it_is, recomputation, problem_of)
+        return Recomputing(as_it_is, recomputation, problem_of, baselines)
 
     return recomputing
 

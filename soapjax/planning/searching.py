@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
 from soapjax import interrupts
+from soapjax.search.chain.mcmc_planner import prepare_chains
 from soapjax.search.descent.plainest import simplified
+from soapjax.search.front import Front, FrontPoint
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing, may_recompute, searched
@@ -59,7 +61,8 @@ class Search:
       proposals: of the first search; None where only `deadline` ends it.
       deadline: of all searches together, of `time.monotonic`.
       simplicity: relative step time within which a simpler plan is taken.
-      recomputing: of a problem the choice of what the backward pass computes again; its problems have at most so many bytes.
+      recomputing: of a problem the choice of what the backward pass computes again; its problems have at most so many bytes, and
+        the front is of baselines.
       may_go_on: whether a quarter of the seconds is kept for searches under less memory.
       kept: of the seconds, where no baseline fits the devices.
     """
@@ -71,7 +74,7 @@ class Search:
     deadline: float
     progress: Callable[[int, float, float], None] | None
     simplicity: float
-    recomputing: Callable[[PlanningProblem, float], Recomputing]
+    recomputing: Callable[[PlanningProblem, float, Sequence[FrontPoint]], Recomputing]
     may_go_on: bool = False
     kept: float = 0.0
 
@@ -80,10 +83,13 @@ class Search:
 
         Raises: SoapjaxError where the planner refuses the problem.
         """
-        baselines = self._baselines(problem)
+        left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
+        if self.name == "mcmc":
+            prepare_chains(problem, Budget(self.proposals, None if math.isinf(left_s) else left_s))
+        baselines, front = self._baselines(problem)
         found = tuple(b.best.strategy for b in baselines.values())
         left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
-        return self._searched(problem, baselines, found, self.proposals, left_s)
+        return self._searched(problem, baselines, front, found, self.proposals, left_s)
 
     def again(self, before: Searched, limit_bytes: float) -> Searched:
         """From what was found, where a plan may be predicted to take no more than `limit_bytes` per device.
@@ -95,12 +101,15 @@ class Search:
             return found.with_best(min(found.problem.evaluate(list(found.known().values())), key=lambda e: e.rank))
         problem, known = before.as_it_is.usable_up_to(limit_bytes), tuple(before.known().values())
         proposals = None if self.proposals is None else max(1, int(AGAIN * self.proposals))
-        found = self._searched(problem, self._baselines(problem), known, proposals, self._left_s() / 2)
+        found = self._searched(problem, *self._baselines(problem), known, proposals, self._left_s() / 2)
         done, took_s = (getattr(before.result, k) + getattr(found.result, k) for k in ("num_proposals", "search_s"))
         return found._replace(result=found.result._replace(num_proposals=done, search_s=took_s))
 
-    def _baselines(self, problem: PlanningProblem) -> dict[str, SearchResult]:
-        return {name: run(self._key, problem, Budget()) for name, run in BASELINES.items()}
+    def _baselines(self, problem: PlanningProblem) -> tuple[dict[str, SearchResult], tuple[FrontPoint, ...]]:
+        """What they found, and the front of all that they judged, whether it fits or not; empty where the problem keeps one."""
+        front = Front(math.inf, Strategy.key)
+        judging = problem if problem.front is not None else dataclasses.replace(problem, front=front)
+        return {name: run(self._key, judging, Budget()) for name, run in BASELINES.items()}, front.points()
 
     @property
     def _key(self) -> jax.Array:
@@ -110,11 +119,12 @@ class Search:
         return self.deadline - time.monotonic()
 
     def _searched(
-        self, problem: PlanningProblem, baselines: dict[str, SearchResult], starts: tuple[Strategy, ...], proposals: int | None,
-        left_s: float,
+        self, problem: PlanningProblem, baselines: dict[str, SearchResult], front: Sequence[FrontPoint],
+        starts: tuple[Strategy, ...], proposals: int | None, left_s: float,
     ) -> Searched:  # fmt: skip
         until, as_it_is = time.monotonic() + left_s, problem
-        choice = self.recomputing(problem, problem.usable_memory_bytes) if may_recompute(problem, self.name, baselines) else None
+        offers = may_recompute(problem, self.name, baselines)
+        choice = self.recomputing(problem, problem.usable_memory_bytes, front) if offers else None
         is_mcmc = self.name == "mcmc"
         simplifies = is_mcmc and self.simplicity > 0  # the others' results have names or proofs
         seconds = None if math.isinf(left_s) else max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3)

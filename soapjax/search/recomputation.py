@@ -1,7 +1,7 @@
 """Keep or recompute: which operators' results the backward pass computes again, so that a fast strategy fits into memory.
 
-Recomputing never makes a step of given layouts faster: it pays where a strategy that would be faster does not fit. So the
-baselines are judged once as if memory had no limit. Where none of them is then faster than the best that fits, nothing is
+Recomputing never makes a step of given layouts faster: it pays where a strategy that would be faster does not fit. So of the
+baselines those are looked at that do not fit. Where none of them is faster than the best that fits, nothing is
 recomputed, and the search is that of the step as it is. For the others operators are ranked by the seconds that a byte costs,
 cheap ones first and of equal ones those of the first segments: this is what experts do by hand (norms and activations, then
 attention, then whole blocks, of all blocks or of some). As many as are needed are recomputed, which the simulator of the step
@@ -13,10 +13,10 @@ The search then walks among strategies in that problem, and what is recomputed i
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,9 +29,8 @@ from soapjax.graph.recompute import Recomputation
 from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import TIME_DECIDED
 from soapjax.search.descent.plainest import EQUAL
-from soapjax.search.planners import BASELINES
+from soapjax.search.front import FrontPoint
 from soapjax.search.problem import Budget, Evaluation, Planner, PlanningProblem, SearchResult
-from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.configs import Strategy
 
 MOST_FITS = 3  # problems that are made for one strategy
@@ -40,7 +39,6 @@ SLACK = 1.02  # so much more than is needed is saved by the estimate
 MOST_SAVED = 2.0  # of the estimate of all that can be saved: copies and sums, which it leaves out, go as well
 MOST_STRATEGIES = 2  # that are fitted before the search
 FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
-UNLIMITED_BYTES = 2**62
 
 
 class Fitted(NamedTuple):
@@ -61,53 +59,57 @@ class Ranking(NamedTuple):
 
 
 class Recomputing:
-    """The choice of one step: `problem` is the step as it is, `problem_of` makes the same with operators recomputed."""
+    """The choice of one step.
+
+    Args:
+      problem: the step as it is.
+      problem_of: makes the same with operators recomputed.
+      baselines: the front of what was judged of the step as it is, whether it fits or not.
+    """
 
     def __init__(
-        self, problem: PlanningProblem, options: Recomputation, problem_of: Callable[[frozenset[str]], PlanningProblem]
-    ):
-        self.problem, self.options, self.problem_of = problem, options, problem_of
+        self, problem: PlanningProblem, options: Recomputation, problem_of: Callable[[frozenset[str]], PlanningProblem],
+        baselines: Sequence[FrontPoint],
+    ):  # fmt: skip
+        self.problem, self.options, self.problem_of, self.baselines = problem, options, problem_of, baselines
         self.made: dict[frozenset[str], PlanningProblem] = {frozenset(): problem}
         self.making_s = 0.0  # that one of them took, at the most
-        self._unfit: list[tuple[Evaluation, Ranking]] | None = None
 
-    def start(self, key: Array, limit_s: float) -> Fitted | None:
+    def start(self, limit_s: float) -> Fitted | None:
         """What is recomputed in the problem to search in; None where no baseline is then faster than `limit_s`."""
         estimates: list[tuple[float, int, Strategy]] = []
-        for kept, ranking in self._fitting(self.paying(key, limit_s)):
-            estimates.append((self._estimate_s(kept, ranking), len(estimates), kept.strategy))
+        for kept, ranking in self._fitting(self.paying(limit_s)):
+            estimates.append((self._estimate_s(kept, ranking), len(estimates), kept.plan))
         best = None
         for seconds, _, strategy in sorted(estimates)[:MOST_STRATEGIES]:
             if seconds < limit_s and (found := self.fitted(strategy, by_groups=True)) is not None and found.best.cost < limit_s:
                 best, limit_s = found, found.best.cost
         return best
 
-    def paying(self, key: Array, limit_s: float) -> list[tuple[Evaluation, Ranking]]:
+    def paying(self, limit_s: float) -> list[tuple[FrontPoint, Ranking]]:
         """Baselines that do not fit and, by estimate, are faster than `limit_s` with as much recomputed as they need."""
-        if self._unfit is None:
-            free = _unlimited(self.problem)
-            for run in BASELINES.values():
-                run(key, free, Budget())
-            unfit = [p.plan for p in free.front.points() if p.memory_bytes > self.problem.usable_memory_bytes]
-            self._unfit = [(e, self.ranking(e.strategy)) for e in (self.problem.evaluate(unfit) if unfit else [])]
         return [
             (kept, ranking) for kept, ranking in self._unfit
             if ranking.names and self._excess(kept) <= MOST_SAVED * ranking.saved_bytes[-1]
             and self._estimate_s(kept, ranking) < limit_s
         ]  # fmt: skip
 
-    def _excess(self, kept: Evaluation) -> float:
+    @functools.cached_property
+    def _unfit(self) -> list[tuple[FrontPoint, Ranking]]:
+        return [(point, self.ranking(point.plan)) for point in self.baselines if self._excess(point) > 0]
+
+    def _excess(self, kept: Evaluation | FrontPoint) -> float:
         return kept.memory_bytes - self.problem.usable_memory_bytes
 
-    def _estimate_s(self, kept: Evaluation, ranking: Ranking) -> float:
+    def _estimate_s(self, kept: FrontPoint, ranking: Ranking) -> float:
         k = min(int(np.searchsorted(ranking.saved_bytes, self._excess(kept))), len(ranking.names) - 1)
         return kept.step_time_s + ranking.seconds[k]
 
-    def _fitting(self, ranked: list[tuple[Evaluation, Ranking]]) -> list[tuple[Evaluation, Ranking]]:
+    def _fitting(self, ranked: list[tuple[FrontPoint, Ranking]]) -> list[tuple[FrontPoint, Ranking]]:
         """Those that fit where all that can be is recomputed, as the step is."""
         if not ranked:
             return []
-        least = self.of(frozenset(ranked[0][1].names)).evaluate([kept.strategy for kept, _ in ranked])
+        least = self.of(frozenset(ranked[0][1].names)).evaluate([kept.plan for kept, _ in ranked])
         return [r for r, e in zip(ranked, least, strict=True) if e.is_feasible]
 
     def fitted(self, strategy: Strategy, *, by_groups: bool = False) -> Fitted | None:
@@ -132,9 +134,11 @@ class Recomputing:
         made = len(self.made)
         while excess > 0 and len(self.made) - made < MOST_FITS:
             between = ends[(ends > too_few) & (ends < enough)]
-            if not len(between):
+            reach = between[saved[between] >= SLACK * excess]
+            # What is enough by no estimate is tried only where nothing is known to be enough.
+            if not len(between) or (not len(reach) and enough < len(saved)):
                 break
-            k = int(between[min(int(np.searchsorted(saved[between], SLACK * excess)), len(between) - 1)])
+            k = int(reach[0] if len(reach) else between[-1])
             too_few, enough = (too_few, k) if judge(k).is_feasible else (k, enough)
             if enough == k and (by_groups or tried[k].memory_bytes > FILLED * self.problem.usable_memory_bytes):
                 break
@@ -166,7 +170,7 @@ class Recomputing:
         seconds, saved = (np.diff(x, prepend=0.0)[is_now].sum() for x in (ranking.seconds, ranking.saved_bytes))
         freed = max(kept.memory_bytes - best.memory_bytes, 1.0) / max(saved, 1.0)
         taken = max(best.step_time_s - kept.step_time_s, 0.0) / max(seconds, 1e-30)  # what hides beside communication takes less
-        enough = np.flatnonzero(freed * ranking.saved_bytes >= self._excess(kept))
+        enough = np.flatnonzero(freed * ranking.saved_bytes >= SLACK * self._excess(kept))
         less_s = taken * (seconds - ranking.seconds[enough[0]]) if len(enough) else 0.0
         return self._excess(kept) <= 0 or less_s > EQUAL * best.cost
 
@@ -181,11 +185,13 @@ class Recomputing:
     def ranking(self, strategy: Strategy) -> Ranking:
         """Cheap ones first: by the seconds per byte of all operators of a group, each with what must be recomputed with it."""
         tables, parts = self.problem.simulator.tables, self.options.parts
+        last = max((p.segment for p in parts.values()), default=0)  # is there when the backward pass begins, whatever is kept
+        closed = {name: self._closed(name) for name, part in parts.items() if part.segment < last}
+        if not closed:
+            return Ranking([], np.zeros(0, int), np.zeros(0), np.zeros(0))
         costs = self.problem.simulator.costs(strategy)
         seconds, held = _forward_s(tables, costs), np.asarray(costs.parts.held_bytes, np.float64)
         index = {op.name: n for n, op in enumerate(self.problem.graph.operators)}
-        last = max((p.segment for p in parts.values()), default=0)  # is there when the backward pass begins, whatever is kept
-        closed = {name: self._closed(name) for name, part in parts.items() if part.segment < last}
         saved = {name: sum(held[t] for t in part.tensors) for name, part in parts.items()}
         sums: dict[int, np.ndarray] = {}
         for name, members in closed.items():
@@ -224,12 +230,6 @@ def may_recompute(problem: PlanningProblem, planner: str, baselines: Mapping[str
     keeps_barriers = problem.simulator.tables.compiler.keeps_barriers
     is_plain = problem.objective.is_time and problem.front is None and not problem.space.offers_pins
     return is_plain and not is_own and keeps_barriers and not problem.graph.is_single_phase
-
-
-def _unlimited(problem: PlanningProblem) -> PlanningProblem:
-    """The same on devices with memory for everything; keeps its front."""
-    tables = dataclasses.replace(problem.simulator.tables, usable_memory_bytes=UNLIMITED_BYTES)
-    return dataclasses.replace(problem, simulator=Simulator(tables)).keeping_front()
 
 
 def _forward_s(tables: CostTables, costs) -> np.ndarray:
@@ -290,12 +290,12 @@ def searched(
 
     is_interrupted = has_converged = False
     try:
-        may_pay, fits = choice is not None and bool(choice.paying(key, limit_s)), math.isfinite(limit_s)
-        chosen = choice.start(key, limit_s) if may_pay and not (fits and goes_on) else None
+        may_pay, fits = choice is not None and bool(choice.paying(limit_s)), math.isfinite(limit_s)
+        chosen = choice.start(limit_s) if may_pay and not (fits and goes_on) else None
         if may_pay and fits and (goes_on or chosen is not None):
             search_in(problem, 0.5)
             if chosen is None and left_s() > 0:
-                chosen = choice.start(key, found[0][0].best.cost)
+                chosen = choice.start(found[0][0].best.cost)
             has_converged = chosen is None and budget.seconds is None and _gained_late(found[0][0]) < EQUAL
         if chosen is not None:
             search_in(chosen.problem, 1 - FITTED_AGAIN, chosen.best.strategy)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, SupportsFloat, TypeVar
@@ -80,8 +79,8 @@ class Simulator:
         self.tables, self._bucket = tables, bucket
         self.schedule = schedule_of(tables)
         self.items = items_of(tables, self.schedule)
-        self.compile_s = 0.0  # that the programs took to trace, and to compile or to load; 0 before the first call
-        self._preparing = threading.Lock()
+        self.compile_s = 0.0  # that the longer of the programs took to trace and to compile, or to load
+        self._is_prepared, self._preparing = False, threading.Lock()
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
@@ -90,8 +89,7 @@ class Simulator:
 
     @functools.cached_property
     def item_records(self) -> tuple[ItemRecords, ItemSizes]:
-        b = self.evaluator.bucket
-        records, sizes = item_records(self.items, self.tables, b.tasks, b.rows)
+        records, sizes = item_records(self.items, self.tables, self.evaluator.bucket)
         return jax.device_put(records), sizes
 
     @property
@@ -115,9 +113,8 @@ class Simulator:
     def prepare(self) -> None:
         """Compiles, or loads, the programs that are not there yet."""
         with self._preparing:
-            if self.compile_s:
+            if self._is_prepared:
                 return
-            begin = time.monotonic()
             (items, walk), evaluator = self._walk, self.evaluator
             b = evaluator.bucket
             sizes = ((b.tasks + 1, LANES), (b.rows + 1, b.levels, LANES))
@@ -127,7 +124,7 @@ class Simulator:
                 waiting = other.submit(walk.prepare, items, *(jax.ShapeDtypeStruct(x, np.float32) for x in sizes), *on)
                 evaluator.prepare()
                 waiting.result()
-            self.compile_s = time.monotonic() - begin
+            self.compile_s, self._is_prepared = max(walk.took_s, evaluator.program.took_s), True
 
     def _judged(self, axes: np.ndarray, storage: np.ndarray) -> tuple[Scores, Evaluated]:
         items, walk = self._walk

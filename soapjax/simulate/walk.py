@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.tables.arrays import SMALL as SMALL_BUCKET
-from soapjax.costs.tables.arrays import Bucket
+from soapjax.costs.tables.arrays import Bucket, at_least
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, largest, put, row
@@ -75,18 +74,18 @@ class ItemSizes(NamedTuple):
 SMALL, LARGE = ItemSizes(6144, 64), ItemSizes(24576, 512)
 
 
-def item_records(items: Items, tables: CostTables, num_tasks: int, num_rows: int) -> tuple[ItemRecords, ItemSizes]:
-    """Of a problem whose bucket has so many tasks and rows; the larger sizes go with the larger bucket."""
+def item_records(items: Items, tables: CostTables, b: Bucket) -> tuple[ItemRecords, ItemSizes]:
+    """Of a problem in a bucket; larger sizes go with larger buckets."""
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
     first = {RESOLVE: 0, RESHARD: num_t, SUM: num_t + num_e, COMPUTE: 0}
     kinds, sources = items.kind.tolist(), items.source.tolist()
-    source = [first[k] + s if k in first else num_rows for k, s in zip(kinds, sources, strict=True)]
+    source = [first[k] + s if k in first else b.rows for k, s in zip(kinds, sources, strict=True)]
     n, num_places = items.num_items, places_of(items)[1]
-    usual = SMALL if num_rows <= SMALL_BUCKET.rows and n <= SMALL.items and num_places <= SMALL.places else LARGE
-    sizes = ItemSizes(*(u if m <= u else 1 << (m - 1).bit_length() for m, u in zip((n, num_places), usual, strict=True)))
+    usual = LARGE if b.scale or n > SMALL.items or num_places > SMALL.places else SMALL
+    sizes = ItemSizes(*(at_least(m, u << max(b.scale - 1, 0)) for m, u in zip((n, num_places), usual, strict=True)))
     of_rows = np.concatenate([items.of_resolve, items.of_reshard, items.of_sum])
     overlap = tables.topology.device.overlap
-    return records_of_items(items, source, items.of_compute, of_rows, sizes, num_tasks, num_rows, overlap=overlap), sizes
+    return records_of_items(items, source, items.of_compute, of_rows, sizes, b.tasks, b.rows, overlap=overlap), sizes
 
 
 def records_of_items(

@@ -63,6 +63,13 @@ class SearchSpace:
         """float64 [N]: axis assignments of each operator, before degrees are checked; without pins and storage."""
         return self.allowed.sum(axis=2, dtype=float).prod(axis=1)
 
+    @functools.cached_property
+    def alike(self) -> list[int]:
+        """Of every operator the first that has the same dims and may choose the same on each."""
+        first: dict[tuple[object, ...], int] = {}
+        choices = zip(self.graph.operators, self.allowed, self.divisors, strict=True)
+        return [first.setdefault((op.dims, a.tobytes(), d.tobytes()), n) for n, (op, a, d) in enumerate(choices)]
+
     def is_valid(self, strategy: Strategy) -> bool:
         return not self.violations(strategy)
 

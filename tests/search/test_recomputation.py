@@ -16,9 +16,11 @@ from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import planning_problem
 from soapjax.planning.plan_files import opened_alone, recost
 from soapjax.search.chain.record import TIME_DECIDED
+from soapjax.search.front import Front
 from soapjax.search.planners import BASELINES
 from soapjax.search.problem import Budget, SearchResult
 from soapjax.search.recomputation import Recomputing, may_recompute, searched
+from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
 
 SIZES = dict(batch=32, seq=64, width=64, layers=3, heads=4, vocab=64)
@@ -56,13 +58,15 @@ def kept(traced):
 
 
 def choice_of(traced, usable_bytes):
-    problem = problem_with(traced, usable_bytes)
-    return Recomputing(problem, Recomputation(traced), lambda names: problem_with(traced, usable_bytes, names)), problem
+    problem, front = problem_with(traced, usable_bytes), Front(math.inf, Strategy.key)
+    baselines_of(dataclasses.replace(problem, front=front))
+    options = Recomputation(traced)
+    return Recomputing(problem, options, lambda names: problem_with(traced, usable_bytes, names), front.points()), problem
 
 
 def test_what_fits_as_it_is_is_kept(traced, kept):
     choice, problem = choice_of(traced, 2**40)
-    assert choice.start(jax.random.key(0), min(b.best.cost for b in baselines_of(problem).values())) is None
+    assert choice.start(min(b.best.cost for b in baselines_of(problem).values())) is None
     assert choice.fitted(kept[0]["fsdp"].best.strategy).recomputed == frozenset()
 
 
@@ -84,7 +88,7 @@ def test_as_much_is_recomputed_as_a_strategy_needs(traced, kept):
         counts.append(len(fitted.recomputed))
     assert 0 < counts[0] <= counts[1]
     choice, _ = choice_of(traced, 0.01 * least)
-    assert choice.fitted(strategy) is None and choice.start(jax.random.key(0), math.inf) is None
+    assert choice.fitted(strategy) is None and choice.start(math.inf) is None
 
 
 def test_dear_operators_come_last(traced, kept):
@@ -159,10 +163,10 @@ class Choice:
     def __init__(self, given):
         self.given, self.limits = given, []
 
-    def paying(self, key, limit_s):
+    def paying(self, limit_s):
         return [limit_s]
 
-    def start(self, key, limit_s):
+    def start(self, limit_s):
         self.limits.append(limit_s)
         if self.given is KeyboardInterrupt:
             raise self.given

@@ -14,6 +14,7 @@ The records of the whole graph are one list (`records_of`), and those of what on
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -50,6 +51,11 @@ class Bucket(NamedTuple):
     groups: int  # of devices that pins tell apart; 0 without pins
 
     @property
+    def scale(self) -> int:
+        """Which of the usual sizes it is: 0 small, 1 large, 2 twice as large and so on."""
+        return (self.tasks // LARGE.tasks).bit_length()
+
+    @property
     def width(self) -> int:
         """Columns of a layout: a set per dim, the partial sums, and pins."""
         return self.dims + 1 + (1 + DIGITS if self.groups else 0)
@@ -69,12 +75,19 @@ MIN_GROUPS = 4
 
 
 def bucket_for(need: Bucket) -> Bucket:
-    """The smaller of the two usual sizes that holds a problem; beyond them, or of more dims, levels or groups, powers of two."""
-    for usual in (SMALL, LARGE):
-        if all(n <= u for n, u in zip(need[:10], usual[:10], strict=True)):
-            break
-    found = Bucket(*(u if n <= u else 1 << (n - 1).bit_length() for n, u in zip(need, usual, strict=True)))
+    """The smallest of the usual sizes that holds a problem; of more dims, levels or groups, powers of two of those alone."""
+    usual = next(b for b in map(usual_bucket, itertools.count()) if all(n <= u for n, u in zip(need[:10], b[:10], strict=True)))
+    found = Bucket(*(at_least(n, u) for n, u in zip(need, usual, strict=True)))
     return found._replace(groups=max(found.groups, MIN_GROUPS)) if need.groups else found
+
+
+def usual_bucket(scale: int) -> Bucket:
+    return SMALL if scale == 0 else Bucket._make([n << scale - 1 if i < 10 else n for i, n in enumerate(LARGE)])
+
+
+def at_least(need: int, usual: int) -> int:
+    """A size that is compiled in: the usual one, or a power of two that is enough."""
+    return usual if need <= usual else 1 << (need - 1).bit_length()
 
 
 class Records(NamedTuple):

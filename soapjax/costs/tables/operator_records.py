@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.tables.arrays import NONE, Bucket, Records, padded, slot_masks
+from soapjax.costs.tables.arrays import NONE, Bucket, Records, at_least, padded, slot_masks
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array
 
@@ -59,9 +59,11 @@ LARGE = OwnSizes(
 )  # fmt: skip
 
 
-def own_sizes_for(need: OwnSizes) -> OwnSizes:
-    usual = SMALL if all(n <= u for n, u in zip(need, SMALL, strict=True)) else LARGE
-    return OwnSizes(*(u if n <= u else 1 << (n - 1).bit_length() for n, u in zip(need, usual, strict=True)))
+def own_sizes_for(need: OwnSizes, scale: int) -> OwnSizes:
+    """Those that go with a bucket of that scale, or larger ones."""
+    usual = LARGE if scale or any(n > u for n, u in zip(need, SMALL, strict=True)) else SMALL
+    usual = OwnSizes(*usual[:5], *(n << max(scale - 1, 0) for n in usual[5:]))
+    return OwnSizes(*map(at_least, need, usual))
 
 
 class _Decided(NamedTuple):
@@ -239,7 +241,7 @@ def own_records(tables: CostTables, b: Bucket) -> tuple[OwnRecords, OwnSizes]:
         spans[n, :, 1] = np.subtract(lists.lengths(), starts)
         longest = np.maximum(longest, [num_places, *spans[n, 1:4, 1], num_members])
     of_one = (*longest[:4].tolist(), min(int(longest[4]), lists.num_e))
-    found = own_sizes_for(OwnSizes._make((*of_one, *lists.lengths(), len(lists.keyed))))
+    found = own_sizes_for(OwnSizes._make((*of_one, *lists.lengths(), len(lists.keyed))), b.scale)
     return _padded_records(lists, spans, found, b.width), found
 
 

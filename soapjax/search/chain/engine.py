@@ -21,6 +21,14 @@ from soapjax.simulate.simulator import BATCH, Batch
 from soapjax.strategy.configs import REPLICATE, Strategy
 
 
+def engine_of(problem: PlanningProblem) -> Engine:
+    """Made once for each problem, which keeps it."""
+    own = vars(problem)
+    if "_engine" not in own:
+        own["_engine"] = Engine(problem)
+    return own["_engine"]
+
+
 class Engine:
     """The walking programs on one problem, and the cost that others are relative to. Programs depend on neither."""
 

@@ -35,7 +35,7 @@ from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.block_steps import Walker, exchange
 from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
-from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.moves import State
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng, starts
@@ -60,7 +60,7 @@ ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the
 def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
-    engine = Engine(problem)
+    engine = engine_of(problem)
     pool, preparing = threads(2), threads(1)
     ready = preparing.submit(engine.prepare) if _may_walk(engine, budget) else None
     begun = starts(rng_key, problem, budget)
@@ -91,6 +91,14 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: e.rank)
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
+
+
+def prepare_chains(problem: PlanningProblem, budget: Budget) -> None:
+    """Begins to compile, or to load, the chains' programs for a search to come, beside what else is to be done before it."""
+    if not problem.space.offers_pins and _may_walk(engine := engine_of(problem), budget):
+        pool = threads(1)
+        pool.submit(engine.prepare)
+        pool.shutdown(wait=False)
 
 
 def _may_walk(engine: Engine, budget: Budget) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from soapjax.graph.condensing import condense, forward_operators, prefix_crossing
 from soapjax.graph.operators import OperatorGraph
+from soapjax.jit.programs import threads
 from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.configs import Strategy
@@ -55,6 +56,7 @@ class FewerBlocks:
         self.shortest = _problem_of(problem, fewer)
         self.longer = [(_problem_of(problem, x), fewer.operator_of[x.kept]) for x in longer]
         self.usable_memory_bytes: float = problem.usable_memory_bytes
+        self._pool = threads(len(longer))
 
     @property
     def space(self) -> SearchSpace:
@@ -62,10 +64,13 @@ class FewerBlocks:
 
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
         """Of strategies of the smallest graph: what the whole graph's would be."""
+        longer = [
+            self._pool.submit(problem.simulator.step_times, [_taken(s, operators) for s in strategies])
+            for problem, operators in self.longer
+        ]
         found = first = [x.astype(np.float64) for x in self.shortest.simulator.step_times(strategies)]
-        for (problem, operators), left_out in zip(self.longer, self.fewer.left_out, strict=True):
-            more = problem.simulator.step_times([_taken(s, operators) for s in strategies])
-            found = [x + left_out * (b - a) for x, a, b in zip(found, first, more, strict=True)]
+        for more, left_out in zip(longer, self.fewer.left_out, strict=True):
+            found = [x + left_out * (b - a) for x, a, b in zip(found, first, more.result(), strict=True)]
         return self.whole.judged_at(strategies, Scores(*found), self.usable_memory_bytes)
 
     def of_whole(self, strategy: Strategy) -> Strategy:
