@@ -3,10 +3,11 @@
     python scripts/bench_planning.py                                           # shipped models on three topologies
     python scripts/bench_planning.py --models models.vgg --topologies a100x8 --seconds 10 --long 120
 
-Every cell is three processes, each with a folder of programs of its own: *cold*, where nothing is compiled yet; *warm*, where the
-programs of the cold one are on disk; and *long*, a search of --long seconds, which the step times of the others are
-divided by. Tracing is told apart from the search. `compiled` counts the programs that a process compiled; `next_compiled`
-those that another problem of the same process did, a smaller model on the same topology: none, if it is of the same sizes.
+Every cell is three processes with one folder of programs: *cold*, where nothing is compiled yet; *long*, a search of --long
+seconds, which the step times of the others are divided by; and *warm*, where all programs are on disk. Each is what `soapjax plan
+--seconds N --simplicity 0` does: seconds count from the end of tracing. `compiled` counts the programs that a process compiled;
+`next_compiled` those that another problem of the same process did, a smaller model on the same topology: none, if it is of the
+same sizes.
 CPU seconds stand beside wall time, which other work on the machine lengthens. Rows go to results/bench_planning.csv; the same
 command goes on from there.
 """
@@ -33,20 +34,15 @@ MODELS = ("models.transformer_lm", "models.resnet", "models.vgg", "models.rnnlm"
 TOPOLOGIES = ("a100x8", "a100x64", "p100x16")
 COLUMNS = (
     "model", "topology", "how", "seed", "trace_s", "compile_cpu_s", "compiled", "next_compiled", "first_walk_s", "search_s",
-    "search_cpu_s", "proposals", "step_ms", "over_long",
+    "cpu_s", "proposals", "step_ms", "over_long",
 )  # fmt: skip
 
 
 def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -> dict[str, Any]:
-    """One search in this process."""
-    import jax
-
+    """One plan in this process."""
     import soapjax
     from soapjax.jit import programs
-    from soapjax.planning.entry import planning_problem
     from soapjax.search.chain.engine import Engine
-    from soapjax.search.chain.mcmc_planner import mcmc
-    from soapjax.search.problem import Budget
     from soapjax.sourced_models import abstract_model
     from soapjax.strategy.plan import ModelSource
 
@@ -65,23 +61,22 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
 
     programs._by_compiler, Engine.walk = counted, walking
 
-    def problem_of(path: str):
+    def planned(path: str, **budget: Any) -> soapjax.Planned:
         settings = {} if tiny else dict(getattr(importlib.import_module(path), "PAPER", {}))
         made = abstract_model(ModelSource(path=path, settings=settings))
-        return planning_problem(soapjax.trace(made.step, *made.arguments), soapjax.load_topology(topology))
+        return soapjax.plan(made.step, *made.arguments, topology=topology, seed=seed, simplicity=0, **budget)
 
-    begin = time.monotonic()
-    problem = problem_of(model)
-    trace_s = time.monotonic() - begin
     begin, cpu = time.monotonic(), time.process_time()
-    found = mcmc(jax.random.key(seed), problem, Budget(seconds=seconds))
+    found = planned(model, seconds=seconds)
+    took_s, search_s = time.monotonic() - begin, seconds - found.left_s
     row = {
-        "trace_s": trace_s, "compile_cpu_s": sum(compiling), "compiled": len(compiling),
-        "first_walk_s": walked[0] - begin if walked else None, "search_s": time.monotonic() - begin,
-        "search_cpu_s": time.process_time() - cpu, "proposals": found.num_proposals, "step_ms": found.best.step_time_s * 1e3,
+        "trace_s": took_s - search_s, "compile_cpu_s": sum(compiling), "compiled": len(compiling),
+        "first_walk_s": walked[0] - begin - (took_s - search_s) if walked else None, "search_s": search_s,
+        "cpu_s": time.process_time() - cpu, "proposals": found.result.num_proposals,
+        "step_ms": found.result.best.step_time_s * 1e3,
     }  # fmt: skip
     before = len(compiling)
-    mcmc(jax.random.key(seed), problem_of("models.mlp"), Budget(num_proposals=500))
+    planned("models.mlp", seconds=2.0)
     return {**row, "next_compiled": len(compiling) - before}
 
 
@@ -106,8 +101,8 @@ def main(options: argparse.Namespace) -> None:
                     return rows.get(cell, lambda: in_process(cell["model"], cell["topology"], seconds, options, folder))
 
                 cold = get("cold", options.seconds)
-                warm = get("warm", options.warm_seconds)
                 best = get("long", options.long)
+                warm = get("warm", options.warm_seconds)
             for row in (cold, warm, best):
                 rows.add({**row, "over_long": float(row["step_ms"]) / float(best["step_ms"])})
     text = "# How soon a search finds a good plan\n\n" + (__doc__ or "").split("\n\n")[2] + "\n\n" + markdown(COLUMNS, rows.rows)

@@ -197,8 +197,7 @@ def test_time_stops_the_same_sequence(step_problem, monkeypatch):
 
     It decides, and notes tell, whether the additive optimum is a start, and when perturbations had their share: neither is so here.
     """
-    monkeypatch.setattr("soapjax.search.chain.descents.PERTURBED_UNTIL", math.inf)
-    monkeypatch.setattr("soapjax.search.chain.descents.DESCENDED_UNTIL", math.inf)
+    monkeypatch.setattr("soapjax.search.chain.descents.OF_SECONDS", (math.inf, math.inf))
     Engine(step_problem).prepare()
     key = jax.random.key(2)
     timed = mcmc(key, step_problem, Budget(seconds=4.0, random_start=True))

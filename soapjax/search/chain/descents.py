@@ -25,8 +25,9 @@ from soapjax.strategy.space import SearchSpace
 MAX_FAILED = 10  # perturbations in a row without an improvement, small ones and large ones, after which chains walk
 PERTURBATIONS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
-DESCENDED_UNTIL, PERTURBED_UNTIL = 0.3, 0.4  # of the budget: what may be spent before chains walk
-DESCENDED_ALONE, PERTURBED_ALONE = 0.8, 0.85  # where none will: a rest is for the whole step after one with fewer blocks
+# Of the budget: until when starts may descend, and be perturbed. Chains judge ten times as many strategies a second, so that of a
+# budget in seconds they need less. Where none walk, a rest is for the whole step after one with fewer blocks.
+OF_PROPOSALS, OF_SECONDS, ALONE = (0.3, 0.4), (0.6, 0.7), (0.8, 0.85)
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
@@ -69,7 +70,7 @@ class Descents:
     ):  # fmt: skip
         self.problem = problem
         self.search, self.record = run, run.record
-        self.until = (DESCENDED_UNTIL, PERTURBED_UNTIL) if run.ready is not None else (DESCENDED_ALONE, PERTURBED_ALONE)
+        self.until = ALONE if run.ready is None else OF_SECONDS if run.record.limit is None else OF_PROPOSALS
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
 
     def _rng(self) -> np.random.Generator:
