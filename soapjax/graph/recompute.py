@@ -84,6 +84,23 @@ class Recomputation:
         return {names[n]: found[n] for n in sorted(found)}
 
     @functools.cached_property
+    def closed(self) -> dict[str, list[str]]:
+        """Operators worth recomputing, and all that is recomputed with each, itself included.
+
+        What the last segment makes is there when the backward pass begins, whatever is kept.
+        """
+        last = max((p.segment for p in self.parts.values()), default=0)
+        return {name: self._with_needs(name) for name, part in self.parts.items() if part.segment < last}
+
+    def _with_needs(self, name: str) -> list[str]:
+        found, queue = {name}, [name]
+        while queue:
+            more = self.parts[queue.pop()].needs - found
+            found |= more
+            queue += more
+        return sorted(found)
+
+    @functools.cached_property
     def _forward(self) -> _Forward:
         return _Forward(self.traced.program, self.graph, self.binding)
 

@@ -97,7 +97,8 @@ def require_runnable(
     num = pipeline.num_microbatches
     if num == 1 or len(graph.tasks) > at_most or not kind_of(pipeline).is_synchronous:
         return
-    micro = micro_step(fn, *args, num_microbatches=num, full=step, **tracing)
+    recomputed = {op.name for op in graph.operators if op.is_recomputed}
+    micro = micro_step(fn, *args, num_microbatches=num, full=step, recomputed=recomputed, **tracing)
     with own_configuration():
         own, binding = build_graph(micro.step)
     names = {op.name for op in own.operators}

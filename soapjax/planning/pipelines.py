@@ -38,14 +38,15 @@ MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, 
 
 
 class Beaten(Exception):
-    """The best pipeline found is slower than what it is compared with."""
+    """The best pipeline found is slower than what it is compared with; `is_bound` as in `FoundPipeline`."""
 
-    def __init__(self, schedule: str, figures: StrategyFigures):
+    def __init__(self, schedule: str, figures: StrategyFigures, *, is_bound: bool = False):
         super().__init__(f"{schedule}: {figures.step_time_s:.3g} s")
-        self.schedule, self.figures = schedule, figures
+        self.schedule, self.figures, self.is_bound = schedule, figures, is_bound
 
 
 class FoundPipeline(NamedTuple):
+    graph: OperatorGraph
     times: StageTimes
     baselines: dict[str, float]
     notes: tuple[str, ...]
@@ -55,6 +56,7 @@ class FoundPipeline(NamedTuple):
     baseline_figures: dict[str, StrategyFigures] = {}
     front: tuple[FrontPoint, ...] = ()
     chosen: Choice | Pipeline | None = None  # as the front has it
+    is_bound: bool = False  # by memory: keeping more for the backward pass would be faster
 
 
 def find_pipeline(
@@ -78,7 +80,7 @@ def find_pipeline(
         baselines = {name: f.step_time_s for name, f in figures.items()}
         points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points()) if pareto else ()
         done = 0, time.monotonic() - begin, "complete"
-        found = FoundPipeline(times, baselines, (), *done, figures, points, times.pipeline)
+        found = FoundPipeline(graph, times, baselines, (), *done, figures, points, times.pipeline)
     else:
         again = schedule != "auto" and SCHEDULES[schedule].is_rematerialised
         problem = StageProblem(
@@ -90,7 +92,7 @@ def find_pipeline(
         result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=searched_s, progress=progress)
         is_slower = objective.is_time and result.best.cost > (1 + NEAR) * slower_than_s
         if is_slower and result.stopped_by != "interrupted":
-            raise Beaten(result.best.choice.schedule, problem.figures(result.best))
+            raise Beaten(result.best.choice.schedule, problem.figures(result.best), is_bound=result.is_bound)
         figures = whole_baselines(problem.loads)
         baselines = {name: f.step_time_s for name, f in figures.items()}
         baselines |= {name: p.timeline.step_time_s for name, p in result.baselines.items()}
@@ -106,7 +108,8 @@ def find_pipeline(
         if not problem.is_even(priced.choice):
             notes = (NOT_EVEN, *notes)
         notes = (problem.sentence(priced.choice), *notes)
-        found = FoundPipeline(times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
+        found = FoundPipeline(graph, times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
+        found = found._replace(is_bound=result.is_bound)
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
             raise KeyboardInterrupt

@@ -57,7 +57,7 @@ class Opened(NamedTuple):
 def opened(loaded: Plan, step: TracedStep, *, place: str = "plan", topology: DeviceTopology | None = None) -> Opened:
     """As `recost`, and keeps what it was made from."""
     if loaded.pipeline is not None:
-        graph, _ = build_graph(step)
+        graph, _ = build_graph(recomputing(step, loaded.recomputed, place=place))
         own, _ = _checked(loaded, graph, place, topology)
         return _opened_pipeline(loaded, graph, own, place)
     with on_cpu():

@@ -19,6 +19,7 @@ from soapjax.planning.entry import given_arguments, require_operators, versions
 from soapjax.planning.given_pipeline import MOST_TASKS, planned_pipeline, require_runnable
 from soapjax.planning.pipeline_files import pipeline_plan
 from soapjax.planning.pipelines import FoundPipeline, find_pipeline, provenance_of
+from soapjax.planning.recomputing_stages import best_of_steps, recomputation_of
 from soapjax.planning.request import PlanRequest, Understood, takes_options
 from soapjax.planning.searching import AGAIN
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
@@ -103,23 +104,37 @@ class _Planning(NamedTuple):
     def find(self, topology: DeviceTopology, share: float = 1.0) -> FoundPipeline:
         """The best pipeline, which is sure to run, by such a share of the proposals. Further ones get some of the seconds."""
         asked, (step, graph) = self.asked, self.traced
-        proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
-        proposals = None if proposals is None else max(1, int(share * proposals))
         left_s = None if asked.seconds is None else max(self.deadline - time.monotonic(), LEAST_S)
         if left_s is not None and self.devices is not None:
             left_s *= 1 - AGAIN if share == 1 else 0.5
+
+        def find_in(graph: OperatorGraph, seconds: float | None, part: float, slower_than_s: float) -> FoundPipeline:
+            return self._found(graph, topology, share * part, seconds, slower_than_s)
+
         with on_cpu():
-            found = find_pipeline(
-                graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
-                seed=asked.seed, proposals=proposals, seconds=left_s, progress=asked.progress, profile=asked.profile,
-                objective=asked.objective, pareto=asked.pareto, slower_than_s=self.slower_than_s,
-            )  # fmt: skip
+            options = recomputation_of(asked, step, graph, topology)
+            if options is None:
+                found = find_in(graph, left_s, 1.0, self.slower_than_s)
+            else:
+                found, step = best_of_steps(options, topology, left_s, self.slower_than_s, find_in)
         reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
         require_runnable(
-            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reductions=reductions, at_most=at_most,
-            **asked.tracing,
+            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=found.graph, reductions=reductions,
+            at_most=at_most, **asked.tracing,
         )  # fmt: skip
         return found._replace(notes=(*self.remarks, *found.notes))
+
+    def _found(
+        self, graph: OperatorGraph, topology: DeviceTopology, share: float, seconds: float | None, slower_than_s: float
+    ) -> FoundPipeline:  # fmt: skip
+        asked = self.asked
+        proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
+        proposals = None if proposals is None else max(1, int(share * proposals))
+        return find_pipeline(
+            graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
+            seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
+            objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
+        )  # fmt: skip
 
     def plan_of(self, found: FoundPipeline, topology: DeviceTopology) -> Plan:
         asked = self.asked
@@ -127,7 +142,7 @@ class _Planning(NamedTuple):
         provenance = provenance_of(found, base, planner=f"pipeline {asked.pipeline}", seed=asked.seed)
         with on_cpu():
             return pipeline_plan(
-                self.traced.graph, topology, found.times, model=asked.model, provenance=provenance, unroll=asked.unroll,
+                found.graph, topology, found.times, model=asked.model, provenance=provenance, unroll=asked.unroll,
                 profile=asked.profile,
             )  # fmt: skip
 

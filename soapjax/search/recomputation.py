@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from soapjax.costs.by_operator import owners
+from soapjax.costs.evaluate import Costs
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.graph.passes.phases import FORWARD
 from soapjax.graph.recompute import Recomputation
@@ -56,6 +57,9 @@ class Ranking(NamedTuple):
     ends: np.ndarray  # so many of them are whole groups: equal operators of all blocks
     seconds: np.ndarray  # of recomputing the first 1, 2, ...
     saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...: less than turns out, of which copies and sums are a part
+
+
+NOTHING = Ranking([], np.zeros(0, int), np.zeros(0), np.zeros(0))
 
 
 class Recomputing:
@@ -183,41 +187,9 @@ class Recomputing:
         return self.made[recomputed]
 
     def ranking(self, strategy: Strategy) -> Ranking:
-        """Cheap ones first: by the seconds per byte of all operators of a group, each with what must be recomputed with it."""
-        tables, parts = self.problem.simulator.tables, self.options.parts
-        last = max((p.segment for p in parts.values()), default=0)  # is there when the backward pass begins, whatever is kept
-        closed = {name: self._closed(name) for name, part in parts.items() if part.segment < last}
-        if not closed:
-            return Ranking([], np.zeros(0, int), np.zeros(0), np.zeros(0))
-        costs = self.problem.simulator.costs(strategy)
-        seconds, held = _forward_s(tables, costs), np.asarray(costs.parts.held_bytes, np.float64)
-        index = {op.name: n for n, op in enumerate(self.problem.graph.operators)}
-        saved = {name: sum(held[t] for t in part.tensors) for name, part in parts.items()}
-        sums: dict[int, np.ndarray] = {}
-        for name, members in closed.items():
-            own = np.array([sum(seconds[index[m]] for m in members), sum(saved[m] for m in members)])
-            group = self.problem.graph.operators[index[name]].group
-            sums[group] = sums.get(group, 0) + own
-        rate = {g: s / b for g, (s, b) in sums.items() if b > 0}
-        groups = {name: self.problem.graph.operators[index[name]].group for name in closed}
-        order = sorted((rate[groups[name]], parts[name].segment, index[name], name) for name in closed if groups[name] in rate)
-        names = list(dict.fromkeys(m for *_, name in order for m in sorted(closed[name], key=index.get)))
-        place = {name: i for i, name in enumerate(names)}
-        last_of: dict[int, int] = {}
-        for *_, name in order:
-            last_of[groups[name]] = max(last_of.get(groups[name], 0), *(place[m] for m in closed[name]))
-        ends = np.unique(np.maximum.accumulate([last_of[groups[name]] for *_, name in order]) + 1)
-        again_s, freed = np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
-        return Ranking(names, ends, again_s, freed)
-
-    def _closed(self, name: str) -> list[str]:
-        """An operator and all that must be recomputed with it."""
-        found, queue = {name}, [name]
-        while queue:
-            more = self.options.parts[queue.pop()].needs - found
-            found |= more
-            queue += more
-        return sorted(found)
+        """Operators by what recomputing them costs under a strategy."""
+        simulator = self.problem.simulator
+        return ranking_of(self.options, simulator.tables, simulator.costs(strategy)) if self.options.closed else NOTHING
 
 
 def may_recompute(problem: PlanningProblem, planner: str, baselines: Mapping[str, SearchResult]) -> bool:
@@ -232,7 +204,30 @@ def may_recompute(problem: PlanningProblem, planner: str, baselines: Mapping[str
     return is_plain and not is_own and keeps_barriers and not problem.graph.is_single_phase
 
 
-def _forward_s(tables: CostTables, costs) -> np.ndarray:
+def ranking_of(options: Recomputation, tables: CostTables, costs: Costs) -> Ranking:
+    """Cheap ones first: by the seconds per byte of all operators of a group, each with what must be recomputed with it."""
+    parts, closed, operators = options.parts, options.closed, tables.graph.operators
+    seconds, held = _forward_s(tables, costs), np.asarray(costs.parts.held_bytes, np.float64)
+    index = {op.name: n for n, op in enumerate(operators)}
+    saved = {name: sum(held[t] for t in part.tensors) for name, part in parts.items()}
+    groups = {name: operators[index[name]].group for name in closed}
+    sums: dict[int, np.ndarray] = {}
+    for name, members in closed.items():
+        own = np.array([sum(seconds[index[m]] for m in members), sum(saved[m] for m in members)])
+        sums[groups[name]] = sums.get(groups[name], 0) + own
+    rate = {g: s / b for g, (s, b) in sums.items() if b > 0}
+    order = sorted((rate[groups[name]], parts[name].segment, index[name], name) for name in closed if groups[name] in rate)
+    names = list(dict.fromkeys(m for *_, name in order for m in sorted(closed[name], key=index.get)))
+    place = {name: i for i, name in enumerate(names)}
+    last_of: dict[int, int] = {}
+    for *_, name in order:
+        last_of[groups[name]] = max(last_of.get(groups[name], 0), *(place[m] for m in closed[name]))
+    ends = np.unique(np.maximum.accumulate([last_of[groups[name]] for *_, name in order]) + 1)
+    again_s, freed = np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
+    return Ranking(names, ends, again_s, freed)
+
+
+def _forward_s(tables: CostTables, costs: Costs) -> np.ndarray:
     """Seconds [N] of every operator's forward tasks, communication included."""
     own, d, graph = owners(tables), costs.durations, tables.graph
     is_forward = np.array([task.phase == FORWARD for task in graph.tasks] + [False])

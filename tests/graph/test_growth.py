@@ -79,3 +79,19 @@ def test_only_what_corresponds_has_a_counterpart():
     ours, theirs = ({e.key: e for e, _ in p.walk()} for p in (one, two))
     assert all((ours[k].name, ours[k].stack) == (theirs[j].name, theirs[j].stack) for j, k in keys.items())
     assert 0.7 * len(ours) < len(keys) < len(ours) and len(set(values.values())) == len(values)
+
+
+def test_a_long_way_to_a_statistic_is_gone_without_recursion():
+    """A loss over a statistic of the batch, a thousand equations behind it."""
+
+    def step(w, x):
+        def loss(w):
+            scale = (x @ w).mean()
+            for _ in range(1200):
+                scale = jnp.tanh(scale)
+            return scale / jnp.sqrt(1 + ((x @ w) ** 2).mean())
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, value
+
+    assert traced(step, size=8, parts=2).growth.is_known

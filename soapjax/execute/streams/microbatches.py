@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
 from soapjax.graph.trace.growth import Growth, growth_of
@@ -52,13 +53,21 @@ class Joining(NamedTuple):
 
 
 def micro_step(
-    fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), full: TracedStep | None = None, **tracing: Any
+    fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), full: TracedStep | None = None,
+    recomputed: Collection[str] = (), **tracing: Any,
 ) -> MicroStep:  # fmt: skip
-    """Traces `fn` with one micro-batch, and with the whole batch where that (`full`) is not given; `tracing`: as for `trace`.
+    """Traces `fn` with one micro-batch, and with the whole batch where that (`full`) is not given.
 
-    Raises: SoapjaxError where the batch is not to be found, or the micro-batches do not divide it.
+    Args:
+      recomputed: operators that the backward pass computes again, in `full` too.
+      tracing: as for `trace`.
+    Raises: SoapjaxError where the batch is not to be found, micro-batches do not divide it, or an operator cannot be recomputed.
     """
-    full = trace(fn, *args, static_argnums=static_argnums, **tracing) if full is None else full
+
+    def traced(*given: Any) -> TracedStep:
+        return recomputing(trace(fn, *given, static_argnums=static_argnums, **tracing), recomputed)
+
+    full = traced(*args) if full is None else full
     if num_microbatches < 1:
         problem = Problem("microbatches", str(num_microbatches), "at least 1", "choose 1 or more micro-batches")
         raise SoapjaxError(problem)
@@ -82,7 +91,7 @@ def micro_step(
             aval = full.in_avals[i]
             flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((samples, *aval.shape[1:]), aval.dtype)
         rest = iter(jax.tree_util.tree_unflatten(tree, flat))
-        return trace(fn, *(a if i in static else next(rest) for i, a in enumerate(args)), static_argnums=static_argnums, **tracing)
+        return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
 
     small = with_samples(size // num_microbatches)
     grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)

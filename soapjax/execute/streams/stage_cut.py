@@ -344,7 +344,7 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     free = c.keys(None)
     light, kept = _computed_again(c)
     apart = c.between_stages()
-    put_off = _put_off(c) if splits_backward(pipeline) else set()
+    put_off = _put_off(c, free) if splits_backward(pipeline) else set()
     forward, backward, weights, recompute = [], [], [], []
     for s, stage in enumerate(pipeline.stages):
         own, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
@@ -366,8 +366,9 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     return StageCut(*(tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds), *updates)
 
 
-def _put_off(c: Cutter) -> set[str]:
-    """The backward equations that no earlier stage waits for: gradients of weights, on every stage but the first."""
+def _put_off(c: Cutter, free: Collection[str]) -> set[str]:
+    """The backward equations that no earlier stage waits for, not through `free` ones either: gradients of weights, on every stage
+    but the first."""
     own_sums = {t for v in c.gradient_values() for t in c.summands(v)} | set(c.gradient_values())
     found: set[str] = set()
     for s in range(1, c.num):
@@ -378,9 +379,9 @@ def _put_off(c: Cutter) -> set[str]:
         needed = {o for e in c.program.eqns if e.key in mine for o in e.outputs if o in read and o not in own_sums}
         if not needed:
             continue
-        for eqn in reversed([e for e in c.program.eqns if e.key in mine]):
+        for eqn in reversed([e for e in c.program.eqns if e.key in mine or e.key in free]):
             if needed & set(eqn.outputs):
                 needed |= {a for a in eqn.inputs if isinstance(a, int)}
-            else:
+            elif eqn.key in mine:
                 found.add(eqn.key)
     return found

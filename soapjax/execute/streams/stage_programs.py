@@ -38,7 +38,9 @@ def step_of_plan(
     Raises: SoapjaxError where plan, step, batch and devices do not go together.
     """
     num = plan.pipeline.num_microbatches
-    micro = micro_step(fn, *args, num_microbatches=num, static_argnums=static_argnums, unroll=plan.unroll, **tracing)
+    micro = micro_step(
+        fn, *args, num_microbatches=num, static_argnums=static_argnums, unroll=plan.unroll, recomputed=plan.recomputed, **tracing
+    )
     graph, binding = build_graph(micro.step)
     stages = plan.on_stages()
     if problems := _misfits(stages, graph):

@@ -215,10 +215,17 @@ class _Scaler:
 
     def is_made_of(self, atom: Atom, other: Atom) -> bool:
         """Whether nothing of the data but `other` is in a value: as in the derivative of a root, over what it is a root of."""
-        if atom == other or not isinstance(atom, int) or atom not in self.data:
-            return True
-        eqn = self.made_by.get(atom)
-        return eqn is not None and all(self.is_made_of(a, other) for a in eqn.inputs)
+        seen: set[int] = set()
+        queue = [atom]
+        while queue:
+            a = queue.pop()
+            if a == other or not isinstance(a, int) or a not in self.data or a in seen:
+                continue
+            if (eqn := self.made_by.get(a)) is None:
+                return False
+            seen.add(a)
+            queue += eqn.inputs
+        return True
 
     def is_statistic(self, atom: Atom) -> bool:
         """Whether a value is computed from the data, and has no batch dim."""

@@ -47,6 +47,7 @@ class StageSearch(NamedTuple):
 
       baselines: the best of every start by its name.
       others: the best before the search inside its stages, and the best of every number of stages.
+      is_bound: whether keeping more would be faster (grid.py).
     """
 
     best: Priced
@@ -55,6 +56,7 @@ class StageSearch(NamedTuple):
     num_proposals: int
     search_s: float
     stopped_by: str
+    is_bound: bool
 
 
 def _uneven(problem: StageProblem, like: Choice) -> Choice | None:
@@ -136,6 +138,7 @@ class _Best:
         self.of_name: dict[str, Priced] = {}
         self.of_stages: dict[int, Priced] = {}
         self.best: Priced | None = None
+        self.is_bound = False
 
     def see(self, found: Priced, name: str | None = None) -> None:
         if self.best is None or found.rank < self.best.rank:
@@ -192,7 +195,7 @@ def search_stages(
             raise
         stopped = "interrupted"
     good = (chained or seen.best, *sorted(seen.of_stages.values(), key=lambda p: p.rank))
-    return StageSearch(seen.best, seen.of_name, good, done, time.monotonic() - begin, stopped)
+    return StageSearch(seen.best, seen.of_name, good, done, time.monotonic() - begin, stopped, seen.is_bound)
 
 
 def _walks(problem: StageProblem, rng: np.random.Generator, seen: _Best) -> Iterator[tuple[Iterator[Priced], float, float]]:
@@ -214,7 +217,8 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
     begin = time.monotonic()
     fits: list[tuple[float, int, str, Choice]] = []
     too_large: list[tuple[float, int, str, Choice]] = []
-    for k, (name, _, choice) in enumerate(Grid(problem).choices()):
+    grid = Grid(problem)
+    for k, (name, _, choice) in enumerate(grid.choices()):
         if k >= MOST_TRIED or (fits and time.monotonic() >= begin + (until - begin) / 2):
             break
         memory = problem.memory_bytes(choice)
@@ -225,6 +229,7 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
                 seen.see(problem.price(choice), name)  # Ctrl-C has something to give from now on
             fits.append((problem.estimated_s(choice), k, name, choice))
         interrupts.check()
+    seen.is_bound = grid.is_bound
     for *_, name, choice in sorted(fits)[:MOST_STARTS] or sorted(too_large)[:CHAINS]:
         seen.see(problem.price(choice), name)
         interrupts.check()

@@ -1,0 +1,114 @@
+"""Pipelines whose stages compute some operators again, where a stage would compute all of its own, or none fits.
+
+A pipeline is searched in the step as it is, where a stage keeps what the backward pass reads, or computes its forward pass again.
+Where faster ones would fit only with all computed again, it is searched again in the step with some operators recomputed: those
+that cost the least seconds per byte, in whole groups, so that equal blocks stay equal. Norms and activations are half of the bytes
+for a few percent of the time: what people call selective recomputation (Korthikanti et al. 2022, section 5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from soapjax.costs.compilers.of_backend import compiler_of
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.recompute import Recomputation
+from soapjax.graph.trace.tracing import TracedStep
+from soapjax.own_config import own_configuration
+from soapjax.planning.pipelines import Beaten, FoundPipeline
+from soapjax.planning.request import Understood
+from soapjax.search.recomputation import Ranking, ranking_of
+from soapjax.search.stages.stage_figures import Fabric, part_of
+from soapjax.strategy.schedules import SCHEDULES
+from soapjax.topology import DeviceTopology
+
+SAVED = (0.5, 0.85)  # of all bytes that can be saved: what the cheapest operators are to save
+KEPT_FIRST = 0.6  # of the seconds, for the step as it is; of the rest each further step gets an equal part
+AGAIN = 0.25  # of the proposals, for each further step
+
+Find = Callable[[OperatorGraph, float | None, float, float], FoundPipeline]
+
+
+def recomputation_of(asked: Understood, step: TracedStep, graph: OperatorGraph, topology: DeviceTopology) -> Recomputation | None:
+    """The choice, where it is offered: not where the compiler takes barriers out, nor where every stage is to compute all again, or
+    none waits for others."""
+    kind = None if asked.pipeline is None or asked.pipeline == "auto" else SCHEDULES[asked.pipeline]
+    is_plain = kind is None or (kind.is_synchronous and not kind.is_rematerialised)
+    if not is_plain or not compiler_of(topology).keeps_barriers or graph.is_single_phase:
+        return None
+    if asked.pareto or not asked.objective.is_time:
+        return None
+    options = Recomputation(step)
+    return options if options.closed else None
+
+
+def best_of_steps(
+    options: Recomputation, topology: DeviceTopology, seconds: float | None, slower_than_s: float, find: Find
+) -> tuple[FoundPipeline, TracedStep]:
+    """The best pipeline of the step as it is, or with operators recomputed, and that step.
+
+    Args:
+      find: the best pipeline of a graph that is faster than so much, by so many seconds and such a share of the proposals.
+    Raises: as `find` of the step as it is.
+    """
+    begin, kept, beaten = time.monotonic(), None, None
+    best: tuple[FoundPipeline, TracedStep] | None = None
+    try:
+        kept = find(options.graph, None if seconds is None else KEPT_FIRST * seconds, 1.0, slower_than_s)
+        best, slower_than_s = (kept, options.traced), min(slower_than_s, kept.times.timeline.step_time_s)
+        is_bound = kept.is_bound and kept.stopped_by != "interrupted"
+    except Beaten as e:
+        beaten, is_bound = e, e.is_bound
+    steps = list(_steps(options, topology)) if is_bound else []
+    for i, step in enumerate(steps):
+        left_s = None if seconds is None else (seconds - (time.monotonic() - begin)) / (len(steps) - i)
+        if left_s is not None and left_s <= 0:
+            break
+        with own_configuration():
+            graph = build_graph(step)[0]
+        try:
+            found = find(graph, left_s, AGAIN, slower_than_s)
+        except Beaten:
+            continue
+        if best is None or found.times.timeline.step_time_s < best[0].times.timeline.step_time_s:
+            best, slower_than_s = (_with_note(found, kept), step), found.times.timeline.step_time_s
+    if best is None:
+        assert beaten is not None
+        raise beaten
+    return best[0]._replace(search_s=time.monotonic() - begin), best[1]
+
+
+def _with_note(found: FoundPipeline, kept: FoundPipeline | None) -> FoundPipeline:
+    """Says what is computed again, and names the baselines of the step as it is where these are known."""
+    again = sum(op.is_recomputed for op in found.graph.operators)
+    found = found._replace(notes=(f"{found.notes[0]}, {again} operators computed again", *found.notes[1:]))
+    if kept is None:
+        return found
+    done = kept.num_proposals + found.num_proposals
+    return found._replace(baselines=kept.baselines, baseline_figures=kept.baseline_figures, num_proposals=done)
+
+
+def _steps(options: Recomputation, topology: DeviceTopology) -> Iterator[TracedStep]:
+    ranking = _ranking(options, topology)
+    for k in _counts(ranking):
+        yield options.step(ranking.names[:k])
+
+
+def _ranking(options: Recomputation, topology: DeviceTopology) -> Ranking:
+    """Of operators on one device: a micro-batch's seconds and bytes are the same part of it for all."""
+    one = Fabric(options.graph, part_of(topology, 0, 1), None)
+    whole = one.choices[0].strategy
+    return ranking_of(options, one.tables, one.evaluator.alone(whole.axes, whole.storage))
+
+
+def _counts(ranking: Ranking) -> list[int]:
+    """How many of the ranked operators to recompute: whole groups that save a share of what all would, for less than all cost."""
+    if not ranking.names:
+        return []
+    saved = ranking.saved_bytes[ranking.ends - 1]
+    firsts = [int(ranking.ends[np.searchsorted(saved, share * ranking.saved_bytes[-1])]) for share in SAVED]
+    return sorted({k for k in firsts if ranking.seconds[k - 1] < ranking.seconds[-1]})
