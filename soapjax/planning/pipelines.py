@@ -45,6 +45,10 @@ class Beaten(Exception):
         self.schedule, self.figures, self.is_bound = schedule, figures, is_bound
 
 
+class NoneFits(SoapjaxError):
+    """The nearest pipeline lacks memory."""
+
+
 class FoundPipeline(NamedTuple):
     graph: OperatorGraph
     times: StageTimes
@@ -113,7 +117,7 @@ def find_pipeline(
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
             raise KeyboardInterrupt
-        raise SoapjaxError(_does_not_fit(found.times, found.notes))
+        raise NoneFits(_does_not_fit(found.times, found.notes))
     if found.times.rank(objective)[0]:
         found = found._replace(notes=(*found.notes, LEAST_VIOLATING))
     return found

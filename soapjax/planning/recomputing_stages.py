@@ -3,13 +3,14 @@
 A pipeline is searched in the step as it is, where a stage keeps what the backward pass reads, or computes its forward pass again.
 Where faster ones would fit only with all computed again, it is searched again in the step with some operators recomputed: those
 that cost the least seconds per byte, in whole groups, so that equal blocks stay equal. Norms and activations are half of the bytes
-for a few percent of the time: what people call selective recomputation (Korthikanti et al. 2022, section 5).
+for a few percent of the time: what people call selective recomputation (Korthikanti et al. 2022, section 5). Where none fits, all
+operators are tried, too: a stage that computes all of its own again holds it all at once, and these block by block.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -19,14 +20,14 @@ from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.own_config import own_configuration
-from soapjax.planning.pipelines import Beaten, FoundPipeline
+from soapjax.planning.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.request import Understood
 from soapjax.search.recomputation import Ranking, ranking_of
 from soapjax.search.stages.stage_figures import Fabric, part_of
 from soapjax.strategy.schedules import SCHEDULES
 from soapjax.topology import DeviceTopology
 
-SAVED = (0.5, 0.85)  # of all bytes that can be saved: what the cheapest operators are to save
+SAVED = (0.5, 0.85)  # of all bytes that can be saved: what the cheapest operators are to save; all where none fits
 KEPT_FIRST = 0.6  # of the seconds, for the step as it is; of the rest each further step gets an equal part
 AGAIN = 0.25  # of the proposals, for each further step
 
@@ -55,15 +56,16 @@ def best_of_steps(
       find: the best pipeline of a graph that is faster than so much, by so many seconds and such a share of the proposals.
     Raises: as `find` of the step as it is.
     """
-    begin, kept, beaten = time.monotonic(), None, None
+    begin, kept, refused = time.monotonic(), None, None
     best: tuple[FoundPipeline, TracedStep] | None = None
     try:
         kept = find(options.graph, None if seconds is None else KEPT_FIRST * seconds, 1.0, slower_than_s)
         best, slower_than_s = (kept, options.traced), min(slower_than_s, kept.times.timeline.step_time_s)
         is_bound = kept.is_bound and kept.stopped_by != "interrupted"
-    except Beaten as e:
-        beaten, is_bound = e, e.is_bound
-    steps = list(_steps(options, topology)) if is_bound else []
+    except (Beaten, NoneFits) as e:
+        refused, is_bound = e, isinstance(e, NoneFits) or e.is_bound
+    shares = SAVED if kept is not None or isinstance(refused, Beaten) else (*SAVED, 1.0)
+    steps = list(_steps(options, topology, shares)) if is_bound else []
     for i, step in enumerate(steps):
         left_s = None if seconds is None else (seconds - (time.monotonic() - begin)) / (len(steps) - i)
         if left_s is not None and left_s <= 0:
@@ -72,13 +74,13 @@ def best_of_steps(
             graph = build_graph(step)[0]
         try:
             found = find(graph, left_s, AGAIN, slower_than_s)
-        except Beaten:
+        except (Beaten, NoneFits):
             continue
         if best is None or found.times.timeline.step_time_s < best[0].times.timeline.step_time_s:
             best, slower_than_s = (_with_note(found, kept), step), found.times.timeline.step_time_s
     if best is None:
-        assert beaten is not None
-        raise beaten
+        assert refused is not None
+        raise refused
     return best[0]._replace(search_s=time.monotonic() - begin), best[1]
 
 
@@ -92,9 +94,9 @@ def _with_note(found: FoundPipeline, kept: FoundPipeline | None) -> FoundPipelin
     return found._replace(baselines=kept.baselines, baseline_figures=kept.baseline_figures, num_proposals=done)
 
 
-def _steps(options: Recomputation, topology: DeviceTopology) -> Iterator[TracedStep]:
+def _steps(options: Recomputation, topology: DeviceTopology, shares: Sequence[float]) -> Iterator[TracedStep]:
     ranking = _ranking(options, topology)
-    for k in _counts(ranking):
+    for k in _counts(ranking, shares):
         yield options.step(ranking.names[:k])
 
 
@@ -105,10 +107,9 @@ def _ranking(options: Recomputation, topology: DeviceTopology) -> Ranking:
     return ranking_of(options, one.tables, one.evaluator.alone(whole.axes, whole.storage))
 
 
-def _counts(ranking: Ranking) -> list[int]:
-    """How many of the ranked operators to recompute: whole groups that save a share of what all would, for less than all cost."""
+def _counts(ranking: Ranking, shares: Sequence[float]) -> list[int]:
+    """How many of the ranked operators to recompute: whole groups that save such shares of what all would."""
     if not ranking.names:
         return []
     saved = ranking.saved_bytes[ranking.ends - 1]
-    firsts = [int(ranking.ends[np.searchsorted(saved, share * ranking.saved_bytes[-1])]) for share in SAVED]
-    return sorted({k for k in firsts if ranking.seconds[k - 1] < ranking.seconds[-1]})
+    return sorted({int(ranking.ends[np.searchsorted(saved, share * saved[-1])]) for share in shares})

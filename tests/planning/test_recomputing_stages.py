@@ -8,6 +8,7 @@ from problems import topology_of
 
 import soapjax
 from models import transformer_lm
+from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning import staging
 from soapjax.planning.plan_files import opened_alone, recost
@@ -62,3 +63,13 @@ def test_its_file_is_predicted_anew(step, planned):
 def test_where_all_fits_nothing_is_recomputed(step):
     plan, found = soapjax.plan_pipeline(*step, topology=topology_of("a100x8"), **ASKED)
     assert not plan.recomputed and not found.is_bound
+
+
+def test_what_fits_block_by_block_alone_is_found(step, place, monkeypatch):
+    """A stage that computes all of its own again holds all of it at once."""
+    tight = dataclasses.replace(place, device=dataclasses.replace(place.device, memory_bytes=int(0.72 * place.device.memory_bytes)))
+    plan, _ = soapjax.plan_pipeline(*step, topology=tight, **ASKED)
+    assert plan.recomputed and plan.prediction.feasible
+    monkeypatch.setattr(staging, "recomputation_of", lambda *_: None)
+    with pytest.raises(SoapjaxError, match="the nearest pipeline"):
+        soapjax.plan_pipeline(*step, topology=tight, **ASKED)

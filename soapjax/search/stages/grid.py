@@ -52,9 +52,6 @@ class Point(NamedTuple):
         return f"{self.schedule}{again}"
 
 
-NEAR = 0.02  # relative step time that the formula is not trusted with
-
-
 class _Line(NamedTuple):
     """The whole model on `degree` devices: figures of one sample per micro-batch, and what one sample more costs [fields]."""
 
@@ -74,8 +71,6 @@ class Grid:
         self.batch = problem.most_microbatches
         self.layers = [problem.layers(self.batch, marks) for marks in dict.fromkeys((problem.joints, problem.cuts))]
         self.bounds: dict[int, tuple[int, ...] | None] = {}
-        # By the formula: what fits only where all is computed again would, without that, be faster than all that fits.
-        self.is_bound = False
 
     def choices(self) -> Iterator[tuple[str, float, Choice]]:
         """Points as choices that the problem can price: the name of their kind, seconds of a step by the formula, and the choice.
@@ -86,9 +81,6 @@ class Grid:
         if not points:
             return
         step_s, excess = self._figures(points)
-        twins = [k for k, p in enumerate(points[1:]) if p == points[k]._replace(rematerialise=False) and excess[k] == 0]
-        kept_s = step_s[np.array(twins, int) + 1].min(initial=np.inf)
-        self.is_bound = bool(kept_s < (1 - NEAR) * step_s[excess == 0].min(initial=np.inf))
         for k in np.lexsort((step_s, excess)):
             choice = self._choice(points[k])
             if choice is not None and self.problem.is_valid(choice):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ INSIDE_SHARE = 0.3  # of the seconds and of the proposals, for what is inside th
 MOST_UNEVEN = 64  # devices of PipeDream's dynamic program, which takes minutes for more
 BETA = 100.0  # of the chain: a choice 1 % slower than the start is accepted with probability 1/e
 CHAINS = 3
+WORTH = 0.02  # relative step time that is worth another search
 DEFAULT_PROPOSALS = 600
 
 
@@ -47,7 +48,7 @@ class StageSearch(NamedTuple):
 
       baselines: the best of every start by its name.
       others: the best before the search inside its stages, and the best of every number of stages.
-      is_bound: whether keeping more would be faster (grid.py).
+      is_bound: by memory: what fits only where every stage computes all again would, without that, be faster than all that fits.
     """
 
     best: Priced
@@ -217,8 +218,7 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
     begin = time.monotonic()
     fits: list[tuple[float, int, str, Choice]] = []
     too_large: list[tuple[float, int, str, Choice]] = []
-    grid = Grid(problem)
-    for k, (name, _, choice) in enumerate(grid.choices()):
+    for k, (name, _, choice) in enumerate(Grid(problem).choices()):
         if k >= MOST_TRIED or (fits and time.monotonic() >= begin + (until - begin) / 2):
             break
         memory = problem.memory_bytes(choice)
@@ -229,7 +229,7 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
                 seen.see(problem.price(choice), name)  # Ctrl-C has something to give from now on
             fits.append((problem.estimated_s(choice), k, name, choice))
         interrupts.check()
-    seen.is_bound = grid.is_bound
+    seen.is_bound = _is_bound(problem, [(seconds, choice) for seconds, *_, choice in fits])
     for *_, name, choice in sorted(fits)[:MOST_STARTS] or sorted(too_large)[:CHAINS]:
         seen.see(problem.price(choice), name)
         interrupts.check()
@@ -239,6 +239,13 @@ def _price_starts(problem: StageProblem, seen: _Best, until: float) -> None:
         if time.monotonic() < until and (choice := _uneven(problem, like)) is not None and problem.is_valid(choice):
             seen.see(problem.price(choice), f"{choice.schedule}, uneven")
         interrupts.check()
+
+
+def _is_bound(problem: StageProblem, fits: Sequence[tuple[float, Choice]]) -> bool:
+    """Whether a choice would be faster than all of these, with their estimates, if it need not compute everything again."""
+    again = [c for _, c in fits if all(c.rematerialise)]
+    kept_s = (problem.estimated_s(dataclasses.replace(c, rematerialise=(False,) * c.num_stages)) for c in again)
+    return min(kept_s, default=math.inf) < (1 - WORTH) * min((s for s, _ in fits), default=math.inf)
 
 
 def _impossible(problem: StageProblem) -> Problem:
