@@ -9,19 +9,21 @@ operators are tried, too: a stage that computes all of its own again holds it al
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from soapjax.costs.compilers.of_backend import compiler_of
+from soapjax.errors import SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.own_config import own_configuration
+from soapjax.own_config import on_cpu
 from soapjax.planning.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.request import Understood
+from soapjax.planning.searching import AGAIN
 from soapjax.search.recomputation import Ranking, ranking_of
 from soapjax.search.stages.stage_figures import Fabric, part_of
 from soapjax.strategy.schedules import SCHEDULES
@@ -29,9 +31,8 @@ from soapjax.topology import DeviceTopology
 
 SAVED = (0.5, 0.85)  # of all bytes that can be saved: what the cheapest operators are to save; all where none fits
 KEPT_FIRST = 0.6  # of the seconds, for the step as it is; of the rest each further step gets an equal part
-AGAIN = 0.25  # of the proposals, for each further step
 
-Find = Callable[[OperatorGraph, float | None, float, float], FoundPipeline]
+Find = Callable[[TracedStep, float | None, float, float], FoundPipeline]
 
 
 def recomputation_of(asked: Understood, step: TracedStep, graph: OperatorGraph, topology: DeviceTopology) -> Recomputation | None:
@@ -49,39 +50,52 @@ def recomputation_of(asked: Understood, step: TracedStep, graph: OperatorGraph, 
 
 def best_of_steps(
     options: Recomputation, topology: DeviceTopology, seconds: float | None, slower_than_s: float, find: Find
-) -> tuple[FoundPipeline, TracedStep]:
-    """The best pipeline of the step as it is, or with operators recomputed, and that step.
+) -> FoundPipeline:
+    """The best pipeline of the step as it is, or with operators recomputed.
 
     Args:
-      find: the best pipeline of a graph that is faster than so much, by so many seconds and such a share of the proposals.
+      find: the best pipeline of a step that is faster than so much, by so many seconds and such a share of the proposals.
     Raises: as `find` of the step as it is.
     """
-    begin, kept, refused = time.monotonic(), None, None
-    best: tuple[FoundPipeline, TracedStep] | None = None
+    begin = time.monotonic()
+    kept: FoundPipeline | None = None
+    best: FoundPipeline | None = None
+    refused: Beaten | NoneFits | None = None
+    shares: Sequence[float] = SAVED
     try:
-        kept = find(options.graph, None if seconds is None else KEPT_FIRST * seconds, 1.0, slower_than_s)
-        best, slower_than_s = (kept, options.traced), min(slower_than_s, kept.times.timeline.step_time_s)
+        kept = best = find(options.traced, None if seconds is None else KEPT_FIRST * seconds, 1.0, slower_than_s)
         is_bound = kept.is_bound and kept.stopped_by != "interrupted"
-    except (Beaten, NoneFits) as e:
-        refused, is_bound = e, isinstance(e, NoneFits) or e.is_bound
-    shares = SAVED if kept is not None or isinstance(refused, Beaten) else (*SAVED, 1.0)
+    except Beaten as e:
+        refused, is_bound = e, e.is_bound
+    except NoneFits as e:
+        refused, is_bound, shares = e, True, (*SAVED, 1.0)
     steps = list(_steps(options, topology, shares)) if is_bound else []
     for i, step in enumerate(steps):
         left_s = None if seconds is None else (seconds - (time.monotonic() - begin)) / (len(steps) - i)
         if left_s is not None and left_s <= 0:
             break
-        with own_configuration():
-            graph = build_graph(step)[0]
         try:
-            found = find(graph, left_s, AGAIN, slower_than_s)
-        except (Beaten, NoneFits):
+            found = find(step, left_s, AGAIN, min(slower_than_s, _step_s(best)))
+        except (Beaten, SoapjaxError):
             continue
-        if best is None or found.times.timeline.step_time_s < best[0].times.timeline.step_time_s:
-            best, slower_than_s = (_with_note(found, kept), step), found.times.timeline.step_time_s
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            best = best._replace(stopped_by="interrupted")
+            break
+        if _step_s(found) < _step_s(best):
+            best = _with_note(found, kept)
+        if found.stopped_by == "interrupted":
+            best = (best or found)._replace(stopped_by="interrupted")
+            break
     if best is None:
         assert refused is not None
         raise refused
-    return best[0]._replace(search_s=time.monotonic() - begin), best[1]
+    return best._replace(search_s=time.monotonic() - begin)
+
+
+def _step_s(found: FoundPipeline | None) -> float:
+    return math.inf if found is None else found.times.timeline.step_time_s
 
 
 def _with_note(found: FoundPipeline, kept: FoundPipeline | None) -> FoundPipeline:
@@ -102,9 +116,10 @@ def _steps(options: Recomputation, topology: DeviceTopology, shares: Sequence[fl
 
 def _ranking(options: Recomputation, topology: DeviceTopology) -> Ranking:
     """Of operators on one device: a micro-batch's seconds and bytes are the same part of it for all."""
-    one = Fabric(options.graph, part_of(topology, 0, 1), None)
-    whole = one.choices[0].strategy
-    return ranking_of(options, one.tables, one.evaluator.alone(whole.axes, whole.storage))
+    with on_cpu():
+        one = Fabric(options.graph, part_of(topology, 0, 1), None)
+        whole = one.choices[0].strategy
+        return ranking_of(options, one.tables, one.evaluator.alone(whole.axes, whole.storage))
 
 
 def _counts(ranking: Ranking, shares: Sequence[float]) -> list[int]:

@@ -108,33 +108,36 @@ class _Planning(NamedTuple):
         if left_s is not None and self.devices is not None:
             left_s *= 1 - AGAIN if share == 1 else 0.5
 
-        def find_in(graph: OperatorGraph, seconds: float | None, part: float, slower_than_s: float) -> FoundPipeline:
-            return self._found(graph, topology, share * part, seconds, slower_than_s)
+        def find_in(step: TracedStep, seconds: float | None, part: float, slower_than_s: float) -> FoundPipeline:
+            return self._found(step, topology, share * part, seconds, slower_than_s)
 
         with on_cpu():
             options = recomputation_of(asked, step, graph, topology)
-            if options is None:
-                found = find_in(graph, left_s, 1.0, self.slower_than_s)
-            else:
-                found, step = best_of_steps(options, topology, left_s, self.slower_than_s, find_in)
-        reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
-        require_runnable(
-            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=found.graph, reductions=reductions,
-            at_most=at_most, **asked.tracing,
-        )  # fmt: skip
+        if options is None:
+            found = find_in(step, left_s, 1.0, self.slower_than_s)
+        else:
+            found = best_of_steps(options, topology, left_s, self.slower_than_s, find_in)
         return found._replace(notes=(*self.remarks, *found.notes))
 
     def _found(
-        self, graph: OperatorGraph, topology: DeviceTopology, share: float, seconds: float | None, slower_than_s: float
+        self, step: TracedStep, topology: DeviceTopology, share: float, seconds: float | None, slower_than_s: float
     ) -> FoundPipeline:  # fmt: skip
         asked = self.asked
         proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
         proposals = None if proposals is None else max(1, int(share * proposals))
-        return find_pipeline(
-            graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
-            seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
-            objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
+        with on_cpu():
+            graph = build_graph(step)[0]
+            found = find_pipeline(
+                graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
+                seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
+                objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
+            )  # fmt: skip
+        reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
+        require_runnable(
+            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reductions=reductions, at_most=at_most,
+            **asked.tracing,
         )  # fmt: skip
+        return found
 
     def plan_of(self, found: FoundPipeline, topology: DeviceTopology) -> Plan:
         asked = self.asked

@@ -1,6 +1,8 @@
 """Stages recompute some operators where whole stages would be computed again, or none would fit."""
 
 import dataclasses
+import math
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,7 +12,8 @@ import soapjax
 from models import transformer_lm
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.tracing import trace
-from soapjax.planning import staging
+from soapjax.planning import recomputing_stages, staging
+from soapjax.planning.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.plan_files import opened_alone, recost
 from soapjax.strategy.plan import Plan
 
@@ -73,3 +76,69 @@ def test_what_fits_block_by_block_alone_is_found(step, place, monkeypatch):
     monkeypatch.setattr(staging, "recomputation_of", lambda *_: None)
     with pytest.raises(SoapjaxError, match="the nearest pipeline"):
         soapjax.plan_pipeline(*step, topology=tight, **ASKED)
+
+
+class Options:
+    """A choice of two steps; a step is known by its name."""
+
+    traced, graph = "as it is", None
+
+
+def found_in(step, step_s, *, is_bound=True, stopped_by="proposals"):
+    times = SimpleNamespace(timeline=SimpleNamespace(step_time_s=step_s))
+    graph = SimpleNamespace(operators=())
+    return FoundPipeline(graph, times, {"of": step}, (step,), 10, 0.0, stopped_by, is_bound=is_bound)
+
+
+def best_by(monkeypatch, outcomes):
+    """What is best where the searches of "as it is", "some" and "most" end so; and what they were asked for."""
+    monkeypatch.setattr(recomputing_stages, "_steps", lambda *_: ["some", "most"])
+    asked = []
+
+    def find(step, seconds, share, slower_than_s):
+        asked.append((step, slower_than_s))
+        if isinstance(outcomes[step], BaseException):
+            raise outcomes[step]
+        return outcomes[step]
+
+    return recomputing_stages.best_of_steps(Options(), None, None, math.inf, find), asked
+
+
+BEATEN = Beaten("1f1b", SimpleNamespace(step_time_s=5.0), is_bound=True)
+
+
+def test_the_fastest_is_taken_and_further_ones_are_to_beat_it(monkeypatch):
+    outcomes = {"as it is": found_in("as it is", 3.0), "some": found_in("some", 2.0), "most": BEATEN}
+    best, asked = best_by(monkeypatch, outcomes)
+    assert best.notes[0].startswith("some") and best.baselines == {"of": "as it is"} and best.num_proposals == 20
+    assert asked == [("as it is", math.inf), ("some", 3.0), ("most", 2.0)]
+
+
+def test_what_is_not_bound_by_memory_is_searched_once(monkeypatch):
+    best, asked = best_by(monkeypatch, {"as it is": found_in("as it is", 3.0, is_bound=False)})
+    assert best.notes == ("as it is",) and len(asked) == 1
+
+
+@pytest.mark.parametrize("refused", [BEATEN, NoneFits([]), SoapjaxError([])])
+def test_the_step_as_it_is_stays_where_others_come_to_nothing(monkeypatch, refused):
+    best, _ = best_by(monkeypatch, {"as it is": found_in("as it is", 3.0), "some": refused, "most": refused})
+    assert best.notes == ("as it is",)
+
+
+@pytest.mark.parametrize("refused", [BEATEN, NoneFits([])])
+def test_where_nothing_is_found_the_step_as_it_is_says_why(monkeypatch, refused):
+    with pytest.raises(type(refused)) as e:
+        best_by(monkeypatch, {"as it is": refused, "some": SoapjaxError([]), "most": BEATEN})
+    assert e.value is refused
+    best, _ = best_by(monkeypatch, {"as it is": refused, "some": SoapjaxError([]), "most": found_in("most", 4.0)})
+    assert best.notes[0].startswith("most")
+
+
+def test_an_interrupt_keeps_the_best_so_far(monkeypatch):
+    kept = found_in("as it is", 3.0)
+    best, asked = best_by(monkeypatch, {"as it is": kept, "some": KeyboardInterrupt()})
+    assert best.notes == ("as it is",) and best.stopped_by == "interrupted" and len(asked) == 2
+    best, asked = best_by(monkeypatch, {"as it is": kept, "some": found_in("some", 2.0, stopped_by="interrupted")})
+    assert best.notes[0].startswith("some") and best.stopped_by == "interrupted" and len(asked) == 2
+    with pytest.raises(KeyboardInterrupt):
+        best_by(monkeypatch, {"as it is": BEATEN, "some": KeyboardInterrupt()})
