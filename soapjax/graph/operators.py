@@ -211,6 +211,11 @@ class OperatorGraph:
     step_fingerprint: str = ""  # of the step's graph where nothing is recomputed, where this one recomputes something
 
     @property
+    def recomputed(self) -> frozenset[str]:
+        """The operators of which the backward pass computes again what it reads, by choice (recompute.py)."""
+        return frozenset(op.name for op in self.operators if op.is_recomputed)
+
+    @property
     def num_operators(self) -> int:
         return len(self.operators)
 

@@ -97,8 +97,7 @@ def require_runnable(
     num = pipeline.num_microbatches
     if num == 1 or len(graph.tasks) > at_most or not kind_of(pipeline).is_synchronous:
         return
-    recomputed = {op.name for op in graph.operators if op.is_recomputed}
-    micro = micro_step(fn, *args, num_microbatches=num, full=step, recomputed=recomputed, **tracing)
+    micro = micro_step(fn, *args, num_microbatches=num, full=step, recomputed=graph.recomputed, **tracing)
     with own_configuration():
         own, binding = build_graph(micro.step)
     names = {op.name for op in own.operators}

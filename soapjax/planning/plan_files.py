@@ -105,13 +105,10 @@ def _graph_in(loaded: Plan, place: str) -> OperatorGraph:
         value = f"{named.fingerprint[:12]}, {named.num_operators} operators"
         expected = f"{graph.fingerprint()[:12]}, {graph.num_operators} operators, those of operator_graph"
         raise SoapjaxError(Problem(f"{place}: graph.fingerprint", value, expected, REMEDY))
-    figured = {op.name for op in graph.operators if op.is_recomputed}
-    if edited := sorted(figured ^ loaded.recomputed):
+    if edited := sorted(graph.recomputed ^ loaded.recomputed):
         remedy = "restore it, or give the step with --model: the figures in the file are of what was recomputed"
-        raise SoapjaxError(
-            Problem(f"{place}: operators.{name}.recompute", str(name not in figured).lower(), str(name in figured).lower(), remedy)
-            for name in edited
-        )
+        is_in = [(name, *(str(name in of.recomputed).lower() for of in (loaded, graph))) for name in edited]
+        raise SoapjaxError(Problem(f"{place}: operators.{name}.recompute", *said, remedy) for name, *said in is_in)
     return graph
 
 

@@ -100,8 +100,8 @@ def _step_s(found: FoundPipeline | None) -> float:
 
 def _with_note(found: FoundPipeline, kept: FoundPipeline | None) -> FoundPipeline:
     """Says what is computed again, and names the baselines of the step as it is where these are known."""
-    again = sum(op.is_recomputed for op in found.graph.operators)
-    found = found._replace(notes=(f"{found.notes[0]}, {again} operators computed again", *found.notes[1:]))
+    again = f"{found.notes[0]}, {len(found.graph.recomputed)} operators computed again"
+    found = found._replace(notes=(again, *found.notes[1:]))
     if kept is None:
         return found
     done = kept.num_proposals + found.num_proposals

@@ -47,6 +47,10 @@ class Searched(NamedTuple):
         return self._replace(result=self.result._replace(best=best))
 
 
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
 def judged(result: SearchResult, problem: PlanningProblem) -> SearchResult:
     """The strategies of a result in another problem."""
     best, *others = problem.evaluate([e.strategy for e in (result.best, *result.candidates)])
@@ -83,13 +87,11 @@ class Search:
 
         Raises: SoapjaxError where the planner refuses the problem.
         """
-        left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
         if self.name == "mcmc":
-            prepare_chains(problem, Budget(self.proposals, None if math.isinf(left_s) else left_s))
+            prepare_chains(problem, Budget(self.proposals, _finite(self._first_s())))
         baselines, front = self._baselines(problem)
         found = tuple(b.best.strategy for b in baselines.values())
-        left_s = self._left_s() * (1 - AGAIN if self.may_go_on else 1)
-        return self._searched(problem, baselines, front, found, self.proposals, left_s)
+        return self._searched(problem, baselines, front, found, self.proposals, self._first_s())
 
     def again(self, before: Searched, limit_bytes: float) -> Searched:
         """From what was found, where a plan may be predicted to take no more than `limit_bytes` per device.
@@ -118,6 +120,10 @@ class Search:
     def _left_s(self) -> float:
         return self.deadline - time.monotonic()
 
+    def _first_s(self) -> float:
+        """Of what is left, for the first search."""
+        return self._left_s() * (1 - AGAIN if self.may_go_on else 1)
+
     def _searched(
         self, problem: PlanningProblem, baselines: dict[str, SearchResult], front: Sequence[FrontPoint],
         starts: tuple[Strategy, ...], proposals: int | None, left_s: float,
@@ -127,7 +133,7 @@ class Search:
         choice = self.recomputing(problem, problem.usable_memory_bytes, front) if offers else None
         is_mcmc = self.name == "mcmc"
         simplifies = is_mcmc and self.simplicity > 0  # the others' results have names or proofs
-        seconds = None if math.isinf(left_s) else max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3)
+        seconds = _finite(max(left_s * (1 - SIMPLIFYING * simplifies), 1e-3))
         try:
             with interrupts.searching():
                 budget = Budget(proposals, seconds, self.progress, baselines=starts)

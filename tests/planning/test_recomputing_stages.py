@@ -17,7 +17,7 @@ from soapjax.planning.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.plan_files import opened_alone, recost
 from soapjax.strategy.plan import Plan
 
-ASKED = dict(pipeline="1f1b", stages=2, microbatches=4, proposals=20)
+ASKED = dict(pipeline="1f1b", stages=2, microbatches=4, proposals=8)
 USABLE_BYTES = 3_700_000_000  # 70 % of what the step needs where all is kept
 
 
@@ -86,7 +86,7 @@ class Options:
 
 def found_in(step, step_s, *, is_bound=True, stopped_by="proposals"):
     times = SimpleNamespace(timeline=SimpleNamespace(step_time_s=step_s))
-    graph = SimpleNamespace(operators=())
+    graph = SimpleNamespace(recomputed=())
     return FoundPipeline(graph, times, {"of": step}, (step,), 10, 0.0, stopped_by, is_bound=is_bound)
 
 
