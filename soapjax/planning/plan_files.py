@@ -107,8 +107,11 @@ def _graph_in(loaded: Plan, place: str) -> OperatorGraph:
         raise SoapjaxError(Problem(f"{place}: graph.fingerprint", value, expected, REMEDY))
     if edited := sorted(graph.recomputed ^ loaded.recomputed):
         remedy = "restore it, or give the step with --model: the figures in the file are of what was recomputed"
-        is_in = [(name, *(str(name in of.recomputed).lower() for of in (loaded, graph))) for name in edited]
-        raise SoapjaxError(Problem(f"{place}: operators.{name}.recompute", *said, remedy) for name, *said in is_in)
+        problems = []
+        for name in edited:
+            value, expected = (str(name in of.recomputed).lower() for of in (loaded, graph))
+            problems.append(Problem(f"{place}: operators.{name}.recompute", value, expected, remedy))
+        raise SoapjaxError(problems)
     return graph
 
 
