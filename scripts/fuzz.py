@@ -176,7 +176,8 @@ class Plans(Kind):
     """Plans of one program; placed; pipelines; one with a profile."""
 
     def made(self) -> list[Any]:
-        from soapjax.planning import entry, staging
+        from soapjax.planning import entry
+        from soapjax.planning.stages import staging
         from soapjax.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 

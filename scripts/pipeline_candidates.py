@@ -12,7 +12,7 @@ from pipeline_cluster import MODELS, ONE_PROGRAM
 
 from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.plan_files import recost
-from soapjax.planning.staging import plan_pipeline
+from soapjax.planning.stages.staging import plan_pipeline
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem

@@ -20,12 +20,13 @@ from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.garbage import fewer_collections
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
-from soapjax.planning import entry, staging
+from soapjax.planning import entry
 from soapjax.planning.compile_check import PlannedStages
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
-from soapjax.planning.given_pipeline import require_same_result
-from soapjax.planning.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
+from soapjax.planning.stages import staging
+from soapjax.planning.stages.given_pipeline import require_same_result
+from soapjax.planning.stages.pipelines import Beaten
 from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS

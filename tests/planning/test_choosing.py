@@ -5,9 +5,10 @@ import pytest
 from problems import MODELS
 
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
-from soapjax.planning import choosing, entry, staging
-from soapjax.planning.pipelines import Beaten
+from soapjax.planning import choosing, entry
 from soapjax.planning.request import PlanRequest
+from soapjax.planning.stages import staging
+from soapjax.planning.stages.pipelines import Beaten
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource

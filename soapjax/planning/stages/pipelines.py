@@ -13,8 +13,8 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
-from soapjax.planning.stage_baselines import whole_baselines
-from soapjax.planning.stage_times import StageTimes, simulated_stages
+from soapjax.planning.stages.stage_baselines import whole_baselines
+from soapjax.planning.stages.stage_times import StageTimes, simulated_stages
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.stages.joint_search import search_stages

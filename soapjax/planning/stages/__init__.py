@@ -1,0 +1,1 @@
+"""Pipelines and micro-batches: searched, priced as they run, written and read."""
