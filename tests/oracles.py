@@ -16,7 +16,7 @@ import numpy as np
 from soapjax.costs.rules.links import COLLECTIVES, links_of
 from soapjax.costs.rules.plain_reshard import reshard_cost_plainly
 from soapjax.graph.lifespans import lifetimes
-from soapjax.graph.operators import NOT_SPLIT, Access, Halo, OperatorGraph, Task
+from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, OperatorGraph, Task
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import PARTIAL, REPLICATED, divides
@@ -302,14 +302,18 @@ class _Oracle:
         }  # fmt: skip
 
     def computed_in_float32(self) -> set[int]:
-        """Of bfloat16, made and read by light equations alone: what is between two of them is not rounded."""
+        """Of bfloat16, made and read by light equations alone: what is between two of them is not rounded.
+
+        Not what stands for a heavy equation's result beside which a tanh is kept: that one is in float32 already.
+        """
         found = set()
         for task in self.graph.tasks:
             for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False):
                 readers = [(t, b) for t in self.graph.tasks for b in t.reads if b.tensor == a.tensor]
                 is_light = all(t.parameter < 0 and b.operand < 0 for t, b in readers)
                 tensor = self.graph.tensors[a.tensor]
-                is_made_light = sources is not None or not task.is_heavy
+                stands_for_both = task.memory.costly_bytes > 0 and HEAVY_RESULT in (sources or ())
+                is_made_light = (sources is not None or not task.is_heavy) and not stands_for_both
                 if self.is_gpu and readers and is_light and is_made_light and not tensor.output_leaves:
                     found |= {a.tensor} if tensor.dtype == "bfloat16" else set()
         return found

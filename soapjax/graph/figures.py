@@ -176,6 +176,6 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         within(f"{at}: operands", [a.operand for a in accesses], -1, MOST_DIMS * 1024)
         # A sum, a halo or FLOPs beyond any machine's: what is made of them must stay a finite float32.
         sizes = [s.size_bytes for s in task.sums] + [h.size_bytes for h in task.halos]
-        amounts = [*(w.flops for w in task.work), *sizes, task.memory.result_bytes]
+        amounts = [*(w.flops for w in task.work), *sizes, task.memory.result_bytes, task.memory.costly_bytes]
         within(f"{at}: FLOPs and bytes", amounts, 0, 1e30)
     found.raise_any()

@@ -1,8 +1,8 @@
 """Which tensors occupy memory, and until when: XLA keeps no result of light equations that its readers can compute themselves.
 
 The derivative of an activation is read by the backward pass, yet never stored: the compiler fuses it into its readers, which
-compute it from the value before, and that one stays alive instead. Stored are results of heavy
-equations, what heavy equations read, what leaves the step or a loop, and what is summed or drawn. A light task
+compute it from the value before, and that one stays alive instead, with what takes long to compute from it (a tanh). Stored are
+results of heavy equations, what heavy equations read, what leaves the step or a loop, and what is summed or drawn. A light task
 writes its result over an operand of the same size that nobody reads any more. A sum that something is scattered into has a place
 of its own: what it was computed from is free when it is cast.
 """
@@ -48,7 +48,10 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
         stands_for = _stand_in(graph, task, free)
         if stands_for >= 0:
             is_stand_in[stands_for] = True
-            scale[stands_for] = task.memory.result_bytes / graph.tensors[stands_for].size_bytes
+            kept_bytes = task.memory.result_bytes + task.memory.costly_bytes
+            scale[stands_for] = kept_bytes / graph.tensors[stands_for].size_bytes
+        elif (own := _own_result(task, free)) >= 0:
+            scale[own] += task.memory.costly_bytes / graph.tensors[own].size_bytes
         for access, sources, is_free in zip(task.writes, task.memory.recomputed_from, free, strict=False):
             i = access.tensor
             if is_free and sources is not None and i != stands_for:
@@ -67,6 +70,13 @@ def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
         if is_free and sources is not None and HEAVY_RESULT in sources
     ]  # fmt: skip
     return max(found, key=lambda i: graph.tensors[i].size_bytes, default=-1)
+
+
+def _own_result(task: Task, free: list[bool]) -> int:
+    """The heavy equation's own result, where it is a tensor from which others are computed; -1."""
+    own = next((a.tensor for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False) if sources is None), -1)
+    read = {s for sources, is_free in zip(task.memory.recomputed_from, free, strict=False) if is_free for s in sources or ()}
+    return own if own in read else -1
 
 
 def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, kept: set[int]) -> np.ndarray:

@@ -50,7 +50,12 @@ def test_tasks_of_older_files_are_read():
         (size, sources, choices, adds), (keys, heavy, *dims) = memory, equations
         return [*shared, keys, heavy, trips, scope, parameter, *dims, size, sources, structure, halos, casts, choices, adds]
 
+    def without_costly(row):
+        *rest, memory, equations = row
+        return [*rest, memory[:4], equations]
+
     found = figures()
+    found |= {"tasks": [without_costly(row) for row in found["tasks"]]}
     older = found | {"tasks": [in_one_row(row) for row in found["tasks"]]}
     assert older != found and graph_of(older) == graph_of(found)
 

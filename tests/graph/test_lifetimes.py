@@ -71,3 +71,26 @@ def test_a_scatter_that_somebody_else_reads_is_no_part_of_a_sum():
 
     graph = graph_of(loss, *structs((32, 4)), *structs((8,), dtype=jnp.int32))
     assert not any(t.memory.adds_to_sum for t in graph.tasks)
+
+
+@pytest.mark.parametrize(("activation", "dtype", "times"), [
+    (lambda x: x * jax.nn.relu(x), "float32", 1),
+    (jnp.tanh, "float32", 1),  # its derivative is computed from it alone
+    (jax.nn.gelu, "float32", 2),
+    (jax.nn.gelu, "bfloat16", 3),  # the tanh in float32
+])  # fmt: skip
+def test_a_tanh_is_kept_beside_what_it_is_of_where_that_is_read_too(activation, dtype, times):
+    """XLA (0.10.2) does not compute it twice; nor what it is computed from, where the derivative reads both."""
+
+    def loss(parameters, x):
+        up, down = parameters
+        hidden = activation(x.astype(dtype) @ up.astype(dtype))
+        return jnp.mean((hidden @ down.astype(dtype)).astype(jnp.float32) ** 2)
+
+    graph = graph_of(loss, structs((8, 16), (16, 4)), *structs((32, 8)))
+    lives = lifetimes(graph)
+    up, down = [t for t in graph.tasks if t.phase == FORWARD and t.is_heavy]
+    hidden = {a.tensor for a in down.reads}
+    kept = [a.tensor for a in up.writes if lives.is_stored[a.tensor] and a.tensor not in hidden]
+    total = sum(lives.scale[i] * graph.tensors[i].size_bytes for i in kept)
+    assert total == times * 32 * 16 * jnp.dtype(dtype).itemsize

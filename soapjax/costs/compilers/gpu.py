@@ -10,7 +10,7 @@ import numpy as np
 
 from soapjax.costs.compilers.compiler_model import CompilerModel
 from soapjax.costs.compilers.gpu_order import inputs_first, late_products
-from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
 
 MERGED_BYTES = 30.0 * 2**20  # xla_gpu_all_reduce_combine_threshold_bytes and its siblings (0.10.2)
 
@@ -41,12 +41,15 @@ def images_in_both_orders(graph: OperatorGraph) -> np.ndarray:
 
 
 def light_bfloat16_unrounded(graph: OperatorGraph) -> np.ndarray:
-    """float32 [T]: bfloat16 that only light equations make and read is not rounded, and kept as float32 (0.10.2)."""
+    """float32 [T]: bfloat16 that only light equations make and read is not rounded, and kept as float32 (0.10.2).
+
+    But for what is computed from a heavy result and what is kept beside it (`TaskMemory.costly_bytes`).
+    """
     more = np.zeros(len(graph.tensors), np.float32)
     readers = _readers(graph)
     made_light = {
         a.tensor for task in graph.tasks for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False)
-        if sources is not None or not task.is_heavy
+        if (sources is not None or not task.is_heavy) and not (task.memory.costly_bytes and HEAVY_RESULT in (sources or ()))
     }  # fmt: skip
     for i in made_light:
         tensor, by = graph.tensors[i], [graph.tasks[k] for k in readers.get(i, ())]

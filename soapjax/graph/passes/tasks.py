@@ -57,6 +57,14 @@ class Tensors:
             self.all[k] = self.all[k]._replace(sum_dtype=str(dtype), sum_itemsize=dtype.itemsize)
 
 
+def _costly(unit: Unit) -> list[FlatEqn]:
+    """Light equations of what a heavy one makes that XLA does not compute twice: tanh (0.10.2, read off plans for CUDA).
+
+    In float32 where it is narrower, and beside what it is computed from where something else is computed from that.
+    """
+    return [e for e in unit.eqns if unit.heavy is not None and e.name == "tanh"]
+
+
 def readers_of(units: list[Unit], updates: list[FlatEqn], program: Program, values: Values) -> dict[int, set[int]]:
     """Root -> units that read it (-1: the update, -2: the step's outputs, -3: the next trip of a loop)."""
     readers: dict[int, set[int]] = {}
@@ -134,8 +142,9 @@ class TaskBuilder:
         self.places[unit.eqns[0].key] = classes, index
         heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
         memory = TaskMemory(
-            self._result_bytes(unit.heavy), tuple(self._recomputed_from(unit, o, results) for o in results),
+            self._result_bytes(unit, results), tuple(self._recomputed_from(unit, o, results) for o in results),
             self._image(unit.heavy), unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
+            self._costly_bytes(unit),
         )  # fmt: skip
         keys, heavy_key = tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else ""
         return Task(
@@ -146,11 +155,31 @@ class TaskBuilder:
             memory=memory, equations=TaskEquations(keys, heavy_key, heavy.operands, heavy.results[0]),
         )  # fmt: skip
 
-    def _result_bytes(self, heavy: FlatEqn | None) -> float:
-        if heavy is None:
+    def _result_bytes(self, unit: Unit, results: list[int]) -> float:
+        """Of the heavy equation's first result; 0 where all that is computed from it is computed from what is kept in its place."""
+        if unit.heavy is None or (_costly(unit) and not self._is_read_itself(unit, results)):
             return 0.0
-        aval = self.program.aval(heavy.outputs[0])
+        aval = self.program.aval(unit.heavy.outputs[0])
         return float(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4))
+
+    def _costly_bytes(self, unit: Unit) -> float:
+        made = [self.program.aval(e.outputs[0]) for e in _costly(unit)]
+        return float(sum(math.prod(aval.shape) * max(aval.dtype.itemsize, 4) for aval in made))
+
+    def _is_read_itself(self, unit: Unit, results: list[int]) -> bool:
+        """Whether a result is computed from the heavy equation's on a way that does not lead through a costly one."""
+        maker = {o: e for e in unit.eqns for o in e.outputs}
+        costly = {e.key for e in _costly(unit)}
+        queue, seen = list(results), set(results)
+        while queue:
+            e = maker.get(queue.pop())
+            if e is unit.heavy:
+                return True
+            for root in self.values.reads[e.key] if e is not None and e.key not in costly else ():
+                if root not in seen:
+                    seen.add(root)
+                    queue.append(root)
+        return False
 
     def _image(self, heavy: FlatEqn | None) -> int:
         """The tensor that a pooling's gradient makes its choices in, -1 of other equations."""
