@@ -96,7 +96,7 @@ def best_by(monkeypatch, outcomes):
     monkeypatch.setattr(recomputing_stages, "_steps", lambda *_: ["some", "most"])
     asked = []
 
-    def find(step, seconds, share, slower_than_s):
+    def find(step, seconds, if_bound, share, slower_than_s):
         asked.append((step, slower_than_s))
         if isinstance(outcomes[step], BaseException):
             raise outcomes[step]

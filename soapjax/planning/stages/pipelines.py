@@ -67,9 +67,12 @@ def find_pipeline(
     graph: OperatorGraph, topology: DeviceTopology, *, schedule: ScheduleName | Literal["auto"], num_stages: int | None = None,
     num_microbatches: int | None = None, seed: int = 0, proposals: int | None = None, seconds: float | None = None,
     progress: Callable[[int, float, float], None] | None = None, profile: Profile | None = None, objective: Objective = TIME,
-    pareto: bool = False, slower_than_s: float = math.inf,
+    pareto: bool = False, slower_than_s: float = math.inf, share_if_bound: float = 1.0,
 ) -> FoundPipeline:  # fmt: skip
     """The best pipeline of a schedule, or ("auto") of all synchronous ones, by an objective; `pareto` keeps the front.
+
+    Args:
+      share_if_bound: of the seconds, where memory binds (joint_search.py).
 
     Raises: Beaten where the best is slower than `slower_than_s` by more than NEAR; SoapjaxError where none is possible, or none
       fits: the stage that is too large, and by how much; KeyboardInterrupt where Ctrl-C came before one was found that fits.
@@ -93,7 +96,9 @@ def find_pipeline(
             objective=objective, keeps_front=pareto or not objective.is_time,
         )  # fmt: skip
         searched_s = None if seconds is None else (1 - EXACT_SHARE) * seconds
-        result = search_stages(problem, seed=seed, num_proposals=proposals, seconds=searched_s, progress=progress)
+        result = search_stages(
+            problem, seed=seed, num_proposals=proposals, seconds=searched_s, progress=progress, share_if_bound=share_if_bound
+        )
         is_slower = objective.is_time and result.best.cost > (1 + NEAR) * slower_than_s
         if is_slower and result.stopped_by != "interrupted":
             raise Beaten(result.best.choice.schedule, problem.figures(result.best), is_bound=result.is_bound)

@@ -30,9 +30,9 @@ from soapjax.strategy.schedules import SCHEDULES
 from soapjax.topology import DeviceTopology
 
 SAVED = (0.5, 0.85)  # of all bytes that can be saved: what the cheapest operators are to save; all where none fits
-KEPT_FIRST = 0.6  # of the seconds, for the step as it is; of the rest each further step gets an equal part
+KEPT_FIRST = 0.6  # of the seconds, for the step as it is where memory binds; of the rest each further step gets an equal part
 
-Find = Callable[[TracedStep, float | None, float, float], FoundPipeline]
+Find = Callable[[TracedStep, float | None, float, float, float], FoundPipeline]
 
 
 def recomputation_of(asked: Understood, step: TracedStep, graph: OperatorGraph, topology: DeviceTopology) -> Recomputation | None:
@@ -54,7 +54,8 @@ def best_of_steps(
     """The best pipeline of the step as it is, or with operators recomputed.
 
     Args:
-      find: the best pipeline of a step that is faster than so much, by so many seconds and such a share of the proposals.
+      find: the best pipeline of a step that is faster than so much, by so many seconds, or such a share of them where memory binds,
+        and such a share of the proposals.
     Raises: as `find` of the step as it is.
     """
     begin = time.monotonic()
@@ -63,7 +64,7 @@ def best_of_steps(
     refused: Beaten | NoneFits | None = None
     shares: Sequence[float] = SAVED
     try:
-        kept = best = find(options.traced, None if seconds is None else KEPT_FIRST * seconds, 1.0, slower_than_s)
+        kept = best = find(options.traced, seconds, KEPT_FIRST, 1.0, slower_than_s)
         is_bound = kept.is_bound and kept.stopped_by != "interrupted"
     except Beaten as e:
         refused, is_bound = e, e.is_bound
@@ -75,7 +76,7 @@ def best_of_steps(
         if left_s is not None and left_s <= 0:
             break
         try:
-            found = find(step, left_s, AGAIN, min(slower_than_s, _step_s(best)))
+            found = find(step, left_s, 1.0, AGAIN, min(slower_than_s, _step_s(best)))
         except (Beaten, SoapjaxError):
             continue
         except KeyboardInterrupt:

@@ -108,19 +108,19 @@ class _Planning(NamedTuple):
         if left_s is not None and self.devices is not None:
             left_s *= 1 - AGAIN if share == 1 else 0.5
 
-        def find_in(step: TracedStep, seconds: float | None, part: float, slower_than_s: float) -> FoundPipeline:
-            return self._found(step, topology, share * part, seconds, slower_than_s)
+        def find_in(step: TracedStep, seconds: float | None, if_bound: float, part: float, slower_than_s: float) -> FoundPipeline:
+            return self._found(step, topology, share * part, seconds, if_bound, slower_than_s)
 
         with on_cpu():
             options = recomputation_of(asked, step, graph, topology)
         if options is None:
-            found = find_in(step, left_s, 1.0, self.slower_than_s)
+            found = find_in(step, left_s, 1.0, 1.0, self.slower_than_s)
         else:
             found = best_of_steps(options, topology, left_s, self.slower_than_s, find_in)
         return found._replace(notes=(*self.remarks, *found.notes))
 
     def _found(
-        self, step: TracedStep, topology: DeviceTopology, share: float, seconds: float | None, slower_than_s: float
+        self, step: TracedStep, topology: DeviceTopology, share: float, seconds: float | None, if_bound: float, slower_than_s: float
     ) -> FoundPipeline:  # fmt: skip
         asked = self.asked
         proposals = DEFAULT_PROPOSALS if asked.proposals is None and asked.seconds is None else asked.proposals
@@ -131,6 +131,7 @@ class _Planning(NamedTuple):
                 graph, topology, schedule=asked.pipeline, num_stages=asked.num_stages, num_microbatches=asked.num_microbatches,
                 seed=asked.seed, proposals=proposals, seconds=seconds, progress=asked.progress, profile=asked.profile,
                 objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
+                share_if_bound=if_bound,
             )  # fmt: skip
         reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
         require_runnable(

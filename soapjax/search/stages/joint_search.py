@@ -156,13 +156,14 @@ def _keep_better(table: dict[Key, Priced], key: Key, found: Priced) -> None:
 
 def search_stages(
     problem: StageProblem, *, seed: int = 0, num_proposals: int | None = None, seconds: float | None = None,
-    progress: Callable[[int, float, float], None] | None = None,
+    progress: Callable[[int, float, float], None] | None = None, share_if_bound: float = 1.0,
 ) -> StageSearch:  # fmt: skip
     """The best pipeline found: from the best points of the grid by chains, then inside the stages of the best.
 
     Args:
       num_proposals: after the starts; DEFAULT_PROPOSALS where neither it nor `seconds` is given.
       seconds: of all of the search; a start that fits is looked for beyond them. Ctrl-C ends it early.
+      share_if_bound: how much of them where memory binds, or nothing fits: the caller has other steps to search in then.
     Raises: SoapjaxError where no pipeline is possible; KeyboardInterrupt where none has been priced yet.
     """
     begin = time.monotonic()
@@ -178,6 +179,8 @@ def search_stages(
             _price_starts(problem, seen, until(STARTS_SHARE))
             if seen.best is None:
                 raise SoapjaxError(_impossible(problem))
+            if seconds is not None and (seen.is_bound or not seen.best.is_feasible):
+                seconds *= share_if_bound
             for walk, share, of_seconds in _walks(problem, np.random.default_rng(seed), seen):
                 chained = seen.best
                 most = math.inf if num_proposals is None else math.ceil(share * num_proposals)
