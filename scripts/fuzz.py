@@ -177,7 +177,7 @@ class Plans(Kind):
 
     def made(self) -> list[Any]:
         from soapjax.planning import entry
-        from soapjax.planning.stages import staging
+        from soapjax.planning.pipelining import staging
         from soapjax.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 

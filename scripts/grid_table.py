@@ -28,7 +28,7 @@ from models import bert, gnmt, vgg
 from soapjax.files import write_text_atomic
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
-from soapjax.planning.stages.pipelines import times_as_it_runs
+from soapjax.planning.pipelining.pipelines import times_as_it_runs
 from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.stage_problem import StageProblem
 from soapjax.sourced_models import abstract_model

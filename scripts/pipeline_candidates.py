@@ -11,8 +11,8 @@ from cluster_fit import Calibrated, strategy_of
 from pipeline_cluster import MODELS, ONE_PROGRAM
 
 from soapjax.planning.entry import plan_of_strategy
+from soapjax.planning.pipelining.staging import plan_pipeline
 from soapjax.planning.plan_files import recost
-from soapjax.planning.stages.staging import plan_pipeline
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.search.problem import PlanningProblem

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from soapjax.graph.passes.phases import value_and_grad
     from soapjax.graph.trace.tracing import trace
     from soapjax.planning.entry import Planned, plan
+    from soapjax.planning.pipelining.staging import plan_pipeline
     from soapjax.planning.plan_files import load_plan
-    from soapjax.planning.stages.staging import plan_pipeline
     from soapjax.search.objective import Objective
     from soapjax.search.planners import PLANNERS
     from soapjax.strategy.plan import Plan
@@ -51,7 +51,7 @@ _HOMES = {
     "load_plan": "planning.plan_files",
     "load_topology": "topology",
     "plan": "planning.entry",
-    "plan_pipeline": "planning.stages.staging",
+    "plan_pipeline": "planning.pipelining.staging",
     "soap_shard": "api",
     "trace": "graph.trace.tracing",
     "value_and_grad": "graph.passes.phases",

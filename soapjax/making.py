@@ -20,9 +20,9 @@ from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.options import objective
 from soapjax.planning.choosing import as_asked
 from soapjax.planning.entry import given_arguments, time_plan
+from soapjax.planning.pipelining.given_pipeline import pipelined, planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.request import PlanRequest
-from soapjax.planning.stages.given_pipeline import pipelined, planned_pipeline
 from soapjax.planning.verify_top import FAILURES
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan

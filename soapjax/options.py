@@ -25,7 +25,7 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.microbatches import REDUCTIONS
 from soapjax.planning.compile_check import CHECKS
-from soapjax.planning.stages.pipelines import PIPELINES
+from soapjax.planning.pipelining.pipelines import PIPELINES
 from soapjax.search.objective import OBJECTIVES, Objective, objective_problems
 from soapjax.search.planners import PLANNERS
 from soapjax.strategy.pipeline import Pipeline

@@ -20,7 +20,7 @@ from soapjax.execute.streams.cut import keys_of
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.planning.stages.given_pipeline import planned_pipeline
+from soapjax.planning.pipelining.given_pipeline import planned_pipeline
 from soapjax.sourced_models import Model
 from soapjax.strategy.plan import Plan, SentPart
 

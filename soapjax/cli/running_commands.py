@@ -28,7 +28,7 @@ from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning import entry
-from soapjax.planning.stages.given_pipeline import planned_pipeline
+from soapjax.planning.pipelining.given_pipeline import planned_pipeline
 from soapjax.program_proofs import ProgramsVerified, verify_programs
 from soapjax.report.plan_tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report

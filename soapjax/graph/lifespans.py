@@ -50,7 +50,7 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
             is_stand_in[stands_for] = True
             kept_bytes = task.memory.result_bytes + task.memory.costly_bytes
             scale[stands_for] = kept_bytes / graph.tensors[stands_for].size_bytes
-        elif (own := _own_result(task, free)) >= 0:
+        elif task.memory.costly_bytes and (own := _own_result(task, free)) >= 0:
             scale[own] += task.memory.costly_bytes / graph.tensors[own].size_bytes
         for access, sources, is_free in zip(task.writes, task.memory.recomputed_from, free, strict=False):
             i = access.tensor

@@ -23,10 +23,10 @@ from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.planning import entry
 from soapjax.planning.compile_check import PlannedStages
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
+from soapjax.planning.pipelining import staging
+from soapjax.planning.pipelining.given_pipeline import require_same_result
+from soapjax.planning.pipelining.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
-from soapjax.planning.stages import staging
-from soapjax.planning.stages.given_pipeline import require_same_result
-from soapjax.planning.stages.pipelines import Beaten
 from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS

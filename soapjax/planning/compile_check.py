@@ -20,8 +20,8 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.planning.pipelining.pipelines import FoundPipeline
 from soapjax.planning.searching import AGAIN, Search, Searched, least_memory
-from soapjax.planning.stages.pipelines import FoundPipeline
 from soapjax.search.objective import Objective
 from soapjax.sizes import size
 from soapjax.strategy.plan import CompiledFigures, Plan

@@ -7,12 +7,11 @@ usually needs, has them compiled, or loaded, in a thread. Where a step turns out
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 
-from soapjax.costs.tables.arrays import bucket_for, need_of, usual_bucket
+from soapjax.costs.tables.arrays import bucket_for, need_of
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
@@ -38,9 +37,7 @@ def simulator_like(num_leaves: int, topology: DeviceTopology) -> Simulator:
     """A simulator with the programs that a step with so many leaves usually needs; of a product alone."""
     graph, _ = build_graph(_product())
     tables = cost_tables(graph, search_space(graph, factor_mesh(topology)), topology)
-    own = bucket_for(need_of(tables))  # of the topology's levels
-    usual = next(b for b in map(usual_bucket, itertools.count()) if b.slots >= SLOTS_PER_LEAF * num_leaves)
-    return Simulator(tables, usual._replace(dims=own.dims, op_dims=own.op_dims, levels=own.levels))
+    return Simulator(tables, bucket_for(need_of(tables)._replace(slots=SLOTS_PER_LEAF * num_leaves)))
 
 
 @functools.cache

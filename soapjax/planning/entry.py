@@ -1,5 +1,5 @@
 """From a step function to a plan of one program over all devices, or of placed operators: trace, search, and what the plan says
-of how it was found. Of stages and micro-batches that is planning/stages/staging.py.
+of how it was found. Of stages and micro-batches that is planning/pipelining/staging.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from soapjax.planning.entry import Planned
-from soapjax.planning.stages.pipelines import FoundPipeline
+from soapjax.planning.pipelining.pipelines import FoundPipeline
 from soapjax.report.front_table import FrontRow
 from soapjax.search.front import joined
 from soapjax.search.problem import Evaluation

@@ -18,8 +18,8 @@ from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.own_config import on_cpu
 from soapjax.planning.entry import plan_of_strategy
-from soapjax.planning.stages.pipeline_files import recost_pipeline
-from soapjax.planning.stages.stage_times import StageTimes
+from soapjax.planning.pipelining.pipeline_files import recost_pipeline
+from soapjax.planning.pipelining.stage_times import StageTimes
 from soapjax.planning.timelines import pipeline_events, spmd_events
 from soapjax.planning.user_shardings import check_constraints
 from soapjax.report.perfetto import TraceEvent

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from soapjax.costs.tables.arrays import Bucket, at_least
+from soapjax.costs.tables.arrays import Bucket, at_least, grown
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import in_kernel, largest, put, row
@@ -82,7 +82,7 @@ def item_records(items: Items, tables: CostTables, b: Bucket) -> tuple[ItemRecor
     source = [first[k] + s if k in first else b.rows for k, s in zip(kinds, sources, strict=True)]
     n, num_places = items.num_items, places_of(items)[1]
     usual = LARGE if b.scale or n > SMALL.items or num_places > SMALL.places else SMALL
-    sizes = ItemSizes(*(at_least(m, u << max(b.scale - 1, 0)) for m, u in zip((n, num_places), usual, strict=True)))
+    sizes = ItemSizes(*(at_least(m, grown(u, b.scale)) for m, u in zip((n, num_places), usual, strict=True)))
     of_rows = np.concatenate([items.of_resolve, items.of_reshard, items.of_sum])
     overlap = tables.topology.device.overlap
     return records_of_items(items, source, items.of_compute, of_rows, sizes, b.tasks, b.rows, overlap=overlap), sizes

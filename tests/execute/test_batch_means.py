@@ -8,7 +8,7 @@ from balanced import balanced_pipeline
 
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning.stages.given_pipeline import pipelined
+from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 
 BATCH, WIDTH, NUM = 8, 6, 4

@@ -13,7 +13,7 @@ from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning.stages.given_pipeline import pipelined
+from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 
 BATCH, WIDTH, LAYERS = 8, 6, 4

@@ -16,7 +16,7 @@ from soapjax.execute.streams.microbatches import micro_step
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.stage_programs import places_of
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning.stages.stage_strategies import plans_of_stages
+from soapjax.planning.pipelining.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Action, Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
 from soapjax.topology import load_topology

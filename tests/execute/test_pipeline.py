@@ -18,7 +18,7 @@ from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams import pipelined_step
 from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning.stages.given_pipeline import pipelined
+from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import in_flight
 

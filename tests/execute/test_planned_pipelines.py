@@ -17,9 +17,9 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.passes.build import build_graph
+from soapjax.planning.pipelining import staging
+from soapjax.planning.pipelining.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
-from soapjax.planning.stages import staging
-from soapjax.planning.stages.given_pipeline import planned_pipeline
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of

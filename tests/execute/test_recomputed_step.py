@@ -15,8 +15,8 @@ from soapjax.graph.passes.phases import BACKWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.entry import plan_of_strategy, planning_problem
-from soapjax.planning.stages.pipeline_files import pipeline_plan
-from soapjax.planning.stages.pipelines import find_pipeline
+from soapjax.planning.pipelining.pipeline_files import pipeline_plan
+from soapjax.planning.pipelining.pipelines import find_pipeline
 from soapjax.topology import load_topology
 
 

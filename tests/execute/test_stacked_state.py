@@ -15,8 +15,8 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.stacked_state import Stack
 from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.trace.tracing import trace
+from soapjax.planning.pipelining.pipelines import NOT_EVEN
 from soapjax.planning.plan_files import recost
-from soapjax.planning.stages.pipelines import NOT_EVEN
 from soapjax.strategy.plan import Plan
 
 SPECS = [PartitionSpec(), PartitionSpec("d"), PartitionSpec(None, "d"), PartitionSpec("d", None)]

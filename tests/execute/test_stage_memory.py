@@ -8,7 +8,7 @@ from models import transformer_lm
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
-from soapjax.planning.stages.given_pipeline import pipelined
+from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.topology import load_topology
 

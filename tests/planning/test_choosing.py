@@ -6,9 +6,9 @@ from problems import MODELS
 
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
 from soapjax.planning import choosing, entry
+from soapjax.planning.pipelining import staging
+from soapjax.planning.pipelining.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
-from soapjax.planning.stages import staging
-from soapjax.planning.stages.pipelines import Beaten
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource

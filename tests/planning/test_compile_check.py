@@ -17,9 +17,9 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning import compile_check, entry
 from soapjax.planning.choosing import as_asked
+from soapjax.planning.pipelining.given_pipeline import planned_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.request import PlanRequest
-from soapjax.planning.stages.given_pipeline import planned_pipeline
 
 WIDTH, BATCH = 128, 1024
 
@@ -224,7 +224,7 @@ def test_stages_that_do_not_fit_as_compiled_are_planned_with_less(monkeypatch, o
 
 def test_further_searches_of_stages_are_short_and_do_not_give_up(monkeypatch):
     """By default a quarter of the proposals; where a search finds nothing under its limit, one with a lower one follows."""
-    from soapjax.planning.stages import staging
+    from soapjax.planning.pipelining import staging
 
     asked, find, available = [], staging.find_pipeline, 1.0e6
 
@@ -245,7 +245,7 @@ def test_further_searches_of_stages_are_short_and_do_not_give_up(monkeypatch):
 
 
 def test_an_interrupt_in_a_further_search_of_stages_keeps_what_was_found(monkeypatch):
-    from soapjax.planning.stages import staging
+    from soapjax.planning.pipelining import staging
 
     find, calls = staging.find_pipeline, []
 

@@ -12,9 +12,9 @@ import soapjax
 from models import transformer_lm
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.tracing import trace
+from soapjax.planning.pipelining import recomputing_stages, staging
+from soapjax.planning.pipelining.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.plan_files import opened_alone, recost
-from soapjax.planning.stages import recomputing_stages, staging
-from soapjax.planning.stages.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.strategy.plan import Plan
 
 ASKED = dict(pipeline="1f1b", stages=2, microbatches=4, proposals=8)

@@ -8,7 +8,7 @@ from balanced import balanced_pipeline
 import soapjax
 from models import mlp
 from soapjax.graph.passes.build import build_graph
-from soapjax.planning.stages.stage_times import simulated_stages
+from soapjax.planning.pipelining.stage_times import simulated_stages
 from soapjax.search.stages.stage_loads import StageLoads
 from soapjax.topology import load_topology
 

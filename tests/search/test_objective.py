@@ -14,7 +14,7 @@ from test_stage_search import graph_of, topology_of
 import soapjax
 from soapjax.costs.itemize import sent_items
 from soapjax.errors import SoapjaxError
-from soapjax.planning.stages.pipelines import times_as_it_runs
+from soapjax.planning.pipelining.pipelines import times_as_it_runs
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.placement import placed
 from soapjax.search.front import Front, joined

@@ -19,10 +19,10 @@ from soapjax.graph.condensing import prefix_crossing
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.trace.tracing import trace
+from soapjax.planning.pipelining.stage_baselines import whole_baselines
+from soapjax.planning.pipelining.staging import plan_pipeline
 from soapjax.planning.plan_files import recost
 from soapjax.planning.profiling import in_stages
-from soapjax.planning.stages.stage_baselines import whole_baselines
-from soapjax.planning.stages.staging import plan_pipeline
 from soapjax.search.stages import condensed_loads, stage_problem
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.grid import Grid

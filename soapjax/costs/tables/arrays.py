@@ -82,7 +82,12 @@ def bucket_for(need: Bucket) -> Bucket:
 
 
 def usual_bucket(scale: int) -> Bucket:
-    return SMALL if scale == 0 else Bucket._make([n << scale - 1 if i < 10 else n for i, n in enumerate(LARGE)])
+    return SMALL if scale == 0 else Bucket._make([grown(n, scale) if i < 10 else n for i, n in enumerate(LARGE)])
+
+
+def grown(large: int, scale: int) -> int:
+    """A size of the large bucket in one of that scale."""
+    return large << max(scale - 1, 0)
 
 
 def at_least(need: int, usual: int) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.costs.tables.arrays import NONE, Bucket, Records, at_least, padded, slot_masks
+from soapjax.costs.tables.arrays import NONE, Bucket, Records, at_least, grown, padded, slot_masks
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.jit.array_types import Array
 
@@ -62,7 +62,7 @@ LARGE = OwnSizes(
 def own_sizes_for(need: OwnSizes, scale: int) -> OwnSizes:
     """Those that go with a bucket of that scale, or larger ones."""
     usual = LARGE if scale or any(n > u for n, u in zip(need, SMALL, strict=True)) else SMALL
-    usual = OwnSizes(*usual[:5], *(n << max(scale - 1, 0) for n in usual[5:]))
+    usual = OwnSizes(*usual[:5], *(grown(n, scale) for n in usual[5:]))
     return OwnSizes(*map(at_least, need, usual))
 
 

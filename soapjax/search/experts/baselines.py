@@ -55,15 +55,13 @@ def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None 
     strategy = replicated(problem.graph, mesh)
     lowered = set()
     wanted = math.prod(mesh.axis_sizes[a] for a in axes)
-    known: dict[int, tuple[int, tuple[int, ...]] | None] = {}  # of operators that are alike: their sample dim, what splits it
+    sample_dim = functools.cache(lambda like: _sample_dim(space, like, axes))
     for n, op in enumerate(problem.graph.operators):
-        if (like := space.alike[n]) not in known:
-            found = _sample_dim(space, n, axes)
-            known[like] = None if found is None else (found, split_axes(space, n, found, axes))
+        dim = sample_dim(space.alike[n])
         if op.fixed is not None:
             strategy.axes[n] = _only_config(problem, n)
-        elif (split := known[like]) is not None:
-            dim, chosen = split
+        elif dim is not None:
+            chosen = split_axes(space, n, dim, axes)
             strategy.axes[n, list(chosen)] = dim
             reached = math.prod(mesh.axis_sizes[a] for a in chosen)
             if reached < wanted:
@@ -94,17 +92,11 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
     strategy, _ = data_parallel_strategy(problem, others)
     split_dim: dict[int, int] = {}  # tensor -> its dim that the tensor-parallel axes split
     parameters = {p.tensor for p in graph.parameters}
-    known: dict[tuple[int, int], bool] = {}
-
-    def fits(n: int, dim: int) -> bool:
-        key = space.alike[n], dim
-        if key not in known:
-            known[key] = _fits(problem, n, dim, axes)
-        return known[key]
-
+    fits = functools.cache(lambda like, dim: _fits(problem, like, dim, axes))
     for n, op in enumerate(graph.operators):
         if op.fixed is not None:
             continue
+        like = space.alike[n]
         first = graph.tasks[op.tasks[0]]
         chosen = None
         for access in sorted(first.reads, key=lambda a: -graph.tensors[a.tensor].size_bytes):
@@ -114,12 +106,12 @@ def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, s
         if chosen is None and op.parameters:
             features = [k for k, d in enumerate(op.dims) if d.kind == "P" and not d.is_reduced]
             offered = features if first.kind in ("dot", "conv") or op.kind == "ragged_dot" else _table_rows(graph, n)
-            chosen = next((k for k in offered if fits(n, k)), None)
-        is_pair = chosen is not None and fits(n, chosen)
+            chosen = next((k for k in offered if fits(like, k)), None)
+        is_pair = chosen is not None and fits(like, chosen)
         if not is_pair and sequence_parallel:
             along = [k for k, d in enumerate(op.dims) if d.kind == "A" and not d.is_reduced]
-            chosen = next((k for k in along if fits(n, k)), None)
-        if chosen is None or not fits(n, chosen):
+            chosen = next((k for k in along if fits(like, k)), None)
+        if chosen is None or not fits(like, chosen):
             continue
         strategy.axes[n, list(axes)] = chosen
         for access in (*first.writes, *(a for a in first.reads if a.tensor in parameters)) if is_pair else ():

@@ -13,8 +13,8 @@ from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
-from soapjax.planning.stages.stage_baselines import whole_baselines
-from soapjax.planning.stages.stage_times import StageTimes, simulated_stages
+from soapjax.planning.pipelining.stage_baselines import whole_baselines
+from soapjax.planning.pipelining.stage_times import StageTimes, simulated_stages
 from soapjax.search.front import Front, FrontPoint
 from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.stages.joint_search import search_stages
@@ -73,21 +73,14 @@ def find_pipeline(
 
     Args:
       share_if_bound: of the seconds, where memory binds (joint_search.py).
-
     Raises: Beaten where the best is slower than `slower_than_s` by more than NEAR; SoapjaxError where none is possible, or none
       fits: the stage that is too large, and by how much; KeyboardInterrupt where Ctrl-C came before one was found that fits.
     """
     if schedule not in PIPELINES:
         raise SoapjaxError(Problem("pipeline", repr(schedule), " or ".join(PIPELINES), "choose one of these"))
     if schedule != "auto" and not SCHEDULES[schedule].is_synchronous:
-        begin = time.monotonic()
-        front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
-        times = _pipedream(graph, topology, num_stages, num_microbatches, profile, objective, front)
-        figures = whole_baselines(StageProblem(graph, topology, profile=profile).loads)
-        baselines = {name: f.step_time_s for name, f in figures.items()}
-        points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points()) if pareto else ()
-        done = 0, time.monotonic() - begin, "complete"
-        found = FoundPipeline(graph, times, baselines, (), *done, figures, points, times.pipeline)
+        found = _found_pipedream(graph, topology, num_stages, num_microbatches, profile, objective)
+        found = found if pareto else found._replace(front=())
     else:
         again = schedule != "auto" and SCHEDULES[schedule].is_rematerialised
         problem = StageProblem(
@@ -117,8 +110,8 @@ def find_pipeline(
         if not problem.is_even(priced.choice):
             notes = (NOT_EVEN, *notes)
         notes = (problem.sentence(priced.choice), *notes)
-        found = FoundPipeline(graph, times, baselines, notes, *done, figures, points if pareto else (), priced.choice)
-        found = found._replace(is_bound=result.is_bound)
+        front = points if pareto else ()
+        found = FoundPipeline(graph, times, baselines, notes, *done, figures, front, priced.choice, result.is_bound)
     if not found.times.is_feasible:
         if found.stopped_by == "interrupted":  # a longer search might have found one that fits
             raise KeyboardInterrupt
@@ -171,6 +164,20 @@ def times_as_it_runs(problem: StageProblem, priced: Priced) -> StageTimes:
                 axes[rows], storage[rows] = chosen.axes[rows], chosen.storage[rows]
         strategies[i] = Strategy(axes, storage)
     return simulated_stages(problem.exact, pipeline, choice.bounds, strategies)
+
+
+def _found_pipedream(
+    graph: OperatorGraph, topology: DeviceTopology, num_stages: int | None, num: int | None, profile: Profile | None,
+    objective: Objective,
+) -> FoundPipeline:  # fmt: skip
+    begin = time.monotonic()
+    front = Front(topology.device.usable_memory_bytes, lambda times: times.pipeline.model_dump_json())
+    times = _pipedream(graph, topology, num_stages, num, profile, objective, front)
+    figures = whole_baselines(StageProblem(graph, topology, profile=profile).loads)
+    baselines = {name: f.step_time_s for name, f in figures.items()}
+    points = tuple(p._replace(plan=p.plan.pipeline) for p in front.points())
+    done = 0, time.monotonic() - begin, "complete"
+    return FoundPipeline(graph, times, baselines, (), *done, figures, points, times.pipeline)
 
 
 def _pipedream(

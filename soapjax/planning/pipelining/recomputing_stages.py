@@ -21,9 +21,9 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.own_config import on_cpu
+from soapjax.planning.pipelining.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.request import Understood
 from soapjax.planning.searching import AGAIN
-from soapjax.planning.stages.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.search.recomputation import Ranking, ranking_of
 from soapjax.search.stages.stage_figures import Fabric, part_of
 from soapjax.strategy.schedules import SCHEDULES

@@ -12,7 +12,7 @@ from soapjax.costs.evaluate import Layouts
 from soapjax.costs.rules.links import combined_share
 from soapjax.costs.split_share import share_of
 from soapjax.graph.operators import OperatorGraph
-from soapjax.planning.stages.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
+from soapjax.planning.pipelining.stage_sends import peak_sent_bytes, sends_among_replicas, sends_between, sends_of_stage
 from soapjax.search.objective import Objective
 from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stacks import Stacks

@@ -14,7 +14,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.own_config import own_configuration
-from soapjax.planning.stages.stage_strategies import plans_of_stages
+from soapjax.planning.pipelining.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan
 from soapjax.strategy.plan_strategy import topology_of

@@ -16,12 +16,12 @@ from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.own_config import on_cpu, own_configuration
 from soapjax.planning.compile_check import PlannedStages, checked_stages, devices_to_compile_for
 from soapjax.planning.entry import given_arguments, require_operators, versions
+from soapjax.planning.pipelining.given_pipeline import MOST_TASKS, planned_pipeline, require_runnable
+from soapjax.planning.pipelining.pipeline_files import pipeline_plan
+from soapjax.planning.pipelining.pipelines import FoundPipeline, find_pipeline, provenance_of
+from soapjax.planning.pipelining.recomputing_stages import best_of_steps, recomputation_of
 from soapjax.planning.request import PlanRequest, Understood, takes_options
 from soapjax.planning.searching import AGAIN
-from soapjax.planning.stages.given_pipeline import MOST_TASKS, planned_pipeline, require_runnable
-from soapjax.planning.stages.pipeline_files import pipeline_plan
-from soapjax.planning.stages.pipelines import FoundPipeline, find_pipeline, provenance_of
-from soapjax.planning.stages.recomputing_stages import best_of_steps, recomputation_of
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
 from soapjax.strategy.plan import Plan, Provenance
 from soapjax.topology import DeviceTopology

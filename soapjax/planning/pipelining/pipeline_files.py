@@ -10,9 +10,9 @@ from soapjax.costs.measured.profile import Profile, carried, profile_of
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.trace.tracing import Unroll
-from soapjax.planning.stages.stage_sends import mean_sent_bytes
-from soapjax.planning.stages.stage_strategies import strategy_with
-from soapjax.planning.stages.stage_times import StageTimes, simulated_stages
+from soapjax.planning.pipelining.stage_sends import mean_sent_bytes
+from soapjax.planning.pipelining.stage_strategies import strategy_with
+from soapjax.planning.pipelining.stage_times import StageTimes, simulated_stages
 from soapjax.search.stages.stage_loads import StageLoads
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.pipeline_plan import make_pipeline_plan
