@@ -39,7 +39,7 @@ class RecomputedOperator(NamedTuple):
     """What it means to recompute one operator."""
 
     segment: int
-    tensors: set[int]  # of the graph of the step as it is: what is not kept then
+    tensors: set[int]  # of the graph of the step as it is: what is not kept then for the backward pass
     # Recomputed with it, or as much would be kept instead: operators whose results only this one reads for the backward pass, and
     # light ones, whose results the compiler does not keep but computes from this one's.
     needs: set[str]
@@ -72,7 +72,7 @@ class Recomputation:
         for o, e in sorted(forward.saved.items()):
             n = self._operator(e)
             part = found.setdefault(n, RecomputedOperator(forward.segment[e.key], set(), set()))
-            if o in forward.by_backward and o in self.binding.tensor_of:
+            if o in self.binding.tensor_of:
                 part.tensors.add(self.binding.tensor_of[o])
             for s in (s for s in forward.read(e) if s in forward.saved):
                 maker = self._operator(forward.makers[s])

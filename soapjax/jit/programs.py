@@ -97,8 +97,8 @@ class PlannerProgram:
         self._compiled, self._is_proven = _compiled(lowered, self._options, key=self._key(lowered.in_avals))
 
     def _key(self, args: Any) -> str | None:
-        """Of a program with a name."""
-        if not self._name:
+        """Of a program with a name, where programs are kept."""
+        if not self._name or program_folder() is None:
             return None
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(_narrowed(args))]
         asked = f"{_surroundings()}\n{self._options}\n{self._name}\n{shapes}\n{_source()}"

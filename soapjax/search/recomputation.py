@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from soapjax.costs.by_operator import owners
-from soapjax.costs.evaluate import Costs
+from soapjax.costs.evaluate import Costs, lifespans
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.graph.passes.phases import FORWARD
+from soapjax.graph.passes.phases import BACKWARD, FORWARD
 from soapjax.graph.recompute import Recomputation
 from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import TIME_DECIDED
@@ -37,7 +37,7 @@ from soapjax.strategy.configs import Strategy
 MOST_FITS = 3  # problems that are made for one strategy
 FILLED = 0.97  # of the usable memory: with more of it taken, little less can be recomputed
 SLACK = 1.02  # so much more than is needed is saved by the estimate
-MOST_SAVED = 2.0  # of the estimate of all that can be saved: copies and sums, which it leaves out, go as well
+MOST_SAVED = 1.15  # of the estimate of all that can be saved: it is within some percent, most often too low
 MOST_STRATEGIES = 2  # that are fitted before the search
 FITTED_AGAIN = 0.15  # of the budget: what the search leaves for fitting to its own strategy
 
@@ -56,7 +56,7 @@ class Ranking(NamedTuple):
     names: list[str]
     ends: np.ndarray  # so many of them are whole groups: equal operators of all blocks
     seconds: np.ndarray  # of recomputing the first 1, 2, ...
-    saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...: less than turns out, of which copies and sums are a part
+    saved_bytes: np.ndarray  # on a device, by the first 1, 2, ...
 
 
 NOTHING = Ranking([], np.zeros(0, int), np.zeros(0), np.zeros(0))
@@ -81,13 +81,13 @@ class Recomputing:
 
     def start(self, limit_s: float) -> Fitted | None:
         """What is recomputed in the problem to search in; None where no baseline is then faster than `limit_s`."""
-        estimates: list[tuple[float, int, Strategy]] = []
-        for kept, ranking in self._fitting(self.paying(limit_s)):
-            estimates.append((self._estimate_s(kept, ranking), len(estimates), kept.plan))
-        best = None
-        for seconds, _, strategy in sorted(estimates)[:MOST_STRATEGIES]:
-            if seconds < limit_s and (found := self.fitted(strategy, by_groups=True)) is not None and found.best.cost < limit_s:
-                best, limit_s = found, found.best.cost
+        best, fitting = None, 0
+        ranked = sorted((self._estimate_s(kept, ranking), i, kept.plan) for i, (kept, ranking) in enumerate(self.paying(limit_s)))
+        for seconds, _, strategy in ranked:
+            if seconds < limit_s and fitting < MOST_STRATEGIES and (found := self.fitted(strategy, by_groups=True)) is not None:
+                fitting += 1
+                if found.best.cost < limit_s:
+                    best, limit_s = found, found.best.cost
         return best
 
     def paying(self, limit_s: float) -> list[tuple[FrontPoint, Ranking]]:
@@ -109,13 +109,6 @@ class Recomputing:
         k = min(int(np.searchsorted(ranking.saved_bytes, self._excess(kept))), len(ranking.names) - 1)
         return kept.step_time_s + ranking.seconds[k]
 
-    def _fitting(self, ranked: list[tuple[FrontPoint, Ranking]]) -> list[tuple[FrontPoint, Ranking]]:
-        """Those that fit where all that can be is recomputed, as the step is."""
-        if not ranked:
-            return []
-        least = self.of(frozenset(ranked[0][1].names)).evaluate([kept.plan for kept, _ in ranked])
-        return [r for r, e in zip(ranked, least, strict=True) if e.is_feasible]
-
     def fitted(self, strategy: Strategy, *, by_groups: bool = False) -> Fitted | None:
         """The least recomputation under which a strategy fits; None where none is enough.
 
@@ -130,13 +123,13 @@ class Recomputing:
             saved[:] *= max(kept.memory_bytes - now.memory_bytes, 1.0) / max(saved[k], 1.0)  # as it turned out
             return now
 
-        excess, too_few, enough = self._excess(kept), 0, len(saved)
-        if excess > 0 and frozenset(ranking.names) in self.made:
-            if not judge(len(ranking.names)).is_feasible:
-                return None
-            enough = len(ranking.names)
-        made = len(self.made)
-        while excess > 0 and len(self.made) - made < MOST_FITS:
+        everything, excess, too_few, enough = len(ranking.names), self._excess(kept), 0, len(saved)
+        asks_for_most = frozenset(ranking.names) in self.made or saved[-1] < SLACK * excess
+        for _ in range(MOST_FITS if excess > 0 else 0):
+            if asks_for_most and everything not in tried:
+                if not judge(everything).is_feasible:
+                    return None
+                enough = everything
             between = ends[(ends > too_few) & (ends < enough)]
             reach = between[saved[between] >= SLACK * excess]
             # What is enough by no estimate is tried only where nothing is known to be enough.
@@ -146,6 +139,7 @@ class Recomputing:
             too_few, enough = (too_few, k) if judge(k).is_feasible else (k, enough)
             if enough == k and (by_groups or tried[k].memory_bytes > FILLED * self.problem.usable_memory_bytes):
                 break
+            asks_for_most |= too_few == k  # the estimate was wrong: is anything enough?
         fits = [k for k, e in tried.items() if e.is_feasible]
         if not fits:
             return None
@@ -207,9 +201,9 @@ def may_recompute(problem: PlanningProblem, planner: str, baselines: Mapping[str
 def ranking_of(options: Recomputation, tables: CostTables, costs: Costs) -> Ranking:
     """Cheap ones first: by the seconds per byte of all operators of a group, each with what must be recomputed with it."""
     parts, closed, operators = options.parts, options.closed, tables.graph.operators
-    seconds, held = _forward_s(tables, costs), np.asarray(costs.parts.held_bytes, np.float64)
+    seconds, kept = _forward_s(tables, costs), _kept_bytes(tables, costs)
     index = {op.name: n for n, op in enumerate(operators)}
-    saved = {name: sum(held[t] for t in part.tensors) for name, part in parts.items()}
+    saved = {name: kept[list(part.tensors)].sum() for name, part in parts.items()}
     groups = {name: operators[index[name]].group for name in closed}
     sums: dict[int, np.ndarray] = {}
     for name, members in closed.items():
@@ -223,8 +217,29 @@ def ranking_of(options: Recomputation, tables: CostTables, costs: Costs) -> Rank
     for *_, name in order:
         last_of[groups[name]] = max(last_of.get(groups[name], 0), *(place[m] for m in closed[name]))
     ends = np.unique(np.maximum.accumulate([last_of[groups[name]] for *_, name in order]) + 1)
-    again_s, freed = np.cumsum([seconds[index[m]] for m in names]), np.cumsum([saved[m] for m in names])
-    return Ranking(names, ends, again_s, freed)
+    again_s, freed = (np.cumsum(x) for x in ([seconds[index[m]] for m in names], [saved[m] for m in names]))
+    return Ranking(names, ends, again_s, freed - _at_once([parts[m].segment for m in names], [saved[m] for m in names]))
+
+
+def _at_once(segments: Sequence[int], saved: Sequence[float]) -> np.ndarray:
+    """Bytes of the largest segment by the first 1, 2, ... operators: what is recomputed of one is there at once."""
+    of_segment: dict[int, float] = {}
+    largest = []
+    for segment, each in zip(segments, saved, strict=True):
+        of_segment[segment] = of_segment.get(segment, 0.0) + each
+        largest.append(max(of_segment[segment], largest[-1] if largest else 0.0))
+    return np.array(largest)
+
+
+def _kept_bytes(tables: CostTables, costs: Costs) -> np.ndarray:
+    """Bytes [T] that a device keeps from the forward to the backward pass of every tensor, and of its copies in other layouts."""
+    begin = next(k for k, task in enumerate(tables.graph.tasks) if task.phase == BACKWARD)
+    spans, kept = lifespans(tables, costs.layouts, np.asarray(costs.parts.is_sent)), np.zeros(len(tables.graph.tensors))
+    is_kept = (spans.since < begin) & (np.asarray(spans.until) >= begin)
+    kept[spans.tensors[is_kept]] = np.asarray(costs.parts.held_bytes, np.float64)[spans.tensors[is_kept]]
+    is_copy = (np.asarray(spans.copy_since) < begin) & (spans.copy_until >= begin)
+    np.add.at(kept, tables.edge_tensor[is_copy], np.asarray(costs.parts.copy_bytes, np.float64)[is_copy])
+    return kept
 
 
 def _forward_s(tables: CostTables, costs: Costs) -> np.ndarray:
