@@ -50,22 +50,25 @@ def _sample_dim(space: SearchSpace, n: int, axes: Sequence[int]) -> int | None:
 
 def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None = None) -> tuple[Strategy, tuple[str, ...]]:
     """Every operator split over its sample dim, everything else replicated; over `axes`, all by default."""
-    space, mesh = problem.space, problem.space.mesh
+    space, sizes = problem.space, problem.space.mesh.axis_sizes
     axes = range(space.num_axes) if axes is None else axes
-    strategy = replicated(problem.graph, mesh)
+    wanted = math.prod(sizes[a] for a in axes)
     lowered = set()
-    wanted = math.prod(mesh.axis_sizes[a] for a in axes)
-    sample_dim = functools.cache(lambda like: _sample_dim(space, like, axes))
-    for n, op in enumerate(problem.graph.operators):
-        dim = sample_dim(space.alike[n])
-        if op.fixed is not None:
-            strategy.axes[n] = _only_config(problem, n)
-        elif dim is not None:
-            chosen = split_axes(space, n, dim, axes)
-            strategy.axes[n, list(chosen)] = dim
-            reached = math.prod(mesh.axis_sizes[a] for a in chosen)
+
+    @functools.cache
+    def config(like: int) -> np.ndarray:
+        found, dim = np.full(space.num_axes, REPLICATE, np.int8), _sample_dim(space, like, axes)
+        if dim is not None:
+            chosen = split_axes(space, like, dim, axes)
+            found[list(chosen)] = dim
+            reached = math.prod(sizes[a] for a in chosen)
             if reached < wanted:
-                lowered.add((op.dims[dim].divisor, reached))
+                lowered.add((problem.graph.operators[like].dims[dim].divisor, reached))
+        return found
+
+    strategy = replicated(problem.graph, space.mesh)
+    for n, (op, like) in enumerate(zip(problem.graph.operators, space.alike, strict=True)):
+        strategy.axes[n] = config(like) if op.fixed is None else _only_config(problem, n)
     notes = tuple(f"a sample dim of {size} does not split {wanted} ways: {reached} used" for size, reached in sorted(lowered))
     return strategy, notes
 
