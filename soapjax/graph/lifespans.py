@@ -9,11 +9,13 @@ of its own: what it was computed from is free when it is cast.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph, Task
+from soapjax.graph.passes.phases import BACKWARD, FORWARD
 from soapjax.graph.rules.pools import needed_at
 
 
@@ -48,7 +50,7 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
         stands_for = _stand_in(graph, task, free)
         if stands_for >= 0:
             is_stand_in[stands_for] = True
-            kept_bytes = task.memory.result_bytes + task.memory.costly_bytes
+            kept_bytes = task.memory.result_bytes * task.memory.keeps_result + task.memory.costly_bytes
             scale[stands_for] = kept_bytes / graph.tensors[stands_for].size_bytes
         elif task.memory.costly_bytes and (own := _own_result(task, free)) >= 0:
             scale[own] += task.memory.costly_bytes / graph.tensors[own].size_bytes
@@ -61,6 +63,47 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
                     computed_until[s] = max(computed_until[s], last_use[i])
                     last_use[s] = max(last_use[s], last_use[i])
     return Lifetimes(is_stored, last_use, computed_until, _reused(graph, is_stored, last_use, kept), is_stand_in, scale)
+
+
+def kept_between_passes(
+    graph: OperatorGraph, lives: Lifetimes, maker: Sequence[int], tasks: Iterable[int], is_here: Callable[[Task], bool],
+) -> set[int]:  # fmt: skip
+    """Forward tensors that backward tasks read, or compute what they read from, where both passes are programs of their own.
+
+    Of what is not stored, and of a heavy equation's own result that is no tensor, that from which it is computed, or what stands
+    for it. Not by tasks that are elsewhere: what they make is given.
+
+    Args:
+      maker: the task [T] that writes each tensor, -1 where none does.
+      tasks: of the program, forward ones may be among them.
+    """
+    queue = [a.tensor for k in tasks if graph.tasks[k].phase == BACKWARD for a in graph.tasks[k].reads if maker[a.tensor] >= 0]
+    seen, kept = set(queue), set()
+    while queue:
+        tensor = queue.pop()
+        task = graph.tasks[maker[tensor]]
+        if task.phase != FORWARD:
+            continue
+        if lives.is_stored[tensor] or not is_here(task):
+            kept.add(tensor)
+            continue
+        for s in task.memory.recomputed_from[[a.tensor for a in task.writes].index(tensor)] or ():
+            if s == HEAVY_RESULT:
+                s = next(a.tensor for a in task.writes if lives.is_stand_in[a.tensor])
+            if s not in seen and maker[s] >= 0:
+                seen.add(s)
+                queue.append(s)
+    return kept
+
+
+def kept_for_result(graph: OperatorGraph, lives: Lifetimes, task: Task) -> tuple[int, ...]:
+    """The tensors that one program gives another for a heavy equation's own result; none where that one is smaller, or a tensor."""
+    made = [
+        a.tensor for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False)
+        if sources is not None and HEAVY_RESULT in sources and (lives.is_stand_in[a.tensor] or not lives.is_stored[a.tensor])
+    ]  # fmt: skip
+    has_stand_in = any(lives.is_stand_in[t] for t in made)
+    return tuple(made) if has_stand_in and sum(graph.tensors[t].size_bytes for t in made) < task.memory.result_bytes else ()
 
 
 def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.operators import NOT_SPLIT, Access, Operator, OperatorGraph
+from soapjax.graph.operators import NOT_SPLIT, Access, Operator, OperatorGraph, TaskMemory
 
 
 def sample_divisor(graph: OperatorGraph) -> int:
@@ -45,7 +45,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
                 shapes[access.tensor][d] //= num
 
     def share(n: int, dims: tuple[int, ...]) -> int:
-        return num if any(is_sample[n][d] for d in dims) else 1
+        return num if any(d != NOT_SPLIT and is_sample[n][d] for d in dims) else 1
 
     tasks = []
     for task in graph.tasks:
@@ -60,6 +60,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
                 work=tuple(w._replace(flops=w.flops / share(n, w.dims)) for w in task.work),
                 halos=tuple(h._replace(size_bytes=h.size_bytes / share(n, h.dims)) for h in task.halos),
                 sums=tuple(s._replace(size_bytes=s.size_bytes / share(n, s.dims)) for s in task.sums),
+                memory=_memory(task.memory, share(n, task.equations.result_dims)),
             )
         )
     operators = tuple(
@@ -68,3 +69,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     )
     tensors = tuple(t._replace(shape=tuple(s)) for t, s in zip(graph.tensors, shapes, strict=True))
     return dataclasses.replace(graph, operators=operators, tasks=tuple(tasks), tensors=tensors)
+
+
+def _memory(memory: TaskMemory, share: int) -> TaskMemory:
+    return memory._replace(result_bytes=memory.result_bytes / share, costly_bytes=memory.costly_bytes / share)

@@ -224,7 +224,7 @@ def ranking_of(options: Recomputation, tables: CostTables, costs: Costs) -> Rank
 def _at_once(segments: Sequence[int], saved: Sequence[float]) -> np.ndarray:
     """Bytes of the largest segment by the first 1, 2, ... operators: what is recomputed of one is there at once."""
     of_segment: dict[int, float] = {}
-    largest = []
+    largest: list[float] = []
     for segment, each in zip(segments, saved, strict=True):
         of_segment[segment] = of_segment.get(segment, 0.0) + each
         largest.append(max(of_segment[segment], largest[-1] if largest else 0.0))

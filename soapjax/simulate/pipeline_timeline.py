@@ -27,15 +27,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from soapjax.simulate.event import TaskGraph, run
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import (
     actions,
     groups_of,
+    held_by,
     in_flight,
     kind_of,
-    most_put_off,
-    most_recomputed,
     recomputes_apart,
     splits_backward,
 )
@@ -192,12 +193,16 @@ def predicted_times(
 
 def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Peak bytes on each of a stage's devices [stages], and most micro-batches held [stages]."""
-    held = in_flight(pipeline)
-    rows = zip(loads, held, most_put_off(pipeline), most_recomputed(pipeline), strict=True)
-    own = [_memory(pipeline, i, *row) for i, row in enumerate(rows)]
-    groups = {i: group for group in groups_of(pipeline) for i in group}
-    # Stages on the same devices: all that stays is there at once, of the working sets only one is.
-    return tuple(sum(own[j][0] for j in groups[i]) + max(own[j][1] for j in groups[i]) for i in range(len(own))), held
+    most = in_flight(pipeline)
+    stays, own = np.array([_memory(pipeline, i, load, n) for i, (load, n) in enumerate(zip(loads, most, strict=True))]).T
+    peak = np.zeros(len(loads))
+    for group, held in zip(groups_of(pipeline), held_by(pipeline), strict=True):
+        mine = list(group)  # stages on the same devices: what stays of all is there at once, and one of them works
+        kept, between = (np.array([getattr(loads[i], name) for i in mine]) for name in ("kept_bytes", "between_bytes"))
+        keeps = np.array([loads[i].input_bytes if pipeline.stages[i].rematerialise else loads[i].kept_bytes for i in mine])
+        others = held.kept @ keeps + held.put_off @ between + held.recomputed @ kept
+        peak[mine] = stays[mine].sum() + (others + own[mine][held.stage]).max(initial=0.0)
+    return tuple(peak.tolist()), most
 
 
 def _long_enough(pipeline: Pipeline) -> Pipeline:
@@ -220,19 +225,16 @@ def _steady_s(pipeline: Pipeline, ends: Sequence[float]) -> float:
     return (ends[first + count] - ends[first]) / (count * per_update)
 
 
-def _memory(pipeline: Pipeline, stage: int, load: StageLoad, held: int, put_off: int, again: int) -> tuple[float, float]:
-    """Bytes on one device of a stage that stay for the step, and those of one micro-batch's passes beyond.
+def _memory(pipeline: Pipeline, stage: int, load: StageLoad, most: int) -> tuple[float, float]:
+    """Bytes on one device of a stage that stay for the step, and those of the micro-batch that it works on.
 
     Args:
-      held, put_off, again: most micro-batches in flight, whose gradients of weights are to come, and computed again.
+      most: micro-batches in flight.
     """
     replicas = pipeline.stages[stage].replicas
-    per_replica = -(-held // replicas)
-    keeps = load.input_bytes if pipeline.stages[stage].rematerialise else load.kept_bytes
-    num = -(-pipeline.num_microbatches // replicas)
+    per_replica, num = -(-most // replicas), -(-pipeline.num_microbatches // replicas)
     # The whole batch is laid out as one array, and taken apart before the first pass.
-    stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes + max(per_replica - 1, 0) * keeps
-    stays += put_off * load.between_bytes + max(again - 1, 0) * load.kept_bytes
+    stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes
     if not kind_of(pipeline).is_synchronous:
         # Stashed versions. Of a stage with replicas the weights that were given stay, and an update takes no version's memory.
         stays += (max(per_replica - 1, 0) if replicas == 1 else per_replica + 1) * load.parameter_bytes

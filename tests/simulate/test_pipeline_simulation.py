@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, predicted_times, simulate_pipeline
+from soapjax.simulate.pipeline_timeline import StageLoad, Transfer, memory_of, predicted_times, simulate_pipeline
 from soapjax.strategy.pipeline import Pipeline, Stage
 from soapjax.strategy.schedules import actions, groups_of, needs
 
@@ -144,6 +144,51 @@ def test_memory_counts_what_is_in_flight(num_stages, num):
     assert plain.memory_bytes == tuple(40 + (h - 1) * 20 + own + (h < num) for h in held)
     stashed = simulate_pipeline(pipeline("pipedream", num_stages, num), loads, ())
     assert stashed.memory_bytes == tuple(40 + (h - 1) * (20 + 10) + own + (h < num) for h in held)
+
+
+def fullest(p, loads):
+    """Bytes of each group of devices: all its stages' micro-batches, one after the other, by what is alive of each."""
+    found = {}
+    for group, order in zip(groups_of(p), actions(p), strict=True):
+        stays = sum(loads[i].state_bytes + loads[i].gradient_bytes for i in group)
+        keeps = {i: loads[i].input_bytes if p.stages[i].rematerialise else loads[i].kept_bytes for i in group}
+        alive, peaks = {}, []  # (stage, micro-batch) -> bytes
+        ends = "weights" if p.schedule == "zb-h1" else "backward"
+        most = {i: min(p.num_microbatches, max_held(order, i, ends)) for i in group}
+        for a in order:
+            others = sum(size for at, size in alive.items() if at != (a.stage, a.microbatch))
+            own = max(loads[a.stage].working_bytes, loads[a.stage].kept_bytes) if a.kind != "update" else 0.0
+            arriving = loads[a.stage].input_bytes if own and most[a.stage] < p.num_microbatches else 0.0
+            both = loads[a.stage].input_bytes if own and p.schedule == "zb-h1" and p.stages[a.stage].rematerialise else 0.0
+            peaks.append(stays + others + own + arriving + both)
+            if a.kind == "forward":
+                alive[a.stage, a.microbatch] = keeps[a.stage]
+            elif a.kind == "recompute":
+                alive[a.stage, a.microbatch] += loads[a.stage].kept_bytes
+            elif a.kind == ends:
+                del alive[a.stage, a.microbatch]
+            elif a.kind == "backward":
+                alive[a.stage, a.microbatch] += loads[a.stage].between_bytes
+        found |= dict.fromkeys(group, max(peaks))
+    return [found[i] for i in range(len(p.stages))]
+
+
+def max_held(order, stage, end):
+    held = list(itertools.accumulate((a.kind == "forward") - (a.kind == end) for a in order if a.stage == stage))
+    return max(held)
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]), st.integers(2, 4), st.integers(1, 3), st.integers(1, 7),
+    st.booleans(), st.lists(st.tuples(*[st.integers(1, 50)] * 5), min_size=12, max_size=12),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_stages_on_the_same_devices_hold_what_all_of_them_have_in_flight(schedule, groups, chunks, rounds, again, sizes):
+    chunks = chunks if schedule in ("gpipe", "interleaved") else 1
+    p = pipeline(schedule, groups * chunks, groups * rounds, groups=groups, remat=range(groups * chunks) if again else ())
+    names = "state_bytes", "input_bytes", "kept_bytes", "working_bytes", "between_bytes"
+    loads = [StageLoad(1.0, 2.0, 0.1, **dict(zip(names, row, strict=True))) for row in sizes[: groups * chunks]]
+    assert memory_of(p, loads)[0] == pytest.approx(fullest(p, loads))
 
 
 def test_the_batch_is_there_as_a_whole_and_in_parts():

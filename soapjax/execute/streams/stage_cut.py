@@ -10,7 +10,6 @@ every stage that needs it, from what the first round made of each stage's own.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
 from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.graph.lifespans import lifetimes
-from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
+from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes
+from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules.light_rules import LIGHT
@@ -289,34 +288,28 @@ def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
     return frozenset() if stage is None else frozenset({stage})
 
 
-def _stored_tensors(c: Cutter) -> set[int]:
-    """Tensors that stay in memory; where some stand for a heavy equation's own result, these or that result: what is smaller."""
+def _kept_tensors(c: Cutter) -> set[int]:
+    """Forward tensors that one pass hands on to the other."""
     graph, lives = c.graph, lifetimes(c.graph)
-    stored = set(np.flatnonzero(lives.is_stored & ~lives.is_stand_in).tolist())
-    outputs = {e.key: e.outputs for e in c.program.eqns}
-    for task in graph.tasks:
-        made = [
-            a.tensor for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False)
-            if sources is not None and HEAVY_RESULT in sources and (lives.is_stand_in[a.tensor] or a.tensor not in stored)
-        ]  # fmt: skip
-        if any(lives.is_stand_in[t] for t in made) and task.equations.heavy in outputs:
-            whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (c.program.avals[o] for o in outputs[task.equations.heavy]))
-            if sum(graph.tensors[t].size_bytes for t in made) < whole:
-                stored.update(made)
-    return stored
+    maker = np.full(len(graph.tensors), -1)
+    for k, task in enumerate(graph.tasks):
+        maker[[a.tensor for a in task.writes]] = k
+    kept = kept_between_passes(graph, lives, maker.tolist(), range(len(graph.tasks)), lambda task: True)
+    own_results = (kept_for_result(graph, lives, graph.tasks[maker[t]]) for t in kept if lives.is_stand_in[t])
+    return {t for t in kept if not lives.is_stand_in[t]}.union(*own_results)
 
 
 def _computed_again(c: Cutter) -> tuple[set[str], set[int]]:
     """The light forward equations that a backward pass evaluates itself, and the values that it reads although they make them.
 
-    A stage keeps what one program would keep (graph/lifespans.py): the compiler fuses the derivative of an activation into
-    its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
+    A stage keeps what one program would keep for that (graph/lifespans.py): the compiler fuses the derivative of an activation
+    into its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
     """
     light = {e.key for e in c.program.eqns if c.phase[e.key] == FORWARD and (e.name in LIGHT or e.key not in c.of_batch)}
-    stored = _stored_tensors(c)
+    tensors = _kept_tensors(c)
     kept = set()
     for v, eqn in c.made_by.items():
-        if eqn.key in c.of_batch and c.phase[eqn.key] == FORWARD and c.binding.tensor_of.get(v) in stored:
+        if eqn.key in c.of_batch and c.phase[eqn.key] == FORWARD and c.binding.tensor_of.get(v) in tensors:
             kept.add(v)
     return light, kept
 

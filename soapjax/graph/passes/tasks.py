@@ -142,9 +142,9 @@ class TaskBuilder:
         self.places[unit.eqns[0].key] = classes, index
         heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
         memory = TaskMemory(
-            self._result_bytes(unit, results), tuple(self._recomputed_from(unit, o, results) for o in results),
+            self._result_bytes(unit), tuple(self._recomputed_from(unit, o, results) for o in results),
             self._image(unit.heavy), unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
-            self._costly_bytes(unit),
+            self._costly_bytes(unit), not _costly(unit) or self._is_read_itself(unit, results),
         )  # fmt: skip
         keys, heavy_key = tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else ""
         return Task(
@@ -155,9 +155,8 @@ class TaskBuilder:
             memory=memory, equations=TaskEquations(keys, heavy_key, heavy.operands, heavy.results[0]),
         )  # fmt: skip
 
-    def _result_bytes(self, unit: Unit, results: list[int]) -> float:
-        """Of the heavy equation's first result; 0 where all that is computed from it is computed from what is kept in its place."""
-        if unit.heavy is None or (_costly(unit) and not self._is_read_itself(unit, results)):
+    def _result_bytes(self, unit: Unit) -> float:
+        if unit.heavy is None:
             return 0.0
         aval = self.program.aval(unit.heavy.outputs[0])
         return float(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4))

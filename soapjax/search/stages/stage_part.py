@@ -10,8 +10,7 @@ import numpy as np
 
 from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.graph.lifespans import Lifetimes
-from soapjax.graph.operators import HEAVY_RESULT
+from soapjax.graph.lifespans import Lifetimes, kept_between_passes, kept_for_result
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.stage_figures import Figures
 from soapjax.simulate.pipeline_timeline import StageLoad
@@ -210,29 +209,16 @@ class StagePart:
         ]  # fmt: skip
         return float(self.figures.shard_bytes[made].sum())
 
-    def _kept(self) -> set[int]:
-        """Forward tensors that the backward pass reads, or from which it computes what is not stored (graph/lifespans.py)."""
-        graph, lives, maker = self.graph, self.lives, self.own.maker
-        queue = [
-            a.tensor for k in self.tasks if graph.tasks[k].phase == BACKWARD for a in graph.tasks[k].reads if maker[a.tensor] >= 0
-        ]  # fmt: skip
-        seen, kept = set(queue), set()
-        while queue:
-            tensor = queue.pop()
-            task = graph.tasks[maker[tensor]]
-            if task.phase != FORWARD:
-                continue
-            if lives.is_stored[tensor] or not self.mine[self.own.operator[maker[tensor]]]:
-                kept.add(tensor)
-                continue
-            position = [a.tensor for a in task.writes].index(tensor)
-            for s in task.memory.recomputed_from[position] or ():
-                if s == HEAVY_RESULT:
-                    s = next(a.tensor for a in task.writes if lives.is_stand_in[a.tensor])
-                if s not in seen and maker[s] >= 0:
-                    seen.add(s)
-                    queue.append(s)
-        return kept
+    def _kept(self) -> dict[int, float]:
+        """Bytes of the forward tensors that the backward pass is given."""
+        graph, lives, maker, size = self.graph, self.lives, self.own.maker, self.figures.shard_bytes
+        kept = kept_between_passes(graph, lives, maker.tolist(), self.tasks, lambda task: bool(self.mine[task.operator]))
+        found = {t: float(size[t]) for t in kept}
+        for t in kept:
+            task = graph.tasks[maker[t]]
+            if lives.is_stand_in[t] and not kept_for_result(graph, lives, task):
+                found[t] *= task.memory.result_bytes / graph.tensors[t].size_bytes
+        return found
 
     def load(self) -> StageLoad:
         """Seconds of its programs, and the bytes that it keeps."""
@@ -271,7 +257,7 @@ class StagePart:
         made = {i for n in np.flatnonzero(self.mine) for i in own.tensors_of[n]}
         parameters = {p.tensor for p in graph.parameters}
         state = {leaf for leaf, _ in graph.state_pairs}
-        is_kept = self._kept()
+        kept_bytes = self._kept()
         kept = arrives = batch = 0.0
         steps = np.zeros(tables.num_tasks + 2)
         for tensor in sorted({*reads, *made}):
@@ -290,8 +276,7 @@ class StagePart:
                 continue
             if graph.tasks[k].phase == FORWARD and not made_here and any(graph.tasks[r].phase != UPDATE for r in mine):
                 arrives += size
-            if tensor in is_kept:
-                kept += size
+            kept += kept_bytes.get(tensor, 0.0)
             birth = k if made_here else min(mine)
             size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
             steps[birth] += size
