@@ -18,7 +18,7 @@ from soapjax.planning.plan_files import opened_alone, recost
 from soapjax.strategy.plan import Plan
 
 ASKED = dict(pipeline="1f1b", stages=2, microbatches=4, proposals=8)
-USABLE_BYTES = 3_270_000_000  # 60 % of what the step needs where all is kept
+USABLE_BYTES = 4_000_000_000  # two thirds of what the step needs where all is kept
 
 
 @pytest.fixture(scope="module")

@@ -259,6 +259,7 @@ class StagePart:
         state = {leaf for leaf, _ in graph.state_pairs}
         kept_bytes = self._kept()
         kept = arrives = batch = 0.0
+        last = max((k for k in self.tasks if graph.tasks[k].phase == BACKWARD), default=-1)
         steps = np.zeros(tables.num_tasks + 2)
         for tensor in sorted({*reads, *made}):
             size, k, mine = figures.shard_bytes[tensor], int(own.maker[tensor]), reads.get(tensor, [])
@@ -280,8 +281,8 @@ class StagePart:
             birth = k if made_here else min(mine)
             size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
             steps[birth] += size
-            # What XLA fuses into its readers keeps its own operands alive until these run.
-            steps[max([birth, *mine, int(tables.tensor_death[tensor])]) + 1] -= size
+            # What XLA fuses into its readers keeps its own operands alive until these run; what a program is given it does not free.
+            steps[max([birth, *mine, int(tables.tensor_death[tensor]), last if tensor in kept_bytes else -1]) + 1] -= size
         for n in np.flatnonzero(self.mine):
             for e in own.edges_of[n]:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
