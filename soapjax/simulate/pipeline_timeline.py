@@ -60,9 +60,14 @@ class StageLoad(NamedTuple):
     input_bytes: float = 0.0  # what arrives from other stages for one micro-batch
     kept_bytes: float = 0.0  # all that its backward pass needs, inputs too, `batch_bytes` not
     working_bytes: float = 0.0  # peak during one micro-batch's own passes, `kept_bytes` in it, gradients not
+    split_working_bytes: float = 0.0  # the same where the backward pass is two programs
     inputs_s: float = 0.0  # of the backward pass what earlier stages wait for, as a program of its own
     weights_s: float = 0.0  # the rest of it, likewise
     between_bytes: float = 0.0  # what the second reads of the first
+    kept_for_weights_bytes: float = 0.0  # and of the forward pass
+
+
+OF_MICROBATCHES = "input_bytes", "kept_bytes", "between_bytes", "kept_for_weights_bytes"
 
 
 class Transfer(NamedTuple):
@@ -198,9 +203,10 @@ def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[flo
     peak = np.zeros(len(loads))
     for group, held in zip(groups_of(pipeline), held_by(pipeline), strict=True):
         mine = list(group)  # stages on the same devices: what stays of all is there at once, and one of them works
-        kept, between = (np.array([getattr(loads[i], name) for i in mine]) for name in ("kept_bytes", "between_bytes"))
-        keeps = np.array([loads[i].input_bytes if pipeline.stages[i].rematerialise else loads[i].kept_bytes for i in mine])
-        others = held.kept @ keeps + held.put_off @ between + held.recomputed @ kept
+        of_inputs, kept, between, for_weights = (np.array([getattr(loads[i], name) for i in mine]) for name in OF_MICROBATCHES)
+        again = np.array([pipeline.stages[i].rematerialise for i in mine])
+        waits, put_off = np.where(again, of_inputs, kept), between + np.where(again, of_inputs, for_weights)
+        others = (held.kept - held.put_off) @ waits + held.put_off @ put_off + held.recomputed @ kept
         peak[mine] = stays[mine].sum() + (others + own[mine][held.stage]).max(initial=0.0)
     return tuple(peak.tolist()), most
 
@@ -238,7 +244,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, most: int) -> tuple
     if not kind_of(pipeline).is_synchronous:
         # Stashed versions. Of a stage with replicas the weights that were given stay, and an update takes no version's memory.
         stays += (max(per_replica - 1, 0) if replicas == 1 else per_replica + 1) * load.parameter_bytes
-    own = max(load.working_bytes, load.kept_bytes)
+    own = max(load.split_working_bytes if splits_backward(pipeline) else load.working_bytes, load.kept_bytes)
     if pipeline.stages[stage].rematerialise and not recomputes_apart(pipeline, stage):
         own += load.input_bytes  # beside what one program makes of it
     if num > 1:

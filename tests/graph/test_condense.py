@@ -47,9 +47,11 @@ def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
         wanted = exact.load_of((a, b), 0, 8, 4, all_figures[k])
         # Gradients that wait to be scattered in one collective are more in more blocks, up to what a collective takes.
         waits = inside.name.endswith(("regathered", "gradients"))
-        assert found.working_bytes == pytest.approx(wanted.working_bytes, rel=0.15 if waits else 0.01)
+        rough = {name: getattr(wanted, name) for name in ("working_bytes", "split_working_bytes", "update_s")}
+        for name, rel in (("working_bytes", 0.01), ("split_working_bytes", 0.03)):
+            assert getattr(found, name) == pytest.approx(rough[name], rel=0.15 if waits else rel)
         assert found.update_s == pytest.approx(wanted.update_s, rel=4e-3)  # latency is shared with what is merged
-        found = found._replace(working_bytes=wanted.working_bytes, update_s=wanted.update_s)
+        found = found._replace(**rough)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-4, atol=1e-9)
 
 

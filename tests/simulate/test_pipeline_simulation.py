@@ -157,7 +157,9 @@ def fullest(p, loads):
         most = {i: min(p.num_microbatches, max_held(order, i, ends)) for i in group}
         for a in order:
             others = sum(size for at, size in alive.items() if at != (a.stage, a.microbatch))
-            own = max(loads[a.stage].working_bytes, loads[a.stage].kept_bytes) if a.kind != "update" else 0.0
+            load = loads[a.stage]
+            working = load.split_working_bytes if p.schedule == "zb-h1" else load.working_bytes
+            own = max(working, load.kept_bytes) if a.kind != "update" else 0.0
             arriving = loads[a.stage].input_bytes if own and most[a.stage] < p.num_microbatches else 0.0
             both = loads[a.stage].input_bytes if own and p.schedule == "zb-h1" and p.stages[a.stage].rematerialise else 0.0
             peaks.append(stays + others + own + arriving + both)
@@ -168,7 +170,8 @@ def fullest(p, loads):
             elif a.kind == ends:
                 del alive[a.stage, a.microbatch]
             elif a.kind == "backward":
-                alive[a.stage, a.microbatch] += loads[a.stage].between_bytes
+                again = p.stages[a.stage].rematerialise
+                alive[a.stage, a.microbatch] = load.between_bytes + (load.input_bytes if again else load.kept_for_weights_bytes)
         found |= dict.fromkeys(group, max(peaks))
     return [found[i] for i in range(len(p.stages))]
 
@@ -180,14 +183,15 @@ def max_held(order, stage, end):
 
 @given(
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]), st.integers(2, 4), st.integers(1, 3), st.integers(1, 7),
-    st.booleans(), st.lists(st.tuples(*[st.integers(1, 50)] * 5), min_size=12, max_size=12),
+    st.booleans(), st.lists(st.tuples(*[st.integers(1, 50)] * 7), min_size=12, max_size=12),
 )  # fmt: skip
 @settings(max_examples=60)
 def test_stages_on_the_same_devices_hold_what_all_of_them_have_in_flight(schedule, groups, chunks, rounds, again, sizes):
     chunks = chunks if schedule in ("gpipe", "interleaved") else 1
     p = pipeline(schedule, groups * chunks, groups * rounds, groups=groups, remat=range(groups * chunks) if again else ())
-    names = "state_bytes", "input_bytes", "kept_bytes", "working_bytes", "between_bytes"
-    loads = [StageLoad(1.0, 2.0, 0.1, **dict(zip(names, row, strict=True))) for row in sizes[: groups * chunks]]
+    names = "state", "input", "kept", "working", "between", "kept_for_weights", "split_working"
+    rows = [{f"{name}_bytes": n for name, n in zip(names, row, strict=True)} for row in sizes[: groups * chunks]]
+    loads = [StageLoad(1.0, 2.0, 0.1, **row) for row in rows]
     assert memory_of(p, loads)[0] == pytest.approx(fullest(p, loads))
 
 

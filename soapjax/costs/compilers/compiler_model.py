@@ -28,11 +28,16 @@ class Reshards(NamedTuple):
 
 OrderRule = Callable[[OperatorGraph, MemoryOrder, Reshards], MemoryOrder]
 TensorRule = Callable[[OperatorGraph], np.ndarray]  # -> [T]
+ReadRule = Callable[[OperatorGraph], list[tuple[int, int]]]  # -> (task, tensor that it reads)
 
 
 def of_no_tensor(graph: OperatorGraph) -> np.ndarray:
     """bool [T]."""
     return np.zeros(len(graph.tensors), bool)
+
+
+def of_no_read(graph: OperatorGraph) -> list[tuple[int, int]]:
+    return []
 
 
 class CompilerModel(NamedTuple):
@@ -48,6 +53,7 @@ class CompilerModel(NamedTuple):
     widened: frozenset[str] = frozenset()  # dtypes that are twice as wide inside a program, in collectives too
     kept_more: tuple[TensorRule, ...] = ()  # float32: how much more than once a tensor is kept
     order: tuple[OrderRule, ...] = ()  # in which order tasks run, where it is not the program's
+    copied_first: ReadRule = of_no_read  # for which reads a program that is given the tensor copies it before all else
 
     def widening(self, dtypes: Iterable[str]) -> np.ndarray:
         """How many times as large values of these types are inside a program as in its arguments and results."""

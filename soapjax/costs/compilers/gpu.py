@@ -10,7 +10,7 @@ import numpy as np
 
 from soapjax.costs.compilers.compiler_model import CompilerModel
 from soapjax.costs.compilers.gpu_order import inputs_first, late_products
-from soapjax.graph.operators import HEAVY_RESULT, OperatorGraph
+from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, OperatorGraph
 
 MERGED_BYTES = 30.0 * 2**20  # xla_gpu_all_reduce_combine_threshold_bytes and its siblings (0.10.2)
 
@@ -58,6 +58,20 @@ def light_bfloat16_unrounded(graph: OperatorGraph) -> np.ndarray:
     return more
 
 
+def operands_with_inner_batch_dims(graph: OperatorGraph) -> list[tuple[int, int]]:
+    """Batched products want their batch dims first. What is given with them further inside (heads, behind the sequence) is
+    transposed for them, all of it at the beginning of the program, long before the product (0.10.2)."""
+    found = []
+    for k, task in enumerate(graph.tasks):
+        operands = task.equations.operand_dims if task.kind == "dot" else ()
+        batch = set(task.equations.result_dims).intersection(*operands) - {NOT_SPLIT} if operands else set()
+        for access in task.reads if batch else ():
+            dims = operands[access.operand] if 0 <= access.operand < len(operands) else ()
+            if not batch.issuperset(dims[: len(batch)]):
+                found.append((k, access.tensor))
+    return found
+
+
 def _readers(graph: OperatorGraph) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for k, task in enumerate(graph.tasks):
@@ -69,4 +83,5 @@ def _readers(graph: OperatorGraph) -> dict[int, set[int]]:
 GPU = CompilerModel(
     name="XLA for GPUs", read_on="0.10.2", merged_bytes=MERGED_BYTES, waits=waits_for_its_update, sums_in_place=True,
     kept_more=(images_in_both_orders, light_bfloat16_unrounded), order=(inputs_first, late_products),
+    copied_first=operands_with_inner_batch_dims,
 )  # fmt: skip

@@ -288,30 +288,38 @@ def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
     return frozenset() if stage is None else frozenset({stage})
 
 
-def _kept_tensors(c: Cutter) -> set[int]:
-    """Forward tensors that one pass hands on to the other."""
+def _kept_tensors(c: Cutter) -> dict[int, set[int]]:
+    """What the forward pass hands on to the backward pass, and what that one stores."""
     graph, lives = c.graph, lifetimes(c.graph)
     maker = np.full(len(graph.tensors), -1)
     for k, task in enumerate(graph.tasks):
         maker[[a.tensor for a in task.writes]] = k
     kept = kept_between_passes(graph, lives, maker.tolist(), range(len(graph.tasks)), lambda task: True)
     own_results = (kept_for_result(graph, lives, graph.tasks[maker[t]]) for t in kept if lives.is_stand_in[t])
-    return {t for t in kept if not lives.is_stand_in[t]}.union(*own_results)
+    backward = {a.tensor for task in graph.tasks if task.phase == BACKWARD for a in task.writes if lives.is_stored[a.tensor]}
+    return {FORWARD: {t for t in kept if not lives.is_stand_in[t]}.union(*own_results), BACKWARD: backward}
 
 
-def _computed_again(c: Cutter) -> tuple[set[str], set[int]]:
-    """The light forward equations that a backward pass evaluates itself, and the values that it reads although they make them.
+class _Light(NamedTuple):
+    """Of one pass what later programs evaluate themselves."""
+
+    equations: set[str]
+    given: set[int]  # values that they read although such equations make them
+
+
+def _computed_again(c: Cutter) -> dict[int, _Light]:
+    """The light equations of both passes.
 
     A stage keeps what one program would keep for that (graph/lifespans.py): the compiler fuses the derivative of an activation
     into its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
     """
-    light = {e.key for e in c.program.eqns if c.phase[e.key] == FORWARD and (e.name in LIGHT or e.key not in c.of_batch)}
-    tensors = _kept_tensors(c)
-    kept = set()
-    for v, eqn in c.made_by.items():
-        if eqn.key in c.of_batch and c.phase[eqn.key] == FORWARD and c.binding.tensor_of.get(v) in tensors:
-            kept.add(v)
-    return light, kept
+    found, kept = {}, _kept_tensors(c)
+    for phase in (FORWARD, BACKWARD):
+        mine = [e for e in c.program.eqns if c.phase[e.key] == phase]
+        light = {e.key for e in mine if e.name in LIGHT or e.key not in c.of_batch}
+        made = (o for e in mine if e.key in c.of_batch for o in e.outputs)
+        found[phase] = _Light(light, {o for o in made if c.binding.tensor_of.get(o) in kept[phase]})
+    return found
 
 
 def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline) -> StageCut:
@@ -335,20 +343,24 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     )  # fmt: skip
     _assign(c, stage_of_operators(graph, pipeline))
     free = c.keys(None)
-    light, kept = _computed_again(c)
+    light = _computed_again(c)
     apart = c.between_stages()
     put_off = _put_off(c, free) if splits_backward(pipeline) else set()
     forward, backward, weights, recompute = [], [], [], []
     for s, stage in enumerate(pipeline.stages):
-        own, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
-        forward.append(make_part(f"forward {s}", s, step.program, own, free))
-        again, stop = (own, ()) if stage.rematerialise and not is_apart else (own & light, kept)
+        first, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
+        forward.append(make_part(f"forward {s}", s, step.program, first, free))
+        again, stop = first & light[FORWARD].equations, light[FORWARD].given
+        if stage.rematerialise and not is_apart:
+            again, stop = first, set()
         mine = c.keys(BACKWARD, s) - apart
         backward.append(make_part(f"backward {s}", s, step.program, mine - put_off, free | again, stop=stop))
         if mine & put_off:
-            weights.append(make_part(f"weights {s}", s, step.program, mine & put_off, free | again, stop=stop))
-        if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in own]):
-            recompute.append(make_part(f"recompute {s}", s, step.program, (), free | own, made))
+            own, others = mine & put_off, (mine - put_off) & light[BACKWARD].equations
+            given = {v for v in light[BACKWARD].given if c.made_by[v].key not in own} | stop
+            weights.append(make_part(f"weights {s}", s, step.program, own, free | again | others, stop=given))
+        if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in first]):
+            recompute.append(make_part(f"recompute {s}", s, step.program, (), free | first, made))
     passes = [*forward, *backward, *weights, *recompute]
     updates = cut_updates(c, passes)
     # What is computed again the forward pass does not hand on.

@@ -60,10 +60,17 @@ class CondensedLoads:
         load = StageLoad(*self._extended(bounds, load_of).tolist())._replace(sync_level=0)  # a whole number, and of replicas only
         # Of more blocks another moment may be the fullest: the one at which all that is kept is there.
         short = load_of(self._shortened(bounds)[0])
-        working_bytes = max(load.working_bytes, short.working_bytes + load.kept_bytes - short.kept_bytes)
-        load = load._replace(working_bytes=working_bytes)
+        more_bytes = load.kept_bytes - short.kept_bytes
+        more_split_bytes = more_bytes + load.between_bytes - short.between_bytes
+        load = load._replace(
+            working_bytes=max(load.working_bytes, short.working_bytes + more_bytes),
+            split_working_bytes=max(load.split_working_bytes, short.split_working_bytes + more_split_bytes),
+        )
         if bounds[0] == 0:  # nobody waits for the backward pass of the first stage: nothing of it is put off
-            load = load._replace(inputs_s=load.backward_s, weights_s=0.0, between_bytes=0.0)
+            load = load._replace(
+                inputs_s=load.backward_s, weights_s=0.0, between_bytes=0.0, kept_for_weights_bytes=0.0,
+                split_working_bytes=load.working_bytes,
+            )  # fmt: skip
         return load
 
     def sent_bytes(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> np.ndarray:

@@ -149,7 +149,10 @@ class StageLoads:
         own = self._fabric(first, count, num)[1]
         key = bounds, id(own), id(figures), overlap
         if key not in self._loads:
-            part = StagePart(own, figures, self._mine(bounds), overlap=overlap, sums_once=self.sums_once and num > 1)
+            apart = num > 1
+            part = StagePart(
+                own, figures, self._mine(bounds), overlap=overlap, has_passes=apart, sums_once=self.sums_once and apart
+            )  # fmt: skip
             self._loads[key] = figures, self._summing(part.load(), num)  # the figures live as long as their id is a key
         return self._loads[key][1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TypedDict
 
@@ -124,6 +125,17 @@ class Ownership:
         return found
 
     @cached_property
+    def copied_first(self) -> list[list[tuple[int, int]]]:
+        """Of the backward tasks of every operator those that read a forward tensor of which a program makes a copy before all else,
+        and the tensor."""
+        graph = self.tables.graph
+        found: list[list[tuple[int, int]]] = [[] for _ in graph.operators]
+        for k, tensor in self.tables.compiler.copied_first(graph):
+            if graph.tasks[k].phase == BACKWARD and self.maker[tensor] >= 0:
+                found[self.operator[k]].append((k, tensor))
+        return found
+
+    @cached_property
     def edges_of(self) -> list[list[int]]:
         """The reshards before the tasks of every operator, but those of the update."""
         found: list[list[int]] = [[] for _ in self.tables.graph.operators]
@@ -138,6 +150,8 @@ class _Activations(TypedDict):
     input_bytes: float
     kept_bytes: float
     working_bytes: float
+    split_working_bytes: float
+    between_bytes: float
 
 
 class StagePart:
@@ -145,11 +159,15 @@ class StagePart:
 
     Args:
       mine: bool [N], the operators.
+      has_passes: whether the forward and the backward pass are programs of their own.
       sums_once: whether gradients are summed over devices with the update, where `Figures.may_sum_late` says so.
     """
 
-    def __init__(self, own: Ownership, figures: Figures, mine: np.ndarray, *, overlap: bool = True, sums_once: bool = False):
-        self.own, self.figures, self.mine, self.overlap = own, figures, mine, overlap
+    def __init__(
+        self, own: Ownership, figures: Figures, mine: np.ndarray, *, overlap: bool = True, has_passes: bool = True,
+        sums_once: bool = False,
+    ):  # fmt: skip
+        self.own, self.figures, self.mine, self.overlap, self.has_passes = own, figures, mine, overlap, has_passes
         self.tables, self.graph, self.lives = own.tables, own.tables.graph, own.lives
         self.sums_late = figures.may_sum_late & sums_once  # [P]
         parameter = own.summed_parameter
@@ -199,20 +217,17 @@ class StagePart:
                 leaving |= {a.tensor for a in graph.tasks[k].reads}
         return set(backward) - needed
 
-    def _between_bytes(self) -> float:
+    @cached_property
+    def between(self) -> set[int]:
         """What gradients of weights read of the rest of the backward pass."""
-        graph, own = self.graph, self.own
-        read = {a.tensor for k in self.weights for a in graph.tasks[k].reads}
-        made = [
-            i for i in read
-            if own.maker[i] >= 0 and graph.tasks[own.maker[i]].phase == BACKWARD and int(own.maker[i]) not in self.weights
-        ]  # fmt: skip
-        return float(self.figures.shard_bytes[made].sum())
+        graph, maker = self.graph, self.own.maker
+        read = {a.tensor for k in self.weights for a in graph.tasks[k].reads if maker[a.tensor] >= 0}
+        return {i for i in read if graph.tasks[maker[i]].phase == BACKWARD and int(maker[i]) not in self.weights}
 
-    def _kept(self) -> dict[int, float]:
-        """Bytes of the forward tensors that the backward pass is given."""
+    def _kept(self, tasks: Iterable[int]) -> dict[int, float]:
+        """Bytes of the forward tensors that backward tasks are given."""
         graph, lives, maker, size = self.graph, self.lives, self.own.maker, self.figures.shard_bytes
-        kept = kept_between_passes(graph, lives, maker.tolist(), self.tasks, lambda task: bool(self.mine[task.operator]))
+        kept = kept_between_passes(graph, lives, maker.tolist(), tasks, lambda task: bool(self.mine[task.operator]))
         found = {t: float(size[t]) for t in kept}
         for t in kept:
             task = graph.tasks[maker[t]]
@@ -232,7 +247,8 @@ class StagePart:
             parameter_bytes=float(figures.parameter_bytes[owns].sum()),
             state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum() + figures.shard_bytes[copies].sum()),
             gradient_bytes=float(figures.shard_bytes[[*gradients, *sums]].sum()), inputs_s=self.seconds(BACKWARD, inputs),
-            weights_s=self.seconds(BACKWARD, self.weights), between_bytes=self._between_bytes(), **self._activations(),
+            weights_s=self.seconds(BACKWARD, self.weights),
+            kept_for_weights_bytes=sum(self._kept(self.weights).values()), **self._activations(),
         )  # fmt: skip
 
     def _of_others(self, owns: np.ndarray) -> tuple[list[int], list[int]]:
@@ -247,7 +263,11 @@ class StagePart:
         return sorted(copies), sorted(sums)
 
     def _activations(self) -> _Activations:
-        """What arrives and is kept per micro-batch, and the peak while it is computed with."""
+        """What arrives and is kept per micro-batch, and the peak while it is computed with.
+
+        Programs neither free what they are given nor make results where something else was: what one pass hands on to another is
+        there all the time.
+        """
         tables, figures, graph, own = self.tables, self.figures, self.graph, self.own
         reads: dict[int, list[int]] = {}  # tensor -> tasks of this part that read it
         for k in self.tasks:
@@ -257,10 +277,10 @@ class StagePart:
         made = {i for n in np.flatnonzero(self.mine) for i in own.tensors_of[n]}
         parameters = {p.tensor for p in graph.parameters}
         state = {leaf for leaf, _ in graph.state_pairs}
-        kept_bytes = self._kept()
+        kept_bytes = self._kept(self.tasks)
         kept = arrives = batch = 0.0
-        last = max((k for k in self.tasks if graph.tasks[k].phase == BACKWARD), default=-1)
-        steps = np.zeros(tables.num_tasks + 2)
+        first = min((k for k in self.tasks if graph.tasks[k].phase == BACKWARD), default=0)
+        steps, between = np.zeros(tables.num_tasks + 2), np.zeros(tables.num_tasks + 2)
         for tensor in sorted({*reads, *made}):
             size, k, mine = figures.shard_bytes[tensor], int(own.maker[tensor]), reads.get(tensor, [])
             made_here = tensor in made
@@ -278,20 +298,32 @@ class StagePart:
             if graph.tasks[k].phase == FORWARD and not made_here and any(graph.tasks[r].phase != UPDATE for r in mine):
                 arrives += size
             kept += kept_bytes.get(tensor, 0.0)
+            if tensor in kept_bytes and self.has_passes:
+                continue
             birth = k if made_here else min(mine)
             size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
-            steps[birth] += size
-            # What XLA fuses into its readers keeps its own operands alive until these run; what a program is given it does not free.
-            steps[max([birth, *mine, int(tables.tensor_death[tensor]), last if tensor in kept_bytes else -1]) + 1] -= size
+            # What XLA fuses into its readers keeps its own operands alive until these run.
+            death = max([birth, *mine, int(tables.tensor_death[tensor])])
+            for alive in (steps, between) if tensor in self.between else (steps,):
+                alive[birth] += size
+                alive[death + 1] -= size
         for n in np.flatnonzero(self.mine):
             for e in own.edges_of[n]:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
                 steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
+            for k, tensor in own.copied_first[n] if self.has_passes else ():
+                steps[first] += kept_bytes.get(tensor, 0.0)
+                steps[k + 1] -= kept_bytes.get(tensor, 0.0)
         is_made = sorted(made)
-        transient = np.zeros(len(steps))
-        np.add.at(transient, own.maker[is_made], figures.transient_bytes[is_made])
-        working = float((np.cumsum(steps) + self._waiting(is_made) + transient).max(initial=0.0))
-        return {"batch_bytes": batch, "input_bytes": arrives, "kept_bytes": kept, "working_bytes": working}
+        alive = np.cumsum(steps) + self._waiting(is_made)
+        np.add.at(alive, own.maker[is_made], figures.transient_bytes[is_made])
+        stays = kept if self.has_passes else 0.0
+        handed = float(figures.shard_bytes[list(self.between)].sum())
+        most, most_split = (float(x.max(initial=0.0)) for x in (alive, alive - np.cumsum(between)))
+        return {
+            "batch_bytes": batch, "input_bytes": arrives, "kept_bytes": kept, "working_bytes": stays + most,
+            "split_working_bytes": stays + handed + most_split, "between_bytes": handed,
+        }
 
     def _waiting(self, made: list[int]) -> np.ndarray:
         """Bytes [tasks + 2] of gradients that wait to be summed in one collective of their pass."""
