@@ -48,7 +48,7 @@ def test_a_stage_of_many_blocks_costs_what_the_whole_graph_says():
         # Gradients that wait to be scattered in one collective are more in more blocks, up to what a collective takes.
         waits = inside.name.endswith(("regathered", "gradients"))
         rough = {name: getattr(wanted, name) for name in ("working_bytes", "split_working_bytes", "update_s")}
-        for name, rel in (("working_bytes", 0.01), ("split_working_bytes", 0.03)):
+        for name, rel in (("working_bytes", 0.02), ("split_working_bytes", 0.035)):
             assert getattr(found, name) == pytest.approx(rough[name], rel=0.15 if waits else rel)
         assert found.update_s == pytest.approx(wanted.update_s, rel=4e-3)  # latency is shared with what is merged
         found = found._replace(**rough)
