@@ -51,6 +51,22 @@ def test_a_micro_batch_is_the_step_traced_at_its_size(model):
     assert sample_divisor(whole) == 4 * sample_divisor(small)
 
 
+@pytest.mark.parametrize("marks", [{"remat": True}, {"remat": "attention"}])
+def test_what_is_computed_again_is_not_cut_off_from_what_reads_it(marks):
+    """A stage would be sent it, or its readers' gradients would move to the stage before."""
+    graph = graph_with("lm", layers=4, **marks)
+    problem = StageProblem(graph, topology_of("2x4"))
+    names = [graph.operators[n].name for n in problem.forward]
+    blocks = [next(i for i, name in enumerate(names) if name.startswith(f"blk{k}/")) for k in range(4)]
+    assert set(blocks) <= set(problem.cuts)
+    made = {x.tensor: t for t in graph.tasks if t.phase == BACKWARD for x in t.writes}
+    for k in problem.cuts[1:-1]:
+        stage = stage_of_operators(graph, (0, k, len(names)), problem.forward)
+        for task in graph.tasks:
+            for x in task.reads if task.phase == BACKWARD and stage[task.operator] >= 0 else ():
+                assert x.tensor not in made or stage[made[x.tensor].operator] >= stage[task.operator]
+
+
 def test_micro_batches_that_do_not_divide_are_refused():
     with pytest.raises(SoapjaxError, match="choose one of 1, 2, 4, 8"):
         micro_batch(graph_of("lm"), 3)

@@ -20,6 +20,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.condensing import prefix_crossing, repeated_blocks
 from soapjax.graph.microbatch import micro_batch, sample_divisor
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.phases import BACKWARD
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective
 from soapjax.search.stages.condensed_loads import CondensedLoads
@@ -98,6 +99,9 @@ class StageProblem:
         every = [n for n in range(2, min(self.most_microbatches, MAX_MICROBATCHES) + 1) if self.most_microbatches % n == 0] or [1]
         self.microbatches = [num_microbatches] if num_microbatches is not None else every
         self.in_loops = inside_loops(graph, self.exact.position)
+        again = inside_recomputed(graph, self.exact.position) - self.in_loops
+        has_others = len(self.forward) + 1 - len(self.in_loops | again) > max(num_stages or 0, 2)
+        self.never_cut = self.in_loops | again if has_others else self.in_loops
         self.cuts = self._boundaries()
         self.stacks = Stacks(graph, self.exact.position)
         self.stages = self._numbers_of_stages(num_stages)
@@ -150,11 +154,11 @@ class StageProblem:
         """Where to cut: all places between forward operators, or in long models the cheapest of each of MAX_BOUNDARIES runs."""
         n = len(self.forward)
         if n <= MAX_BOUNDARIES:
-            return tuple(k for k in range(n + 1) if k not in self.in_loops)
+            return tuple(k for k in range(n + 1) if k not in self.never_cut)
         edges = np.linspace(1, n, MAX_BOUNDARIES + 1).astype(int)
         crossing = self.crossing_bytes.copy()
-        crossing[list(self.in_loops)] = np.inf
-        inside = {a + int(np.argmin(crossing[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a} - self.in_loops
+        crossing[list(self.never_cut)] = np.inf
+        inside = {a + int(np.argmin(crossing[a:b])) for a, b in zip(edges, edges[1:], strict=False) if b > a} - self.never_cut
         return self._joints(inside) if self.loads.condensed is not None else (0, *sorted(inside - {0, n}), n)
 
     @functools.cached_property
@@ -165,7 +169,7 @@ class StageProblem:
     def _joints(self, places: set[int]) -> tuple[int, ...]:
         if (blocks := repeated_blocks(self.graph, self.crossing_bytes)) is not None:
             places = {k for k in places if not blocks.first < k < blocks.end}
-            places |= set(range(blocks.first, blocks.end + 1, blocks.period)) - self.in_loops
+            places |= set(range(blocks.first, blocks.end + 1, blocks.period)) - self.never_cut
         return tuple(sorted(places | {0, len(self.forward)}))
 
     def layers(self, num: int, marks: Sequence[int] | None = None) -> tuple[LayerGraph, tuple[int, ...]]:
@@ -368,6 +372,21 @@ def inside_loops(graph: OperatorGraph, position: np.ndarray) -> set[int]:
             first, last = spans.get(loop, (at, at))
             spans[loop] = min(first, at), max(last, at)
     return {k for first, last in spans.values() for k in range(first + 1, last + 1)}
+
+
+def inside_recomputed(graph: OperatorGraph, position: np.ndarray) -> set[int]:
+    """Places between forward operators before which something is computed again that the backward pass reads behind them.
+
+    A stage that was cut off there would have to be sent it, or leave the gradient that reads it to the stage before.
+    """
+    made = {a.tensor: int(position[t.operator]) for t in graph.tasks if t.phase == BACKWARD for a in t.writes}
+    found: set[int] = set()
+    for task in graph.tasks:
+        at = int(position[task.operator])
+        for access in task.reads if task.phase == BACKWARD else ():
+            if 0 <= made.get(access.tensor, at) < at:
+                found.update(range(made[access.tensor] + 1, at + 1))
+    return found
 
 
 def _is_regular(topology: DeviceTopology, first: int, count: int) -> bool:
