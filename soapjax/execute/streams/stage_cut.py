@@ -308,7 +308,7 @@ class _Light(NamedTuple):
 
 
 def _computed_again(c: Cutter) -> dict[int, _Light]:
-    """The light equations of both passes.
+    """The light equations of each pass, by phase.
 
     A stage keeps what one program would keep for that (graph/lifespans.py): the compiler fuses the derivative of an activation
     into its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
@@ -348,19 +348,19 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     put_off = _put_off(c, free) if splits_backward(pipeline) else set()
     forward, backward, weights, recompute = [], [], [], []
     for s, stage in enumerate(pipeline.stages):
-        first, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
-        forward.append(make_part(f"forward {s}", s, step.program, first, free))
-        again, stop = first & light[FORWARD].equations, light[FORWARD].given
+        own, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
+        forward.append(make_part(f"forward {s}", s, step.program, own, free))
+        again, stop = own & light[FORWARD].equations, light[FORWARD].given
         if stage.rematerialise and not is_apart:
-            again, stop = first, set()
+            again, stop = own, set()
         mine = c.keys(BACKWARD, s) - apart
         backward.append(make_part(f"backward {s}", s, step.program, mine - put_off, free | again, stop=stop))
         if mine & put_off:
-            own, others = mine & put_off, (mine - put_off) & light[BACKWARD].equations
-            given = {v for v in light[BACKWARD].given if c.made_by[v].key not in own} | stop
-            weights.append(make_part(f"weights {s}", s, step.program, own, free | again | others, stop=given))
-        if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in first]):
-            recompute.append(make_part(f"recompute {s}", s, step.program, (), free | first, made))
+            late, others = mine & put_off, (mine - put_off) & light[BACKWARD].equations
+            given = {v for v in light[BACKWARD].given if c.made_by[v].key not in late} | stop
+            weights.append(make_part(f"weights {s}", s, step.program, late, free | again | others, stop=given))
+        if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in own]):
+            recompute.append(make_part(f"recompute {s}", s, step.program, (), free | own, made))
     passes = [*forward, *backward, *weights, *recompute]
     updates = cut_updates(c, passes)
     # What is computed again the forward pass does not hand on.

@@ -304,9 +304,9 @@ class StagePart:
             size *= self.lives.scale[tensor] * (1 + tables.working.more[tensor])
             # What XLA fuses into its readers keeps its own operands alive until these run.
             death = max([birth, *mine, int(tables.tensor_death[tensor])])
-            for alive in (steps, between) if tensor in self.between else (steps,):
-                alive[birth] += size
-                alive[death + 1] -= size
+            for those in (steps, between) if tensor in self.between else (steps,):
+                those[birth] += size
+                those[death + 1] -= size
         for n in np.flatnonzero(self.mine):
             for e in own.edges_of[n]:
                 steps[figures.copy_since[e]] += figures.copy_bytes[e]
