@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TypedDict
 
@@ -279,7 +279,6 @@ class StagePart:
         state = {leaf for leaf, _ in graph.state_pairs}
         kept_bytes = self._kept(self.tasks)
         kept = arrives = batch = 0.0
-        first = min((k for k in self.tasks if graph.tasks[k].phase == BACKWARD), default=0)
         steps, between = np.zeros(tables.num_tasks + 2), np.zeros(tables.num_tasks + 2)
         for tensor in sorted({*reads, *made}):
             size, k, mine = figures.shard_bytes[tensor], int(own.maker[tensor]), reads.get(tensor, [])
@@ -307,13 +306,7 @@ class StagePart:
             for those in (steps, between) if tensor in self.between else (steps,):
                 those[birth] += size
                 those[death + 1] -= size
-        for n in np.flatnonzero(self.mine):
-            for e in own.edges_of[n]:
-                steps[figures.copy_since[e]] += figures.copy_bytes[e]
-                steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
-            for k, tensor in own.copied_first[n] if self.has_passes else ():
-                steps[first] += kept_bytes.get(tensor, 0.0)
-                steps[k + 1] -= kept_bytes.get(tensor, 0.0)
+        steps += self._copies(kept_bytes)
         is_made = sorted(made)
         alive = np.cumsum(steps) + self._waiting(is_made)
         np.add.at(alive, own.maker[is_made], figures.transient_bytes[is_made])
@@ -324,6 +317,20 @@ class StagePart:
             "batch_bytes": batch, "input_bytes": arrives, "kept_bytes": kept, "working_bytes": stays + most,
             "split_working_bytes": stays + handed + most_split, "between_bytes": handed,
         }
+
+    def _copies(self, kept_bytes: Mapping[int, float]) -> np.ndarray:
+        """Bytes [tasks + 2] by which resharded copies, and what a program copies before all else, are more than a task before."""
+        tables, figures, own = self.tables, self.figures, self.own
+        first = min((k for k in self.tasks if self.graph.tasks[k].phase == BACKWARD), default=0)
+        steps = np.zeros(tables.num_tasks + 2)
+        for n in np.flatnonzero(self.mine):
+            for e in own.edges_of[n]:
+                steps[figures.copy_since[e]] += figures.copy_bytes[e]
+                steps[tables.edge_task[e] + 1] -= figures.copy_bytes[e]
+            for k, tensor in own.copied_first[n] if self.has_passes else ():
+                steps[first] += kept_bytes.get(tensor, 0.0)
+                steps[k + 1] -= kept_bytes.get(tensor, 0.0)
+        return steps
 
     def _waiting(self, made: list[int]) -> np.ndarray:
         """Bytes [tasks + 2] of gradients that wait to be summed in one collective of their pass."""
