@@ -9,7 +9,7 @@ of its own: what it was computed from is free when it is cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -65,8 +65,16 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
     return Lifetimes(is_stored, last_use, computed_until, _reused(graph, is_stored, last_use, kept), is_stand_in, scale)
 
 
+def makers(graph: OperatorGraph) -> np.ndarray:
+    """The task [T] that writes each tensor, -1 where none does."""
+    found = np.full(len(graph.tensors), -1)
+    for k, task in enumerate(graph.tasks):
+        found[[a.tensor for a in task.writes]] = k
+    return found
+
+
 def kept_between_passes(
-    graph: OperatorGraph, lives: Lifetimes, maker: Sequence[int], tasks: Iterable[int], is_here: Callable[[Task], bool],
+    graph: OperatorGraph, lives: Lifetimes, maker: np.ndarray, tasks: Iterable[int], is_here: Callable[[Task], bool],
 ) -> set[int]:  # fmt: skip
     """Forward tensors that backward tasks read, or compute what they read from, where both passes are programs of their own.
 
@@ -74,7 +82,7 @@ def kept_between_passes(
     for it. Not by tasks that are elsewhere: what they make is given.
 
     Args:
-      maker: the task [T] that writes each tensor, -1 where none does.
+      maker: as `makers`.
       tasks: of the program, forward ones may be among them.
     """
     queue = [a.tensor for k in tasks if graph.tasks[k].phase == BACKWARD for a in graph.tasks[k].reads if maker[a.tensor] >= 0]

@@ -21,6 +21,7 @@ from soapjax.costs.split_share import share_of, split_flops
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.whole import Evaluated
+from soapjax.graph.lifespans import makers
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import PlannerProgram, threads
 from soapjax.simulate.event import Order, Timeline, simulate
@@ -159,10 +160,7 @@ class Simulator:
             return occupied_by(schedule, costs)
         if holders is None:
             return schedule.queues
-        maker = np.full(len(self.tables.graph.tensors), -1)
-        for k, task in enumerate(self.tables.graph.tasks):
-            maker[[a.tensor for a in task.writes]] = k
-        return schedule.queues_of_groups(holders, self.tables.edge_tensor, maker)
+        return schedule.queues_of_groups(holders, self.tables.edge_tensor, makers(self.tables.graph))
 
     def _simulated(self, costs: Costs | Outline, schedule: Schedule) -> Timeline:
         return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))

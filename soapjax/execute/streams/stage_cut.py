@@ -13,12 +13,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
 from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes
+from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
@@ -290,11 +288,8 @@ def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
 
 def _kept_tensors(c: Cutter) -> dict[int, set[int]]:
     """What the forward pass hands on to the backward pass, and what that one stores."""
-    graph, lives = c.graph, lifetimes(c.graph)
-    maker = np.full(len(graph.tensors), -1)
-    for k, task in enumerate(graph.tasks):
-        maker[[a.tensor for a in task.writes]] = k
-    kept = kept_between_passes(graph, lives, maker.tolist(), range(len(graph.tasks)), lambda task: True)
+    graph, lives, maker = c.graph, lifetimes(c.graph), makers(c.graph)
+    kept = kept_between_passes(graph, lives, maker, range(len(graph.tasks)), lambda task: True)
     own_results = (kept_for_result(graph, lives, graph.tasks[maker[t]]) for t in kept if lives.is_stand_in[t])
     backward = {a.tensor for task in graph.tasks if task.phase == BACKWARD for a in task.writes if lives.is_stored[a.tensor]}
     return {FORWARD: {t for t in kept if not lives.is_stand_in[t]}.union(*own_results), BACKWARD: backward}

@@ -11,7 +11,7 @@ import numpy as np
 
 from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.graph.lifespans import Lifetimes, kept_between_passes, kept_for_result
+from soapjax.graph.lifespans import Lifetimes, kept_between_passes, kept_for_result, makers
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.stage_figures import Figures
 from soapjax.simulate.pipeline_timeline import StageLoad
@@ -29,11 +29,7 @@ class Ownership:
     @cached_property
     def maker(self) -> np.ndarray:
         """The task [tensors] that writes each tensor, -1 where none does."""
-        maker = np.full(len(self.tables.tensor_bytes), -1)
-        for k, task in enumerate(self.tables.graph.tasks):
-            for access in task.writes:
-                maker[access.tensor] = k
-        return maker
+        return makers(self.tables.graph)
 
     @cached_property
     def operator(self) -> np.ndarray:
@@ -227,7 +223,7 @@ class StagePart:
     def _kept(self, tasks: Iterable[int]) -> dict[int, float]:
         """Bytes of the forward tensors that backward tasks are given."""
         graph, lives, maker, size = self.graph, self.lives, self.own.maker, self.figures.shard_bytes
-        kept = kept_between_passes(graph, lives, maker.tolist(), tasks, lambda task: bool(self.mine[task.operator]))
+        kept = kept_between_passes(graph, lives, maker, tasks, lambda task: bool(self.mine[task.operator]))
         found = {t: float(size[t]) for t in kept}
         for t in kept:
             task = graph.tasks[maker[t]]
