@@ -153,8 +153,9 @@ class Recomputing:
         fitted = self.fitted(result.best.strategy) if may_pay else None
         if fitted is None or fitted.best.rank >= result.best.rank:
             return result, problem
+        # Where less is recomputed another of them may be the best.
         candidates = tuple(fitted.problem.evaluate([e.strategy for e in result.candidates])) if result.candidates else ()
-        return result._replace(best=fitted.best, candidates=candidates), fitted.problem
+        return result._replace(best=min([fitted.best, *candidates], key=lambda e: e.rank), candidates=candidates), fitted.problem
 
     def _may_be_less(self, best: Evaluation, problem: PlanningProblem) -> bool:
         """Whether a strategy of `problem` fits, by estimate, with so much less recomputed that it pays to make a problem and see.

@@ -14,7 +14,8 @@ from soapjax.planning.entry import planning_problem
 from soapjax.search.chain.descents import PERTURBATIONS
 from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
 from soapjax.search.descent.descending import Descent, Perturbations
-from soapjax.search.problem import PlanningProblem
+from soapjax.search.descent.leaner import LEANER, SLOWER, Leaner
+from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh, load_topology
@@ -155,6 +156,67 @@ def test_perturbations_take_what_others_found(layers):
     assert perturbations.best is other and perturbations.failed == 0
     perturbations.offer(start)
     assert perturbations.best is other
+
+
+class _Tight:
+    """Four operators on two axes. All but the first are a tenth faster by the second value, for a unit of memory each; the first
+    takes two units less for a thousandth of the time. Three units fit."""
+
+    usable_memory_bytes = 3.0
+    num_single = 8
+
+    def evaluate(self, strategies):
+        found = []
+        for s in strategies:
+            first, *others = s.axes[:, 0].tolist()
+            time_s, memory = 1.0 + 0.001 * first - 0.1 * sum(others), 3 - 2 * first + sum(others)
+            fits = memory <= self.usable_memory_bytes
+            found.append(Evaluation(s, time_s, memory, fits, time_s if fits else 3 * time_s))
+        return found
+
+    def single(self, strategy, which):
+        moved = [Strategy(strategy.axes.copy(), strategy.storage) for _ in which]
+        for s, k in zip(moved, which, strict=True):
+            s.axes[k // 2, 0] = k % 2
+        return moved
+
+    def draw(self, rng, strategies):
+        return [self.single(s, rng.integers(self.num_single, size=1))[0] for s in strategies]
+
+
+def test_where_memory_is_full_something_leaner_leads_on():
+    tight = _Tight()
+    start = tight.evaluate([Strategy(np.zeros((4, 2), np.int8), np.zeros(4, np.int8))])[0]
+    descent = Descent(tight, start, np.random.default_rng(0), tight)
+    while not descent.is_over:
+        descent.round()
+    assert descent.best is start, "no single move is faster and fits"
+    perturbations = Perturbations(tight, start, np.random.default_rng(0), tight, ("leaner", "moved"), descent.leaner.front)
+    perturbations.round()  # begins with what is leaner
+    while perturbations.descent is not None:
+        perturbations.round()
+    assert perturbations.best.strategy.axes[:, 0].tolist().count(1) == 3 and perturbations.best.cost == pytest.approx(0.801)
+
+
+def test_what_is_leaner_is_the_front_and_given_once():
+    rng = np.random.default_rng(5)
+    some = [
+        Evaluation(Strategy(np.array([[k]], np.int16), np.zeros(1, np.int8)), t, m, True, t)
+        for k, (t, m) in enumerate(zip(1 + 0.05 * rng.random(300), 100 * rng.random(300), strict=True))
+    ]
+    leaner = Leaner()
+    for k in range(0, 300, 32):
+        leaner.offer(some[k : k + 32])
+    costs, memory = ([getattr(e, name) for e in leaner.front] for name in ("cost", "memory_bytes"))
+    assert costs == sorted(costs) and memory == sorted(memory, reverse=True)
+    for e in some:  # nothing is as fast and takes less than what is there, but for little
+        as_fast = [f.memory_bytes for f in leaner.front if f.cost <= e.cost]
+        assert as_fast and (1 - LEANER) * min(as_fast) <= e.memory_bytes
+    best = leaner.front[0]._replace(cost=1.01, memory_bytes=95.0)
+    assert leaner.next(best, 120.0) is None, "there is memory for anything"
+    given = list(iter(lambda: leaner.next(best, 100.0), None))
+    assert given == [e for e in leaner.front if e.cost <= 1.01 * (1 + SLOWER) and e.memory_bytes < 95.0 * (1 - LEANER)]
+    assert len(given) > 1
 
 
 def test_modules_are_paths_and_paths_of_any_number():

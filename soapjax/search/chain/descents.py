@@ -15,7 +15,8 @@ from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.descending import Descent, Judging, Perturbations
+from soapjax.search.descent.descending import Descent, Limited, Perturbations
+from soapjax.search.descent.leaner import Leaner
 from soapjax.search.descent.shortening import FewerBlocks
 from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
@@ -23,7 +24,7 @@ from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
 
 MAX_FAILED = 10  # perturbations in a row without an improvement, small ones and large ones, after which chains walk
-PERTURBATIONS = (("moved",), ("exchanged", "reranked"))  # small ones beside large ones
+PERTURBATIONS = (("moved",), ("leaner", "exchanged", "reranked"))  # small ones beside large ones
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 # Of the budget: until when starts may descend, and be perturbed. Chains judge ten times as many strategies a second, so that of a
 # budget in seconds they need less. Where none walk, a rest is for the whole step after one with fewer blocks.
@@ -65,13 +66,14 @@ class Descents:
     """
 
     def __init__(
-        self, run: SearchRun, problem: Judging, space: SearchSpace, *,
+        self, run: SearchRun, problem: Limited, space: SearchSpace, *,
         for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy, number: int = 0,
     ):  # fmt: skip
         self.problem = problem
         self.search, self.record = run, run.record
         self.until = ALONE if run.ready is None else OF_SECONDS if run.record.limit is None else OF_PROPOSALS
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
+        self.leaner = Leaner()  # of all descents, not of perturbations
 
     def _rng(self) -> np.random.Generator:
         self.number += 1
@@ -113,6 +115,8 @@ class Descents:
         members = [Descent(self.problem, e, self._rng(), self.moves) for e in begun]
         while self._may_descend(until) and (active := [d for d in members if not d.is_over]):
             self._one_round(active)
+        for d in members:
+            self.leaner.offer(d.leaner.front)
         return [d.best for d in members]
 
     def _may_descend(self, until: float) -> bool:
@@ -124,7 +128,9 @@ class Descents:
     def _perturbed(self, best: Evaluation, *, until: float = 1.0, ends_when_ready: bool = False) -> Evaluation:
         """Small perturbations beside large ones, until many of both in a row have failed, or that part of the budget is spent."""
         record = self.record
-        perturbations = [Perturbations(self.problem, best, self._rng(), self.moves, kinds) for kinds in PERTURBATIONS]
+        perturbations = [
+            Perturbations(self.problem, best, self._rng(), self.moves, kinds, self.leaner.front) for kinds in PERTURBATIONS
+        ]
         while any(k.failed < MAX_FAILED for k in perturbations) and record.spent() < until:
             if record.stopped_by(has_walked=False) or (ends_when_ready and self.search.is_ready):
                 break

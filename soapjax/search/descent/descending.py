@@ -4,13 +4,15 @@ A round takes a batch of strategies that were not judged before, half from rando
 every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
 the best if it is better; what else was better is tried on top of it in the next round.
 
-Where a whole sweep has not helped, *perturbations* follow (iterated local search: Lourenço, Martin, Stützle 2003), of three kinds:
+Where a whole sweep has not helped, *perturbations* follow (iterated local search: Lourenço, Martin, Stützle 2003), of four kinds:
 
 * moved: a few moves at once from the best, whatever they cost, and a short descent from there;
 * exchanged: two mesh axes of one size change places in the whole graph. Of little consequence by itself, where their links are
   alike, but the order of axes decides which sums can be scattered, and the descent that follows splits layers in another way;
 * reranked: some axes are ranked anew in the whole graph, and a whole descent follows; what keeps a descent from the best is most
-  often how many axes split the batch, how many the width, and no move of one axis gets from one to the other.
+  often how many axes split the batch, how many the width, and no move of one axis gets from one to the other;
+* leaner: where the device is nearly full, something that was judged, hardly slower than the best, and takes less memory, and a
+  whole descent from there (leaner.py).
 
 What ends lower is kept.
 """
@@ -18,12 +20,13 @@ What ends lower is kept.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from soapjax.search.descent.assignments import Assignments
+from soapjax.search.descent.leaner import Leaner
 from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
@@ -44,14 +47,23 @@ class Judging(Protocol):
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]: ...
 
 
+class Limited(Judging, Protocol):
+    """What perturbations ask of it."""
+
+    @property
+    def usable_memory_bytes(self) -> float: ...
+
+
 class Descent:
     """One descent from `start`; what it judges depends on `rng` alone."""
 
     def __init__(
         self, problem: Judging, start: Evaluation, rng: np.random.Generator, moves: Assignments, *,
-        patience: int = PATIENCE, sweeps: bool = True,
+        patience: int = PATIENCE, sweeps: bool = True, leaner: Leaner | None = None,
     ):  # fmt: skip
+        """`leaner` takes note of what is judged."""
         self.problem, self.best, self.rng, self.moves, self.patience = problem, start, rng, moves, patience
+        self.leaner = Leaner() if leaner is None else leaner
         self.seen = {start.strategy.key()}
         self.merged: list[Strategy] = []
         self.drawn: list[Strategy] = []  # from the best, and not looked at yet
@@ -67,6 +79,7 @@ class Descent:
             self.is_over = True
             return 0
         found = sorted(self.problem.evaluate(drawn), key=lambda e: e.cost)
+        self.leaner.offer(found)
         better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
         self.merged = _overlaid(self.best.strategy, better)
         self.quiet = 0 if better else self.quiet + 1
@@ -127,28 +140,34 @@ class Kind(NamedTuple):
     swept_if_better: bool = False  # goes on with a sweep if it ends below the best
 
 
+SWEPT = Kind(PATIENCE, sweeps=True)
 KINDS = {
     "moved": Kind(PERTURBED_PATIENCE, sweeps=False),
     "exchanged": Kind(PATIENCE // 2, sweeps=False, swept_if_better=True),
-    "reranked": Kind(PATIENCE, sweeps=True),
+    "reranked": SWEPT,
+    "leaner": SWEPT,
 }
 
 
 class Perturbations:
     """Perturbations of some kinds in turn, from the best known, `start` at first, and descents from there.
 
-    What it judges depends on the best and `rng` alone.
+    What it judges depends on the best, on what was `judged` before, and on `rng` alone. "leaner" is not the only kind: there may be
+    nothing leaner.
     """
 
     def __init__(
-        self, problem: Judging, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str]
-    ):
+        self, problem: Limited, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str],
+        judged: Iterable[Evaluation] = (),
+    ):  # fmt: skip
         self.problem, self.best, self.rng, self.moves = problem, start, rng, moves
         self.kinds, self.kind = itertools.cycle(kinds), KINDS[kinds[0]]
         self.draws = {"moved": self._moved, "exchanged": self._exchanged, "reranked": self._reranked}
         self.descent: Descent | None = None
         self.failed = 0  # perturbations in a row without an improvement
         self.exchanges: list[Strategy] = []  # of the best, not tried yet
+        self.leaner = Leaner()
+        self.leaner.offer(judged)
 
     def offer(self, best: Evaluation) -> None:
         """The next perturbation is from `best` if that is better."""
@@ -160,21 +179,33 @@ class Perturbations:
         if limit < 1:
             return 0
         if self.descent is None:
-            name = next(self.kinds)
-            perturbed, self.kind = self.draws[name](limit), KINDS[name]
-            start = min(self.problem.evaluate(perturbed), key=lambda e: e.cost)
-            self.descent = Descent(
-                self.problem, start, self.rng, self.moves, patience=self.kind.patience, sweeps=self.kind.sweeps
-            )
-            return len(perturbed)
+            start, judged = self._start(limit)
+            self.descent = self._from(start, self.kind)
+            return judged
         judged = self.descent.round(limit)
         if self.descent.is_over:
             found, is_swept = self.descent.best, len(self.descent.order) > 0
             goes_on = self.kind.swept_if_better and not is_swept and found.cost < self.best.cost
             self.failed += not goes_on
             self.offer(found)
-            self.descent = Descent(self.problem, found, self.rng, self.moves) if goes_on else None
+            self.descent = self._from(found, SWEPT) if goes_on else None
         return judged
+
+    def _start(self, limit: int) -> tuple[Evaluation, int]:
+        """Where the next descent begins, of the next kind that there is; and how many strategies were judged for it."""
+        while True:
+            name = next(self.kinds)
+            self.kind = KINDS[name]
+            if name != "leaner":
+                perturbed = self.draws[name](limit)
+                return min(self.problem.evaluate(perturbed), key=lambda e: e.cost), len(perturbed)
+            if (found := self.leaner.next(self.best, self.problem.usable_memory_bytes)) is not None:
+                return found, 0
+
+    def _from(self, start: Evaluation, kind: Kind) -> Descent:
+        return Descent(
+            self.problem, start, self.rng, self.moves, patience=kind.patience, sweeps=kind.sweeps, leaner=self.leaner
+        )  # fmt: skip
 
     def _moved(self, limit: int) -> list[Strategy]:
         perturbed = [self.best.strategy]
