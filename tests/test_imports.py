@@ -199,3 +199,9 @@ def test_the_package_gives_all_its_names_and_imports_no_jax_by_itself():
         soapjax.nothing
     ask = "import sys, soapjax.__main__, soapjax.cli; print([m for m in ('jax', 'numpy', 'pydantic') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
+
+
+def test_commands_import_no_libraries_that_few_of_them_need():
+    """Networks' and models' libraries, and SciPy's optimisers: a second of every command, were they imported by all."""
+    ask = "import sys, soapjax.cli.commands; print([m for m in ('flax', 'optax', 'scipy.optimize') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.jit.array_types import Array
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.chain.paper_chain import mcmc_paper
 from soapjax.search.experts.baselines import BASELINES
@@ -12,17 +14,26 @@ from soapjax.search.experts.convolutions import expert_cnn
 from soapjax.search.experts.layered import layered_expert, single_device
 from soapjax.search.experts.placement import model_parallel, placement_error
 from soapjax.search.experts.recurrent import expert_rnn
-from soapjax.search.learned.learned_planners import hierarchical, reinforce, trinity
-from soapjax.search.problem import Planner
+from soapjax.search.problem import Budget, Planner, PlanningProblem, SearchResult
 from soapjax.search.proofs.branch_and_bound import exhaustive
 from soapjax.search.relaxation.dynamic_program import optcnn
 from soapjax.search.relaxation.integer_program import ilp
 from soapjax.strategy.space import has_pins
 
+
+def _learned(name: str) -> Planner:
+    """One of the planners with networks, whose libraries take a quarter of a second to import: done when it plans."""
+
+    def planner(key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
+        return getattr(importlib.import_module("soapjax.search.learned.learned_planners"), name)(key, problem, budget)
+
+    return planner
+
+
 # They put operators on single devices: only in a space that offers pins.
 PLACEMENT_PLANNERS: dict[str, Planner] = {
     "single_device": single_device, "model_parallel": model_parallel, "layered_expert": layered_expert, "expert_rnn": expert_rnn,
-    "reinforce": reinforce, "hierarchical": hierarchical, "trinity": trinity,
+    **{name: _learned(name) for name in ("reinforce", "hierarchical", "trinity")},
 }  # fmt: skip
 
 PLANNERS: dict[str, Planner] = {

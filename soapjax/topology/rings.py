@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import scipy
 
 Matrix = tuple[tuple[int, ...], ...]  # links between any two devices; symmetric
 MOST_DEVICES = 8  # rings are enumerated
@@ -35,8 +36,6 @@ def ring_share(links: Matrix, group: Sequence[int]) -> float:
 
     The most rings that share no link, by linear programming: parts of a ring count.
     """
-    from scipy.optimize import linprog  # topologies are read without it
-
     most = max(map(sum, links))
     first, *others = group
     if not others:
@@ -57,7 +56,7 @@ def ring_share(links: Matrix, group: Sequence[int]) -> float:
     for i, ring in enumerate(rings):
         uses[ring, i] = 1
     there = [links[a][b] for a, b in pairs]
-    found = linprog(-np.ones(len(rings)), A_ub=uses, b_ub=there, method="highs")
+    found = scipy.optimize.linprog(-np.ones(len(rings)), A_ub=uses, b_ub=there, method="highs")
     return round(-2 * found.fun / most, 9)
 
 

@@ -11,8 +11,7 @@ weight, while the other makes the weight's gradient.
 from __future__ import annotations
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+import scipy
 
 from soapjax.costs.compilers.compiler_model import Reshards
 from soapjax.costs.memory.memory_order import MemoryOrder
@@ -91,8 +90,8 @@ def _together(graph: OperatorGraph, late: list[int], maker: dict[int, int], unti
     read = [(n, a.tensor) for n, i in enumerate(late) for a in graph.tasks[maker[i]].reads if is_activation(a.tensor)]
     rows, columns = np.array(read, int).reshape(-1, 2).T
     size = len(late) + len(graph.tensors)
-    shared = coo_array((np.ones(len(read)), (rows, len(late) + columns)), shape=(size, size))
-    _, group = connected_components(shared, directed=False)
+    shared = scipy.sparse.coo_array((np.ones(len(read)), (rows, len(late) + columns)), shape=(size, size))
+    _, group = scipy.sparse.csgraph.connected_components(shared, directed=False)
     first = np.full(size, len(graph.tasks))
     np.minimum.at(first, group[: len(late)], until[late])
     return first[group[: len(late)]]

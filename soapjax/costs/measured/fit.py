@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.optimize import least_squares
+import scipy
 
 from soapjax.costs.measured.profile_parts import Calibration, Link, Measurement, Rates
 
@@ -42,7 +42,7 @@ def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
         # Without a pull a rate that binds nothing any more flies off to infinity on the step that freed it.
         return np.concatenate([np.log(predicted(x) / seconds), STAY * (x - start)])
 
-    found = least_squares(errors, start, loss="soft_l1", f_scale=0.3, x_scale=1.0)
+    found = scipy.optimize.least_squares(errors, start, loss="soft_l1", f_scale=0.3, x_scale=1.0)
     roofs = np.exp(found.x)
     error = float(np.median(np.abs(predicted(found.x) / seconds - 1)))
     return Rates(
@@ -82,7 +82,7 @@ def fitted_link(level: str, points: Sequence[tuple[str, int, float, float]]) -> 
     def errors(x: np.ndarray) -> np.ndarray:
         return np.concatenate([np.log(predicted(x) / seconds), PULL * x[2:]])
 
-    found = least_squares(errors, start, loss="soft_l1", f_scale=0.3)
+    found = scipy.optimize.least_squares(errors, start, loss="soft_l1", f_scale=0.3)
     latency_s, rate, *fractions = np.exp(found.x)
     error = float(np.median(np.abs(predicted(found.x) / seconds - 1)))
     return Link(
@@ -118,7 +118,7 @@ def fitted_scales(names: Sequence[str], predict: Predict, measured_s: Sequence[f
 
     ratio = float(np.log(np.median(measured / np.maximum(predicted(np.zeros(1)), 1e-12))))
     start = np.full(2 if is_pair else 1, ratio)
-    found = least_squares(lambda x: np.log(predicted(x) / measured), start, bounds=(-12, 12), diff_step=1e-3)
+    found = scipy.optimize.least_squares(lambda x: np.log(predicted(x) / measured), start, bounds=(-12, 12), diff_step=1e-3)
     compute, network = (float(f"{s:.6g}") for s in scales(found.x))
     network = compute if both else network
     final = np.asarray(predict(compute, network), float)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import scipy
 
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.values import Values
@@ -94,14 +95,10 @@ def _split(unit: Unit, level: dict[str, int]) -> list[Unit]:
 def _circles(needs: list[set[int]]) -> list[list[int]]:
     if not _has_circle(needs):
         return []
-    # Rarely come to, and a fifth of a second to import.
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
     rows = [i for i, found in enumerate(needs) for _ in found]
     columns = [j for found in needs for j in found]
-    edges = csr_array((np.ones(len(rows), np.int8), (rows, columns)), shape=(len(needs), len(needs)))
-    _, component = connected_components(edges, directed=True, connection="strong")
+    edges = scipy.sparse.csr_array((np.ones(len(rows), np.int8), (rows, columns)), shape=(len(needs), len(needs)))
+    _, component = scipy.sparse.csgraph.connected_components(edges, directed=True, connection="strong")
     members: dict[int, list[int]] = {}
     for i, c in enumerate(component):
         members.setdefault(int(c), []).append(i)

@@ -19,8 +19,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
+import scipy
 
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import FORWARD
@@ -149,8 +148,8 @@ def _cycles(nodes: Iterable[Key], edges: set[tuple[Key, Key]]) -> list[list[Key]
     """Strongly connected components with an edge in them, of the graph on `nodes`."""
     index = {k: i for i, k in enumerate(nodes)}
     pairs = np.array([(index[a], index[b]) for a, b in edges if a in index and b in index], int).reshape(-1, 2)
-    matrix = csr_array((np.ones(len(pairs), np.int8), (pairs[:, 0], pairs[:, 1])), (len(index), len(index)))
-    _, component = connected_components(matrix, directed=True, connection="strong")
+    matrix = scipy.sparse.csr_array((np.ones(len(pairs), np.int8), (pairs[:, 0], pairs[:, 1])), (len(index), len(index)))
+    _, component = scipy.sparse.csgraph.connected_components(matrix, directed=True, connection="strong")
     inner = {int(component[a]) for a, b in pairs if component[a] == component[b]}
     return [sorted(k for k, i in index.items() if component[i] == c) for c in sorted(inner)]
 

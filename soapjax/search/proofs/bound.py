@@ -16,7 +16,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
+import scipy
 
 from soapjax.costs.evaluate import Durations
 from soapjax.costs.tables.problem_tables import CostTables
@@ -137,5 +137,7 @@ def _next_weights(seen: np.ndarray) -> tuple[np.ndarray, float]:
     for p in range(phases):
         total[p, 1 + p * streams : 1 + (p + 1) * streams] = 1.0
     bounds = [(None, None)] + [(0.0, 1.0)] * (phases * streams)
-    found = linprog(cost, A_ub=below, b_ub=np.zeros(count), A_eq=total, b_eq=np.ones(phases), bounds=bounds, method="highs")
+    found = scipy.optimize.linprog(
+        cost, A_ub=below, b_ub=np.zeros(count), A_eq=total, b_eq=np.ones(phases), bounds=bounds, method="highs"
+    )
     return found.x[1:].reshape(phases, streams), float(-found.fun) * scale

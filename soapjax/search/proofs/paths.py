@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array, csr_array, hstack
+import scipy
 
 from soapjax.costs.evaluate import Durations
 from soapjax.costs.tables.problem_tables import CostTables
@@ -167,7 +166,7 @@ class FlowProgram:
         v = chains.num_vertices
         arcs = np.arange(count)
         ends = np.concatenate([chains.tail, chains.head]), np.tile(arcs, 2)
-        self.conserve = csr_array(coo_array((np.repeat([1.0, -1.0], count), ends), shape=(v, count)))
+        self.conserve = scipy.sparse.csr_array(scipy.sparse.coo_array((np.repeat([1.0, -1.0], count), ends), shape=(v, count)))
         self.supply = np.zeros(v)
         self.supply[chains.source] = 1.0
         self.supply[chains.sink] = -1.0
@@ -181,9 +180,9 @@ class FlowProgram:
         cost = np.zeros(1 + d.shape[1])
         cost[0] = -1.0
         below = np.concatenate([np.ones((len(d), 1)), -d / scale], axis=1)
-        zero = csr_array((self.conserve.shape[0], 1))
-        found = linprog(
-            cost, A_ub=below, b_ub=np.zeros(len(d)), A_eq=hstack([zero, self.conserve]), b_eq=self.supply,
+        zero = scipy.sparse.csr_array((self.conserve.shape[0], 1))
+        found = scipy.optimize.linprog(
+            cost, A_ub=below, b_ub=np.zeros(len(d)), A_eq=scipy.sparse.hstack([zero, self.conserve]), b_eq=self.supply,
             bounds=[(None, None)] + [(0.0, None)] * d.shape[1], method="highs",
         )  # fmt: skip
         weights = np.zeros(len(seen[0]))

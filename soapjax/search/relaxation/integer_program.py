@@ -16,8 +16,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array, vstack
+import scipy
 
 from soapjax.jit.array_types import Array
 from soapjax.search.descent.repeats import runs_of
@@ -84,17 +83,18 @@ def solve_integer(
         for n, count, of in ((a, p, np.repeat(np.arange(p), q)), (b, q, np.tile(np.arange(q), p))):
             columns = np.concatenate([y, first[n] + np.arange(count)])
             add(columns, np.concatenate([np.ones(p * q), -np.ones(count)]), count, np.concatenate([of, np.arange(count)]), 0.0)
-    matrix = coo_array((np.concatenate(value), (np.concatenate(row), np.concatenate(column))), shape=(rows, at)).tocsr()
+    entries = np.concatenate(value), (np.concatenate(row), np.concatenate(column))
+    matrix = scipy.sparse.coo_array(entries, shape=(rows, at)).tocsr()
     low = high = np.concatenate(wanted)
     if usage is not None and np.isfinite(limit):
         bytes_ = np.concatenate(usage).T / limit  # [M, num_x]
-        memory = coo_array(np.concatenate([bytes_, np.zeros((len(bytes_), at - num_x))], axis=1))
-        matrix = vstack([matrix, memory]).tocsr()
+        memory = scipy.sparse.coo_array(np.concatenate([bytes_, np.zeros((len(bytes_), at - num_x))], axis=1))
+        matrix = scipy.sparse.vstack([matrix, memory]).tocsr()
         low, high = np.concatenate([low, np.full(len(bytes_), -np.inf)]), np.concatenate([high, np.ones(len(bytes_))])
     integrality = np.concatenate([np.ones(num_x), np.zeros(at - num_x)])
-    found = milp(
-        cost / scale, constraints=LinearConstraint(matrix, low, high), integrality=integrality, bounds=Bounds(0, 1),
-        options=dict(time_limit=max(0.1, seconds), node_limit=MOST_NODES, mip_rel_gap=1e-6),
+    found = scipy.optimize.milp(
+        cost / scale, constraints=scipy.optimize.LinearConstraint(matrix, low, high), integrality=integrality,
+        bounds=scipy.optimize.Bounds(0, 1), options=dict(time_limit=max(0.1, seconds), node_limit=MOST_NODES, mip_rel_gap=1e-6),
     )  # fmt: skip
     if found.x is None:
         return NOTHING
