@@ -39,7 +39,7 @@ from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.moves import State
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng, starts
-from soapjax.search.descent.shortening import fewer_blocks
+from soapjax.search.descent.shortening import FewerBlocks, fewer_blocks
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation.dynamic_program import additive_start, additive_start_s, has_additive_start
 from soapjax.simulate.simulator import BATCH
@@ -66,12 +66,13 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
     try:
-        begun += [*_without_pins(rng_key, problem, record), *_additive(problem, record)]
+        fewer = fewer_blocks(problem)
+        begun += [*_without_pins(rng_key, problem, record), *_additive(problem, fewer, record)]
         best = min(begun, key=lambda e: e.rank)
         record.offer(best.strategy, best.cost)
         run = SearchRun(rng_key, record, pool, ready)
         descents = Descents(run, problem, problem.space)
-        if (fewer := fewer_blocks(problem)) is None:
+        if fewer is None:
             begun, stopped_by = descents.run(begun)
             record.offer(begun[0].strategy, begun[0].cost)  # the best draw, too, where nothing was left to descend from it
         else:
@@ -128,15 +129,17 @@ def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[
     return best
 
 
-def _additive(problem: PlanningProblem, record: Record) -> list[Evaluation]:
-    """The additive optimum, where it can be had; a note says where it would take too long."""
+def _additive(problem: PlanningProblem, fewer: FewerBlocks | None, record: Record) -> list[Evaluation]:
+    """The additive optimum, of few of its blocks where it has many; a note says where it would take too long."""
     budget = record.budget
     if budget.random_start or not has_additive_start(problem):
         return []
     seconds = math.inf if budget.seconds is None else budget.seconds
-    if additive_start_s(problem) <= ADDITIVE_WITHIN * seconds:
+    relaxed, deadline = problem if fewer is None else fewer.shortest, record.begin + ADDITIVE_UNTIL * seconds
+    if additive_start_s(relaxed) <= ADDITIVE_WITHIN * seconds:
         with contextlib.suppress(TimeoutError):
-            return problem.evaluate([additive_start(problem, deadline=record.begin + ADDITIVE_UNTIL * seconds)])
+            start = additive_start(relaxed, judging=fewer, deadline=deadline)
+            return problem.evaluate([start if fewer is None else fewer.for_whole(start)])
     record.time_decides()
     return []
 

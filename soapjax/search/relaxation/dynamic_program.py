@@ -19,6 +19,7 @@ import numpy as np
 
 from soapjax.costs.evaluate import Durations
 from soapjax.jit.array_types import Array
+from soapjax.search.descent.descending import Limited
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
@@ -160,15 +161,16 @@ def tied_solution(
 
 
 def fitting(
-    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf
+    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf, judging: Limited | None = None
 ) -> list[Strategy]:  # fmt: skip
     """Minimisers at prices of memory and of communication that rise until one is feasible; the first is that without any.
 
     No further ones after `deadline`, of `time.monotonic`.
 
-    Communication, which the relaxation knows in seconds, counts several times where the objective limits its bytes.
+    Communication, which the relaxation knows in seconds, counts several times where the objective limits its bytes. `judging` says
+    what is feasible; by default the problem that was relaxed.
     """
-    problem, objective = relaxation.problem, relaxation.problem.objective
+    problem, objective = judging or relaxation.problem, relaxation.problem.objective
     found: list[Strategy] = []
     price, toll = 0.0, 1.0
     for _ in range(_MEMORY_STEPS):
@@ -202,16 +204,19 @@ def additive_start_s(problem: PlanningProblem) -> float:
     return max(problem.simulator.compile_s, 1.5) * (1 + terms / 2500)
 
 
-def additive_start(problem: PlanningProblem, *, deadline: float = math.inf) -> Strategy:
+def additive_start(problem: PlanningProblem, *, judging: Limited | None = None, deadline: float = math.inf) -> Strategy:
     """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found.
+
+    `judging` says what fits and which is the best, where that is asked of a longer step with strategies like the problem's.
 
     Raises: TimeoutError where the relaxation was not done by `deadline`, of `time.monotonic`.
     """
-    begun = seeds(problem)
+    begun, judging = seeds(problem), judging or problem
     relaxation = seeded_relaxation(problem, deadline)
-    evaluations = problem.evaluate(fitting(relaxation, lambda p: tied_solution(relaxation, p, begun, deadline), deadline))
+    found = fitting(relaxation, lambda p: tied_solution(relaxation, p, begun, deadline), deadline, judging)
+    evaluations = judging.evaluate(found)
     if not any(e.is_feasible for e in evaluations):
-        evaluations += problem.evaluate(begun)
+        evaluations += judging.evaluate(begun)
     return min(evaluations, key=lambda e: e.rank).strategy
 
 
