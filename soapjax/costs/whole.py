@@ -75,6 +75,7 @@ class PerRecord(NamedTuple):
     state_bytes: Array  # [P + 1, Q]
     on_stored: Array  # bool [P + 1, G, Q]
     since: Array  # int32 [E + 1, Q]: the task after the last earlier reader of the same copy, 0 where this reader pays
+    memory: Array  # [K + 1, Q]: bytes while each task runs, of the device that holds most then
 
 
 class Evaluated(NamedTuple):
@@ -261,10 +262,10 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
         held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, since=since,
         on=rows.on, on_kept=rows.on_kept,
     )  # fmt: skip
-    memory = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored)
+    memory, curve = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, over.memory)
     each = PerRecord(
         layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, state_bytes=stored.state_bytes,
-        on_stored=on_stored, since=since,
+        on_stored=on_stored, since=since, memory=curve,
     )  # fmt: skip
     return Evaluated(each, sent, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
 
@@ -292,5 +293,5 @@ def nothing_yet(b: Bucket, lanes: int) -> PerRecord:
     alike = not b.groups  # all devices do the same
     return PerRecord(
         layout=layouts(b.slots + 1), compute_s=zeros(tasks), on_compute=truths(tasks, alike), rows=of_rows,
-        state_bytes=zeros(parameters), on_stored=truths(parameters, alike), since=zeros(edges, dtype=np.int32),
+        state_bytes=zeros(parameters), on_stored=truths(parameters, alike), since=zeros(edges, dtype=np.int32), memory=zeros(tasks),
     )  # fmt: skip

@@ -136,12 +136,24 @@ class Simulator:
 
     def step_times(self, strategies: list[Strategy]) -> Scores:
         """Scores of any number of strategies, as NumPy arrays; their costs are not kept."""
+        return self._scores_and(lambda of: None, strategies)[0]
 
-        def scores_alone(scores: Scores, of: Evaluated) -> Scores:
+    def memory_curves(self, strategies: list[Strategy]) -> tuple[Scores, np.ndarray]:
+        """The same, and bytes [K, B] while each task runs, of the device that holds most then."""
+        count = self.tables.num_tasks
+        scores, curves = self._scores_and(lambda of: np.array(np.asarray(of.per_record.memory)[:count]), strategies)
+        return scores, np.concatenate(curves, axis=1)[:, : len(strategies)]
+
+    def _scores_and(self, keep: Callable[[Evaluated], T], strategies: list[Strategy]) -> tuple[Scores, list[T]]:
+        """Scores of all, and what `keep` makes of the costs of LANES each before others are written over them."""
+
+        def kept(scores: Scores, of: Evaluated) -> tuple[Scores, T]:
+            found = keep(of)
             self.evaluator.take_back(of)
-            return scores
+            return scores, found
 
-        return _joined(self._by_parts(scores_alone, *_stacked(strategies)), len(strategies))
+        found = self._by_parts(kept, *_stacked(strategies))
+        return _joined([scores for scores, _ in found], len(strategies)), [some for _, some in found]
 
     def costs(self, strategy: Strategy) -> Costs:
         """All figures of one strategy, as NumPy arrays."""

@@ -69,8 +69,8 @@ def drawn(problem, fewer, count):
     return found
 
 
-# In the median. With recomputation what the forward pass leaves of parameters decides the peak, of many blocks only.
-MEMORY_OFF = {False: 0.02, True: 0.1}
+# At the most, of 19 of 20 and in the median. With recomputation the one block between the ends is beside both, as none of many is.
+MEMORY_OFF = {False: (1e-4, 1e-5), True: (0.3, 0.03)}
 
 
 @pytest.mark.parametrize("topology, remat", [("2x4", False), ("2x4", True), ("a100x8", False)])
@@ -79,7 +79,7 @@ def test_scores_are_those_of_the_whole_graph(topology, remat):
     fewer = fewer_blocks(problem)
     strategies = drawn(problem, fewer, 40)
     whole = problem.evaluate([fewer.for_whole(s) for s in strategies])
-    for name, most, of_most in (("step_time_s", 0.03, 0.003), ("sent_bytes", 1e-3, 1e-3), ("memory_bytes", 0.5, MEMORY_OFF[remat])):
+    for name, most, of_most in (("step_time_s", 0.03, 0.003), ("sent_bytes", 1e-3, 1e-3), ("memory_bytes", *MEMORY_OFF[remat])):
         one, other = (np.array([getattr(e, name) for e in found]) for found in (fewer.evaluate(strategies), whole))
         error = np.abs(one - other) / np.maximum(other, 1e-9)
         # Of a strategy in a few hundred the ends of the stack, which few blocks see as a large part, differ by more.

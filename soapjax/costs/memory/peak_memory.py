@@ -15,7 +15,7 @@ from jax import lax
 from soapjax.costs.rules.sets import only_if
 from soapjax.costs.tables.arrays import CostArrays
 from soapjax.jit.array_types import Array
-from soapjax.jit.kernel import added, added_at, row
+from soapjax.jit.kernel import added, added_at, largest, put, row
 
 
 class Lives(NamedTuple):
@@ -116,8 +116,10 @@ def stored_bytes(p: CostArrays, state_bytes: Array, on_stored: Array) -> Array:
     return lax.fori_loop(0, p.counts[1], lambda j, total: total + only_if(row(on_stored, j), row(state_bytes, j)), nothing)
 
 
-def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) -> Array:
+def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array, begun: Array) -> tuple[Array, Array]:
     """[4, Q] at the peak of the device that holds most: parameters and state, what is alive, what passes, and their sum.
+
+    And [K + 1, Q], written over `begun`: the sum while each task runs, on the device that holds most then.
 
     `state_bytes` [P + 1, Q] and `on_stored` bool [P + 1, G, Q] are of parameters with their optimizer state.
     """
@@ -126,19 +128,19 @@ def memory_of(p: CostArrays, of: Lives, state_bytes: Array, on_stored: Array) ->
     stored = stored_bytes(p, state_bytes, on_stored)
 
     def task(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        now, waits, most = state
+        now, waits, most, curve = state
         now, waits = now + row(steps.alive, k), waits + row(steps.waiting, k)
         held = jnp.minimum(waits, p.waiting[0][:, None, None])
         live, made = now + held[0] + held[1], row(steps.transient, k)
         found = jnp.stack([stored, live, made, stored + live + made])
-        return now, waits, jnp.where(found[3] > most[3], found, most)
+        return now, waits, jnp.where(found[3] > most[3], found, most), put(curve, k, largest(found[3]))
 
     none = jnp.zeros((groups, q))
     start = jnp.stack([stored, none, none, jnp.where(p.counts[2] > 0, -1.0, stored)])
-    most = lax.fori_loop(0, p.counts[2], task, (none, jnp.zeros((2, groups, q)), start))[2]
+    most, curve = lax.fori_loop(0, p.counts[2], task, (none, jnp.zeros((2, groups, q)), start, begun))[2:]
 
     def group(g: Array, best: Array) -> Array:
         of_group = lax.dynamic_index_in_dim(most, g, 1, keepdims=False)
         return jnp.where(of_group[3] > best[3], of_group, best)
 
-    return lax.fori_loop(1, groups, group, most[:, 0])
+    return lax.fori_loop(1, groups, group, most[:, 0]), curve

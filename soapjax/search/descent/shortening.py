@@ -3,9 +3,9 @@
 A model of 96 equal layers has nothing more to choose than one of three: a first, a last, and those between, which are split alike.
 So a strategy is simulated with three blocks of every run (an encoder's, a decoder's), and with four of one run after the other:
 what the fourth adds is added for every block of its run that is left out. Of 48 layers that is within 0.1 % of the step time of the
-whole graph, at a sixth of the work; within 2 % where embeddings are tied and what crosses the step can hide more. Memory is exact
-but where, with more blocks, another moment is the fullest. So what is found is judged again in the whole graph, where the search
-goes on.
+whole graph, at a sixth of the work; within 2 % where embeddings are tied and what crosses the step can hide more. Memory is added
+up so for every moment of the step, since with many blocks another one is the fullest than with few. What is found is judged again
+in the whole graph, where the search goes on.
 """
 
 from __future__ import annotations
@@ -43,6 +43,22 @@ class Shorter(NamedTuple):
         return np.unique(self.operator_of, return_index=True)[1]
 
 
+class _Longer(NamedTuple):
+    """A problem with one block more."""
+
+    problem: PlanningProblem
+    operators: np.ndarray  # int [n]: which of the smallest graph's each of its operators is like
+    alike: np.ndarray  # int [2, K]: of each task of the smallest graph the first and the last of its tasks that are like it
+
+    @classmethod
+    def of(cls, problem: PlanningProblem, operators: np.ndarray, smallest: OperatorGraph) -> _Longer:
+        alike = np.full((2, len(smallest.tasks)), -1)
+        for own, model in zip(problem.graph.operators, operators.tolist(), strict=True):
+            for k, task in zip(smallest.operators[model].tasks, own.tasks, strict=True):
+                alike[:, k] = alike[0, k] if alike[0, k] >= 0 else task, task
+        return cls(problem, operators, alike)
+
+
 class FewerBlocks:
     """`problem` by graphs of few blocks; strategies are of the smallest one, scores those of the whole graph.
 
@@ -54,7 +70,7 @@ class FewerBlocks:
     def __init__(self, problem: PlanningProblem, fewer: Shorter, longer: Sequence[Shorter]):
         self.whole, self.fewer = problem, fewer
         self.shortest = _problem_of(problem, fewer)
-        self.longer = [(_problem_of(problem, x), fewer.operator_of[x.kept]) for x in longer]
+        self.longer = [_Longer.of(_problem_of(problem, x), fewer.operator_of[x.kept], self.shortest.graph) for x in longer]
         self.usable_memory_bytes: float = problem.usable_memory_bytes
         self._pool = threads(len(longer))
 
@@ -64,14 +80,18 @@ class FewerBlocks:
 
     def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]:
         """Of strategies of the smallest graph: what the whole graph's would be."""
-        longer = [
-            self._pool.submit(problem.simulator.step_times, [_taken(s, operators) for s in strategies])
-            for problem, operators in self.longer
+        waiting = [
+            self._pool.submit(x.problem.simulator.memory_curves, [_taken(s, x.operators) for s in strategies]) for x in self.longer
         ]
-        found = first = [x.astype(np.float64) for x in self.shortest.simulator.step_times(strategies)]
-        for more, left_out in zip(longer, self.fewer.left_out, strict=True):
-            found = [x + left_out * (b - a) for x, a, b in zip(found, first, more.result(), strict=True)]
-        return self.whole.judged_at(strategies, Scores(*found), self.usable_memory_bytes)
+        scores, curve = self.shortest.simulator.memory_curves(strategies)
+        found = first = [x.astype(np.float64) for x in scores]
+        memory = curve.astype(np.float64)
+        for longer, more, left_out in zip(self.longer, waiting, self.fewer.left_out, strict=True):
+            scores, longer_curve = more.result()
+            found = [x + left_out * (b - a) for x, a, b in zip(found, first, scores, strict=True)]
+            memory += left_out * (longer_curve[longer.alike].max(0) - curve)
+        judged = Scores(*found)._replace(memory_bytes=memory.max(0))
+        return self.whole.judged_at(strategies, judged, self.usable_memory_bytes)
 
     def of_whole(self, strategy: Strategy) -> Strategy:
         """What a strategy of the whole graph does in the blocks that are left."""
