@@ -15,6 +15,7 @@ from soapjax.search.chain.descents import PERTURBATIONS
 from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
 from soapjax.search.descent.descending import Descent, Perturbations
 from soapjax.search.descent.leaner import LEANER, SLOWER, Leaner
+from soapjax.search.descent.trades import traded
 from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
@@ -160,16 +161,23 @@ def test_perturbations_take_what_others_found(layers):
 
 class _Tight:
     """Four operators on two axes. All but the first are a tenth faster by the second value, for a unit of memory each; the first
-    takes two units less for a thousandth of the time. Three units fit."""
+    takes two units less for a thousandth of the time. Three units fit. With `depends` others are faster with that first only."""
 
     usable_memory_bytes = 3.0
     num_single = 8
+
+    def __init__(self, depends):
+        self.depends = depends
+
+    def start(self):
+        return self.evaluate([Strategy(np.zeros((4, 2), np.int8), np.zeros(4, np.int8))])[0]
 
     def evaluate(self, strategies):
         found = []
         for s in strategies:
             first, *others = s.axes[:, 0].tolist()
-            time_s, memory = 1.0 + 0.001 * first - 0.1 * sum(others), 3 - 2 * first + sum(others)
+            gain = 0.1 if first or not self.depends else -0.1
+            time_s, memory = 1.0 + 0.001 * first - gain * sum(others), 3 - 2 * first + sum(others)
             fits = memory <= self.usable_memory_bytes
             found.append(Evaluation(s, time_s, memory, fits, time_s if fits else 3 * time_s))
         return found
@@ -184,13 +192,50 @@ class _Tight:
         return [self.single(s, rng.integers(self.num_single, size=1))[0] for s in strategies]
 
 
+def test_where_memory_is_full_moves_are_traded():
+    """No single move is faster and fits: one that frees memory, and as many as that is enough for, are made together."""
+    tight = _Tight(depends=False)
+    descent = Descent(tight, tight.start(), np.random.default_rng(0), tight)
+    while not descent.is_over:
+        descent.round()
+    assert descent.best.strategy.axes[:, 0].tolist().count(1) == 3 and descent.best.cost == pytest.approx(0.801)
+
+
+def test_trades_are_those_that_add_up():
+    """Against all sets of moves of one operator each: none that is slower or does not fit by the sums, the best nearly."""
+    rng, shares = np.random.default_rng(3), []
+    for _ in range(20):
+        base = Strategy(np.zeros((6, 1), np.int8), np.zeros(6, np.int8))
+        best = Evaluation(base, 1.0, 10.0, True, 1.0)
+        seconds, bytes_ = rng.choice([-0.03, -0.02, 0.005, 0.01], 6), rng.choice([-2.0, -1.0, 1.0, 2.0], 6)
+
+        def moved(some, base=base):
+            axes = base.axes.copy()
+            axes[list(some)] = 1
+            return Strategy(axes, base.storage)
+
+        more = enumerate(zip(seconds, bytes_, strict=True))
+        around = [Evaluation(moved([k]), 1 + t, 10 + m, m <= 0, 1 + t) for k, (t, m) in more]
+        around = [e for e in around if e.step_time_s >= 1 or e.memory_bytes > 10]  # a descent has taken the others
+        moves = [int(e.strategy.axes.argmax()) for e in around]
+        sets = [c for n in range(2, len(moves) + 1) for c in itertools.combinations(moves, n)]
+        pays = {moved(c).key(): seconds[list(c)].sum() for c in sets if bytes_[list(c)].sum() <= 0 and seconds[list(c)].sum() < 0}
+        found = [s.key() for s in traded(best, around, 10.0, 100)]
+        assert set(found) <= set(pays) and len(found) == len(set(found))
+        assert [pays[k] for k in found] == sorted(pays[k] for k in found)
+        assert bool(found) == bool(pays)
+        shares += [pays[found[0]] / min(pays.values())] if pays else []
+    assert len(shares) > 5 and min(shares) > 0.3 and np.mean(shares) > 0.8
+    assert traded(best, [], 10.0, 5) == []
+
+
 def test_where_memory_is_full_something_leaner_leads_on():
-    tight = _Tight()
-    start = tight.evaluate([Strategy(np.zeros((4, 2), np.int8), np.zeros(4, np.int8))])[0]
+    tight = _Tight(depends=True)
+    start = tight.start()
     descent = Descent(tight, start, np.random.default_rng(0), tight)
     while not descent.is_over:
         descent.round()
-    assert descent.best is start, "no single move is faster and fits"
+    assert descent.best is start, "no move is faster"
     perturbations = Perturbations(tight, start, np.random.default_rng(0), tight, ("leaner", "moved"), descent.leaner.front)
     perturbations.round()  # begins with what is leaner
     while perturbations.descent is not None:

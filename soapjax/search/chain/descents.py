@@ -15,7 +15,7 @@ from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.descending import Descent, Limited, Perturbations
+from soapjax.search.descent.descending import Descent, Judging, Perturbations
 from soapjax.search.descent.leaner import Leaner
 from soapjax.search.descent.shortening import FewerBlocks
 from soapjax.search.problem import Evaluation
@@ -66,7 +66,7 @@ class Descents:
     """
 
     def __init__(
-        self, run: SearchRun, problem: Limited, space: SearchSpace, *,
+        self, run: SearchRun, problem: Judging, space: SearchSpace, *,
         for_whole: Callable[[Strategy], Strategy] = lambda strategy: strategy, number: int = 0,
     ):  # fmt: skip
         self.problem = problem

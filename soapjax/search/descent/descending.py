@@ -2,9 +2,10 @@
 
 A round takes a batch of strategies that were not judged before, half from random draws and half from a *sweep*: every value on
 every axis of every group, and every storage, one after the other in random order. It simulates them in full and takes
-the best if it is better; what else was better is tried on top of it in the next round.
+the best if it is better; what else was better is tried on top of it in the next round. Where a whole sweep has not helped, some of
+what it tried may help together (trades.py).
 
-Where a whole sweep has not helped, *perturbations* follow (iterated local search: Lourenço, Martin, Stützle 2003), of four kinds:
+Where that has not helped either, *perturbations* follow (iterated local search: Lourenço, Martin, Stützle 2003), of four kinds:
 
 * moved: a few moves at once from the best, whatever they cost, and a short descent from there;
 * exchanged: two mesh axes of one size change places in the whole graph. Of little consequence by itself, where their links are
@@ -27,6 +28,7 @@ import numpy as np
 
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.leaner import Leaner
+from soapjax.search.descent.trades import traded
 from soapjax.search.problem import Evaluation
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
@@ -44,14 +46,10 @@ _TRIES = 8  # so many times, for as many as are wanted that were not judged befo
 class Judging(Protocol):
     """What a descent asks of a problem."""
 
-    def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]: ...
-
-
-class Limited(Judging, Protocol):
-    """What perturbations ask of it."""
-
     @property
     def usable_memory_bytes(self) -> float: ...
+
+    def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]: ...
 
 
 class Descent:
@@ -67,6 +65,8 @@ class Descent:
         self.seen = {start.strategy.key()}
         self.merged: list[Strategy] = []
         self.drawn: list[Strategy] = []  # from the best, and not looked at yet
+        self.around: list[Evaluation] = []  # judged since the best is the best
+        self.has_traded = False
         self.quiet = 0
         self.is_over = False
         self.order = rng.permutation(self.moves.num_single if sweeps else 0)  # of the moves of a sweep
@@ -76,7 +76,7 @@ class Descent:
         """Judges up to `limit` new strategies and gives their number."""
         drawn = self._fresh(min(limit, BATCH))
         if not drawn:
-            self.is_over = True
+            self._trade()
             return 0
         found = sorted(self.problem.evaluate(drawn), key=lambda e: e.cost)
         self.leaner.offer(found)
@@ -85,9 +85,17 @@ class Descent:
         self.quiet = 0 if better else self.quiet + 1
         self.since = 0 if better else self.since
         self.drawn = [] if better else self.drawn
+        self.around = [] if better else [*self.around, *found]
+        self.has_traded &= not better
         self.best = min(self.best, found[0], key=lambda e: e.cost)
-        self.is_over = self.quiet >= self.patience and self.since >= len(self.order)
+        if self.quiet >= self.patience and self.since >= len(self.order):
+            self._trade()
         return len(drawn)
+
+    def _trade(self) -> None:
+        """What may help together comes next, once for each best; the descent is over where nothing may."""
+        self.merged = [] if self.has_traded else traded(self.best, self.around, self.problem.usable_memory_bytes, BATCH)
+        self.has_traded, self.is_over = True, not self.merged
 
     def _fresh(self, count: int) -> list[Strategy]:
         """Up to `count` strategies that were not judged before: what was merged, then half of the sweep and half draws."""
@@ -157,7 +165,7 @@ class Perturbations:
     """
 
     def __init__(
-        self, problem: Limited, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str],
+        self, problem: Judging, start: Evaluation, rng: np.random.Generator, moves: Assignments, kinds: Sequence[str],
         judged: Iterable[Evaluation] = (),
     ):  # fmt: skip
         self.problem, self.best, self.rng, self.moves = problem, start, rng, moves

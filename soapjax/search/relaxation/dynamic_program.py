@@ -19,7 +19,7 @@ import numpy as np
 
 from soapjax.costs.evaluate import Durations
 from soapjax.jit.array_types import Array
-from soapjax.search.descent.descending import Limited
+from soapjax.search.descent.descending import Judging
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
 from soapjax.search.relaxation.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
@@ -161,7 +161,7 @@ def tied_solution(
 
 
 def fitting(
-    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf, judging: Limited | None = None
+    relaxation: Relaxation, minimise: Callable[[Pairwise], Solution], deadline: float = math.inf, judging: Judging | None = None
 ) -> list[Strategy]:  # fmt: skip
     """Minimisers at prices of memory and of communication that rise until one is feasible; the first is that without any.
 
@@ -204,7 +204,7 @@ def additive_start_s(problem: PlanningProblem) -> float:
     return max(problem.simulator.compile_s, 1.5) * (1 + terms / 2500)
 
 
-def additive_start(problem: PlanningProblem, *, judging: Limited | None = None, deadline: float = math.inf) -> Strategy:
+def additive_start(problem: PlanningProblem, *, judging: Judging | None = None, deadline: float = math.inf) -> Strategy:
     """A good strategy quickly: the additive optimum with repeated operators tied, fitting into memory where one was found.
 
     `judging` says what fits and which is the best, where that is asked of a longer step with strategies like the problem's.

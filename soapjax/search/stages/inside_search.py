@@ -41,6 +41,10 @@ class InsideStages:
         places = self.problem.loads.offer(*self.where, name, strategies)
         return [self._judged(s, i) for s, i in zip(strategies, places, strict=True)]
 
+    @property
+    def usable_memory_bytes(self) -> float:
+        return self.problem.usable_bytes
+
     def _judged(self, strategy: Strategy, place: int) -> Evaluation:
         """A pipeline that is slower than the best one by its estimate, or does not fit, is not simulated."""
         choice, best, problem = self._with(place), self.best, self.problem
