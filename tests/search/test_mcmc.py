@@ -219,7 +219,7 @@ def test_perturbations_go_on_where_chains_would_come_too_late(step_problem, monk
 def test_the_additive_optimum_is_given_up_in_time(step_problem, monkeypatch):
     asked = []
 
-    def late(problem, *, deadline):
+    def late(problem, *, judging, deadline):
         asked.append(deadline)
         raise TimeoutError
 
