@@ -73,6 +73,30 @@ def modules_of(names: Sequence[str]) -> tuple[np.ndarray, list[list[int]]]:
     return members, holding
 
 
+NOT_CARRIED = -2
+
+
+def _carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """Values int8 [C, N] by which one dim is carried through a module, or through the whole graph; NOT_CARRIED elsewhere.
+
+    Of modules that repeat all repetitions together. What assigns one value to one of `sets` is none of them.
+
+    Args:
+      flow: the class of every dim [N, D + 1], as `dim_flows` gives it.
+    """
+    whole = [m for m in modules if not np.isin(groups[~m], groups[m]).any()]
+    known = {s.tobytes() for s in sets}
+    found: dict[bytes, np.ndarray] = {}
+    for m in (*whole, np.ones(len(flow), bool)):
+        for of in np.unique(flow[m][flow[m] >= 0]).tolist():
+            has = flow == of
+            taking = m & has.any(axis=1)
+            if taking.tobytes() not in known:
+                values = np.where(taking, has.argmax(axis=1) - 1, NOT_CARRIED).astype(np.int8)
+                found[values.tobytes()] = values
+    return np.array(list(found.values()), np.int8).reshape(-1, len(flow))
+
+
 class Assignments:
     """Draws of the moves above on one space, one in each of B strategies side by side."""
 
@@ -100,11 +124,14 @@ class Assignments:
         offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
         self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
         self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
+        self.carried = _carried_values(self.flows[1], self.groups, self.modules, self.movable)
+        may = self.offers[np.arange(num_ops), :, np.maximum(self.carried, -1) - self.lowest] & (self.carried >= -1)[..., None]
+        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (of `carried`, axis)
 
     @property
     def num_single(self) -> int:
-        """How many moves assign one value on one axis, or one storage, to one set of operators."""
-        return len(self.values_of_sets) + len(self.storages_of_sets)
+        """How many moves assign one value or one dim on one axis, or one storage, to one set of operators."""
+        return len(self.values_of_sets) + len(self.storages_of_sets) + len(self.dims_of_modules)
 
     def single(self, strategy: Strategy, which: np.ndarray) -> list[Strategy]:
         """`strategy` after each of these moves, numbers below `num_single`."""
@@ -115,9 +142,15 @@ class Assignments:
         g, a, value = self.values_of_sets[which[at]].T
         takes = self.movable[g] & self.offers[:, a, value].T
         axes[at, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[at, :, a])
-        at = np.flatnonzero(~is_value)
+        is_dim = which >= len(self.values_of_sets) + len(self.storages_of_sets)
+        at = np.flatnonzero(~is_value & ~is_dim)
         g, k = self.storages_of_sets[which[at] - len(self.values_of_sets)].T
         storage[at] = np.where(self.movable[self.owning[g]], k[:, None], storage[at])
+        at = np.flatnonzero(is_dim)
+        c, a = self.dims_of_modules[which[at] - len(self.values_of_sets) - len(self.storages_of_sets)].T
+        dims = np.maximum(self.carried[c], -1)
+        takes = (self.carried[c] >= -1) & self._may_take(a, dims)
+        axes[at, :, a] = np.where(takes, dims, axes[at, :, a])
         return self._divided(before, axes, storage)
 
     def reranked(
