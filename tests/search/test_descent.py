@@ -12,7 +12,7 @@ from problems import graph_of, topology_of
 import soapjax
 from soapjax.planning.entry import planning_problem
 from soapjax.search.chain.descents import PERTURBATIONS
-from soapjax.search.descent.assignments import Assignments, look_alikes, modules_of
+from soapjax.search.descent.assignments import NOT_CARRIED, Assignments, carried_values, look_alikes, modules_of
 from soapjax.search.descent.descending import Descent, Perturbations
 from soapjax.search.descent.leaner import LEANER, SLOWER, Leaner
 from soapjax.search.descent.trades import traded
@@ -229,6 +229,15 @@ def test_trades_are_those_that_add_up():
     assert traded(best, [], 10.0, 5) == []
 
 
+def test_a_split_and_a_storage_of_one_operator_are_traded():
+    base = Strategy(np.zeros((2, 1), np.int8), np.zeros(2, np.int8))
+    best = Evaluation(base, 1.0, 10.0, True, 1.0)
+    faster = Evaluation(Strategy(np.array([[1], [0]], np.int8), base.storage), 0.9, 12.0, False, 2.0)
+    leaner = Evaluation(Strategy(base.axes, np.array([2, 0], np.int8)), 1.01, 7.0, True, 1.01)
+    (both,) = traded(best, [faster, leaner], 10.0, 5)
+    assert both.axes.tolist() == [[1], [0]] and both.storage.tolist() == [2, 0]
+
+
 def test_where_memory_is_full_something_leaner_leads_on():
     tight = _Tight(depends=True)
     start = tight.start()
@@ -262,6 +271,18 @@ def test_what_is_leaner_is_the_front_and_given_once():
     given = list(iter(lambda: leaner.next(best, 100.0), None))
     assert given == [e for e in leaner.front if e.cost <= 1.01 * (1 + SLOWER) and e.memory_bytes < 95.0 * (1 - LEANER)]
     assert len(given) > 1
+
+
+def test_a_dim_is_carried_through_a_module_and_its_repetitions():
+    """Two blocks of three operators, and one more; dim 1 is everywhere, 2 in blocks, 3 in one operator of each, 0 replicates."""
+    flow = np.array([[0, 1, 2], [0, 2, 1], [0, 1, 3]] * 2 + [[0, 1, -1]])
+    groups = np.array([0, 1, 2, 0, 1, 2, 3])
+    names = [f"blk{b}/{name}" for b in range(2) for name in ("a", "b", "c")] + ["head"]
+    sets = np.array([groups == g for g in range(4)])
+    found = {tuple(v) for v in carried_values(flow, groups, modules_of(names)[0], sets).tolist()}
+    n = NOT_CARRIED
+    through_blocks = {(-1, -1, -1, -1, -1, -1, n), (0, 1, 0, 0, 1, 0, n), (1, 0, n, 1, 0, n, n)}
+    assert found == through_blocks | {(-1,) * 7, (0, 1, 0, 0, 1, 0, 0)}  # dim 3 is one group's, "blk0" alone would part the blocks
 
 
 def test_modules_are_paths_and_paths_of_any_number():

@@ -11,7 +11,8 @@ chain that moves one of them at a time crosses a ridge for every one. So these m
   as the names of operators tell it, once or wherever it repeats (one layer of a recurrent net, in all time steps);
 * alike: an axis takes what another axis has, in a group, a stretch or the whole graph;
 * stored: one storage, in a group or in the whole graph;
-* single: one value on one axis, or one storage, in a group: all of these are numbered, and a sweep tries one after the other;
+* single: one value on one axis, or one storage, in a group; or one dim on one axis, in all operators of a module to which tensors
+  carry it: all of these are numbered, and a sweep tries one after the other;
 * exchanged: two axes of one size change places in the whole graph;
 * reranked: some axes are ranked anew in the whole graph, all at once: another way to split the step, from which to descend again.
 
@@ -76,13 +77,15 @@ def modules_of(names: Sequence[str]) -> tuple[np.ndarray, list[list[int]]]:
 NOT_CARRIED = -2
 
 
-def _carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, sets: np.ndarray) -> np.ndarray:
-    """Values int8 [C, N] by which one dim is carried through a module, or through the whole graph; NOT_CARRIED elsewhere.
+def carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """Values int8 [C, N] that carry one dim through a module, or through the whole graph; NOT_CARRIED elsewhere.
 
-    Of modules that repeat all repetitions together. What assigns one value to one of `sets` is none of them.
+    Modules that repeat are taken together. What moves one of `sets` alone is left out.
 
     Args:
       flow: the class of every dim [N, D + 1], as `dim_flows` gives it.
+      groups: of operators [N].
+      modules, sets: of operators, bool [M, N].
     """
     whole = [m for m in modules if not np.isin(groups[~m], groups[m]).any()]
     known = {s.tobytes() for s in sets}
@@ -124,9 +127,9 @@ class Assignments:
         offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
         self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
         self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
-        self.carried = _carried_values(self.flows[1], self.groups, self.modules, self.movable)
+        self.carried = carried_values(self.flows[1], self.groups, self.modules, self.movable)
         may = self.offers[np.arange(num_ops), :, np.maximum(self.carried, -1) - self.lowest] & (self.carried >= -1)[..., None]
-        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (of `carried`, axis)
+        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (which of `carried`, axis)
 
     @property
     def num_single(self) -> int:

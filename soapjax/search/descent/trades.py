@@ -27,7 +27,9 @@ def traded(best: Evaluation, around: Sequence[Evaluation], usable_bytes: float, 
     base = best.strategy
     more_s = np.array([e.step_time_s for e in around]) - best.step_time_s
     more_bytes = np.array([e.memory_bytes for e in around]) - best.memory_bytes
-    changed = np.array([(e.strategy.axes != base.axes).any(1) | (e.strategy.storage != base.storage) for e in around])
+    # Two moves may change the split of an operator and the storage of its parameters; not both the same.
+    moved = [(e.strategy.axes != base.axes, e.strategy.storage != base.storage) for e in around]
+    changed = np.array([np.concatenate([axes.any(axis=1), storage]) for axes, storage in moved])  # [moves, 2 N]
     spare = usable_bytes - best.memory_bytes
     is_gain, frees = (more_s < 0) & (more_bytes > spare), more_bytes < 0
     rate = more_s / np.where(more_bytes == 0, 1.0, more_bytes)  # seconds per byte: the lowest gains most, the highest frees best
@@ -56,7 +58,7 @@ def traded(best: Evaluation, around: Sequence[Evaluation], usable_bytes: float, 
     for chosen in sorted(found, key=lambda c: (found[c], c))[:most]:
         axes, storage = base.axes.copy(), base.storage.copy()
         for k in chosen:
-            rows = changed[k]
-            axes[rows], storage[rows] = around[k].strategy.axes[rows], around[k].strategy.storage[rows]
+            split, stored = np.split(changed[k], 2)
+            axes[split], storage[stored] = around[k].strategy.axes[split], around[k].strategy.storage[stored]
         out.append(Strategy(axes, storage))
     return out
