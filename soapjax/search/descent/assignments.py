@@ -109,7 +109,8 @@ class Assignments:
         num_ops, num_axes = self.counts.shape
         is_choice = np.arange(self.values.shape[2]) < self.counts[..., None]
         self.lowest = int(self.values.min())
-        self.offers = np.zeros((num_ops, num_axes, int(self.values.max()) - self.lowest + 1), bool)  # by value - lowest
+        # By value - lowest: of every dim, though nothing may split the last of them.
+        self.offers = np.zeros((num_ops, num_axes, space.allowed.shape[2] - 1 - self.lowest), bool)
         n, a, v = np.nonzero(is_choice)
         self.offers[n, a, self.values[n, a, v] - self.lowest] = True
         # Every set is as likely as any other: what repeats often is one choice.
