@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.jit.array_types import Array
@@ -25,7 +24,9 @@ def _learned(name: str) -> Planner:
     """One of the planners with networks, whose libraries take a quarter of a second to import: done when it plans."""
 
     def planner(key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
-        return getattr(importlib.import_module("soapjax.search.learned.learned_planners"), name)(key, problem, budget)
+        from soapjax.search.learned import learned_planners
+
+        return getattr(learned_planners, name)(key, problem, budget)
 
     return planner
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -134,6 +134,15 @@ class Evaluation(NamedTuple):
     def rank(self) -> tuple[bool, float, float]:
         """By this the best is the least: what is feasible by cost, then what violates the limits least, then what does not fit."""
         return not self.is_feasible, self.excess, self.cost
+
+
+class Judging(Protocol):
+    """What descents ask of a problem."""
+
+    @property
+    def usable_memory_bytes(self) -> float: ...
+
+    def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]: ...
 
 
 class SearchResult(NamedTuple):

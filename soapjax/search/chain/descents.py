@@ -15,10 +15,10 @@ from soapjax.jit.array_types import Array
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
-from soapjax.search.descent.descending import Descent, Judging, Perturbations
+from soapjax.search.descent.descending import Descent, Perturbations
 from soapjax.search.descent.leaner import Leaner
 from soapjax.search.descent.shortening import FewerBlocks
-from soapjax.search.problem import Evaluation
+from soapjax.search.problem import Evaluation, Judging
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace

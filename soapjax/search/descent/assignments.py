@@ -33,6 +33,7 @@ from soapjax.strategy.space import SearchSpace
 
 WEIGHTS = (0.35, 0.25, 0.15, 0.1, 0.15)  # of together, carried, ranked, alike, stored
 MAX_AXES = 3  # that one move of a group changes
+NOT_CARRIED = -2  # by a move of one dim: no value of a config
 
 
 def look_alikes(space: SearchSpace) -> np.ndarray:
@@ -72,9 +73,6 @@ def modules_of(names: Sequence[str]) -> tuple[np.ndarray, list[list[int]]]:
         for n in some:
             holding[n].append(m)
     return members, holding
-
-
-NOT_CARRIED = -2
 
 
 def carried_values(flow: np.ndarray, groups: np.ndarray, modules: np.ndarray, sets: np.ndarray) -> np.ndarray:
@@ -128,9 +126,10 @@ class Assignments:
         offered = np.einsum("gn,naw->gaw", self.movable.astype(np.float32), self.offers.astype(np.float32)) > 0
         self.values_of_sets = np.argwhere(offered)  # (set, axis, value - lowest)
         self.storages_of_sets = np.argwhere(np.ones((len(self.owning) * (len(space.storages) > 1), len(space.storages)), bool))
-        self.carried = carried_values(self.flows[1], self.groups, self.modules, self.movable)
-        may = self.offers[np.arange(num_ops), :, np.maximum(self.carried, -1) - self.lowest] & (self.carried >= -1)[..., None]
-        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (which of `carried`, axis)
+        self.through_modules = carried_values(self.flows[1], self.groups, self.modules, self.movable)
+        carries = self.through_modules > NOT_CARRIED
+        may = self.offers[np.arange(num_ops), :, np.where(carries, self.through_modules, -1) - self.lowest] & carries[..., None]
+        self.dims_of_modules = np.argwhere(may.any(axis=1))  # (which of `through_modules`, axis)
 
     @property
     def num_single(self) -> int:
@@ -141,20 +140,20 @@ class Assignments:
         """`strategy` after each of these moves, numbers below `num_single`."""
         before = np.broadcast_to(strategy.axes, (len(which), *strategy.axes.shape))
         axes, storage = before.copy(), np.repeat(strategy.storage[None], len(which), axis=0)
-        is_value = which < len(self.values_of_sets)
-        at = np.flatnonzero(is_value)
-        g, a, value = self.values_of_sets[which[at]].T
+        firsts = np.cumsum([0, len(self.values_of_sets), len(self.storages_of_sets)])
+        kind = np.searchsorted(firsts, which, side="right") - 1
+        values, storages, dims = (np.flatnonzero(kind == k) for k in range(3))
+        numbers = which - firsts[kind]
+        g, a, value = self.values_of_sets[numbers[values]].T
         takes = self.movable[g] & self.offers[:, a, value].T
-        axes[at, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[at, :, a])
-        is_dim = which >= len(self.values_of_sets) + len(self.storages_of_sets)
-        at = np.flatnonzero(~is_value & ~is_dim)
-        g, k = self.storages_of_sets[which[at] - len(self.values_of_sets)].T
-        storage[at] = np.where(self.movable[self.owning[g]], k[:, None], storage[at])
-        at = np.flatnonzero(is_dim)
-        c, a = self.dims_of_modules[which[at] - len(self.values_of_sets) - len(self.storages_of_sets)].T
-        dims = np.maximum(self.carried[c], -1)
-        takes = (self.carried[c] >= -1) & self._may_take(a, dims)
-        axes[at, :, a] = np.where(takes, dims, axes[at, :, a])
+        axes[values, :, a] = np.where(takes, (value + self.lowest)[:, None], axes[values, :, a])
+        g, k = self.storages_of_sets[numbers[storages]].T
+        storage[storages] = np.where(self.movable[self.owning[g]], k[:, None], storage[storages])
+        c, a = self.dims_of_modules[numbers[dims]].T
+        is_carried = self.through_modules[c] > NOT_CARRIED
+        carried = np.where(is_carried, self.through_modules[c], -1)
+        takes = is_carried & self._may_take(a, carried)
+        axes[dims, :, a] = np.where(takes, carried, axes[dims, :, a])
         return self._divided(before, axes, storage)
 
     def reranked(

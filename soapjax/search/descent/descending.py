@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.leaner import Leaner
-from soapjax.search.descent.trades import traded
-from soapjax.search.problem import Evaluation
+from soapjax.search.descent.trades import overlaid, traded
+from soapjax.search.problem import Evaluation, Judging
 from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 
@@ -41,15 +41,6 @@ _MOST_MERGED = 6  # improvements that are tried together
 # Moves that are made at once: the first take as long as forty more, which are of no use once something better is found.
 _AT_ONCE = BATCH // 2, 4 * BATCH  # right after that, and at most
 _TRIES = 8  # so many times, for as many as are wanted that were not judged before
-
-
-class Judging(Protocol):
-    """What a descent asks of a problem."""
-
-    @property
-    def usable_memory_bytes(self) -> float: ...
-
-    def evaluate(self, strategies: list[Strategy]) -> list[Evaluation]: ...
 
 
 class Descent:
@@ -81,7 +72,7 @@ class Descent:
         found = sorted(self.problem.evaluate(drawn), key=lambda e: e.cost)
         self.leaner.offer(found)
         better = [e.strategy for e in found if e.cost < self.best.cost][:_MOST_MERGED]
-        self.merged = _overlaid(self.best.strategy, better)
+        self.merged = overlaid(self.best.strategy, better)
         self.quiet = 0 if better else self.quiet + 1
         self.since = 0 if better else self.since
         self.drawn = [] if better else self.drawn
@@ -230,13 +221,3 @@ class Perturbations:
     def _reranked(self, limit: int) -> list[Strategy]:
         count = min(2 ** int(self.rng.integers(0, MOST_RERANKED + 1)), limit)
         return self.moves.reranked(self.rng, self.best.strategy, count)
-
-
-def _overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:
-    """The first of `better` with what the second changed of `before`, that with what the third changed, and so on."""
-    out = better[:1]
-    for other in better[1:]:
-        last = out[-1]
-        axes = np.where(other.axes != before.axes, other.axes, last.axes)
-        out.append(Strategy(axes, np.where(other.storage != before.storage, other.storage, last.storage)))
-    return out[1:]

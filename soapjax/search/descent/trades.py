@@ -54,11 +54,15 @@ def traded(best: Evaluation, around: Sequence[Evaluation], usable_bytes: float, 
         fill(int(k), np.concatenate([freeing, gains]))
     for k in freeing[:MOST_BEGUN]:
         fill(int(k), gains)
-    out = []
-    for chosen in sorted(found, key=lambda c: (found[c], c))[:most]:
-        axes, storage = base.axes.copy(), base.storage.copy()
-        for k in chosen:
-            split, stored = np.split(changed[k], 2)
-            axes[split], storage[stored] = around[k].strategy.axes[split], around[k].strategy.storage[stored]
-        out.append(Strategy(axes, storage))
-    return out
+    promising = sorted(found, key=lambda c: (found[c], c))[:most]
+    return [overlaid(base, [around[k].strategy for k in chosen])[-1] for chosen in promising]
+
+
+def overlaid(before: Strategy, better: list[Strategy]) -> list[Strategy]:
+    """The first of `better` with what the second changed of `before`, that with what the third changed, and so on."""
+    out = better[:1]
+    for other in better[1:]:
+        last = out[-1]
+        axes = np.where(other.axes != before.axes, other.axes, last.axes)
+        out.append(Strategy(axes, np.where(other.storage != before.storage, other.storage, last.storage)))
+    return out[1:]

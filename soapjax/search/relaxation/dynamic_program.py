@@ -19,9 +19,8 @@ import numpy as np
 
 from soapjax.costs.evaluate import Durations
 from soapjax.jit.array_types import Array
-from soapjax.search.descent.descending import Judging
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all, tensor_parallel_strategy
-from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult
+from soapjax.search.problem import Budget, Evaluation, Judging, PlanningProblem, SearchResult
 from soapjax.search.relaxation.elimination import MAX_ENTRIES, eliminate, factors_of, order_of
 from soapjax.search.relaxation.relaxed import Pairwise, Relaxation, relax
 from soapjax.strategy.configs import Strategy
