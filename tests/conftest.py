@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import importlib.metadata
 import os
 import shutil
 import socket
@@ -37,14 +38,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Most programs here run once or twice: compiling is all that takes time. Processes that a test starts do likewise.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # a third less
+QUICKLY = ["--xla_cpu_parallel_codegen_split_count=1"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones end the process on a flag that they no longer have
+    QUICKLY.append("--xla_cpu_use_fusion_emitters=false")  # a third less
 if "PYTEST_XDIST_WORKER" not in os.environ:  # many tests make the same programs: all workers share what one has compiled
     cache = folder_of_programs()
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(cache / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
     # Nothing of a test stays in the user's folders; processes that tests start load the planner's programs from here.
     os.environ["SOAPJAX_PROGRAM_CACHE"] = str(cache / "planner")
 flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
-os.environ["XLA_FLAGS"] = " ".join([*flags, QUICKLY, "--xla_force_host_platform_device_count=8"])
+os.environ["XLA_FLAGS"] = " ".join([*flags, *QUICKLY, "--xla_force_host_platform_device_count=8"])
 
 import gc  # noqa: E402
 

@@ -245,9 +245,11 @@ def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool | int]) ->
     try:
         return lowered.compile(compiler_options=options)  # type: ignore[arg-type]  # numbers are taken too
     except jax.errors.JaxRuntimeError as error:
-        if "option" not in str(error):
+        if not options or "option" not in str(error):
             raise
-        return lowered.compile()  # a version of XLA that does not know them, or another backend
+        # A version of XLA that does not know one of them (0.11 has no older emitters), or another backend.
+        known = {name: value for name, value in options.items() if name not in str(error)}
+        return _by_compiler(lowered, known if known != options else {})
 
 
 @functools.cache

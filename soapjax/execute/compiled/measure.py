@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from soapjax.execute.compiled.device_times import seconds_of_calls
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
@@ -29,6 +30,7 @@ from soapjax.graph.trace.tracing import TracedStep
 REPEATS = 7
 MIN_BATCH_S = 2e-3  # calls are timed in batches of at least this long
 MAX_CALLS = 2000
+TRACED_CALLS = 15  # where the device itself tells
 LARGE_BYTES = 2**20  # arguments from here on are out of the caches when a step comes to them again, weights above all
 COLD_BYTES = 2**27  # passes before a large argument is read a second time
 MAX_COPIES = 64
@@ -163,7 +165,8 @@ def _cold(blocks: Sequence[Any]) -> list[list[Any]]:
 
 
 def time_calls(fn: Callable[..., Any], *arguments: Sequence[Any], repeats: int = REPEATS) -> Timing:
-    """Seconds of one call in a program: batches of calls, less what dispatching a call that does nothing takes.
+    """Seconds of one call in a program: as the device tells, or by batches of calls, less what dispatching a call that does nothing
+    takes.
 
     Args:
       arguments: of one call; where there are several, calls take them in turn.
@@ -179,6 +182,8 @@ def time_calls(fn: Callable[..., Any], *arguments: Sequence[Any], repeats: int =
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / count
 
+    if found := seconds_of_calls(lambda: batch(fn, TRACED_CALLS), TRACED_CALLS):
+        return _timing(found, TRACED_CALLS)
     empty = jax.jit(lambda *x: jnp.int32(0))
     jax.block_until_ready(empty(*next(turn)))
     was_enabled = gc.isenabled()
@@ -186,14 +191,18 @@ def time_calls(fn: Callable[..., Any], *arguments: Sequence[Any], repeats: int =
     try:
         once = min(batch(fn, 1) for _ in range(2))
         count = int(min(max(MIN_BATCH_S / max(once, 1e-7), 1), MAX_CALLS))
-        found = np.array([batch(fn, count) for _ in range(repeats)])
+        times = [batch(fn, count) for _ in range(repeats)]
         # Calls of a program that does nothing return as soon as it is queued: what a call costs at least.
         overhead = min(batch(empty, max(count, 20)) for _ in range(3))
     finally:
         if was_enabled:
             gc.enable()
-    low, median, high = np.quantile(found, (0.25, 0.5, 0.75))
-    return Timing(float(max(median - overhead, median * 0.05)), float((high - low) / median), repeats * count)
+    return _timing(times, repeats * count, overhead)
+
+
+def _timing(times: Sequence[float], num_runs: int, overhead: float = 0.0) -> Timing:
+    low, median, high = np.quantile(times, (0.25, 0.5, 0.75))
+    return Timing(float(max(median - overhead, median * 0.05)), float((high - low) / median), num_runs)
 
 
 def _divided(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 
 WARM_UP_STEPS = 2
+EXAMPLES = 2**20
 
 
 def are_fake(devices: Sequence[Any]) -> bool:
@@ -37,36 +38,43 @@ def processor_name() -> str:
 
 
 def example_arguments(program: BoundStep) -> list[Any]:
-    """Arguments of the step's types where none are at hand: small numbers, zero indices."""
+    """Arguments of the step's types where none are at hand: small numbers, none below zero in optimizer state (of which steps take
+    roots), zero indices."""
+    rng = np.random.default_rng(0)
+    some = (0.02 * rng.standard_normal(EXAMPLES)).astype(np.float32)  # repeated: drawing billions takes minutes
+    of_optimizer = {k for p in program.graph.parameters for k in p.state_leaves}
     made: list[Any] = []
-    for aval in program.step.in_avals:
+    for i, aval in enumerate(program.step.in_avals):
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
             made.append(jax.random.key(0))
         elif jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact):
-            rng = np.random.default_rng(len(made))
-            made.append((0.02 * rng.standard_normal(aval.shape, np.float32)).astype(aval.dtype))
+            numbers = np.abs(some) if i in of_optimizer else some
+            made.append(np.resize(np.roll(numbers, i).astype(aval.dtype), aval.shape))
         else:
             made.append(np.zeros(aval.shape, aval.dtype))
     return made
 
 
-def time_steps(program: BoundStep, leaves: Sequence[Any] | None = None, *, num_steps: int = 5) -> float:
+def time_steps(
+    program: BoundStep, leaves: Sequence[Any] | None = None, *, num_steps: int = 5, compiled: Callable[..., Any] | None = None
+) -> float:  # fmt: skip
     """Median seconds of a step after warming up, the slowest process' where there are several.
 
     Args:
       leaves: flat arguments; made up where there are none, or only their shapes.
+      compiled: what is called, where that is not to be compiled anew.
     """
     if leaves is None or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         leaves = example_arguments(program)
     # The steps give their state's memory away: never the caller's.
     leaves = [x.copy() if isinstance(x, jax.Array) else x for x in leaves]
-    step = CompiledStep(program)
+    step = compiled if isinstance(compiled, CompiledStep) else CompiledStep(program)
     tree = program.step.in_tree
     arguments = step.place(*tree.unflatten(list(leaves))[0])
     times = []
     for i in range(WARM_UP_STEPS + num_steps):
         start = time.perf_counter()
-        out = jax.block_until_ready(step(*arguments))
+        out = jax.block_until_ready((compiled or step)(*arguments))
         if i >= WARM_UP_STEPS:
             times.append(time.perf_counter() - start)
         # The state was donated: the next step takes the new one.

@@ -19,9 +19,9 @@ ELEMENTWISE = frozenset(
     """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
 convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac
-imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or
-polygamma population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round rsqrt
-select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
+imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square
+optimization_barrier or polygamma population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round
+rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
 threefry2x32 xor eq_to le_to lt_to name zeta clz erf_inv mulhi pvary
 """.split()
 )

@@ -162,7 +162,7 @@ class _Flattener:
                 out.append(
                     dict(
                         primitive=eqn.primitive,
-                        params=eqn.params,
+                        params=loop_params(eqn.params) if name == "scan" else eqn.params,
                         inputs=tuple(inputs),
                         outputs=tuple(results),
                         stack=path,
@@ -215,7 +215,7 @@ class _Flattener:
         return args, results, [e for e in inner if "const" not in e]
 
     def _unrolled(self, eqn: Any, inputs: list[Atom], path: str, out: list[dict]) -> list[Atom]:
-        p = eqn.params
+        p = loop_params(eqn.params)
         num_consts, num_carry, length = p["num_consts"], p["num_carry"], p["length"]
         consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
         closed = p["jaxpr"]
@@ -236,6 +236,14 @@ class _Flattener:
 
     def _stack(self, parts: list[Atom], path: str, out: list[dict]) -> Atom:
         return self._traced(lambda *p: jax.numpy.stack(p), parts, path, out)[0]
+
+
+def loop_params(params: dict[str, Any]) -> dict[str, Any]:
+    """A scan's parameters, with the numbers of constants and of carried values (jax 0.11 has trees of both instead)."""
+    if "num_consts" in params:
+        return params
+    consts, carry, _ = (len(list(tree)) for tree in params["ft_in"].unpack())
+    return {k: v for k, v in params.items() if k not in ("ft_in", "ft_out")} | dict(num_consts=consts, num_carry=carry)
 
 
 def _solver(params: dict[str, Any], inputs: list[Atom]) -> tuple[Any, list[Atom]]:

@@ -1,0 +1,207 @@
+"""Steps of one device, predicted and measured on the device at hand.
+
+    python scripts/device_table.py --minutes 5
+    python scripts/device_table.py --models "gpt3 bfloat16" --profile-seconds 20 --profile profiles/h100.json
+
+One row per step in results/device_steps.csv, written as it goes; rows that are there are kept. Each step is planned for one
+device, predicted from the data sheet, compiled and timed beside plain `jax.jit`; then its tasks are timed alone and it is
+predicted from these (`--profile-seconds`). What was measured of all steps is kept as one profile where `--profile` says so, and
+a last column predicts each step from the roofline alone that is fitted to all of them, the step's own tasks left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from paper_tables import ROOT, Rows, guarded, markdown, note, show
+
+sys.path.insert(0, str(ROOT))  # models/
+
+from soapjax.costs.measured.profile import Profile, load_profile, merged
+from soapjax.execute.compiled.device_times import seconds_of_calls
+from soapjax.execute.compiled.timing import example_arguments, time_steps
+from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.spmd.planned_evaluator import BoundStep, bind_plan
+from soapjax.files import write_text_atomic
+from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.planning.entry import plan_of_strategy, planning_problem
+from soapjax.planning.profiling import measure_profile
+from soapjax.search.experts.baselines import data_parallel_strategy
+from soapjax.sourced_models import abstract_model, concrete_model
+from soapjax.strategy.plan import ModelSource
+from soapjax.topology import DeviceTopology, local_topology
+
+GPT = {"seq": 1024, "vocab": 51_200, "dtype": "bfloat16"}
+STEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt3 350M 6 layers bfloat16": ("gpt3", {"size": "350M", "layers": 6, "batch": 16, **GPT}),
+    "gpt3 1.3B 4 layers remat bfloat16": ("gpt3", {"size": "1.3B", "layers": 4, "batch": 16, "remat": True, **GPT}),
+    "transformer_lm": ("transformer_lm", {"batch": 32, "seq": 512, "width": 768, "layers": 6, "heads": 12, "vocab": 32_768}),
+    "llama bfloat16": (
+        "llama",
+        {"batch": 4, "seq": 2048, "width": 2048, "hidden": 5504, "layers": 4, "heads": 16, "vocab": 32_000, "dtype": "bfloat16"},
+    ),
+    "resnet50": ("resnet", {"depth": 50, "batch": 64}),
+    "bert bfloat16": (
+        "bert", {"batch": 32, "seq": 512, "width": 1024, "layers": 6, "heads": 16, "vocab": 30_528, "dtype": "bfloat16"},
+    ),
+    "vgg": ("vgg", {"batch": 64, "image": 224, "classes": 1000, "depth": 16, "width": 1.0}),
+    "unet": ("unet", {"batch": 8, "image": 256, "channels": 4, "classes": 4, "width": 64, "levels": 4}),
+    "moe": ("moe", {"batch": 16, "seq": 512, "width": 768, "layers": 4, "heads": 12, "vocab": 32_768, "experts": 8, "top": 2}),
+    "alexnet": ("alexnet", {"batch": 256}),
+    "rnnlm": ("rnnlm", {"batch": 64, "seq": 10, "hidden": 2048}),
+    "mlp": ("mlp", {"batch": 4096, "width": 4096, "layers": 6, "features": 4096}),
+    "lenet": ("lenet", {"batch": 256}),
+}  # fmt: skip
+COLUMNS = ["step", "data_sheet_s", "roofline_s", "profile_s", "measured_s", "busy_s", "jit_s", "predicted_memory",
+           "compiled_memory", "compile_s", "tasks"]  # fmt: skip
+ROUNDS, RUNS = 3, 5
+
+
+class Case(NamedTuple):
+    """A step on one device."""
+
+    step: TracedStep
+    model: Any
+    batch: Any
+    topology: DeviceTopology
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no further step after so long")
+    parser.add_argument("--profile-seconds", type=float, default=0, help="of timing each step's tasks alone; 0: none are")
+    parser.add_argument("--profile", type=Path, help="a profile file that what is measured is added to")
+    parser.add_argument("--again", action="store_true", help="measure also what the CSV has already")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the CSV and of the page")
+    return guarded(run, parser.parse_args())
+
+
+def run(options: argparse.Namespace) -> None:
+    rows = Rows(options.results / "device_steps.csv", ["device", "step"], again=options.again)
+    until, device = time.monotonic() + 60 * options.minutes, jax.devices()[0].device_kind
+    topology = one_device()
+    for name in options.models:
+        if time.monotonic() > until:
+            break
+        own = rows.find(dict(device=device, step=name))
+        if own is None:
+            rows.get(dict(device=device, step=name), lambda name=name: measured(name, topology, options))
+            jax.clear_caches()
+    if options.profile is not None and options.profile.exists():
+        for name in options.models:
+            if (row := rows.find(dict(device=device, step=name))) is not None:
+                rows.add(row | dict(roofline_s=by_roofline(name, topology, load_profile(options.profile))))
+    found = [r for r in rows.rows if r["device"] == device]
+    show(f"steps on one {device}", COLUMNS, found)
+    lines = [f"# Steps of one {device}, predicted and measured", "", markdown(COLUMNS, found), *summary(found)]
+    write_text_atomic(options.results / "device_steps.md", "\n".join(lines) + "\n")
+
+
+def one_device() -> DeviceTopology:
+    return local_topology(jax.devices()[:1])
+
+
+def case_of(name: str, topology: DeviceTopology) -> Case:
+    module, settings = STEPS[name]
+    source = ModelSource(path=f"models.{module}", settings=settings)
+    with jax.default_device(jax.devices("cpu")[0]):
+        model = abstract_model(source)
+        batch = jax.jit(lambda: concrete_model(source).arguments[1])()  # the state is not made
+        step = trace(model.step, *model.arguments)
+    return Case(step, model, jax.device_get(batch), topology)
+
+
+def predicted(case: Case, profile: Profile | None = None) -> tuple[float, Any, Any]:
+    """(seconds, problem, strategy) of the one plan that there is."""
+    problem = planning_problem(case.step, case.topology, profile=profile)
+    strategy = data_parallel_strategy(problem)[0]
+    return problem.evaluate([strategy])[0].step_time_s, problem, strategy
+
+
+def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -> dict[str, Any]:
+    case = case_of(name, topology)
+    by_data_sheet, problem, strategy = predicted(case)
+    plan = plan_of_strategy(problem, strategy)
+    program = bind_plan(case.step, plan, devices=jax.devices()[:1])
+    leaves = arguments_of(program, case)
+    planned, start = CompiledStep(program), time.monotonic()
+    planned.compile()
+    compile_s = time.monotonic() - start
+    sides = {"measured_s": planned, "jit_s": jax.jit(case.model.step, donate_argnums=0)}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(ROUNDS):  # in turn: what comes first finds a cooler device
+        for side, compiled in sides.items():
+            times[side].append(time_steps(program, leaves, num_steps=RUNS, compiled=compiled))
+    row: dict[str, Any] = dict(
+        data_sheet_s=by_data_sheet, **{side: statistics.median(found) for side, found in times.items()},
+        busy_s=busy(program, leaves, planned), predicted_memory=plan.prediction.memory_bytes_per_device,
+        compiled_memory=planned.peak_memory_bytes(), compile_s=round(compile_s, 1),
+    )  # fmt: skip
+    note(f"{name}: {row} {times}")
+    if options.profile_seconds:
+        profile, notes = measure_profile(case.step, topology, seconds=options.profile_seconds, search=False)
+        note("; ".join(notes))
+        row |= dict(profile_s=predicted(case, profile)[0], tasks=len(profile.operators))
+        if options.profile is not None:
+            kept = [load_profile(options.profile)] if options.profile.exists() else []
+            options.profile.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomic(options.profile, merged([*kept, profile]).to_text())
+    return row
+
+
+def busy(program: BoundStep, leaves: list[Any], planned: CompiledStep) -> float | None:
+    """Seconds of a step that the device was busy, where its profiler tells."""
+    pairs, tree = program.step.state_pairs, program.step.in_tree
+    flat = jax.tree.leaves(planned.place(*tree.unflatten(leaves)[0]))
+
+    def one_step() -> None:
+        out = jax.tree.leaves(jax.block_until_ready(planned(*tree.unflatten(flat)[0])))
+        for i, o in pairs.items():
+            flat[i] = out[o]
+
+    one_step()
+    found = seconds_of_calls(one_step, 1)
+    return found[0] if found else None
+
+
+def arguments_of(program: BoundStep, case: Case) -> list[Any]:
+    """State of ordinary numbers, and the model's own batch."""
+    leaves = example_arguments(program)
+    batch = jax.tree.leaves(case.batch)
+    leaves[len(leaves) - len(batch) :] = batch
+    return leaves
+
+
+def by_roofline(name: str, topology: DeviceTopology, profile: Profile) -> float:
+    """Predicted from the rates alone that are fitted to what was measured."""
+    return predicted(case_of(name, topology), profile.model_copy(update={"operators": ()}))[0]
+
+
+def summary(rows: list[dict[str, str]]) -> list[str]:
+    lines = []
+    sources = {"data_sheet_s": "the data sheet", "roofline_s": "the fitted roofline", "profile_s": "tasks timed alone"}
+    for column, of in sources.items():
+        errors = [float(r[column]) / float(r["measured_s"]) - 1 for r in rows if r.get(column)]
+        if errors:
+            size = sorted(map(abs, errors))
+            lines.append(f"- From {of}: median {statistics.median(errors):+.0%}, median size {statistics.median(size):.0%}, "
+                         f"from {min(errors):+.0%} to {max(errors):+.0%} ({len(errors)} steps).")  # fmt: skip
+    ratios = [float(r["measured_s"]) / float(r["jit_s"]) for r in rows if r.get("jit_s")]
+    if ratios:
+        lines.append(f"- Beside plain `jax.jit`: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}.")
+    memory = [float(r["predicted_memory"]) / float(r["compiled_memory"]) - 1 for r in rows]
+    if memory:
+        lines.append(f"- Memory: median {statistics.median(memory):+.1%}, from {min(memory):+.1%} to {max(memory):+.1%}.")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
