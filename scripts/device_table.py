@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from paper_tables import ROOT, Rows, guarded, markdown, note, show
 
 sys.path.insert(0, str(ROOT))  # models/
@@ -116,7 +117,15 @@ def case_of(name: str, topology: DeviceTopology) -> Case:
         model = abstract_model(source)
         batch = jax.jit(lambda: concrete_model(source).arguments[1])()  # the state is not made
         step = trace(model.step, *model.arguments)
-    return Case(step, model, jax.device_get(batch), topology)
+    return Case(step, model, any_tokens(jax.device_get(batch), settings), topology)
+
+
+def any_tokens(batch: Any, settings: dict[str, Any]) -> Any:
+    """Words of the whole vocabulary: the models' own text has 256, whose rows of the gradient thousands of positions add to."""
+    if "vocab" not in settings:
+        return batch
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: rng.integers(0, settings["vocab"], x.shape, x.dtype) if x.dtype == np.int32 else x, batch)
 
 
 def predicted(case: Case, profile: Profile | None = None) -> tuple[float, Any, Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -25,11 +27,11 @@ from soapjax.costs.measured.profile_parts import Calibration, Device, Measuremen
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.compiled.measure import LocalStep, Unmeasurable
+from soapjax.execute.compiled.measure import LocalStep, Timing, Unmeasurable
 from soapjax.execute.compiled.measure_links import time_collectives
 from soapjax.execute.compiled.timing import are_fake, processor_name
 from soapjax.graph.microbatch import micro_batch
-from soapjax.graph.operators import OperatorGraph, Task
+from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.graph.trace.tracing import TracedStep
@@ -44,6 +46,7 @@ from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh
 
 SEARCHES, SEARCH_PROPOSALS = 2, 2048
+MOST_AT_ONCE, SHARE_AT_ONCE = 8, 0.1  # of tasks that are compiled side by side, two cores each; of the device's memory
 COVERED = 0.995  # of a strategy's predicted compute time; the rest is left to the roofline
 Progress = Callable[[int, int, float, str], None]  # measured, asked for, elapsed seconds, label
 
@@ -139,7 +142,7 @@ def measure_profile(
         micro_batch(graph, num)  # refuses what does not divide
     space = search_space(graph, factor_mesh(topology))
     local_step = LocalStep(step, graph, binding)
-    tasks = _TaskTimes(graph, local_step, begin, seconds, progress)
+    tasks = _TaskTimes(graph, local_step, begin, seconds, progress, topology.device.available_memory_bytes)
     notes: list[str] = []
     links = _measured_links(topology, notes)
 
@@ -167,29 +170,49 @@ def measure_profile(
 class _TaskTimes:
     """Tasks measured, by their identity, and why others cannot be."""
 
-    def __init__(self, graph: OperatorGraph, local_step: LocalStep, begin: float, seconds: float, progress: Progress | None):
+    def __init__(self, graph: OperatorGraph, local_step: LocalStep, begin: float, seconds: float, progress: Progress | None,
+                 memory_bytes: float):  # fmt: skip
         self.graph, self.local_step, self.begin, self.seconds, self.progress = graph, local_step, begin, seconds, progress
         self.found: dict[tuple, Measurement] = {}
         self.failed: dict[tuple, str] = {}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.at_once, self.most_bytes = max(1, min(MOST_AT_ONCE, cores // 2)), memory_bytes * SHARE_AT_ONCE
 
     def measure(self, requests: Sequence[Request]) -> int:
         """Measures those that are new; how many were left when the time was over."""
         fresh = [r for r in requests if r.local.identity not in self.found and r.local.identity not in self.failed]
-        for i, request in enumerate(fresh):
-            elapsed_s, left = time.monotonic() - self.begin, len(fresh) - i
+        done = 0
+        for together in _compiled_together(fresh, self.at_once, self.most_bytes):
+            elapsed_s, left = time.monotonic() - self.begin, len(fresh) - done
             if self.found and elapsed_s > self.seconds:
                 return left
-            task = self.graph.tasks[request.task]
-            label = f"{self.graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
             if self.progress is not None:
-                self.progress(len(self.found), len(self.found) + left, elapsed_s, label)
-            self._measure_one(request, task, label)
+                self.progress(len(self.found), len(self.found) + left, elapsed_s, self._label(together[0]))
+            # Compilers try kernels out on the device: nothing is timed meanwhile.
+            with ThreadPoolExecutor(len(together)) as pool:
+                ready = [pool.submit(self._ready, r) for r in together]
+            for request, compiled in zip(together, ready, strict=True):
+                self._measure_one(request, compiled.result())
+            done += len(together)
         return 0
 
-    def _measure_one(self, request: Request, task: Task, label: str) -> None:
-        local = request.local
+    def _label(self, request: Request) -> str:
+        task = self.graph.tasks[request.task]
+        return f"{self.graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
+
+    def _ready(self, request: Request) -> Callable[[], Timing]:
         try:
-            timing = self.local_step.time(request.task, request.degrees, jax.local_devices()[0])
+            return self.local_step.ready(request.task, request.degrees, jax.local_devices()[0])
+        except Unmeasurable as e:
+            self.failed[request.local.identity] = f"{self._label(request)}: {e}"
+            return None
+
+    def _measure_one(self, request: Request, timed: Callable[[], Timing] | None) -> None:
+        local, task, label = request.local, self.graph.tasks[request.task], self._label(request)
+        if timed is None:
+            return
+        try:
+            timing = timed()
         except Unmeasurable as e:
             self.failed[local.identity] = f"{label}: {e}"
             return
@@ -198,6 +221,18 @@ class _TaskTimes:
             writes=local.writes, elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes,
             seconds=float(f"{timing.seconds:.6g}"), spread=round(timing.spread, 4), num_runs=timing.num_runs,
         )  # fmt: skip
+
+
+def _compiled_together(requests: Sequence[Request], most: int, most_bytes: float) -> Iterator[list[Request]]:
+    """At most `most` of them, and one or what together moves no more than so many bytes: all their arguments are there at once."""
+    together: list[Request] = []
+    for r in requests:
+        if together and (len(together) == most or sum(x.local.moved_bytes for x in [*together, r]) > most_bytes):
+            yield together
+            together = []
+        together.append(r)
+    if together:
+        yield together
 
 
 def in_stages(graph: OperatorGraph, topology: DeviceTopology, num: int) -> list[Request]:

@@ -7,12 +7,13 @@ outside are arguments; those that every device makes for itself (masks, iotas) a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,20 +139,37 @@ class LocalStep:
         outs = [o for e in eqns for o in e.outputs]
         return [o for o in outs if values.of(o).root not in consumed or values.of(o).root in written]
 
-    def time(self, k: int, degrees: Sequence[int], device: Any) -> Timing:
-        """Compiles task `k` for one device and times it.
+    def ready(self, k: int, degrees: Sequence[int], device: Any) -> Callable[[], Timing]:
+        """Compiles task `k` for one device by a first call; what is returned times it.
 
-        Raises: Unmeasurable where it has no local form, or does not fit the device.
+        Raises, now or then: Unmeasurable where it has no local form, or does not fit the device.
         """
         run, types = self.task(k, degrees)
-        try:
-            with jax.default_device(device):
-                blocks = [_block(t, i) for i, t in enumerate(types)]
-                return time_calls(jax.jit(run), *_cold(blocks))
-        except Unmeasurable:
-            raise
-        except Exception as e:  # noqa: BLE001 - whatever XLA refuses at these shapes
-            raise Unmeasurable(f"{type(e).__name__}: {str(e).strip().splitlines()[0][:120]}") from None
+        fn = jax.jit(run)
+        with _refusals(), jax.default_device(device):
+            blocks = [_block(t, i) for i, t in enumerate(types)]
+            jax.block_until_ready(fn(*blocks))
+
+        def timed() -> Timing:
+            with _refusals(), jax.default_device(device):
+                return time_calls(fn, *_cold(blocks))
+
+        return timed
+
+    def time(self, k: int, degrees: Sequence[int], device: Any) -> Timing:
+        """As `ready`, compiled and timed."""
+        return self.ready(k, degrees, device)()
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises: Unmeasurable for whatever XLA refuses."""
+    try:
+        yield
+    except Unmeasurable:
+        raise
+    except Exception as e:  # noqa: BLE001 - whatever XLA refuses at these shapes
+        raise Unmeasurable(f"{type(e).__name__}: {str(e).strip().splitlines()[0][:120]}") from None
 
 
 def _cold(blocks: Sequence[Any]) -> list[list[Any]]:

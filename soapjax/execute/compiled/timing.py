@@ -17,6 +17,7 @@ from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 
 WARM_UP_STEPS = 2
+QUEUED_S, MOST_QUEUED = 0.1, 20  # of steps that are queued before the last is waited for
 EXAMPLES = 2**20
 
 
@@ -60,27 +61,33 @@ def time_steps(
 ) -> float:  # fmt: skip
     """Median seconds of a step after warming up, the slowest process' where there are several.
 
+    Short steps are queued and waited for together, as a training loop does: the host needs milliseconds to start one.
+
     Args:
       leaves: flat arguments; made up where there are none, or only their shapes.
+      num_steps: how often is waited.
       compiled: what is called, where that is not to be compiled anew.
     """
     if leaves is None or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         leaves = example_arguments(program)
     # The steps give their state's memory away: never the caller's.
     leaves = [x.copy() if isinstance(x, jax.Array) else x for x in leaves]
-    step = compiled if isinstance(compiled, CompiledStep) else CompiledStep(program)
-    tree = program.step.in_tree
-    arguments = step.place(*tree.unflatten(list(leaves))[0])
-    times = []
-    for i in range(WARM_UP_STEPS + num_steps):
-        start = time.perf_counter()
-        out = jax.block_until_ready((compiled or step)(*arguments))
-        if i >= WARM_UP_STEPS:
-            times.append(time.perf_counter() - start)
-        # The state was donated: the next step takes the new one.
-        flat_in, flat_out = jax.tree_util.tree_leaves(arguments), jax.tree_util.tree_leaves(out)
-        for j, o in program.step.state_pairs.items():
-            flat_in[j] = flat_out[o]
-        arguments = tree.unflatten(flat_in)[0]
-    return largest_of_processes(statistics.median(times))
+    planned = compiled if isinstance(compiled, CompiledStep) else CompiledStep(program)
+    tree, pairs = program.step.in_tree, program.step.state_pairs
+    step, flat = compiled or planned, jax.tree_util.tree_leaves(planned.place(*tree.unflatten(list(leaves))[0]))
 
+    def queue(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            out = step(*tree.unflatten(flat)[0])
+            # The state was donated: the next step takes the new one.
+            results = jax.tree_util.tree_leaves(out)
+            for i, o in pairs.items():
+                flat[i] = results[o]
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / count
+
+    once = min(queue(1) for _ in range(WARM_UP_STEPS))
+    # As many in every process, which wait for each other.
+    count = round(min(max(QUEUED_S / largest_of_processes(once), 1), MOST_QUEUED))
+    return largest_of_processes(statistics.median(queue(count) for _ in range(num_steps)))
