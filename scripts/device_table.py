@@ -4,15 +4,16 @@
     python scripts/device_table.py --models "gpt3 bfloat16" --profile-seconds 20 --profile profiles/h100.json
 
 One row per step in results/device_steps.csv, written as it goes; rows that are there are kept. Each step is planned for one
-device, predicted from the data sheet, compiled and timed beside plain `jax.jit`; then its tasks are timed alone and it is
-predicted from these (`--profile-seconds`). What was measured of all steps is kept as one profile where `--profile` says so, and
-a last column predicts each step from the roofline alone that is fitted to all of them, the step's own tasks left out.
+device, compiled, and timed beside plain `jax.jit`; then its tasks are timed alone (`--profile-seconds`). What was measured of
+all steps is kept as one profile where `--profile` says so. Steps are predicted from the topology file, from that profile, and
+from the roofline alone that is fitted to it; `--predict h200x1` does this anew for the rows that are there, without the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import sys
 import time
@@ -37,7 +38,7 @@ from soapjax.planning.profiling import measure_profile
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.sourced_models import abstract_model, concrete_model
 from soapjax.strategy.plan import ModelSource
-from soapjax.topology import DeviceTopology, local_topology
+from soapjax.topology import DeviceTopology, load_topology, local_topology
 
 GPT = {"seq": 1024, "vocab": 51_200, "dtype": "bfloat16"}
 STEPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further step after so long")
     parser.add_argument("--profile-seconds", type=float, default=0, help="of timing each step's tasks alone; 0: none are")
     parser.add_argument("--profile", type=Path, help="a profile file that what is measured is added to")
+    parser.add_argument("--predict", metavar="TOPOLOGY", help="predict the rows that are there of its device anew; measure nothing")
     parser.add_argument("--again", action="store_true", help="measure also what the CSV has already")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the CSV and of the page")
     return guarded(run, parser.parse_args())
@@ -87,27 +89,31 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> None:
     rows = Rows(options.results / "device_steps.csv", ["device", "step"], again=options.again)
-    until, device = time.monotonic() + 60 * options.minutes, jax.devices()[0].device_kind
-    topology = one_device()
-    for name in options.models:
-        if time.monotonic() > until:
-            break
-        own = rows.find(dict(device=device, step=name))
-        if own is None:
-            rows.get(dict(device=device, step=name), lambda name=name: measured(name, topology, options))
-            jax.clear_caches()
-    if options.profile is not None and options.profile.exists():
+    if options.predict:
+        topology = load_topology(options.predict)
+        device = next(r["device"] for r in rows.rows if re.search(rf"\b{topology.device.name}\b", r["device"]))
+    else:
+        topology, device = local_topology(jax.devices()[:1]), jax.devices()[0].device_kind
+        until = time.monotonic() + 60 * options.minutes
         for name in options.models:
-            if (row := rows.find(dict(device=device, step=name))) is not None:
-                rows.add(row | dict(roofline_s=by_roofline(name, topology, load_profile(options.profile))))
+            if time.monotonic() < until:
+                rows.get(dict(device=device, step=name), lambda name=name: measured(name, topology, options))
+                jax.clear_caches()
+    kept = load_profile(options.profile) if options.profile is not None and options.profile.exists() else None
+    for row in [r for r in rows.rows if r["device"] == device]:
+        rows.add(row | predictions(case_of(row["step"], topology), kept))
     found = [r for r in rows.rows if r["device"] == device]
     show(f"steps on one {device}", COLUMNS, found)
     lines = [f"# Steps of one {device}, predicted and measured", "", markdown(COLUMNS, found), *summary(found)]
     write_text_atomic(options.results / "device_steps.md", "\n".join(lines) + "\n")
 
 
-def one_device() -> DeviceTopology:
-    return local_topology(jax.devices()[:1])
+def predictions(case: Case, profile: Profile | None) -> dict[str, Any]:
+    """From the data sheet; from a profile of many steps, and from its rates alone."""
+    sources = {"data_sheet_s": None}
+    if profile is not None:
+        sources |= {"profile_s": profile, "roofline_s": profile.model_copy(update={"operators": ()})}
+    return {column: predicted(case, source)[0] for column, source in sources.items()}
 
 
 def case_of(name: str, topology: DeviceTopology) -> Case:
@@ -137,7 +143,7 @@ def predicted(case: Case, profile: Profile | None = None) -> tuple[float, Any, A
 
 def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -> dict[str, Any]:
     case = case_of(name, topology)
-    by_data_sheet, problem, strategy = predicted(case)
+    _, problem, strategy = predicted(case)
     plan = plan_of_strategy(problem, strategy)
     program = bind_plan(case.step, plan, devices=jax.devices()[:1])
     leaves = arguments_of(program, case)
@@ -150,7 +156,7 @@ def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -
         for side, compiled in sides.items():
             times[side].append(time_steps(program, leaves, num_steps=RUNS, compiled=compiled))
     row: dict[str, Any] = dict(
-        data_sheet_s=by_data_sheet, **{side: statistics.median(found) for side, found in times.items()},
+        **{side: statistics.median(found) for side, found in times.items()},
         busy_s=busy(program, leaves, planned), predicted_memory=plan.prediction.memory_bytes_per_device,
         compiled_memory=planned.peak_memory_bytes(), compile_s=round(compile_s, 1),
     )  # fmt: skip
@@ -158,7 +164,7 @@ def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -
     if options.profile_seconds:
         profile, notes = measure_profile(case.step, topology, seconds=options.profile_seconds, search=False)
         note("; ".join(notes))
-        row |= dict(profile_s=predicted(case, profile)[0], tasks=len(profile.operators))
+        row["tasks"] = len(profile.operators)
         if options.profile is not None:
             kept = [load_profile(options.profile)] if options.profile.exists() else []
             options.profile.parent.mkdir(parents=True, exist_ok=True)
@@ -187,11 +193,6 @@ def arguments_of(program: BoundStep, case: Case) -> list[Any]:
     batch = jax.tree.leaves(case.batch)
     leaves[len(leaves) - len(batch) :] = batch
     return leaves
-
-
-def by_roofline(name: str, topology: DeviceTopology, profile: Profile) -> float:
-    """Predicted from the rates alone that are fitted to what was measured."""
-    return predicted(case_of(name, topology), profile.model_copy(update={"operators": ()}))[0]
 
 
 def summary(rows: list[dict[str, str]]) -> list[str]:

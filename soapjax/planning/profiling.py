@@ -21,7 +21,7 @@ import numpy as np
 
 from soapjax import interrupts
 from soapjax.costs.measured.fit import fitted_link, fitted_rates
-from soapjax.costs.measured.interpolation import LocalTask, figures_of, local_task
+from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, figures_of, local_task
 from soapjax.costs.measured.profile import Profile, installed_versions, is_same_kind, merged
 from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
 from soapjax.costs.tables.problem_tables import CostTables
@@ -148,10 +148,11 @@ def measure_profile(
 
     def profile() -> Profile:
         operators = tuple(tasks.found.values())
+        before = ComputeRates(topology, None).rates_of((m.kind, m.dtype) for m in operators)
         return Profile(
             device=device, versions=installed_versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commands=(command,) if command else (),
-            operators=operators, rates=fitted_rates(operators), links=links,
+            operators=operators, rates=fitted_rates(operators, before), links=links,
         )  # fmt: skip
 
     try:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from soapjax import options
 from soapjax.calling import listed
-from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches
+from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches, other_versions
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning.profiling import device_at_hand
 from soapjax.search.objective import TIME, Objective
@@ -172,7 +172,7 @@ def _topology(topology: str | DeviceTopology, devices: Sequence[Any] | None) -> 
 def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tuple[Profile | None, tuple[str, ...]]:
     """The profile that is meant, and remarks on what was left out.
 
-    Raises: SoapjaxError where a file is damaged, or of another device kind or version.
+    Raises: SoapjaxError where a file is damaged, or of another device kind.
     """
     if profile is None:
         return None, ()
@@ -188,7 +188,8 @@ def find_profile(profile: str | Profile | None, topology: DeviceTopology) -> tup
     if problems := mismatches(found, topology.device, place=place):
         raise SoapjaxError(problems)
     fitting = found.for_cluster(topology.fingerprint())
-    return fitting, () if fitting is found else (f"{place}: scalars of another cluster left out",)
+    remarks = ["scalars of another cluster left out"] if fitting is not found else []
+    return fitting, tuple(f"{place}: {remark}" for remark in (*remarks, other_versions(found)) if remark)
 
 
 def takes_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

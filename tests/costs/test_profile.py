@@ -12,8 +12,16 @@ import pytest
 from profile_writers import profile
 
 from soapjax.costs.measured.fit import fitted_link, fitted_rates, fitted_scales
-from soapjax.costs.measured.profile import cache_folder, cached_profile, load_profile, merged, mismatches, save_profile
-from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
+from soapjax.costs.measured.profile import (
+    cache_folder,
+    cached_profile,
+    load_profile,
+    merged,
+    mismatches,
+    other_versions,
+    save_profile,
+)
+from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement, Rates
 from soapjax.errors import SoapjaxError
 from soapjax.topology import load_topology
 
@@ -126,7 +134,8 @@ def test_another_device_or_version_is_named():
         longer = fits.model_copy(update={"device": Device(name=name, platform="cuda")})  # one name within another
         assert mismatches(longer, load_topology(topology).device, place="p")
     old = fits.model_copy(update={"versions": fits.versions | {"jaxlib": "0.1"}})
-    assert [p.place for p in mismatches(old, CPU, place="p")] == ["p: versions.jaxlib"]
+    assert mismatches(old, CPU, place="p") == [] and other_versions(fits) == ""
+    assert other_versions(old).startswith("measured with jaxlib 0.1; installed: jaxlib ")
     assert mismatches(fits, CPU, place="p", processor="another")
 
 
@@ -230,3 +239,24 @@ def test_two_scalars_are_found_again_and_the_error_is_what_is_left():
 def test_a_profile_is_plain_json():
     data = json.loads(profile(2).to_text())
     assert data["profile"]["device"]["name"] == "cpu" and len(data["sha256"]) == 64
+
+
+def test_a_few_long_tasks_leave_the_launch_and_unbound_rates_as_they_were():
+    """Products of milliseconds alone said 100 µs per task, and elementwise work at what the slowest of it reached."""
+    rng = np.random.default_rng(3)
+
+    def task(kind, flops, moved, seconds):
+        return Measurement(
+            label="", structure=str(rng.integers(1 << 30)), kind=kind, dtype="bfloat16", reads=(), writes=(), flops=flops,
+            moved_bytes=moved, seconds=seconds * float(rng.uniform(0.9, 1.1)),
+        )  # fmt: skip
+
+    dots = [task("dot", f, 1e6, f / 7e14 + 4e-6) for f in (1e12, 1.1e12, 1.8e12, 2e12, 2.2e12)]
+    others = [task("other", b / 1000, b, b / 3e12 + 4e-6) for b in (2e9, 3e9, 1.5e9)]
+    before = Rates(flops_per_s={"dot bfloat16": 5e14, "other bfloat16": 5e14}, memory_bytes_per_s=4e12, launch_s=4e-6)
+    found = fitted_rates([*dots, *others], before)
+    assert found.flops_per_s["dot bfloat16"] == pytest.approx(7e14, rel=0.1)
+    assert found.memory_bytes_per_s == pytest.approx(3e12, rel=0.1)
+    assert found.launch_s == pytest.approx(4e-6, rel=0.5) and found.flops_per_s["other bfloat16"] == pytest.approx(5e14, rel=0.1)
+    small = [task("other", 1e3, 1e4, 9e-6) for _ in range(5)]
+    assert fitted_rates([*dots, *others, *small], before).launch_s == pytest.approx(9e-6, rel=0.2), "short tasks tell it"

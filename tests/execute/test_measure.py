@@ -25,13 +25,13 @@ from soapjax.topology import factor_mesh
 
 
 @functools.cache
-def local_step(model):
+def local_step(model, **settings):
     module, sizes = MODELS[model]
     made = importlib.import_module(f"models.{module}")
     steps = []
 
     def arguments():
-        step, *rest = made.make(**sizes)
+        step, *rest = made.make(**sizes | settings)
         steps.append(step)
         return rest
 
@@ -95,6 +95,26 @@ def test_a_whole_task_computes_what_the_step_does():
             np.testing.assert_allclose(x, known[o], rtol=1e-4, atol=1e-6)
             checked += 1
     assert checked > 10
+
+
+def test_what_is_written_is_what_a_step_writes():
+    """An update's optimizer state and a product's operand, not what a compiler computes anew where it is read."""
+
+    def types_of(local, k):
+        run, types = local.task(k, [1] * max(1, len(local.graph.operators[local.graph.tasks[k].operator].dims)))
+        return [(x.shape, str(x.dtype)) for x in types], [(x.shape, str(x.dtype)) for x in jax.eval_shape(run, *types)]
+
+    local = local_step("lm", dtype="bfloat16")
+    update = next(k for k, t in enumerate(local.graph.tasks) if t.parameter >= 0)
+    whole = local.graph.tensors[local.graph.parameters[local.graph.tasks[update].parameter].tensor].shape
+    read, written = types_of(local, update)
+    assert written == [(whole, "float32")] * 3 and [r for r in read if r[0] == whole] == [(whole, "float32")] * 4
+    names = [local.graph.operators[t.operator].name for t in local.graph.tasks]
+    mixes = [k for k, t in enumerate(local.graph.tasks) if names[k].endswith("attn.mix") and t.phase == 0]
+    for k in mixes:
+        wide = [t for t in types_of(local, k)[1] if t[0][-1] > 1]
+        assert [dtype for _, dtype in wide] == ["bfloat16"], "the exponentials are computed anew by the backward pass"
+    assert mixes
 
 
 def test_a_task_that_does_not_divide_is_said():

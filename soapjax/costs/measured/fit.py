@@ -15,12 +15,14 @@ from soapjax.costs.measured.profile_parts import Calibration, Link, Measurement,
 
 MIN_POINTS = 4  # fewer tasks fit no roofline
 STAY = 0.003  # pull of a rate to where it began
+STAY_LAUNCH = 0.3  # of the launch: it would take up whatever the roofs miss of a few long tasks
 
 
-def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
+def fitted_rates(measurements: Sequence[Measurement], before: Rates | None = None) -> Rates | None:
     """max(flops / rate of its class, bytes / memory rate) + launch, for every class and dtype at once.
 
-    A rate that no measured task is bound by stays where it began: at the best that any task of the class reached.
+    A rate that no measured task is bound by stays where it began, and so does the launch where all tasks are long: at what was
+    taken for them before (a device's data sheet), or at the best that any task of the class reached.
     """
     if len(measurements) < MIN_POINTS:
         return None
@@ -32,7 +34,13 @@ def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
     )
     # The largest rates reached are lower bounds of the roofs, and a good place to begin.
     best = [max((flops / seconds)[index == i].max(), 1.0) for i in range(len(names))]
-    start = np.log([*best, max((moved / seconds).max(), 1.0), max(seconds.min() / 2, 1e-9)])
+    start = [*best, max((moved / seconds).max(), 1.0), max(seconds.min() / 2, 1e-9)]
+    if before is not None:
+        known = before.flops_per_s
+        start = [*(known.get(n, b) for n, b in zip(names, best, strict=True)), before.memory_bytes_per_s, before.launch_s or 1e-9]
+    began = np.log(start)
+    stay = np.full(len(began), STAY)
+    stay[-1] = STAY if before is None else STAY_LAUNCH
 
     def predicted(x: np.ndarray) -> np.ndarray:
         roofs = np.exp(np.clip(x, -60, 60))
@@ -40,9 +48,9 @@ def fitted_rates(measurements: Sequence[Measurement]) -> Rates | None:
 
     def errors(x: np.ndarray) -> np.ndarray:
         # Without a pull a rate that binds nothing any more flies off to infinity on the step that freed it.
-        return np.concatenate([np.log(predicted(x) / seconds), STAY * (x - start)])
+        return np.concatenate([np.log(predicted(x) / seconds), stay * (x - began)])
 
-    found = scipy.optimize.least_squares(errors, start, loss="soft_l1", f_scale=0.3, x_scale=1.0)
+    found = scipy.optimize.least_squares(errors, began, loss="soft_l1", f_scale=0.3, x_scale=1.0)
     roofs = np.exp(found.x)
     error = float(np.median(np.abs(predicted(found.x) / seconds - 1)))
     return Rates(

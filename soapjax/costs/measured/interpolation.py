@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.costs.measured.profile import Profile
-from soapjax.costs.measured.profile_parts import Measurement
+from soapjax.costs.measured.profile_parts import Measurement, Rates
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.topology import DeviceTopology
 
@@ -224,6 +224,11 @@ class ComputeRates(NamedTuple):
     def launch_s(self) -> float:
         rates = self.profile.rates if self.profile is not None else None
         return (self.topology.device.launch_s if rates is None else rates.launch_s) * self.scale
+
+    def rates_of(self, classes: Iterable[tuple[str, str]]) -> Rates:
+        """All of it, for these (kind, dtype)."""
+        flops_per_s = {f"{kind} {dtype}": self.flops_per_s(kind, dtype) for kind, dtype in classes}
+        return Rates(flops_per_s=flops_per_s, memory_bytes_per_s=self.memory_bytes_per_s, launch_s=self.launch_s)
 
     def roofline_s(self, kind: str, dtype: str, local: LocalTask) -> float:
         """One trip, not slowed by `scale`: what measurements are compared with."""

@@ -154,18 +154,22 @@ def is_same_kind(topology_device: DeviceKind, device: Device) -> bool:
 
 
 def mismatches(profile: Profile, kind: DeviceKind, *, place: str, processor: str | None = None) -> list[Problem]:
-    """Why a profile says nothing about a device kind under the installed versions; `processor`: of the CPU at hand."""
-    problems = []
+    """Why a profile says nothing about a device kind; `processor`: of the CPU at hand."""
     if not is_same_kind(kind, profile.device):
         found, wanted = f"{profile.device.name} ({profile.device.platform})", f"{kind.name} ({kind.platform}), the topology's"
-        problems.append(Problem(f"{place}: device", found, wanted, "choose a profile of that device, or measure one on it"))
-    elif processor is not None and profile.device.processor != processor:
-        problems.append(Problem(f"{place}: device.processor", profile.device.processor, processor, _REMEDY))
-    for name, version in installed_versions().items():
-        if profile.versions.get(name) != version:
-            found = str(profile.versions.get(name))
-            problems.append(Problem(f"{place}: versions.{name}", found, f"{version}, the installed one", _REMEDY))
-    return problems
+        return [Problem(f"{place}: device", found, wanted, "choose a profile of that device, or measure one on it")]
+    if processor is not None and profile.device.processor != processor:
+        return [Problem(f"{place}: device.processor", profile.device.processor, processor, _REMEDY)]
+    return []
+
+
+def other_versions(profile: Profile) -> str:
+    """With which versions a profile was measured, where those installed are others; else ""."""
+    other = {name: v for name, v in installed_versions().items() if profile.versions.get(name) != v}
+    if not other:
+        return ""
+    measured = ", ".join(f"{name} {profile.versions.get(name)}" for name in other)
+    return f"measured with {measured}; installed: {', '.join(f'{name} {v}' for name, v in other.items())}; times may differ"
 
 
 def cached_profile(
@@ -180,7 +184,7 @@ def cached_profile(
         except SoapjaxError as e:
             notes.append(f"profile ignored: {e.problems[0]}")
             continue
-        if not mismatches(found, kind, place=str(path), processor=processor):
+        if not mismatches(found, kind, place=str(path), processor=processor) and not other_versions(found):
             fitting.append(found.for_cluster(topology_fingerprint))
     return (merged(fitting) if fitting else None), tuple(notes)
 
@@ -200,10 +204,16 @@ def merged(profiles: Sequence[Profile]) -> Profile:
         commands=_unique(c for p in ordered for c in p.commands),
         sources=_unique(s for p in ordered for s in (p.sources or (p.sha256,))),
         operators=tuple(operators.values()),
-        rates=fitted_rates(tuple(operators.values())),
+        rates=fitted_rates(tuple(operators.values()), _taken_before(ordered)),
         links=tuple(links.values()),
         calibration=next((p.calibration for p in reversed(ordered) if p.calibration is not None), None),
     )
+
+
+def _taken_before(profiles: Sequence[Profile]) -> Rates | None:
+    """What several profiles took each class of tasks for, the last one that met it."""
+    known = [p.rates for p in profiles if p.rates is not None]
+    return known[-1].model_copy(update={"flops_per_s": {n: r for k in known for n, r in k.flops_per_s.items()}}) if known else None
 
 
 def _unique(values: Iterable[str]) -> tuple[str, ...]:

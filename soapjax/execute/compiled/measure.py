@@ -132,12 +132,27 @@ class LocalStep:
         return generated_values(self.step.program, self.binding.values, self.binding.phases.by_gradient.keys())
 
     def _read_outside(self, k: int, eqns: list[FlatEqn]) -> list[int]:
-        """Results of the task: what its own equations do not consume, and what the graph says it writes."""
+        """Results of the task: what its own equations do not consume, what the step returns (an optimizer's state), and what the
+        graph says it writes, less what a compiler computes anew where it is read."""
         values, task = self.binding.values, self.graph.tasks[k]
         consumed = {values.of(a).root for e in eqns for a in e.inputs if isinstance(a, int)}
-        written = {self.graph.tensors[a.tensor].value for a in task.writes}
-        outs = [o for e in eqns for o in e.outputs]
-        return [o for o in outs if values.of(o).root not in consumed or values.of(o).root in written]
+        written = {
+            root for a, sources in zip(task.writes, task.memory.recomputed_from, strict=True)
+            if (root := self.graph.tensors[a.tensor].value) in self._read_by_heavy or sources is None
+        }  # fmt: skip
+        found = {values.of(o).root: o for e in eqns for o in e.outputs}
+        outside = written | self._returned
+        return [o for root, o in found.items() if root not in consumed or root in outside] or [*found.values()]
+
+    @functools.cached_property
+    def _read_by_heavy(self) -> set[int]:
+        """Roots that stand in memory as a heavy equation's operands."""
+        heavy = [self.by_key[t.equations.heavy] for t in self.graph.tasks if t.is_heavy]
+        return {self.binding.values.of(a).root for e in heavy for a in e.inputs if isinstance(a, int)}
+
+    @functools.cached_property
+    def _returned(self) -> set[int]:
+        return {self.binding.values.of(o).root for o in self.step.program.outputs if isinstance(o, int)}
 
     def ready(self, k: int, degrees: Sequence[int], device: Any) -> Callable[[], Timing]:
         """Compiles task `k` for one device by a first call; what is returned times it.
