@@ -102,13 +102,15 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     deadline = math.inf if asked.seconds is None else time.monotonic() + asked.seconds
     axis_names = factor_mesh(topology).axis_names
     layouts = user_layouts(given, step.in_paths, asked.fixed, axis_names=axis_names, rules=asked.logical_axis_rules)
+    begin = time.monotonic()
     problem = _problem_of(asked, step, layouts)
+    making_s = time.monotonic() - begin
     if asked.pareto or not asked.objective.is_time:
         problem = problem.keeping_front()
     remarks = (*remarks, *structure_remarks(problem.graph))
     run = Search(
         name=asked.planner, planner=planner, seed=asked.seed, proposals=_proposals(asked), deadline=deadline,
-        progress=asked.progress, simplicity=asked.simplicity / 100, recomputing=_recomputing(asked, step, layouts),
+        progress=asked.progress, simplicity=asked.simplicity / 100, recomputing=_recomputing(asked, step, layouts, making_s),
         may_go_on=looks, kept=kept,
     )  # fmt: skip
 
@@ -161,16 +163,16 @@ def _problem_of(asked: Understood, step: TracedStep, layouts: Mapping[str, Spec]
 
 
 def _recomputing(
-    asked: Understood, step: TracedStep, layouts: Mapping[str, Spec]
+    asked: Understood, step: TracedStep, layouts: Mapping[str, Spec], making_s: float
 ) -> Callable[[PlanningProblem, float, Sequence[FrontPoint]], Recomputing]:  # fmt: skip
-    """Problems of the step with parts of its forward pass computed again in the backward pass."""
+    """Problems of the step with parts of its forward pass computed again in the backward pass; the step's own took `making_s`."""
     recomputation = Recomputation(step)
 
     def recomputing(as_it_is: PlanningProblem, limit_bytes: float, baselines: Sequence[FrontPoint]) -> Recomputing:
         def problem_of(recomputed: frozenset[str]) -> PlanningProblem:
             return _problem_of(asked, recomputation.step(recomputed), layouts).usable_up_to(limit_bytes)
 
-        return Recomputing(as_it_is, recomputation, problem_of, baselines)
+        return Recomputing(as_it_is, recomputation, problem_of, baselines, making_s)
 
     return recomputing
 

@@ -69,22 +69,29 @@ class Recomputing:
       problem: the step as it is.
       problem_of: makes the same with operators recomputed.
       baselines: the front of what was judged of the step as it is, whether it fits or not.
+      making_s: that making `problem` took, as any of the others is taken to do.
     """
 
     def __init__(
         self, problem: PlanningProblem, options: Recomputation, problem_of: Callable[[frozenset[str]], PlanningProblem],
-        baselines: Sequence[FrontPoint],
+        baselines: Sequence[FrontPoint], making_s: float = 0.0,
     ):  # fmt: skip
         self.problem, self.options, self.problem_of, self.baselines = problem, options, problem_of, baselines
         self.made: dict[frozenset[str], PlanningProblem] = {frozenset(): problem}
-        self.making_s = 0.0  # that one of them took, at the most
+        self.making_s = making_s  # that one of them took, at the most
 
-    def start(self, limit_s: float) -> Fitted | None:
-        """What is recomputed in the problem to search in; None where no baseline is then faster than `limit_s`."""
+    def start(self, limit_s: float, until: float = math.inf) -> Fitted | None:
+        """What is recomputed in the problem to search in; None where no baseline is then faster than `limit_s`.
+
+        Once something fits, no problem is made that would not be ready by `until` (of `time.monotonic`).
+        """
         best, fitting = None, 0
         ranked = sorted((self._estimate_s(kept, ranking), i, kept.plan) for i, (kept, ranking) in enumerate(self.paying(limit_s)))
         for seconds, _, strategy in ranked:
-            if seconds < limit_s and fitting < MOST_STRATEGIES and (found := self.fitted(strategy, by_groups=True)) is not None:
+            must_fit = math.isinf(limit_s)
+            if seconds >= limit_s or fitting == MOST_STRATEGIES or (self._is_late(until) and not must_fit):
+                break
+            if (found := self.fitted(strategy, by_groups=True, until=until, must_fit=must_fit)) is not None:
                 fitting += 1
                 if found.best.cost < limit_s:
                     best, limit_s = found, found.best.cost
@@ -109,10 +116,15 @@ class Recomputing:
         k = min(int(np.searchsorted(ranking.saved_bytes, self._excess(kept))), len(ranking.names) - 1)
         return kept.step_time_s + ranking.seconds[k]
 
-    def fitted(self, strategy: Strategy, *, by_groups: bool = False) -> Fitted | None:
+    def fitted(
+        self, strategy: Strategy, *, by_groups: bool = False, until: float = math.inf, must_fit: bool = False
+    ) -> Fitted | None:  # fmt: skip
         """The least recomputation under which a strategy fits; None where none is enough.
 
-        `by_groups`: of whole groups, so that equal blocks stay equal; and the first that is enough is taken.
+        Args:
+          by_groups: of whole groups, so that equal blocks stay equal; and the first that is enough is taken.
+          until: no problem is made that would not be ready by then.
+          must_fit: but one that is enough is found, however late.
         """
         ranking, kept = self.ranking(strategy), self.problem.evaluate([strategy])[0]
         saved, tried = np.append(0.0, ranking.saved_bytes), {0: kept}
@@ -126,6 +138,8 @@ class Recomputing:
         everything, excess, too_few, enough = len(ranking.names), self._excess(kept), 0, len(saved)
         asks_for_most = frozenset(ranking.names) in self.made or saved[-1] < SLACK * excess
         for _ in range(MOST_FITS if excess > 0 else 0):
+            if self._is_late(until) and (enough < len(saved) or not must_fit):
+                break
             if asks_for_most and everything not in tried:
                 if not judge(everything).is_feasible:
                     return None
@@ -147,10 +161,12 @@ class Recomputing:
         recomputed = frozenset(ranking.names[:best])
         return Fitted(recomputed, self.of(recomputed), tried[best])
 
-    def again(self, result: SearchResult, problem: PlanningProblem, *, may_make: bool) -> tuple[SearchResult, PlanningProblem]:
+    def again(
+        self, result: SearchResult, problem: PlanningProblem, until: float = math.inf
+    ) -> tuple[SearchResult, PlanningProblem]:  # fmt: skip
         """A search's result in `problem` with the recomputation that its own strategy needs, if that is less."""
-        may_pay = may_make and result.stopped_by != "interrupted" and self._may_be_less(result.best, problem)
-        fitted = self.fitted(result.best.strategy) if may_pay else None
+        may_pay = not self._is_late(until) and result.stopped_by != "interrupted" and self._may_be_less(result.best, problem)
+        fitted = self.fitted(result.best.strategy, until=until) if may_pay else None
         if fitted is None or fitted.best.rank >= result.best.rank:
             return result, problem
         # Where less is recomputed another of them may be the best.
@@ -172,6 +188,9 @@ class Recomputing:
         enough = np.flatnonzero(freed * ranking.saved_bytes >= SLACK * self._excess(kept))
         less_s = taken * (seconds - ranking.seconds[enough[0]]) if len(enough) else 0.0
         return self._excess(kept) <= 0 or less_s > EQUAL * best.cost
+
+    def _is_late(self, until: float) -> bool:
+        return time.monotonic() + self.making_s > until
 
     def of(self, recomputed: frozenset[str]) -> PlanningProblem:
         """The problem with these operators recomputed."""
@@ -283,9 +302,10 @@ def searched(
     begin, spent = time.monotonic(), 0
     found: list[tuple[SearchResult, PlanningProblem]] = []
     limit_s = min((b.best.cost for b in baselines.values() if b.best.is_feasible), default=np.inf)
+    until = math.inf if budget.seconds is None else begin + budget.seconds
 
     def left_s() -> float:
-        return math.inf if budget.seconds is None else budget.seconds - (time.monotonic() - begin)
+        return until - time.monotonic()
 
     def search_in(where: PlanningProblem, part: float, *known: Strategy, kept: float = 0.0) -> None:
         """With so much of what is left."""
@@ -302,15 +322,15 @@ def searched(
     is_interrupted = has_converged = False
     try:
         may_pay, fits = choice is not None and bool(choice.paying(limit_s)), math.isfinite(limit_s)
-        chosen = choice.start(limit_s) if may_pay and not (fits and goes_on) else None
+        chosen = choice.start(limit_s, until) if may_pay and not (fits and goes_on) else None
         if may_pay and fits and (goes_on or chosen is not None):
             search_in(problem, 0.5)
             if chosen is None and left_s() > 0:
-                chosen = choice.start(found[0][0].best.cost)
+                chosen = choice.start(found[0][0].best.cost, until)
             has_converged = chosen is None and budget.seconds is None and _gained_late(found[0][0]) < EQUAL
         if chosen is not None:
             search_in(chosen.problem, 1 - FITTED_AGAIN, chosen.best.strategy)
-            found[-1] = choice.again(*found[-1], may_make=left_s() > choice.making_s)
+            found[-1] = choice.again(*found[-1], until)
         elif not has_converged and (not found or left_s() > 0):
             fits = any(b.best.memory_bytes <= problem.usable_memory_bytes for b in baselines.values())
             search_in(problem, 1.0, *(f[0].best.strategy for f in found), kept=0.0 if fits else kept)

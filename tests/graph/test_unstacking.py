@@ -109,7 +109,7 @@ def test_layers_of_a_python_loop_are_rows_too():
     assert sorted(traced.program.rows[0]) == [1, 1, 1] + [LAYERS] * 6
     found = together(traced.program, evaluated(traced.program, traced.rows_of(jax.tree.leaves((state, batch)))))
     for a, b in zip(found, jax.tree.leaves(jax.jit(step)(state, batch)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert len(build_graph(traced)[0].parameters) == 3 * LAYERS + 1
 
 
@@ -168,7 +168,7 @@ def test_constants_and_other_results_of_all_rows():
     assert traced.program.rows == ((LAYERS, 1), (LAYERS, 1, 1))
     found = together(traced.program, evaluated(traced.program, traced.rows_of([w, x])))
     for a, b in zip(found, jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_prints_scalars_per_layer_and_what_is_no_state():
@@ -192,7 +192,7 @@ def test_prints_scalars_per_layer_and_what_is_no_state():
     assert traced.program.rows[0] == (LAYERS, LAYERS, 1, 1)
     found = together(traced.program, evaluated(traced.program, traced.rows_of(jax.tree.leaves((state, start, x)))))
     for a, b in zip(found, jax.tree.leaves(jax.jit(step)(state, start, x)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_a_finite_check_reads_every_row():
@@ -204,4 +204,4 @@ def test_a_finite_check_reads_every_row():
     program = trace(checked, w, x, unroll="rows").program
     assert program.rows == ((LAYERS, 1), (LAYERS, 1))
     for a, b in zip(together(program, evaluated(program, [*w, x])), jax.jit(checked)(w, x), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

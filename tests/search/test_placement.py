@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from problems import topology_of
 
 import soapjax
@@ -181,7 +181,7 @@ def test_a_placement_that_does_not_fit_says_so(monkeypatch):
 
 
 def test_what_the_user_constrained_stays_whole():
-    mesh = AbstractMesh((2,), ("d0",))
+    mesh = AbstractMesh((2,), ("d0",), axis_types=(AxisType.Auto,))
 
     def step(params, x):
         def loss(p):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 
 import jax
 import pytest
@@ -91,6 +92,21 @@ def test_as_much_is_recomputed_as_a_strategy_needs(traced, kept):
     assert choice.fitted(strategy) is None and choice.start(math.inf) is None
 
 
+def test_no_problem_is_made_that_would_be_late(traced, kept):
+    """But where nothing fits as it is, something that does is found, however late."""
+    choice, _ = choice_of(traced, 0.6 * kept[1])
+    choice.making_s, late = 1e9, time.monotonic() + 1e6
+    assert choice.start(1e9, late) is None and len(choice.made) == 1
+    found = choice.start(math.inf, late)
+    assert found.best.is_feasible
+    made = len(choice.made)
+    result = SearchResult(found.best, 1, 0.0, "proposals")
+    assert choice.again(result, found.problem, late) == (result, found.problem) and len(choice.made) == made
+    fewer, _ = choice_of(traced, 0.6 * kept[1])
+    fewer.start(math.inf)
+    assert made <= len(fewer.made)
+
+
 def test_dear_operators_come_last(traced, kept):
     """Seconds per byte rise along the ranking, group by group."""
     choice, _ = choice_of(traced, 2**40)
@@ -166,13 +182,13 @@ class Choice:
     def paying(self, limit_s):
         return [limit_s]
 
-    def start(self, limit_s):
+    def start(self, limit_s, until):
         self.limits.append(limit_s)
         if self.given is KeyboardInterrupt:
             raise self.given
         return self.given
 
-    def again(self, result, problem, *, may_make):
+    def again(self, result, problem, until):
         return result, problem
 
 

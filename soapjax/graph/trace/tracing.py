@@ -85,7 +85,9 @@ def leaf_paths(tree: Any, prefix: str) -> list[str]:
 
 def _abstract(x: Any) -> Any:
     if isinstance(x, jax.Array) or (hasattr(x, "shape") and hasattr(x, "dtype")):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+        # As it will be given to the step: jax 0.11 warns of 64 bits that are not switched on.
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray | np.generic) else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, weak_type=getattr(x, "weak_type", False))
     return x
 
 
