@@ -1,7 +1,7 @@
 """Steps of one device, predicted and measured on the device at hand.
 
     python scripts/device_table.py --minutes 5
-    python scripts/device_table.py --models "gpt3 bfloat16" --profile-seconds 20 --profile profiles/h100.json
+    python scripts/device_table.py --models resnet50 --profile-seconds 60 --profile h100.json
 
 One row per step in results/device_steps.csv, written as it goes; rows that are there are kept. Each step is planned for one
 device, compiled, and timed beside plain `jax.jit`; then its tasks are timed alone (`--profile-seconds`). What was measured of
@@ -36,6 +36,7 @@ from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.profiling import measure_profile
 from soapjax.search.experts.baselines import data_parallel_strategy
+from soapjax.search.problem import Evaluation, PlanningProblem
 from soapjax.sourced_models import abstract_model, concrete_model
 from soapjax.strategy.plan import ModelSource
 from soapjax.topology import DeviceTopology, load_topology, local_topology
@@ -96,8 +97,10 @@ def run(options: argparse.Namespace) -> None:
         topology, device = local_topology(jax.devices()[:1]), jax.devices()[0].device_kind
         until = time.monotonic() + 60 * options.minutes
         for name in options.models:
-            if time.monotonic() < until:
-                rows.get(dict(device=device, step=name), lambda name=name: measured(name, topology, options))
+            found = rows.find(key := dict(device=device, step=name))
+            if time.monotonic() < until and not (found or {}).get("measured_s"):
+                note(f"measuring {name}")
+                rows.add(key | measured(name, topology, options))
                 jax.clear_caches()
     kept = load_profile(options.profile) if options.profile is not None and options.profile.exists() else None
     for row in [r for r in rows.rows if r["device"] == device]:
@@ -109,11 +112,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def predictions(case: Case, profile: Profile | None) -> dict[str, Any]:
-    """From the data sheet; from a profile of many steps, and from its rates alone."""
+    """From the topology file; from a profile of many steps, and from its rates alone."""
     sources = {"data_sheet_s": None}
     if profile is not None:
         sources |= {"profile_s": profile, "roofline_s": profile.model_copy(update={"operators": ()})}
-    return {column: predicted(case, source)[0] for column, source in sources.items()}
+    found = {column: predicted(case, source)[0] for column, source in sources.items()}
+    return {c: e.step_time_s for c, e in found.items()} | dict(predicted_memory=round(found["data_sheet_s"].memory_bytes))
 
 
 def case_of(name: str, topology: DeviceTopology) -> Case:
@@ -134,18 +138,16 @@ def any_tokens(batch: Any, settings: dict[str, Any]) -> Any:
     return jax.tree.map(lambda x: rng.integers(0, settings["vocab"], x.shape, x.dtype) if x.dtype == np.int32 else x, batch)
 
 
-def predicted(case: Case, profile: Profile | None = None) -> tuple[float, Any, Any]:
-    """(seconds, problem, strategy) of the one plan that there is."""
+def predicted(case: Case, profile: Profile | None = None) -> tuple[Evaluation, PlanningProblem]:
+    """The one plan that there is."""
     problem = planning_problem(case.step, case.topology, profile=profile)
-    strategy = data_parallel_strategy(problem)[0]
-    return problem.evaluate([strategy])[0].step_time_s, problem, strategy
+    return problem.evaluate([data_parallel_strategy(problem)[0]])[0], problem
 
 
 def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -> dict[str, Any]:
     case = case_of(name, topology)
-    _, problem, strategy = predicted(case)
-    plan = plan_of_strategy(problem, strategy)
-    program = bind_plan(case.step, plan, devices=jax.devices()[:1])
+    only, problem = predicted(case)
+    program = bind_plan(case.step, plan_of_strategy(problem, only.strategy), devices=jax.devices()[:1])
     leaves = arguments_of(program, case)
     planned, start = CompiledStep(program), time.monotonic()
     planned.compile()
@@ -157,8 +159,7 @@ def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -
             times[side].append(time_steps(program, leaves, num_steps=RUNS, compiled=compiled))
     row: dict[str, Any] = dict(
         **{side: statistics.median(found) for side, found in times.items()},
-        busy_s=busy(program, leaves, planned), predicted_memory=plan.prediction.memory_bytes_per_device,
-        compiled_memory=planned.peak_memory_bytes(), compile_s=round(compile_s, 1),
+        busy_s=busy(program, leaves, planned), compiled_memory=planned.peak_memory_bytes(), compile_s=round(compile_s, 1),
     )  # fmt: skip
     note(f"{name}: {row} {times}")
     if options.profile_seconds:
@@ -199,17 +200,17 @@ def summary(rows: list[dict[str, str]]) -> list[str]:
     lines = []
     sources = {"data_sheet_s": "the data sheet", "roofline_s": "the fitted roofline", "profile_s": "tasks timed alone"}
     for column, of in sources.items():
-        errors = [float(r[column]) / float(r["measured_s"]) - 1 for r in rows if r.get(column)]
+        errors = [float(r[column]) / float(r["measured_s"]) - 1 for r in rows if r.get(column) and r.get("measured_s")]
         if errors:
-            size = sorted(map(abs, errors))
-            lines.append(f"- From {of}: median {statistics.median(errors):+.0%}, median size {statistics.median(size):.0%}, "
-                         f"from {min(errors):+.0%} to {max(errors):+.0%} ({len(errors)} steps).")  # fmt: skip
+            lines.append(f"- From {of}: median {statistics.median(errors):+.0%}, from {min(errors):+.0%} to {max(errors):+.0%} "
+                         f"({len(errors)} steps).")  # fmt: skip
     ratios = [float(r["measured_s"]) / float(r["jit_s"]) for r in rows if r.get("jit_s")]
     if ratios:
         lines.append(f"- Beside plain `jax.jit`: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}.")
     memory = [float(r["predicted_memory"]) / float(r["compiled_memory"]) - 1 for r in rows]
     if memory:
-        lines.append(f"- Memory: median {statistics.median(memory):+.1%}, from {min(memory):+.1%} to {max(memory):+.1%}.")
+        lines.append(f"- Memory: median {statistics.median(memory):+.1%}, from {min(memory):+.1%} to {max(memory):+.1%} "
+                     f"({len(memory)} steps).")  # fmt: skip
     return lines
 
 

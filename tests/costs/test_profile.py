@@ -260,3 +260,11 @@ def test_a_few_long_tasks_leave_the_launch_and_unbound_rates_as_they_were():
     assert found.launch_s == pytest.approx(4e-6, rel=0.5) and found.flops_per_s["other bfloat16"] == pytest.approx(5e14, rel=0.1)
     small = [task("other", 1e3, 1e4, 9e-6) for _ in range(5)]
     assert fitted_rates([*dots, *others, *small], before).launch_s == pytest.approx(9e-6, rel=0.2), "short tasks tell it"
+
+
+def test_profiles_that_travel_with_the_project_are_whole():
+    files = sorted((ROOT / "profiles").glob("*.json"))
+    assert files
+    for path in files:
+        found = load_profile(path)
+        assert found.operators and found.rates is not None and found.sha256 in path.name and found.commands

@@ -174,8 +174,6 @@ class Scripted:
 class Choice:
     """A choice that may pay, and gives what it is told to."""
 
-    making_s = 0.0
-
     def __init__(self, given):
         self.given, self.limits = given, []
 

@@ -33,7 +33,7 @@ NOT_EVEN = (
 )
 NEAR = 0.02  # relative step time that few blocks of a deep model may be off
 EXACT_SHARE = 0.3  # of the seconds, for pricing what was found on the whole graph
-MOST_EXACT = 4  # pipelines that are priced on the whole graph, until one fits
+FIRST_EXACT, MOST_EXACT = 3, 4  # pipelines that are priced on the whole graph; and until one fits
 MAX_ROUNDS = 64  # minibatches of one step that PipeDream's replicas share out, where no number was given
 
 
@@ -82,6 +82,7 @@ def find_pipeline(
         found = _found_pipedream(graph, topology, num_stages, num_microbatches, profile, objective)
         found = found if pareto else found._replace(front=())
     else:
+        until = math.inf if seconds is None else time.monotonic() + seconds
         again = schedule != "auto" and SCHEDULES[schedule].is_rematerialised
         problem = StageProblem(
             graph, topology, schedules=SYNCHRONOUS if schedule == "auto" else (schedule,),
@@ -104,7 +105,7 @@ def find_pipeline(
         )  # fmt: skip
         points = () if problem.front is None else problem.front.points()
         seen = min((problem.price(p.plan) for p in points), key=lambda p: p.rank, default=result.best)
-        priced, times = _as_it_runs(problem, [result.best, seen, *result.others])
+        priced, times = _as_it_runs(problem, [result.best, seen, *result.others], until)
         figures |= {name: problem.figures(p) for name, p in result.baselines.items()}
         done = result.num_proposals, result.search_s, result.stopped_by
         if not problem.is_even(priced.choice):
@@ -133,16 +134,20 @@ def _does_not_fit(times: StageTimes, notes: Sequence[str]) -> list[Problem]:
     ]  # fmt: skip
 
 
-def _as_it_runs(problem: StageProblem, found: Sequence[Priced]) -> tuple[Priced, StageTimes]:
+def _as_it_runs(problem: StageProblem, found: Sequence[Priced], until: float) -> tuple[Priced, StageTimes]:
     """The first of these that fits, or ranks best, where every stage of the whole graph has its own plan, as when it runs.
 
-    The search prices a stage as if its plan held on all stages, and a deep model by few of its blocks.
+    The search prices a stage as if its plan held on all stages, and a deep model by few of its blocks. Once one fits, no other is
+    priced that would not be ready by `until` (of `time.monotonic`).
     """
-    priced = {p: times_as_it_runs(problem, p) for p in dict.fromkeys(found[:3])}
+    priced: dict[Priced, StageTimes] = {}
+    took_s = 0.0
     for p in dict.fromkeys(found):
-        if any(t.is_feasible for t in priced.values()) or len(priced) >= MOST_EXACT:
+        fits, begin = any(t.is_feasible for t in priced.values()), time.monotonic()
+        if fits and (p not in found[:FIRST_EXACT] or begin + took_s > until) or len(priced) >= MOST_EXACT:
             break
-        priced.setdefault(p, times_as_it_runs(problem, p))
+        priced[p] = times_as_it_runs(problem, p)
+        took_s = time.monotonic() - begin
     return min(priced.items(), key=lambda x: x[1].rank(problem.objective))
 
 
