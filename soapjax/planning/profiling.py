@@ -201,7 +201,7 @@ class _TaskTimes:
         task = self.graph.tasks[request.task]
         return f"{self.graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
 
-    def _ready(self, request: Request) -> Callable[[], Timing]:
+    def _ready(self, request: Request) -> Callable[[], Timing] | None:
         try:
             return self.local_step.ready(request.task, request.degrees, jax.local_devices()[0])
         except Unmeasurable as e:
