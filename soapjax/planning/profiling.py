@@ -10,10 +10,9 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
@@ -29,12 +28,13 @@ from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.measure import LocalStep, Timing, Unmeasurable
 from soapjax.execute.compiled.measure_links import time_collectives
-from soapjax.execute.compiled.timing import are_fake, processor_name
+from soapjax.execute.compiled.timing import are_fake, num_cores, processor_name
 from soapjax.graph.microbatch import micro_batch
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.jit.programs import threads
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
@@ -176,8 +176,7 @@ class _TaskTimes:
         self.graph, self.local_step, self.begin, self.seconds, self.progress = graph, local_step, begin, seconds, progress
         self.found: dict[tuple, Measurement] = {}
         self.failed: dict[tuple, str] = {}
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.at_once, self.most_bytes = max(1, min(MOST_AT_ONCE, cores // 2)), memory_bytes * SHARE_AT_ONCE
+        self.at_once, self.most_bytes = max(1, min(MOST_AT_ONCE, num_cores() // 2)), memory_bytes * SHARE_AT_ONCE
 
     def measure(self, requests: Sequence[Request]) -> int:
         """Measures those that are new; how many were left when the time was over."""
@@ -190,10 +189,10 @@ class _TaskTimes:
             if self.progress is not None:
                 self.progress(len(self.found), len(self.found) + left, elapsed_s, self._label(together[0]))
             # Compilers try kernels out on the device: nothing is timed meanwhile.
-            with ThreadPoolExecutor(len(together)) as pool:
-                ready = [pool.submit(self._ready, r) for r in together]
+            with threads(len(together)) as pool:
+                ready = [pool.submit(self.local_step.ready, r.task, r.degrees, jax.local_devices()[0]) for r in together]
             for request, compiled in zip(together, ready, strict=True):
-                self._measure_one(request, compiled.result())
+                self._measure_one(request, compiled)
             done += len(together)
         return 0
 
@@ -201,19 +200,10 @@ class _TaskTimes:
         task = self.graph.tasks[request.task]
         return f"{self.graph.operators[task.operator].name} {PHASE_NAMES[task.phase]}"
 
-    def _ready(self, request: Request) -> Callable[[], Timing] | None:
-        try:
-            return self.local_step.ready(request.task, request.degrees, jax.local_devices()[0])
-        except Unmeasurable as e:
-            self.failed[request.local.identity] = f"{self._label(request)}: {e}"
-            return None
-
-    def _measure_one(self, request: Request, timed: Callable[[], Timing] | None) -> None:
+    def _measure_one(self, request: Request, compiled: Future[Callable[[], Timing]]) -> None:
         local, task, label = request.local, self.graph.tasks[request.task], self._label(request)
-        if timed is None:
-            return
         try:
-            timing = timed()
+            timing = compiled.result()()
         except Unmeasurable as e:
             self.failed[local.identity] = f"{label}: {e}"
             return

@@ -146,7 +146,7 @@ def test_large_arguments_are_others_in_every_call():
 def test_a_task_is_timed():
     local = local_step("mlp")
     dot = next(k for k, t in enumerate(local.graph.tasks) if t.kind == "dot")
-    timing = local.time(dot, [1] * len(local.graph.operators[local.graph.tasks[dot].operator].dims), jax.local_devices()[0])
+    timing = local.ready(dot, [1] * len(local.graph.operators[local.graph.tasks[dot].operator].dims), jax.local_devices()[0])()
     assert 0 < timing.seconds < 1 and timing.num_runs > 0
 
 

@@ -171,10 +171,6 @@ class LocalStep:
 
         return timed
 
-    def time(self, k: int, degrees: Sequence[int], device: Any) -> Timing:
-        """As `ready`, compiled and timed."""
-        return self.ready(k, degrees, device)()
-
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:

@@ -34,8 +34,12 @@ def processor_name() -> str:
             names = [line.partition(":")[2].strip() for line in f if line.startswith("model name")]
     except OSError:
         names = []
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{names[0] if names else platform.machine()}, {cores} cores"
+    return f"{names[0] if names else platform.machine()}, {num_cores()} cores"
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def example_arguments(program: BoundStep) -> list[Any]:
