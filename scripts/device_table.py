@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # models/
 
 from soapjax.costs.measured.profile import Profile, load_profile, merged
 from soapjax.execute.compiled.device_times import seconds_of_calls
-from soapjax.execute.compiled.timing import example_arguments, time_steps
+from soapjax.execute.compiled.timing import example_arguments, time_steps, training
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import BoundStep, bind_plan
 from soapjax.files import write_text_atomic
@@ -175,16 +175,9 @@ def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -
 
 def busy(program: BoundStep, leaves: list[Any], planned: CompiledStep) -> float | None:
     """Seconds of a step that the device was busy, where its profiler tells."""
-    pairs, tree = program.step.state_pairs, program.step.in_tree
-    flat = jax.tree.leaves(planned.place(*tree.unflatten(leaves)[0]))
-
-    def one_step() -> None:
-        out = jax.tree.leaves(jax.block_until_ready(planned(*tree.unflatten(flat)[0])))
-        for i, o in pairs.items():
-            flat[i] = out[o]
-
-    one_step()
-    found = seconds_of_calls(one_step, 1)
+    step = training(program, leaves, planned)
+    jax.block_until_ready(step())
+    found = seconds_of_calls(lambda: jax.block_until_ready(step()), 1)
     return found[0] if found else None
 
 

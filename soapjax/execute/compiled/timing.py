@@ -60,6 +60,24 @@ def example_arguments(program: BoundStep) -> list[Any]:
     return made
 
 
+def training(program: BoundStep, leaves: Sequence[Any], compiled: Callable[..., Any] | None = None) -> Callable[[], Any]:
+    """A function of nothing that takes one step from flat arguments, then the next from the state that it made; `compiled` is what
+    is called, where that is not to be compiled anew."""
+    planned = compiled if isinstance(compiled, CompiledStep) else CompiledStep(program)
+    tree, pairs = program.step.in_tree, program.step.state_pairs
+    step, flat = compiled or planned, jax.tree_util.tree_leaves(planned.place(*tree.unflatten(list(leaves))[0]))
+
+    def one_step() -> Any:
+        out = step(*tree.unflatten(flat)[0])
+        # The state was donated: the next step takes the new one.
+        results = jax.tree_util.tree_leaves(out)
+        for i, o in pairs.items():
+            flat[i] = results[o]
+        return out
+
+    return one_step
+
+
 def time_steps(
     program: BoundStep, leaves: Sequence[Any] | None = None, *, num_steps: int = 5, compiled: Callable[..., Any] | None = None
 ) -> float:  # fmt: skip
@@ -76,18 +94,12 @@ def time_steps(
         leaves = example_arguments(program)
     # The steps give their state's memory away: never the caller's.
     leaves = [x.copy() if isinstance(x, jax.Array) else x for x in leaves]
-    planned = compiled if isinstance(compiled, CompiledStep) else CompiledStep(program)
-    tree, pairs = program.step.in_tree, program.step.state_pairs
-    step, flat = compiled or planned, jax.tree_util.tree_leaves(planned.place(*tree.unflatten(list(leaves))[0]))
+    step = training(program, leaves, compiled)
 
     def queue(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
-            out = step(*tree.unflatten(flat)[0])
-            # The state was donated: the next step takes the new one.
-            results = jax.tree_util.tree_leaves(out)
-            for i, o in pairs.items():
-                flat[i] = results[o]
+            out = step()
         jax.block_until_ready(out)
         return (time.perf_counter() - start) / count
 
