@@ -220,7 +220,8 @@ LOSSES = {
         lambda w, x: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))), r"shape \[32, 32\], every sample with"
     ),
     "a sum over pairs": (lambda w, x: jnp.sum(jax.nn.softplus(pairwise(w, x))) / len(x), r"shape \[32, 32\], every sample with"),
-    "a ratio": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x > 0), "divided by a sum over the batch's data"),
+    "a mean with weights": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x > 0), None),
+    "a ratio": (lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w) / jnp.sum(x @ w), "divided by a sum over the batch's results"),
 }
 
 

@@ -13,6 +13,7 @@ from soapjax.graph.trace.growth import corresponding
 W = jax.random.normal(jax.random.key(0), (6, 3))
 ALL = FUNCTIONS | {name: loss for name, (loss, _) in LOSSES.items()}
 SUMS = {"sum", "root"}  # grow with the batch, by some power of it
+OF_RESULTS = {"overlap of classes"}  # what divides is known after the forward pass only; of all others the whole batch's is taken
 
 
 def batch(size):
@@ -49,7 +50,10 @@ def test_growth_is_that_of_larger_micro_batches(name, size):
 def test_gradients_that_do_not_add_up_are_refused(name):
     micro = traced(lambda w, x: (jax.grad(ALL[name])(w, x), picked(w, x)), size=8, parts=8)
     gradient = [("w", micro.step.program.outputs[0])]
-    if name not in SUMS and LOSSES.get(name, (None, True))[1]:
+    divisors = {w.scale for w in micro.whole}
+    assert bool(divisors) == (not LOSSES.get(name, (None, True))[1] and name not in OF_RESULTS)
+    assert divisors <= ({1.0} if name == "of means" else {1 / 8})
+    if name not in SUMS | OF_RESULTS:
         require_reduction(micro, gradient, "mean")
     else:
         with pytest.raises(SoapjaxError, match="sum over the batch|grows as|made of"):

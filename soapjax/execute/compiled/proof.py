@@ -11,7 +11,7 @@ step's precision are all that is wrong, its distance from float64 is measured on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ import numpy as np
 
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.spmd.evaluator import ProgramEvaluator
+from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.passes.build import Binding
@@ -167,21 +167,24 @@ class OneDevice:
     """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`.
 
     Args:
-      draws: equations that draw for the micro-batch whose `number` the call is given.
+      draws: equations that draw for the micro-batch whose number the call is given.
     """
 
     def __init__(self, step: TracedStep, gradients: tuple[int, ...], draws: frozenset[str] = frozenset()):
         self._step, self._gradients, self._draws = step, gradients, draws
         self._compiled: dict[bool, Any] = {}
 
-    def __call__(self, arguments: list[Any], *, is_float64: bool = False, number: int = 0) -> Numbers:
+    def __call__(
+        self, arguments: list[Any], *, is_float64: bool = False, number: int = 0, whole: Mapping[str, Any] | None = None
+    ) -> Numbers:
+        """`number`, `whole`: of a micro-batch, as in `OfMicroBatch`."""
         with jax.enable_x64(is_float64):
-            own = np.uint32(number)
+            own = np.uint32(number), dict(whole or {})
             if is_float64 not in self._compiled:
                 evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
 
-                def run(number: Any, *leaves: Any) -> tuple[list[Any], list[Any]]:
-                    with evaluator.numbered(self._draws, number):
+                def run(own: tuple[Any, Mapping[str, Any]], *leaves: Any) -> tuple[list[Any], list[Any]]:
+                    with evaluator.of_micro_batch(OfMicroBatch(self._draws, *own)):
                         return evaluator.run(list(leaves), self._gradients)
 
                 self._compiled[is_float64] = _compiled(jax.jit(run), [own, *arguments])

@@ -7,8 +7,9 @@ what the plan says. Both run inside `jax.jit`, so the walk over equations happen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,18 @@ from soapjax.own_config import on_plans_mesh
 Env = dict[Atom | str, Any]
 
 
+class OfMicroBatch(NamedTuple):
+    """What a micro-batch has beside its part of the batch.
+
+    draws: equations (keys) that draw random numbers for the micro-batch `number`, with it folded into their keys.
+    whole: equation (key) -> what it passes on of the whole batch.
+    """
+
+    draws: Collection[str] = ()
+    number: Any = None
+    whole: Mapping[str, Any] = MappingProxyType({})
+
+
 def task_mark(task: int) -> str:
     """The name-stack part by which a task is found again in the compiled program."""
     return f"sj{task}"
@@ -43,16 +56,16 @@ class ProgramEvaluator:
     def __init__(self, program: Program, *, is_float64: bool = False):
         self.program = program
         self.is_float64 = is_float64
-        self._draws: tuple[Collection[str], Any] = (), None
+        self._own = OfMicroBatch()
 
     @contextlib.contextmanager
-    def numbered(self, draws: Collection[str], number: Any) -> Iterator[None]:
-        """Equations `draws` (keys) draw random numbers for the micro-batch `number`, with it folded into their keys."""
-        self._draws = draws, number
+    def of_micro_batch(self, own: OfMicroBatch) -> Iterator[None]:
+        """Equations are those of one micro-batch."""
+        self._own = own
         try:
             yield
         finally:
-            self._draws = (), None
+            self._own = OfMicroBatch()
 
     def run(self, arguments: list[Any], also: tuple[int, ...] = ()) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values of the ids in `also` (gradients, say; ids of the outermost level)."""
@@ -106,8 +119,10 @@ class ProgramEvaluator:
         return self.bind(eqn, [self.read(a, env) for a in eqn.inputs], eqn.params)
 
     def bind(self, eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
-        if eqn.key in self._draws[0]:
-            inputs = [_numbered(x, self._draws[1]) for x in inputs]
+        if eqn.key in self._own.whole:
+            return [self._own.whole[eqn.key]]
+        if eqn.key in self._own.draws:
+            inputs = [_numbered(x, self._own.number) for x in inputs]
         if eqn.name == "dynamic_slice":
             return [block_slice(inputs[0], inputs[1:], params["slice_sizes"])]
         if eqn.name == "device_put" and not any(eqn.params["devices"]):

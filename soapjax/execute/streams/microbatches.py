@@ -7,7 +7,8 @@ it is, the step itself tells (graph/trace/growth.py). Semantics, as in GPipe (Hu
   those of the whole batch (graph/trace/batch_means.py); a variance E[(x - E[x])²] by the mean of the micro-batches' variances;
 - metrics are averaged, counts (what grows with the batch) are summed, and what has a batch dim is joined along it;
 - every micro-batch draws random numbers of its own: its number is folded into the key where numbers are drawn, whatever the
-  schedule; a key that comes with the data stays as it is (graph/trace/draws.py).
+  schedule; a key that comes with the data stays as it is (graph/trace/draws.py);
+- a mean with weights has the weights of the whole batch as its divisor (graph/trace/whole_batch.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
 from soapjax.graph.trace.growth import Growth, growth_of
 from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.graph.trace.whole_batch import WholeDivisor
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
@@ -43,6 +45,7 @@ class MicroStep:
     growth: Growth  # not known where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
     after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
+    whole: tuple[WholeDivisor, ...] = ()  # what of the whole batch micro-batches divide by
 
 
 class Joining(NamedTuple):
@@ -97,9 +100,10 @@ def micro_step(
     grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
     state = [small.program.outputs[k] for k in small.state_pairs.values()]
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
+    program, whole = grows.with_whole(small.program, num_microbatches)
     return MicroStep(
-        step=small, batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size, full=full, growth=grows, draws=draws,
-        after_means=grows.after_means(state),
+        step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
+        full=full, growth=grows, draws=draws, after_means=grows.after_means(state), whole=whole,
     )  # fmt: skip
 
 
@@ -129,8 +133,8 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
     found = [(path, s) for path, v in gradients if (s := micro.growth.of(v)) is not None]
     place = "microbatch_reduction"
     if ratios := [path for path, s in found if s.is_ratio]:
-        value = f"the gradient of {ratios[0]!r} (and {len(ratios) - 1} more) is divided by a sum over the batch's data"
-        expected = "a loss divided by a constant: micro-batches with other weights have other divisors"
+        value = f"the gradient of {ratios[0]!r} (and {len(ratios) - 1} more) is divided by a sum over the batch's results"
+        expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(place, value, expected, remedy))
     if extremes := [path for path, s in found if s.is_extreme]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.streams.cut import Part, keys_of
@@ -142,27 +143,28 @@ class Accumulated:
 
 
 def evaluate_part(
-    place: Place, part: Part, inputs: dict[int, Any], draws: Collection[str] = (), number: Any = None, is_pass: bool = False
-) -> dict[int, Any]:  # fmt: skip
+    place: Place, part: Part, inputs: dict[int, Any], own: OfMicroBatch | None = None, is_pass: bool = False
+) -> dict[int, Any]:
     """All values that a part makes from `inputs`, which hold everything that it reads.
 
     Args:
-      draws, number: as for `ProgramEvaluator.numbered`.
+      own: what the micro-batch has beside them.
       is_pass: a forward or backward pass, which reads gathered parameters.
     """
     evaluator, program = place.pass_evaluator if is_pass else place.evaluator, place.bound.step.program
     env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
-    with evaluator.numbered(draws, number):
+    with evaluator.of_micro_batch(own or OfMicroBatch()):
         evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
     evaluator.leave(env, part.outputs)
     return env
 
 
-def draws_in(part: Part, draws: Collection[str]) -> frozenset[str]:
-    """Those of the equations `draws` that a part evaluates."""
-    return frozenset(draws).intersection(k for e in part.eqns for k in keys_of(e))
+def keys_in(part: Part, keys: Collection[str]) -> list[str]:
+    """Those of the equations `keys` that a part evaluates, in order."""
+    mine = {k for e in part.eqns for k in keys_of(e)} if keys else set()
+    return sorted(mine.intersection(keys))
 
 
 def jit_numbers(place: Place, numbers: Sequence[int]) -> Callable[[], tuple[Any, ...]]:
@@ -172,11 +174,13 @@ def jit_numbers(place: Place, numbers: Sequence[int]) -> Callable[[], tuple[Any,
 
 def jit_part(
     place: Place, part: Part, *, added: Sequence[Accumulated] = (), shares: Sequence[int] = (), draws: Collection[str] = (),
-    out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (), is_pass: bool = False,
+    whole: Collection[str] = (), out_shardings: dict[int, NamedSharding] | None = None, donated: Sequence[int] = (),
+    is_pass: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:  # fmt: skip
     """`(*values, *sums) -> (*outputs, *new sums, *shares)`, jitted on the place's mesh.
 
-    Where the part has one of the equations `draws`, the number of the micro-batch is the last argument.
+    Then come the number of the micro-batch, where the part has one of the equations `draws`, and what those of the equations
+    `whole` that it has pass on, in the order of `keys_in`.
 
     Args:
       added: values that the part makes, each of which is added to its running sum (the arguments after the values, whose
@@ -188,12 +192,14 @@ def jit_part(
     """
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
-        values = dict(zip(part.inputs, arguments, strict=False))
-        env = evaluate_part(place, part, values, draws, arguments[-1] if draws else None, is_pass)
-        sums = [a.added(s, env[a.value]) for a, s in zip(added, arguments[len(part.inputs) :], strict=False)]
+        rest = iter(arguments)
+        values, sums = {v: next(rest) for v in part.inputs}, [next(rest) for _ in added]
+        own = OfMicroBatch(draws, next(rest) if draws else None, {k: next(rest) for k in whole})
+        env = evaluate_part(place, part, values, own, is_pass)
+        sums = [a.added(s, env[a.value]) for a, s in zip(added, sums, strict=True)]
         return (*(env[v] for v in part.outputs), *sums, *(env[v][None] for v in shares))
 
-    draws = draws_in(part, draws)
+    draws, whole = keys_in(part, draws), keys_in(part, whole)
     fn.__name__ = fn.__qualname__ = part.name.replace(" ", "_")
     chosen = out_shardings or {}
     shardings = [chosen.get(v) or place.sharding(v) for v in part.outputs] + [a.sharding for a in added]

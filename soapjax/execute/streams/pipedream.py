@@ -25,7 +25,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.cut import Part, make_part, phase_of
 from soapjax.execute.streams.microbatches import MicroStep, joining
-from soapjax.execute.streams.part_program import Place, draws_in, evaluate_part, finished, jit_numbers, jit_part
+from soapjax.execute.streams.part_program import Place, evaluate_part, finished, jit_numbers, jit_part, keys_in
 from soapjax.execute.streams.replicas import Replicas
 from soapjax.execute.streams.stage_cut import cut_stages
 from soapjax.execute.streams.stream import Name, Stream, StreamBuilder
@@ -164,7 +164,7 @@ class PipeDreamStep(MicroBatched):
             part, fn = passes[action.kind, s, m % r]
             state = self.versions[forward]
             ins = [self._name(v, s, m, state) for v in part.inputs]
-            ins += [("number", s, m)] if draws_in(part, self.micro.draws) else []
+            ins += [("number", s, m)] if keys_in(part, self.micro.draws) else []
             outs = [("made", v, s, m) for v in part.outputs] + [("share", v, s, m) for v in self._shares(part)]
             runs = (self.places[s][m % r], part)
             out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
@@ -246,7 +246,7 @@ class PipeDreamStep(MicroBatched):
                     fn = jax.jit(lambda x, mine=mine: tuple(x[m] for m in mine), out_shardings=(place.sharding(v),) * len(mine))
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
-                if any(draws_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
+                if any(keys_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
                     mine = range(q, num, len(replicas))
                     out.call(f"numbers {s}", self._track(s, q), jit_numbers(place, mine), [], [("number", s, m) for m in mine])
 

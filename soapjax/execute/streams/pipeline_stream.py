@@ -8,12 +8,13 @@ update needs to running sums on its own devices; pipeline_updates.py goes on fro
     ("whole", value, stage)             a parameter that was gathered for all passes
     ("again", value, stage, m)          what is computed again for a backward pass
     ("number", stage, m)                a micro-batch's number, where random numbers are drawn
+    ("divisor", equation, stage)        what all micro-batches divide by
     ("sum", value, stage, version)      a running sum: every addition makes a new version, in the old one's memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +23,10 @@ import jax.numpy as jnp
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.gathered import gather_program
 from soapjax.execute.streams.microbatches import Joining, MicroStep
-from soapjax.execute.streams.part_program import Accumulated, Place, draws_in, jit_numbers, jit_part, sum_dtype
+from soapjax.execute.streams.part_program import Accumulated, Place, jit_numbers, jit_part, keys_in, sum_dtype
 from soapjax.execute.streams.stage_cut import Crossing, StageCut
 from soapjax.execute.streams.stream import StreamBuilder
+from soapjax.execute.streams.whole_divisors import WholeDivisors
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order
 
@@ -53,12 +55,22 @@ class PipelineStream:
         for part in self.cut.passes:
             for v in part.inputs:
                 self.moved_to.setdefault(v, []).append(part.place)
+        self.divisors = dict(self._find_divisors())
         self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
         self.joined: list[Crossing] = []  # what is not summed
         self._find_sums()
         self.version = {(a.value, s): 0 for s, added in self.sums.items() for a in added}
         self.updated: list[int] = []
         self.given = self._emit()
+
+    def _find_divisors(self) -> Iterator[tuple[int, tuple[list[str], WholeDivisors]]]:
+        """Stage -> the equations that pass on numbers of the whole batch, and these."""
+        micro, of_stage = self.staged.micro, dict[int, set[str]]()
+        for part in self.cut.passes:
+            of_stage.setdefault(part.place, set()).update(keys_in(part, [w.key for w in micro.whole]))
+        for s, keys in sorted(of_stage.items()):
+            if keys:
+                yield s, (sorted(keys), WholeDivisors(micro, sorted(keys), is_float64=self.places[s].is_float64))
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
@@ -82,6 +94,7 @@ class PipelineStream:
         self._gather()
         self._programs()
         self._numbers()
+        self._divide()
         self._zeros()
         for action in dispatch_order(self.staged.pipeline):
             if action.kind == "update":
@@ -121,7 +134,8 @@ class PipelineStream:
         """Takes the batch apart into micro-batches, on every stage that reads some of it; the names that are given."""
         feeds: dict[int, list[int]] = {}
         for leaf in self.staged.micro.batch_leaves:
-            for s in dict.fromkeys(self.moved_to.get(self.program.inputs[leaf], ())):
+            of_all = [s for s, (_, whole) in self.divisors.items() if leaf in whole.leaves]
+            for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all]):
                 feeds.setdefault(s, []).append(leaf)
         self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
         given = []
@@ -176,14 +190,23 @@ class PipelineStream:
                 added = [a for a in self.sums[part.place] if a.value in made]
                 extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
                 part = part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra))
-                fn = jit_part(self.places[part.place], part, added=added, draws=self.staged.micro.draws, is_pass=True)
+                micro, place = self.staged.micro, self.places[part.place]
+                whole = [w.key for w in micro.whole]
+                fn = jit_part(place, part, added=added, draws=micro.draws, whole=whole, is_pass=True)
                 self.compiled[kind, part.place] = part, fn, added
 
     def _numbers(self) -> None:
         """The numbers of micro-batches, on stages that draw random numbers."""
-        for s in sorted({p.place for p, _, _ in self.compiled.values() if draws_in(p, self.staged.micro.draws)}):
+        for s in sorted({p.place for p, _, _ in self.compiled.values() if keys_in(p, self.staged.micro.draws)}):
             fn = jit_numbers(self.places[s], range(self.num))
             self.out.call(f"numbers {s}", self.track(s), fn, [], [("number", s, m) for m in range(self.num)])
+
+    def _divide(self) -> None:
+        """The divisors of the whole batch, on stages that divide by one."""
+        for s, (keys, whole) in self.divisors.items():
+            batch = [("batch", self.program.inputs[leaf], s) for leaf in whole.leaves]
+            names = [("divisor", k, s) for k in keys]
+            self.out.call(f"divisors {s}", self.track(s), whole.jitted(self.places[s].whole), batch, names)
 
     def _zeros(self) -> None:
         for s, added in self.sums.items():
@@ -204,7 +227,8 @@ class PipelineStream:
         outs = [("again", v, s, m) if is_again else self.name(v, s, m) for v in part.outputs]
         outs += [self.sum_name(a.value, s) for a in added]
         ins = [*(self._read(v, s, m, action.kind) for v in part.inputs), *sums]
-        ins += [("number", s, m)] if draws_in(part, self.staged.micro.draws) else []
+        ins += [("number", s, m)] if keys_in(part, self.staged.micro.draws) else []
+        ins += [("divisor", k, s) for k in keys_in(part, [w.key for w in self.staged.micro.whole])]
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         targets: dict[int, list[int]] = {}
         for v in part.outputs:

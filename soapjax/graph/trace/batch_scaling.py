@@ -9,6 +9,7 @@ a batch dim are told by their shapes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,20 @@ class Scaling(NamedTuple):
     is_ratio: bool = False
     is_sum: bool = False
     is_extreme: bool = False
+
+
+class Divisor(NamedTuple):
+    """What an equation divides by where that is a sum (power 1) or a mean (0) over the data."""
+
+    operand: int  # its position among the equation's
+    power: float
+
+
+class Scalings(NamedTuple):
+    """of: the scaling of every value; divided: equations (keys) that divide by a sum or mean over the data."""
+
+    of: dict[int, Scaling]
+    divided: dict[str, Divisor]
 
 
 UNKNOWN = Scaling(None)
@@ -57,18 +72,19 @@ def exponent_of(eqn: FlatEqn) -> float:
     return _POWERS[eqn.name] or eqn.params["y"]
 
 
-def scalings(small: Program, large: Program, factor: float) -> dict[int, Scaling]:
+def scalings(small: Program, large: Program, factor: float, whole: Mapping[str, Divisor] | None = None) -> Scalings:
     """The scaling of every value of `small`, all nesting levels included; empty where the programs differ in structure.
 
     Args:
       large: the same step with a batch `factor` times as large.
+      whole: of the equations that divide by data those whose divisor is that of the whole batch: no ratio is made there.
     """
     ours, theirs = list(small.walk()), list(large.walk())
     alike = len(ours) == len(theirs) and all(
         (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
         for (a, _), (b, _) in zip(ours, theirs, strict=True)
     )
-    return _Scaler(small, large, factor).run() if alike else {}
+    return _Scaler(small, large, factor, whole or {}).run() if alike else Scalings({}, {})
 
 
 def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
@@ -80,8 +96,9 @@ def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
 
 
 class _Scaler:
-    def __init__(self, small: Program, large: Program, factor: float):
-        self.small, self.large, self.factor = small, large, factor
+    def __init__(self, small: Program, large: Program, factor: float, whole: Mapping[str, Divisor]):
+        self.small, self.large, self.factor, self.whole = small, large, factor, whole
+        self.divided: dict[str, Divisor] = {}
         self.found: dict[int, Scaling] = dict.fromkeys(small.inputs, Scaling())
         self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
         self.data = {i for i in small.inputs if self.sample_dims(i)}
@@ -89,9 +106,9 @@ class _Scaler:
         self.to_samples = self.read_by_samples()
         self.made_by = {o: eqn for eqn, _ in small.walk() if eqn.body is None for o in eqn.outputs}
 
-    def run(self) -> dict[int, Scaling]:
+    def run(self) -> Scalings:
         self.block(self.small, self.large)
-        return self.found
+        return Scalings(self.found, self.divided)
 
     def block(self, small: Program, large: Program) -> None:
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
@@ -140,6 +157,8 @@ class _Scaler:
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
         inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
+        if (divisor := self.whole.get(eqn.key)) is not None:
+            inputs[divisor.operand] = Scaling(divisor.power)
         found = self.grown(eqn, inputs)
         if found.is_zero:
             return found
@@ -147,8 +166,9 @@ class _Scaler:
         scales = eqn.name in ("mul", "div") and not any(isinstance(a, int) and a in self.data for a in eqn.inputs[1:])
         sums = [self.is_data_sum(a, s) for a, s in zip(eqn.inputs, inputs, strict=True)]
         is_all = eqn.name in _EXTREMES and self.vanished(eqn) and any(isinstance(a, int) and a in self.data for a in eqn.inputs)
+        divides = eqn.key not in self.whole and self.divides_by_data(eqn, inputs)
         return found._replace(
-            is_ratio=any(s.is_ratio for s in inputs) or self.divides_by_data(eqn, inputs),
+            is_ratio=divides or any(s.is_ratio for s in inputs),
             is_sum=found.power is None and (passes_on or scales) and any(sums),
             is_extreme=is_all or (passes_on and any(s.is_extreme for s in inputs)),
         )
@@ -201,17 +221,25 @@ class _Scaler:
         A statistic that comes back to samples is none of the loss: norms over the batch are made of such. What divides a
         statistic in the loss does so in its derivative, too, and there alone where nobody asks for the loss.
         """
-        if eqn.name == "div":
-            number, over = eqn.inputs
-            if isinstance(over, int) and self.is_statistic(over) and over not in self.to_samples:
-                if _is_backward(eqn):
-                    return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
-                is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
-                if "jvp(" in eqn.stack and is_smooth and self.is_statistic(number):
-                    self.found[over] = self.found[over]._replace(is_ratio=True)
-                    return True
-            return self.is_data_sum(over, inputs[1])
-        return eqn.name in _POWERS and exponent_of(eqn) < 0 and self.is_data_sum(eqn.inputs[0], inputs[0])
+        operand = 1 if eqn.name == "div" else 0 if eqn.name in _POWERS and exponent_of(eqn) < 0 else None
+        if operand is None or not self.is_divisor(eqn, inputs, operand):
+            return False
+        scaling = inputs[operand]
+        self.divided[eqn.key] = Divisor(operand, 1.0 if scaling.is_sum else scaling.power or 0.0)
+        return True
+
+    def is_divisor(self, eqn: FlatEqn, inputs: list[Scaling], operand: int) -> bool:
+        """As `divides_by_data`, of an equation that divides by this operand."""
+        over = eqn.inputs[operand]
+        if eqn.name == "div" and isinstance(over, int) and self.is_statistic(over) and over not in self.to_samples:
+            number = eqn.inputs[0]
+            if _is_backward(eqn):
+                return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
+            is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
+            if "jvp(" in eqn.stack and is_smooth and self.is_statistic(number):
+                self.found[over] = self.found[over]._replace(is_ratio=True)
+                return True
+        return self.is_data_sum(over, inputs[operand])
 
     def is_made_of(self, atom: Atom, other: Atom) -> bool:
         """Whether nothing of the data but `other` is in a value: as in the derivative of a root, over what it is a root of."""

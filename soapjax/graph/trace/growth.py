@@ -9,15 +9,16 @@ counterparts. A value without one is of unknown growth.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
-from soapjax.graph.trace.batch_scaling import Scaling, sample_dims, scalings
+from soapjax.graph.trace.batch_scaling import Divisor, Scaling, sample_dims, scalings
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.sample_mixing import SampleMixing
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.graph.trace.whole_batch import WholeDivisor, of_batch_alone, passed_on
 
 _MOST_SKIPPED = 32  # equations of both programs between two that correspond
 _IN_A_ROW = 3  # equations that correspond after some that do not
@@ -32,6 +33,7 @@ class Growth:
     counterpart: value of the step -> value of `small`; None where the step is `small`.
     equations: key of an equation of `small` -> key of the step's; None likewise.
     batch: the inputs of `small` that are data.
+    whole: equations of `small` (keys) that are to divide by what the whole batch has there.
     """
 
     small: Program
@@ -40,6 +42,7 @@ class Growth:
     batch: frozenset[int]
     counterpart: dict[int, int] | None = None
     equations: dict[str, str] | None = None
+    whole: Mapping[str, Divisor] = dataclasses.field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
@@ -70,6 +73,18 @@ class Growth:
         found = after_means(self.small, self.large, self.scaling, self.batch, mine)
         return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
 
+    def with_whole(self, program: Program, num: int) -> tuple[Program, tuple[WholeDivisor, ...]]:
+        """The step's program where the divisors of `whole` are passed on, and what these are of `num` micro-batches."""
+        key_of = {k: k if self.equations is None else self.equations[k] for k in self.whole}
+        made, keys = passed_on(program, {key_of[k]: d.operand for k, d in self.whole.items()})
+        found = {}
+        for eqn in self.small.eqns:
+            if eqn.key in self.whole:
+                operand, power = self.whole[eqn.key]
+                key = keys[key_of[eqn.key]]
+                found[key] = WholeDivisor(key, eqn.inputs[operand], num**-power)
+        return made, tuple(found.values())
+
 
 def growth_of(
     step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep]
@@ -82,9 +97,14 @@ def growth_of(
       with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
     """
 
-    def between(small: TracedStep, large: TracedStep, factor: float) -> Growth:
-        batch = frozenset(small.program.inputs[k] for k in batch_leaves)
-        return Growth(small.program, large.program, scalings(small.program, large.program, factor), batch)
+    def between(small: TracedStep, large: TracedStep, factor: float, equations: dict[str, str] | None = None) -> Growth:
+        one, more = small.program, large.program
+        batch = frozenset(one.inputs[k] for k in batch_leaves)
+        found = scalings(one, more, factor)
+        divided = {k: d for k, d in found.divided.items() if equations is None or k in equations}
+        whole = of_batch_alone(one, batch, divided)
+        scaling = scalings(one, more, factor, whole).of if whole else found.of
+        return Growth(one, more, scaling, batch, equations=equations, whole=whole)
 
     found = between(step, full, factor)
     if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
@@ -100,7 +120,7 @@ def growth_of(
     ends = zip(step.program.outputs, two.program.outputs, strict=True)
     values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
     samples = more.in_avals[batch_leaves[0]].shape[0]
-    return dataclasses.replace(between(two, more, samples / 2), counterpart=values, equations=equations)
+    return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
 
 
 def corresponding(one: Program, two: Program) -> tuple[dict[int, int], dict[str, str]]:

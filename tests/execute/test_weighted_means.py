@@ -1,0 +1,157 @@
+"""Micro-batches of a mean with weights divide by the weights of the whole batch: gradients and metrics are the whole batch's.
+
+The oracle is the plain step on one device, given all samples at once.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from balanced import balanced_pipeline
+
+from soapjax import soap_shard
+from soapjax.errors import SoapjaxError
+from soapjax.execute.compiled.pipeline_proof import verify_pipeline
+from soapjax.execute.compiled.proof import OpsCheck
+from soapjax.execute.streams.microbatches import micro_step
+from soapjax.graph.passes.build import build_graph
+from soapjax.planning.pipelining.given_pipeline import pipelined
+from soapjax.strategy.pipeline import Pipeline, Stage
+
+BATCH, SEQ, WIDTH, VOCAB = 8, 6, 8, 12
+
+DIVISORS = {  # what the sum of weighted errors is divided by
+    "a sum": lambda w: w.sum(),
+    "kept from zero": lambda w: w.sum() + 1e-3,
+    "bounded": lambda w: jnp.maximum(w.sum(), 30.0),  # more than a micro-batch has, and less than all
+    "chosen": lambda w: jnp.where(w.sum() > 30, w.sum(), 1.0),
+    "counted": lambda w: jnp.sum(w > 0).astype(w.dtype),
+    "a square": lambda w: (w**2).sum(),
+}
+LOSSES = {
+    **{name: lambda e, w, d=d: (e * w).sum() / d(w) for name, d in DIVISORS.items()},
+    "of means": lambda e, w: (e * w).mean() / w.mean(),
+    "inverted": lambda e, w: (e * w).sum() * (2 * w.sum() + 1) ** -1,
+    "normalised weights": lambda e, w: (e * (w / w.sum())).sum(),
+    "by class": lambda e, w: ((e * w).sum(0) / (w.sum(0) + 1)).mean(),
+    "two of them": lambda e, w: (e * w).sum() / w.sum() + 0.1 * (e * (1 - w)).sum() / (1 - w).sum(),
+    "where": lambda e, w: jnp.mean(e, where=w > 0.2),
+}
+
+
+def step_of(weighted, decay=0.0, dropped=False):
+    def step(state, batch):
+        new_key, key = jax.random.split(state["key"])
+
+        def loss_fn(params):
+            h = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"])
+            if dropped:
+                h = jnp.where(jax.random.uniform(key, h.shape, jnp.float32) < 0.7, h, 0)
+            logits = jnp.tanh(h @ params["v"]) @ params["out"]
+            errors = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+            weights = batch["weights"].astype(errors.dtype)
+            hits = (logits.argmax(-1) == batch["labels"]) * weights
+            metrics = {"accuracy": hits.sum() / weights.sum(), "tokens": weights.sum()}
+            return weighted(errors, weights) + decay * (params["w"] ** 2).sum(), metrics
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        return {"params": params, "key": new_key}, {"loss": loss, **metrics}
+
+    return step
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (VOCAB, WIDTH), "w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "out": (WIDTH, VOCAB)}
+    params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    lengths = np.array([6, 1, 5, 2, 6, 6, 3, 4])  # micro-batches of unequal weights
+    weights = (np.arange(SEQ) < lengths[:, None]) * rng.choice([0.25, 1.0, 1.5], (BATCH, SEQ))
+    tokens = rng.integers(0, VOCAB, (2, BATCH, SEQ)).astype(np.int32)
+    return {"params": params, "key": jax.random.key(3)}, {
+        "tokens": tokens[0], "labels": tokens[1], "weights": weights.astype(np.float32)
+    }  # fmt: skip
+
+
+def pipeline_step(step, schedule, stages, num, chunks=1, **options):
+    state, batch = arguments()
+    graph = build_graph(micro_step(step, state, batch, num_microbatches=num).step)[0]
+    pipeline = balanced_pipeline(graph, 2 * stages, schedule=schedule, num_microbatches=num, num_stages=stages, chunks=chunks)
+    return pipelined(step, state, batch, pipeline=pipeline, topology="cpu8", donate=False, **options).streamed
+
+
+def proven(step, schedule="1f1b", stages=2, num=4, chunks=1):
+    """Loss, gradients and metrics of a pipeline beside one device's."""
+
+    def make(is_float64):
+        with jax.enable_x64(is_float64):
+            return pipeline_step(step, schedule, stages, num, chunks, is_float64=is_float64)
+
+    return verify_pipeline(make, jax.tree_util.tree_leaves(arguments()), OpsCheck(0, 0, 0, ()))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_weighted_mean_is_that_of_the_whole_batch(name):
+    found = proven(step_of(LOSSES[name], decay=0.01))
+    assert found.reference == "the whole batch" and found.numbers.is_proven_in_float64
+    assert found.numbers.num_gradients == 4 and found.numbers.num_outputs == 3
+
+
+CASES = [("gpipe", 2, 4, 1), ("zb-h1", 2, 2, 1), ("interleaved", 2, 4, 2), ("1f1b", 4, 2, 1), ("1f1b", 1, 4, 1), ("1f1b", 2, 8, 1)]
+
+
+@pytest.mark.parametrize("schedule, stages, num, chunks", CASES)
+def test_under_every_schedule(schedule, stages, num, chunks):
+    """Micro-batches of one sample, too, whose program has other equations."""
+    found = proven(step_of(LOSSES["kept from zero"]), schedule, stages, num, chunks)
+    assert found.reference == "the whole batch" and found.numbers.is_proven_in_float64
+
+
+def test_with_random_numbers_of_its_own_for_every_micro_batch():
+    found = proven(step_of(LOSSES["a sum"], dropped=True))
+    assert found.reference == "its micro-batches" and found.numbers.is_proven_in_float64
+
+
+def test_what_goes_wrong_without_the_whole_batch():
+    """Each micro-batch's own weights give another gradient: the pipelines above would not be proven by chance."""
+    step, (state, batch) = step_of(LOSSES["a sum"]), arguments()
+    whole = step(state, batch)[1]["loss"]
+    parts = [step(state, jax.tree.map(lambda x, m=m: np.split(x, 4)[m], batch))[1]["loss"] for m in range(4)]
+    assert abs(np.mean(parts) - whole) > 0.01 * whole
+
+
+def test_minibatches_have_their_own_weights():
+    """Asynchronous pipelines update after every micro-batch, by what the step makes of that alone."""
+    state, batch = arguments()
+    step = step_of(LOSSES["a sum"])
+    graph = build_graph(micro_step(step, state, batch, num_microbatches=2).step)[0]
+    (stage,) = balanced_pipeline(graph, 1, num_microbatches=2, num_stages=1).stages
+    stage = Stage(operators=stage.operators, devices=(0,))
+    pipeline = Pipeline(schedule="pipedream", num_microbatches=2, stages=(stage,))
+    found = pipelined(step, state, batch, pipeline=pipeline, topology="cpu8", donate=False)(state, batch)[0]
+    wanted = state
+    for m in range(2):
+        wanted, _ = step(wanted, jax.tree.map(lambda x, m=m: np.split(x, 2)[m], batch))
+    for k, w in wanted["params"].items():
+        np.testing.assert_allclose(found["params"][k], w, rtol=1e-5, atol=1e-6)
+
+
+REFUSED = {
+    "an overlap": lambda e, w: (e * w).sum() / (jax.nn.sigmoid(e) * w).sum(),
+    "divided in a loop": lambda e, w: jax.lax.map(lambda r: (r[0] * r[1]).sum() / r[2], (e.T, w.T, jnp.full(SEQ, w.sum())))[0],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_made_of_the_batch_alone_is_refused(name):
+    with pytest.raises(SoapjaxError, match="divided by a sum over the batch's results.*made of the batch alone"):
+        pipeline_step(step_of(REFUSED[name]), "1f1b", 2, 2)
+
+
+def test_it_runs_by_the_decorator():
+    state, batch = arguments()
+    step = step_of(LOSSES["a sum"])
+    planned = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=4, proposals=8)
+    for found, wanted in zip(jax.tree.leaves(planned(state, batch)[1]), jax.tree.leaves(step(state, batch)[1]), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
