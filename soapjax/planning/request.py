@@ -37,7 +37,7 @@ class PlanRequest:
       microbatches: a number, or "auto": of a pipeline the best, of one program several only where no plan fits without. Of one
         program they are a pipeline of one stage: gradients are added up over them.
       stages: of a pipeline that is planned, a number or "auto".
-      microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+      microbatch_reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum; "auto": as the step tells.
       objective: what is minimised: "time", or an `Objective` with limits of communication and memory. Where no plan meets these,
         the one that violates them least is taken, with a note; `objective.unmet` names them.
       pareto: keep the front of time, communication and memory of all that the search judged.
@@ -69,7 +69,7 @@ class PlanRequest:
     pipeline: Pipeline | str | None = None
     microbatches: int | Literal["auto"] | None = "auto"
     stages: int | Literal["auto"] | None = "auto"
-    microbatch_reduction: str = "mean"
+    microbatch_reduction: str = "auto"
     objective: str | Objective = "time"
     pareto: bool = False
     seed: int = 0

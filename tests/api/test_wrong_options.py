@@ -51,7 +51,7 @@ ONLY_SOAP_SHARD = [
     ("pipeline", [3, "", "gpip", ["gpipe"], True], "auto or gpipe", ""),
     ("microbatches", [0, -1, 1.5, "4", True, math.nan, 10**12], "a number from 1 on", "correct the number"),
     ("stages", [0, -1, "two", [2]], "a number from 1 on", "correct the number"),
-    ("microbatch_reduction", [None, "max", 3], "mean or sum", ""),
+    ("microbatch_reduction", [None, "max", 3], "auto or mean or sum", ""),
 ]
 ONLY_PLAN = [("space", [None, "papre", 3], "soap or paper", "")]
 

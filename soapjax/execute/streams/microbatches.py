@@ -29,8 +29,8 @@ from soapjax.graph.trace.growth import Growth, growth_of
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.graph.trace.whole_batch import WholeDivisor
 
-Reduction = Literal["mean", "sum"]
-REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+Reduction = Literal["auto", "mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("auto", "mean", "sum")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,9 +122,11 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
     return tuple(i for i, s in shapes.items() if s[0] == size)
 
 
-def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str) -> None:
-    """Refuses gradients (path, value) that do not add up as `reduction` says. What cannot be told is trusted.
+def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str) -> str:
+    """How micro-batches' gradients (path, value) become the step's: "mean" or "sum". What cannot be told is trusted.
 
+    Args:
+      reduction: what the loss is said to be of its batch; "auto": a sum where all gradients are known to be sums.
     Raises: SoapjaxError naming the first gradients that are otherwise.
     """
     if reduction not in REDUCTIONS:
@@ -141,6 +143,8 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         value = f"the gradient of {extremes[0]!r} (and {len(extremes) - 1} more) is the largest or least value of a batch"
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
+    powers = {s.power for _, s in found if not s.is_zero}
+    reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
     if micro.growth.is_known:
         mixing = micro.growth.mixing([v for _, v in gradients])
@@ -156,6 +160,7 @@ def require_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], re
         value = f"{reduction!r}, and the gradient of {other[0][0]!r} (and {len(other) - 1} more) grows as batch^{other[0][1]:g}"
         remedy = "say 'mean'" if all(p == 0.0 for _, p in other) else "make the loss a mean over the batch, or use one micro-batch"
         raise SoapjaxError(Problem(place, value, f"a loss that is a {reduction} over the batch", remedy))
+    return reduction
 
 
 def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:

@@ -16,7 +16,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.deferral import deferred_sums
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
-from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_blindly, joining, require_reduction
+from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_blindly, found_reduction, joining
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
@@ -41,20 +41,19 @@ class PipelineStep(MicroBatched):
       micro: the step, traced with one micro-batch.
       pipeline: stages and schedule.
       places: of every stage, in order: its mesh, and the plan that holds inside.
-      reduction: what the loss is of the batch, "mean" or "sum".
+      reduction: what the loss is of the batch, "mean" or "sum"; "auto": as its growth with the batch tells.
       donate: reuse the memory of parameters and optimizer state for their new values.
     Raises: SoapjaxError where step, stages and reduction do not go together.
     """
 
     def __init__(
-        self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Place], *, reduction: str = "mean", donate: bool = True
+        self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Place], *, reduction: str = "auto", donate: bool = True
     ):
         self.micro, self.pipeline, self.places, self.donate = micro, pipeline, list(places), donate
         self.step = micro.step
         bound = places[0].bound
-        self.reduction = reduction
         self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
-        self.cut, self._joinings = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
+        self.cut, self._joinings, self.reduction = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
         gradients = {v for _, v in self.cut.gradients}
         means = {v for v, how in self._joinings.items() if how.how == "mean"} - gradients
         if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means)):
@@ -119,8 +118,8 @@ class PipelineStep(MicroBatched):
 
 def cut_and_joined(
     micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str
-) -> tuple[StageCut, dict[int, Joining]]:  # fmt: skip
-    """The parts of all stages, and how micro-batches' values of what crosses into the update become one.
+) -> tuple[StageCut, dict[int, Joining], str]:  # fmt: skip
+    """The parts of all stages, how micro-batches' values of what crosses into the update become one, and what the loss is.
 
     Args:
       graph, binding: of the micro-batched step.
@@ -128,7 +127,8 @@ def cut_and_joined(
     """
     cut = cut_stages(micro, graph, binding, pipeline)
     values = [v for _, v in cut.gradients]
-    require_reduction(micro, [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)], reduction)
+    gradients = [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)]
+    reduction = found_reduction(micro, gradients, reduction)
     problems, found = [], {}
     outputs = {v: k for k, v in reversed([*enumerate(micro.step.program.outputs)]) if isinstance(v, int)}
     for crossing in cut.crossings:
@@ -143,4 +143,4 @@ def cut_and_joined(
             found[v] = how
     if problems:
         raise SoapjaxError(problems)
-    return cut, found
+    return cut, found, reduction

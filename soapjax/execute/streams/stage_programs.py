@@ -24,14 +24,14 @@ from soapjax.strategy.schedules import kind_of
 
 
 def step_of_plan(
-    fn: Any, *args: Any, plan: Plan, devices: Sequence[Any] | None = None, reduction: str = "mean",
+    fn: Any, *args: Any, plan: Plan, devices: Sequence[Any] | None = None, reduction: str = "auto",
     static_argnums: Sequence[int] = (), donate: bool = True, is_float64: bool = False,
     anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, **tracing: Any,
 ) -> StreamStep:  # fmt: skip
     """`fn(*args)` as a pipeline's plan says, on `devices` (all that JAX sees by default).
 
     Args:
-      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum; "auto": as the step tells.
       anew: what holds on the mesh of every stage, for a micro-batch whose trace has other operands than the whole batch's: of
         one sample, say, whose dims of size 1 JAX leaves out.
       tracing: `axis_name` and `strip_constraints` of `trace`.
@@ -52,7 +52,7 @@ def step_of_plan(
 
 
 def staged_step(
-    micro: MicroStep, pipeline: Pipeline, places: Sequence[Sequence[Place]], *, reduction: str = "mean", donate: bool = True
+    micro: MicroStep, pipeline: Pipeline, places: Sequence[Sequence[Place]], *, reduction: str = "auto", donate: bool = True
 ) -> StreamStep:
     """The step of a pipeline of any schedule, on the places of every stage's replicas."""
     if not kind_of(pipeline).is_synchronous:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.microbatches import REDUCTIONS, batch_leaves, micro_step
+from soapjax.execute.streams.microbatches import batch_leaves, micro_step
 from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stage_programs import places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
@@ -25,7 +25,7 @@ MOST_TASKS = 2_500  # of a step that is traced for this with one micro-batch: ab
 
 
 def pipelined(
-    fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "mean",
+    fn: Any, *args: Any, pipeline: Pipeline, topology: str | DeviceTopology, reduction: str = "auto",
     devices: Sequence[Any] | None = None, static_argnums: Sequence[int] = (), donate: bool = True,
     axes: Mapping[str, Mapping[str, str]] | None = None, storage: Mapping[str, str] | None = None, is_float64: bool = False,
     **tracing: Any,
@@ -33,7 +33,7 @@ def pipelined(
     """The step of a given pipeline, of any schedule, on `devices` (all that JAX sees by default).
 
     Args:
-      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum.
+      reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum; "auto": as the step tells.
       axes, storage: of operators, as in a plan, by the axis names of their stage's mesh; data parallelism by default.
       tracing: `unroll`, `axis_name` and `strip_constraints` of `trace`.
     Raises: SoapjaxError where pipeline, step, batch and devices do not go together.
@@ -82,14 +82,14 @@ def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -
 
 
 def require_runnable(
-    fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, reductions: Sequence[str] = REDUCTIONS,
+    fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, reduction: str = "auto",
     at_most: float = MOST_TASKS, **tracing: Any,
 ) -> None:  # fmt: skip
     """Refuses stages whose micro-batches do not add up to the step; not of the largest steps: of these running them says it.
 
     Args:
       step, graph: of the whole batch.
-      reductions: of the loss, of which one must be right.
+      reduction: what the loss is said to be of its batch.
       at_most: tasks of a step that is looked at.
       tracing: as for `trace`.
     Raises: SoapjaxError as running the stages would.
@@ -106,12 +106,5 @@ def require_runnable(
         expected = "the same operators for every size of the batch"
         remedy = "choose another number, or another batch: its size may equal another dim's; or plan without a pipeline"
         raise SoapjaxError(Problem("microbatches", value, expected, remedy))
-    problems: list[Problem] = []
-    for reduction in reductions:  # which it is, whoever runs it says
-        try:
-            with own_configuration():
-                cut_and_joined(micro, own, binding, pipeline, reduction)
-            return
-        except SoapjaxError as e:
-            problems = problems or list(e.problems)
-    raise SoapjaxError(problems)
+    with own_configuration():
+        cut_and_joined(micro, own, binding, pipeline, reduction)

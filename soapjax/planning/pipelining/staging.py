@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from soapjax.execute.streams.microbatches import REDUCTIONS
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.operators import OperatorGraph
@@ -133,10 +132,10 @@ class _Planning(NamedTuple):
                 objective=asked.objective, pareto=asked.pareto, slower_than_s=slower_than_s,
                 share_if_bound=if_bound,
             )  # fmt: skip
-        reductions, at_most = (REDUCTIONS, MOST_TASKS) if self.is_asked_for else ((asked.microbatch_reduction,), math.inf)
+        at_most = MOST_TASKS if self.is_asked_for else math.inf
         require_runnable(
-            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reductions=reductions, at_most=at_most,
-            **asked.tracing,
+            self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reduction=asked.microbatch_reduction,
+            at_most=at_most, **asked.tracing,
         )  # fmt: skip
         return found
 
