@@ -129,7 +129,7 @@ class SoapShard:
     def _functional(self, args: tuple[Any, ...], form: CallForm, positions: tuple[int, ...]) -> tuple[SoapShard, tuple[Any, ...]]:
         """The step of arrays that stands for a step of nnx objects, and the arguments with arrays in place of the objects."""
         graph, arrays = nnx_steps.split(args, positions)
-        key = graph, positions, form.names, len(args)
+        key = nnx_steps.Constants(graph), positions, form.names, len(args)
         if key not in self._of_objects:
             given_away = None
             if self._calling.gives_away:

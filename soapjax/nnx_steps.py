@@ -15,6 +15,22 @@ from typing import Any
 from soapjax.errors import Problem, SoapjaxError
 
 
+class Constants:
+    """What is constant of a step's objects, as a key: the graph definition, of which an attribute may be unhashable."""
+
+    def __init__(self, graph: Any):
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.graph)
+        except TypeError:  # a configuration that is a dataclass, say: nnx.jit takes it
+            return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and self.graph == other.graph
+
+
 def is_object(x: Any) -> bool:
     """Whether `x` is an nnx module, optimizer, metric or stream of random numbers."""
     nnx = sys.modules.get("flax.nnx")

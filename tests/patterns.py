@@ -324,3 +324,18 @@ def training_in_one_call(key, x):
     start = trained({**weights(), "w": jax.random.normal(sub, (WIDTH, HIDDEN)) * 0.1})
     end, losses = lax.scan(lambda s, _: update(s, lambda p: error(p, x)), start, None, length=3)
     return key, (losses, end["p"])
+
+
+@pattern(lambda: {"s": fresh(), "k": jax.random.key(0)}, data=1.0)
+def games_played_inside(s, temperature):
+    """The batch is drawn, game by game, and carried through a loop over moves, of which each has a key."""
+    key, start_key, moves_key = jax.random.split(s["k"], 3)
+    start = jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(jax.random.split(start_key, BATCH))
+
+    def move(games, k):
+        score = forward(s["s"]["p"], games) / temperature
+        return games + score * jax.random.normal(k, (WIDTH,)), games
+
+    _, positions = lax.scan(move, start, jax.random.split(moves_key, 3))
+    new, value = update(s["s"], lambda p: error(p, positions.reshape(-1, WIDTH)))
+    return {"s": new, "k": key}, value

@@ -54,24 +54,24 @@ def user_layouts(
 
 
 def check_constraints(step: TracedStep, mesh: FactorMesh) -> None:
-    """Axes that the user's own constraints name must be axes of the plan's mesh, of one size.
+    """Axes that the user's own constraints name must be axes of the plan's mesh, or of a mesh of products of these in order.
 
     Raises: SoapjaxError naming those that are not, and the line of the constraint.
     """
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     problems: dict[Problem, None] = {}
-    remedy = f"use a mesh of {sizes}, or pass strip_constraints=True to leave the step's constraints out"
+    expected = f"axes of the plan's mesh {sizes}, or a mesh that has products of them in this order"
+    remedy = "use such a mesh, or pass strip_constraints=True to leave the step's constraints out"
     for eqn, _ in step.program.walk():
         constraint = user_spec(eqn)
         line = f" at {eqn.source}" if constraint is not None and eqn.source else ""
+        known = {} if constraint is None else mesh.axes_of(tuple(constraint.mesh.shape.items()))
         for d, names in enumerate(() if constraint is None else constraint.spec):
             place = f"sharding constraint{line}, dim {d}"
             for a in names if isinstance(names, tuple) else (names,):
                 n = constraint.mesh.shape.get(a) if isinstance(a, str) else None
-                if n is not None and a not in sizes:
-                    problems[Problem(place, repr(a), f"axes of the plan's mesh {mesh.axis_names}", remedy)] = None
-                elif n is not None and sizes[a] != n:
-                    problems[Problem(place, f"{a!r} of size {n}", f"size {sizes[a]}, the plan's", remedy)] = None
+                if n is not None and a not in known:
+                    problems[Problem(place, f"{a!r} of size {n}", expected, remedy)] = None
     if problems:
         raise SoapjaxError(problems)
 

@@ -184,8 +184,16 @@ def test_some_of_the_devices():
     assert set(jax.tree.leaves(sharded(new_state(), BATCH)[0])[0].devices()) == set(chosen)
 
 
+@dataclasses.dataclass
+class Config:
+    """Has no hash: `nnx.jit` takes a module that keeps one."""
+
+    width: int = 16
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
+        self.config = Config()
         self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
         self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
 

@@ -1,5 +1,7 @@
 """Steps written for something else: evaluation, `jax.pmap`, a mesh of their own."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from soapjax import SoapjaxError, soap_shard
@@ -100,18 +102,54 @@ def test_collectives_of_one_member_are_those_of_jax():
     assert not any(word in text for word in ("psum", "pmax", "all_gather", "axis_index", "reduce_scatter", "NamedAxis"))
 
 
-def test_constraints_on_a_mesh_of_its_own_can_be_left_out():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    inner = train_step(Net())
+def test_who_asks_for_the_number_of_devices_under_an_axis_is_told(caplog):
+    """`loss / jax.device_count()` and a psum: right under pmap; the axis has one member here."""
 
+    def step(w, x):
+        grad = jax.grad(lambda w: (x @ w).mean() / jax.device_count())(w)
+        return w - jax.lax.psum(grad, "batch")
+
+    before = jax.device_count
+    trace(step, jnp.ones(8), jnp.ones((16, 8)), axis_name="batch")
+    (record,) = caplog.records
+    said = r"test_other_steps.py:\d+ in <lambda>: asks jax.device_count\(\) \(8\); under axis_name='batch'.*jax.lax.axis_size"
+    assert re.search(said, record.getMessage()) and jax.device_count is before
+
+
+def test_an_axis_and_a_mesh_of_explicit_axes_go_together():
+    step = train_step(Net(axis_name="batch"), axis_name="batch")
+    expected = losses(jax.jit(train_step(Net())), new_state(Net()))[0]
+    with jax.set_mesh(jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Explicit,))):
+        found, _ = losses(soap_shard(step, axis_name="batch", **FSDP), new_state(Net()))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def constrained(inner, mesh, spec):
     def step(state, batch):
-        x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(mesh, P("data")))
+        x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(mesh, spec))
         return inner(state, batch | {"x": x})
 
-    with pytest.raises(SoapjaxError, match=r"test_other_steps.py:\d+ in step.*strip_constraints=True"):
+    return step
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 4), (8, 1)])
+def test_constraints_on_a_mesh_of_its_own_hold(sizes):
+    """Its axes are products of the plan's, in order."""
+    mesh = jax.make_mesh(sizes, ("data", "model")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
+    planned = soap_shard(constrained(train_step(Net()), mesh, P("data")), **FSDP)
+    found, _ = losses(planned, new_state(Net()))
+    np.testing.assert_allclose(found, losses(jax.jit(train_step(Net())), new_state(Net()))[0], rtol=1e-5)
+    (axes,) = [o.axes for o in planned.plan.operators.values() if o.kind == "constraint"]
+    assert 2 ** sum(v != "replicate" for v in axes.values()) == sizes[0]
+
+
+def test_constraints_on_another_mesh_can_be_left_out():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    step = constrained(train_step(Net()), mesh, P("data"))
+    with pytest.raises(SoapjaxError, match=r"test_other_steps.py:\d+ in step.*'data' of size 4.*strip_constraints=True"):
         soap_shard(step, **FSDP)(new_state(Net()), BATCH)
     found, _ = losses(soap_shard(step, strip_constraints=True, **FSDP), new_state(Net()))
-    np.testing.assert_allclose(found, losses(jax.jit(inner), new_state(Net()))[0], rtol=1e-5)
+    np.testing.assert_allclose(found, losses(jax.jit(train_step(Net())), new_state(Net()))[0], rtol=1e-5)
 
 
 def test_an_evaluation_step_takes_the_training_state_as_it_lies():

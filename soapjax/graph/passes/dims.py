@@ -64,7 +64,7 @@ def sample_nodes(
     uf, nodes = _tied_nodes(leaves, program, values, labels)
     over = _dims_of_loops(program, values, uf)
     seeds = {(v, _batch_dim(v, program, uf, over)) for v in data if program.avals[v].shape}
-    seeds |= _drawn(leaves, program, values, uf, {program.avals[v].shape[d] for v, d in seeds}, trained)
+    seeds |= _drawn(leaves, program, values, uf, {program.avals[v].shape[d] for v, d in seeds}, trained, over)
     seeds |= {(v, 0) for v in walkers}
     sizes = {program.avals[v].shape[d] for v, d in seeds}
     making = [eqn for eqn in leaves if labels[eqn].made_of]
@@ -87,14 +87,16 @@ def sample_nodes(
 
 
 def _drawn(
-    leaves: Sequence[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int]
-) -> set[tuple[int, int]]:
+    leaves: Sequence[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int],
+    over: set[tuple[Hashable, int]],
+) -> set[tuple[int, int]]:  # fmt: skip
     """The leading dim of what is drawn with one key: as long as the data's batches, of any length where `sizes` is empty.
 
-    Not what is drawn for a parameter, nor without data what loops carry on: a whole training begins with the weights.
+    Not what is drawn for a parameter, nor what a loop runs `over` (a key for every move of a game); nor, where neither data nor
+    parameters are given, what loops carry on: a whole training begins with the weights.
     """
     kept = {(v, d) for v in trained for d in range(len(program.avals[v].shape))}
-    if not sizes:
+    if not sizes and not trained:
         kept |= {(c.argument, d) for c in values.carries.values() for d in range(len(program.avals[c.argument].shape))}
     tied = {uf.find(values.node(v, d)) for v, d in kept if values.node(v, d) is not None}
     found = set()
@@ -102,7 +104,9 @@ def _drawn(
         if eqn.name in ("random_bits", "random_split"):
             shape, first = program.avals[eqn.outputs[0]].shape, len(program.aval(eqn.inputs[0]).shape)
             node = values.node(eqn.outputs[0], first) if len(shape) > first else None
-            if node is not None and shape[first] > 1 and (shape[first] in sizes or not sizes) and uf.find(node) not in tied:
+            if node is None or shape[first] == 1 or (sizes and shape[first] not in sizes):
+                continue
+            if uf.find(node) not in tied and (uf.find(node), shape[first]) not in over:
                 found.add(node)
     return found
 

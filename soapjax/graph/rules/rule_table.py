@@ -85,7 +85,7 @@ def labels_of(eqn: FlatEqn, program: Program, alike: dict[tuple, Labels] | None 
     if key is not None and (known := alike.get(key)) is not None:
         return known
     if rule is None:
-        if eqn.name not in _warned:
+        if outs and eqn.name not in _warned:  # a callback without results leaves nothing to be split
             _warned.add(eqn.name)
             log.warning(
                 "no dimension rule for primitive %r (%s): it is replicated on every device "

@@ -8,17 +8,25 @@ member of that axis. So the step is traced with the axis bound to size 1, and wh
     axis_index                                                                     0
 
 A mean over members of means over their samples is the mean over the whole batch, and so is BatchNorm's; a sum over members of sums
-is the sum over the whole batch. Only where a step adds up *means* by `psum` it saw the number of members, which is 1 now.
+is the sum over the whole batch. Only where a step adds up *means* by `psum` it saw the number of members, which is 1 now; one that
+asks `jax.device_count()` for it, to divide its loss by, is told what it should ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
+
+from soapjax.graph.trace.source_lines import line_of_caller
+
+log = logging.getLogger("soapjax")
+_COUNTS = "device_count", "local_device_count"  # of jax
 
 _MEMBERS = {
     "psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter", "ppermute", "pbroadcast",
@@ -29,6 +37,35 @@ _MEMBERS = {
 def for_one_program(closed: Any, axis_names: Collection[str], *, strip_constraints: bool = False) -> Any:
     """A ClosedJaxpr without collectives over `axis_names` (bound to size 1) and, where wanted, without sharding constraints."""
     return closed.replace(jaxpr=_Rewriting(frozenset(axis_names), strip_constraints).jaxpr(closed.jaxpr))
+
+
+@contextlib.contextmanager
+def noting_device_counts(axis_names: Collection[str]) -> Iterator[None]:
+    """While a step is traced with axes of one member: warns where it asks how many devices there are."""
+    own, asked = {name: getattr(jax, name) for name in _COUNTS}, dict[str, str]()
+
+    def noted(name: str, count: Callable[..., int]) -> Callable[..., int]:
+        def counted(*args: Any, **kwargs: Any) -> int:
+            if (found := count(*args, **kwargs)) > 1 and (line := line_of_caller()):
+                asked[line] = f"jax.{name}() ({found})"
+            return found
+
+        return counted
+
+    try:
+        for name, count in own.items():
+            setattr(jax, name, noted(name, count))
+        yield
+    finally:
+        for name, count in own.items():
+            setattr(jax, name, count)
+    for line, what in asked.items():
+        axes = ", ".join(map(repr, axis_names))
+        log.warning(
+            "%s: asks %s; under axis_name=%s the whole batch is the one member of the axis: a loss that is divided by the number "
+            "of its members (and summed by psum), or a rate that is scaled by it, wants jax.lax.axis_size, which is 1 here",
+            line, what, axes,
+        )  # fmt: skip
 
 
 class _Rewriting:

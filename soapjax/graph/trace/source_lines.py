@@ -20,6 +20,11 @@ def line_of_error(e: BaseException) -> str:
     return _shown((f.filename, f.lineno, f.name) for f in reversed(frames))
 
 
+def line_of_caller() -> str:
+    """As `line_of_error`, of the call that is running."""
+    return _shown((f.filename, f.lineno, f.name) for f in reversed(traceback.extract_stack()))
+
+
 def line_of_equation(source_info: Any) -> str:
     """As `line_of_error`, of a jaxpr equation's source info."""
     recorded = getattr(source_info, "traceback", None)

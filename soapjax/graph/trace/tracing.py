@@ -18,7 +18,7 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
-from soapjax.graph.trace.one_program import for_one_program
+from soapjax.graph.trace.one_program import for_one_program, noting_device_counts
 from soapjax.graph.trace.program import Program, flatten
 from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.own_config import traced_for_plan
@@ -153,13 +153,14 @@ def trace(
         return fn(*(a if i in static else next(it) for i, a in enumerate(args)), **kw)
 
     try:
-        if axes:
-            axis_env = [(a, 1) for a in axes]
-            closed, out_info = jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*dynamic, **kwargs)
-        else:
-            with jax.disable_jit(False), traced_for_plan():
+        with jax.disable_jit(False), traced_for_plan():
+            if axes:
+                axis_env = [(a, 1) for a in axes]
+                with noting_device_counts(axes):
+                    closed, out_info = jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*dynamic, **kwargs)
+            else:
                 traced = jax.jit(step).trace(*dynamic, **kwargs)
-            closed, out_info = traced.jaxpr, traced.out_info
+                closed, out_info = traced.jaxpr, traced.out_info
     except SoapjaxError:
         raise
     except Exception as e:  # noqa: BLE001 - whatever the user's function raises is reported with its own words
