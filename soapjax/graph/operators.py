@@ -34,13 +34,15 @@ class Access(NamedTuple):
     """A tensor as one task reads or writes it.
 
     `dims[d]` is the op dim that splits dim d of the tensor, or NOT_SPLIT. A result is partial on the axes
-    assigned to `reduced`. `operand` is the position among the heavy equation's operands (or results), -1 in a region.
+    assigned to `reduced`. `operand` is the position among the heavy equation's operands (or results), -1 in a region. `trips`: how
+    many values of a loop's tensor it reads at once, stacked, after the loop.
     """
 
     tensor: int
     dims: tuple[int, ...]
     reduced: tuple[int, ...] = ()
     operand: int = -1
+    trips: int = 1
 
 
 class Work(NamedTuple):
@@ -230,7 +232,10 @@ class OperatorGraph:
             return self.step_fingerprint
         data = {
             "operators": [(o.name, o.kind, o.dims, o.tasks, o.parameters) for o in self.operators],
-            "tasks": [(t.operator, t.phase, t.kind, t.dtype, t.work, t.reads, t.writes, t.sums, t.trip_count) for t in self.tasks],
+            "tasks": [
+                (t.operator, t.phase, t.kind, t.dtype, t.work, *([a[:4] for a in found] for found in (t.reads, t.writes)), t.sums,
+                 t.trip_count) for t in self.tasks
+            ],
             "tensors": [(t.shape, t.dtype, t.copies, t.input_leaf, t.output_leaves) for t in self.tensors],
             "parameters": self.parameters,
             "accumulations": self.accumulations,

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from planned import Case, data_parallel, rotated
 
+import soapjax
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.spmd.partial import Partial, elementwise, resolved, split_off
 from soapjax.execute.spmd.planned_evaluator import bind_plan
@@ -70,14 +71,55 @@ def test_summed_once_as_predicted(is_loop):
     """Data parallelism sends every gradient once, however often its parameter is used: the sizes of the parameters."""
     made = case(is_loop)
     plan = made.plan(data_parallel(made.space))
-    bound = bind_plan(made.step, plan)
-    run = jax.jit(lambda *a: bound.evaluator().run(list(a))[0], in_shardings=bound.in_shardings())
-    found = collectives_of(run.lower(*made.leaves).compile().as_text(), 8)
-    assert {c.kind for c in found} == {"all-reduce"}
-    sent = sum(c.step_bytes for c in found)  # by each device
+    found = sent_bytes(bind_plan(made.step, plan), made.leaves)
+    assert set(found) == {"all-reduce"}
+    (sent,) = found.values()
     whole = sum(x.nbytes for x in jax.tree.leaves(made.args[0]))
     assert sent == pytest.approx(2 * 7 / 8 * whole, rel=0.01)  # and the loss
     assert plan.prediction.bytes_by_collective["all-reduce"] == pytest.approx(sent, rel=0.01)
+
+
+def sent_bytes(bound, leaves):
+    """By kind, per device and step, as compiled."""
+    run = jax.jit(lambda *a: bound.evaluator().run(list(a))[0], in_shardings=bound.in_shardings())
+    found = {}
+    for c in collectives_of(run.lower(*leaves).compile().as_text(), 8):
+        found[c.kind] = found.get(c.kind, 0) + c.step_bytes
+    return found
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_stored_in_parts_it_is_scattered_once(is_loop):
+    """Fully sharded: gathered for the forward and backward pass together, and its gradient scattered after the last use."""
+    made = case(is_loop)
+    found = soapjax.plan(made.fn, *made.args, topology="cpu8", planner="fsdp")
+    sent = sent_bytes(bind_plan(found.step, found.plan), made.leaves)
+    whole = sum(x.nbytes for x in jax.tree.leaves(made.args[0]))
+    assert sent["reduce-scatter"] == pytest.approx(7 / 8 * whole, rel=0.01)
+    predicted = found.plan.prediction.bytes_by_collective
+    assert {k: n for k, n in predicted.items() if n} == {k: pytest.approx(n, rel=0.01) for k, n in sent.items() if n}
+
+
+def test_what_a_loop_stacks_is_resharded_whole():
+    """A reader after the loop that is split in another way needs the values of all trips."""
+
+    def step(w, x):
+        def loss(w):
+            _, h = jax.lax.scan(lambda c, x: (c, jnp.tanh(x @ w)), None, x)
+            return (jnp.exp(h) * jnp.arange(WIDTH)).mean()
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    rng = np.random.default_rng(0)
+    made = Case(step, (rng.standard_normal((WIDTH, WIDTH)).astype("f"), rng.standard_normal((STEPS, BATCH, WIDTH)).astype("f")))
+    strategy = data_parallel(made.space)
+    whole = [n for n, op in enumerate(made.graph.operators) if not any(made.graph.tasks[t].trip_count > 1 for t in op.tasks)]
+    strategy.axes[whole] = -1
+    plan = made.plan(strategy)
+    sent = sent_bytes(bind_plan(made.step, plan), made.leaves)["all-gather"]
+    assert sent == pytest.approx(7 / 8 * made.args[1].nbytes, rel=0.01)
+    assert plan.prediction.bytes_by_collective["all-gather"] == pytest.approx(sent, rel=0.01)
 
 
 @pytest.mark.parametrize("is_loop", [False, True])

@@ -227,7 +227,7 @@ def _accesses(graph: OperatorGraph, width: int, t: dict) -> None:
                 maps.append(row)
                 tasks.append(k)
                 tensors.append(access.tensor)
-                sizes.append(trip_bytes(graph, access.tensor, k))
+                sizes.append(trip_bytes(graph, access.tensor, k) * access.trips)
                 writes.append(is_write)
     t["access_op"], t["access_task"], t["access_tensor"] = (np.array(x, np.int32) for x in (ops, tasks, tensors))
     t["access_map"] = np.array(maps, np.int8).reshape(len(maps), width)

@@ -51,6 +51,7 @@ class _Users:
         self.graph, self.num_u = graph, len(t["access_op"])
         self.replicated = self.num_u + 3 * len(graph.parameters)
         self.task_of = t["access_task"].tolist()
+        self.bytes_of = t["access_bytes"].tolist()  # by slot
         self.writer: dict[int, int] = {}  # tensor -> slot
         self.readers: dict[int, list[tuple[int, int]]] = {}  # tensor -> (task, slot)
         for u, (tensor, is_write) in enumerate(zip(t["access_tensor"].tolist(), t["access_is_write"], strict=True)):
@@ -61,6 +62,7 @@ class _Users:
         self.by_parameter = {p.tensor: i for i, p in enumerate(graph.parameters)}
         self._by_gradient = {p.gradient: i for i, p in enumerate(graph.parameters)}
         self._update_task = {task.parameter: k for k, task in enumerate(graph.tasks) if task.parameter >= 0}
+        self._carried = {chain.total for chain in graph.accumulations if chain.is_carried}
         # A tensor's common layout with others: of a gradient's summands, and of the products of a joint sum.
         self.common, self.is_joint = np.full(len(graph.tensors), -1, np.int32), np.zeros(len(graph.tensors), bool)
         for chain in graph.accumulations:
@@ -70,8 +72,10 @@ class _Users:
             self.common[others], self.is_joint[others] = self.writer[last], True
 
     def of(self, tensor: int) -> list[tuple[int, int]]:
-        """Its readers in order, the update of a gradient too."""
+        """Its readers in order, the update of a gradient too; of a sum that a loop carries those after the loop."""
         found = list(self.readers.get(tensor, []))
+        if tensor in self._carried:
+            found = [(k, u) for k, u in found if k > self.made_by(tensor)]
         p = self._by_gradient.get(tensor)
         if p in self._update_task:
             found.append((self._update_task[p], self.num_u + len(self.graph.parameters) + p))
@@ -111,9 +115,10 @@ def _edges(graph: OperatorGraph, users: _Users) -> list[Edge]:
     for i, tensor in enumerate(graph.tensors):
         for k, u in users.of(i):
             task = graph.tasks[k]
-            per_trip = trip_bytes(graph, i, k)
+            of_one = trip_bytes(graph, i, k)
+            per_trip = users.bytes_of[u] if u < users.num_u else of_one
             made_inside = i in users.writer and graph.tasks[users.made_by(i)].trip_count > 1
-            sliced = per_trip != tensor.size_bytes
+            sliced = of_one != tensor.size_bytes
             count = task.trip_count if made_inside or sliced else 1
             if task.parameter >= 0:
                 per_trip *= tensor.copies  # the gradients of all layers of a loop at once

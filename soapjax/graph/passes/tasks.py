@@ -225,7 +225,7 @@ class TaskBuilder:
         rank = len(self.program.avals[alias.root].shape)
         nodes = [self.values.node(atom, d + alias.shift) if d + alias.shift >= 0 else None for d in range(rank)]
         dims = tuple(index.get(classes.of(node), NOT_SPLIT) for node in nodes)
-        return Access(self.tensors.index(alias.root), dims, tuple(reduced), operand)
+        return Access(self.tensors.index(alias.root), dims, tuple(reduced), operand, self._trips(atom, alias.shift))
 
     def _heavy_access(self, eqn: FlatEqn, k: int, classes: DimClasses, index: dict, *, is_result: bool, reduced=()) -> Access:
         atom = eqn.outputs[k] if is_result else eqn.inputs[k]
@@ -236,7 +236,11 @@ class TaskBuilder:
             c = classes.of_label(eqn, lab)
             if c is not None and d >= alias.shift:
                 dims[d - alias.shift] = index[c]
-        return Access(self.tensors.index(alias.root), tuple(dims), tuple(reduced), k)
+        return Access(self.tensors.index(alias.root), tuple(dims), tuple(reduced), k, self._trips(atom, alias.shift))
+
+    def _trips(self, atom: int, shift: int) -> int:
+        """Of how many trips a value stacks what a loop makes."""
+        return math.prod(self.program.avals[atom].shape[: max(shift, 0)])
 
     def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
         """The tensors that a result is made of by light equations alone; sums on the way are small, and taken as stored."""
