@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.streams.stream import Event
 from soapjax.execute.streams.stream_step import StreamStep
-from soapjax.graph.trace.tracing import argument_names, signature, trace
+from soapjax.graph.trace.tracing import argument_names, leaf_paths, signature, trace
 from soapjax.making import Maker
 from soapjax.options import check as check_options
 from soapjax.options import check_step
@@ -175,10 +176,30 @@ class SoapShard:
             with jax.ensure_compile_time_eval() if inside else contextlib.nullcontext():
                 given_away = self._calling.given_away(form, len(args))
                 donate = self._maker.request.donate if given_away is None else given_away
-                self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate, runs=runs)
+                try:
+                    self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate, runs=runs)
+                except SoapjaxError as e:
+                    changed = self._changed(args, form, key[1]) if type(e) is SoapjaxError else []
+                    if not changed:
+                        raise
+                    raise SoapjaxError([*e.problems, *changed]) from e
         self._last_plan, self._last = self._by_shapes[key]
         self._last_form = form
         return self._last
+
+    def _changed(self, args: tuple[Any, ...], form: CallForm, now: Any) -> list[Problem]:
+        """The first argument of another shape or dtype than in the last call: a state, say, that the step returns in float32."""
+        before = [of for other, of in self._by_shapes if other == form and of[0] == now[0]]
+        if not before:
+            return []
+        names = self._names(args, form)
+        paths = [p for n, a in zip(names, form.dynamic(args), strict=True) for p in leaf_paths(a, n)]
+        changed = (x for x in zip(paths, before[-1][1], now[1], strict=True) if x[1] != x[2])
+        remedy = "give it so, or plan for both"
+        return [
+            Problem(f"argument {path}", f"{dtype}{list(shape)}", f"{was}{list(of)}, as in the call before", remedy)
+            for path, (of, was), (shape, dtype) in itertools.islice(changed, 1)
+        ]
 
     @property
     def _latest(self) -> SoapShard:

@@ -107,7 +107,7 @@ def plan_one_program(request: PlanRequest, fn: Callable[..., Any], *args: Any, k
     making_s = time.monotonic() - begin
     if asked.pareto or not asked.objective.is_time:
         problem = problem.keeping_front()
-    remarks = (*remarks, *structure_remarks(problem.graph))
+    remarks = (*remarks, *structure_remarks(step, problem.graph))
     run = Search(
         name=asked.planner, planner=planner, seed=asked.seed, proposals=_proposals(asked), deadline=deadline,
         progress=asked.progress, simplicity=asked.simplicity / 100, recomputing=_recomputing(asked, step, layouts, making_s),

@@ -11,6 +11,7 @@ import numpy as np
 
 from soapjax.costs.split_share import share_of, split_flops
 from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.trace.tracing import TracedStep
 from soapjax.search.problem import PlanningProblem
 from soapjax.strategy.configs import REPLICATE, Strategy
 
@@ -18,9 +19,12 @@ WELL_SPLIT = 0.95  # of the FLOPs: what a plan repeats of the rest is not worth 
 SHOWN = 4  # operators
 
 
-def structure_remarks(graph: OperatorGraph) -> tuple[str, ...]:
+def structure_remarks(step: TracedStep, graph: OperatorGraph) -> tuple[str, ...]:
     """What holds for every plan of the step."""
     remarks = []
+    if not graph.parameters and step.state_pairs and any("transpose(" in eqn.stack for eqn in step.program.leaves):
+        what = "no argument is updated by a gradient and returned, as far as the step shows"
+        remarks.append(f"{what}: nothing is stored sharded, and no gradient is compared by verify")
     if graph.is_single_phase and graph.parameters:
         why = "a gradient depends on another gradient, or on an update"
         remarks.append(f"{why}: forward, backward and update run as one phase, in program order")
@@ -50,6 +54,8 @@ def _reason(problem: PlanningProblem, strategy: Strategy, n: int) -> str:
         return "the step's own layout"
     if degree > 1:
         return f"split {degree} ways, where its work has that dim"
+    if op.kind == "loop":
+        return "a while or cond: a dim that its body contracts or cuts is in one piece"
     if not space.allowed[n, :, 1:].any():
         sizes = ", ".join(f"{d.name}={d.size}" for d in op.dims)
         return f"no degree divides {sizes}" if sizes else "no dim to split"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import soapjax
 from soapjax import SoapjaxError, soap_shard
 
 pytestmark = pytest.mark.usefixtures("no_search")
@@ -182,6 +183,21 @@ def test_some_of_the_devices():
     assert losses(sharded) == pytest.approx(EXPECTED, rel=1e-5)
     assert sharded.plan.num_devices == 3
     assert set(jax.tree.leaves(sharded(new_state(), BATCH)[0])[0].devices()) == set(chosen)
+
+
+def test_a_state_that_comes_back_in_another_type_is_named():
+    """Parameters made in bfloat16 that the update returns in float32: a given plan is for the first."""
+
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: (jnp.tanh(x @ w.astype(x.dtype)) ** 2).mean())(w)
+        return w.astype(jnp.float32) - 0.1 * grad.astype(jnp.float32), loss
+
+    w, x = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((64, 16), jnp.bfloat16)
+    sharded = soap_shard(step, plan=soapjax.plan(step, w, x, topology="cpu8", **FSDP).plan)
+    new, _ = sharded(w, x)
+    said = r"argument w: got float32\[16, 32\]; expected bfloat16\[16, 32\], as in the call before"
+    with pytest.raises(SoapjaxError, match=said):
+        sharded(new, x)
 
 
 @dataclasses.dataclass

@@ -13,6 +13,8 @@ from balanced import balanced_pipeline
 import soapjax
 from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
+from soapjax.execute.compiled.pipeline_proof import verify_pipeline
+from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams import pipelined_step
@@ -246,6 +248,66 @@ def test_a_loss_that_is_a_sum_is_summed():
     step, w, batch = losses("a ratio")
     with pytest.raises(SoapjaxError, match="divided by a sum over the batch's results.*fixed count"):
         soap_shard(step, **options)(w, batch)
+
+
+def test_the_batch_is_what_all_leaves_of_an_argument_share():
+    """A teacher's parameters are given, too: more arrays, of one leading size, are no batch."""
+
+    def step(state, teacher, batch):
+        def loss_fn(w):
+            wanted = jnp.tanh(batch["x"] @ teacher["a"] + teacher["b"]) @ teacher["c"]
+            return ((jnp.tanh(batch["x"] @ w["a"]) @ w["b"] - wanted) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, state, grads), loss
+
+    teacher = {"a": jnp.ones((4, 6)), "b": jnp.ones(6), "c": jnp.ones((6, 4)), "unused": jnp.ones((6, 6))}
+    state, batch = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 4))}, {"x": jnp.ones((2, 4))}
+    micro = micro_step(step, state, teacher, batch, num_microbatches=2)
+    assert [micro.full.in_paths[k] for k in micro.batch_leaves] == ["batch.x"]
+    micro = micro_step(step, state, teacher, {"x": jnp.ones((1, 4))}, num_microbatches=1)
+    assert micro.batch_size == 6  # one sample is no batch
+
+
+def test_a_gradient_that_stays_in_a_loop_is_refused():
+    def step(w, x):
+        def add(total, part):
+            return total + jax.grad(lambda w: (jnp.tanh(part @ w) ** 2).mean())(w), None
+
+        def ascend(w, _):
+            total, _ = jax.lax.scan(add, jnp.zeros_like(w), x.reshape(2, 4, 4))
+            return w - 0.1 * total, None
+
+        return jax.lax.scan(ascend, w, None, length=2)[0]
+
+    with pytest.raises(SoapjaxError, match="gradient"):
+        soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(jnp.ones((4, 4)), jnp.ones((8, 4)))
+
+
+def test_complex_parameters_are_proven():
+    """Their gradients are summed and compared with both parts."""
+
+    def step(state, batch):
+        def loss_fn(w):
+            h = batch["x"] @ w["a"].astype(jnp.complex64)
+            return (jnp.abs(h @ w["b"]) ** 2).mean(), (h @ w["b"]).mean()
+
+        (loss, field), grads = jax.value_and_grad(loss_fn, has_aux=True)(state)
+        return jax.tree.map(lambda p, g: p - 0.01 * jnp.conj(g), state, grads), {"loss": loss, "field": field}
+
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=s) + 1j * rng.normal(size=s), jnp.complex64) for s in ((4, 6), (6, 3)))
+    state, batch = {"a": a, "b": b}, {"x": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
+    graph = build_graph(micro_step(step, state, batch, num_microbatches=2).step)[0]
+    pipeline = balanced_pipeline(graph, 2, num_microbatches=2, num_stages=2)
+
+    def make(is_float64):
+        with jax.enable_x64(is_float64):
+            return pipelined(step, state, batch, pipeline=pipeline, topology="cpu8", donate=False, is_float64=is_float64).streamed
+
+    found = verify_pipeline(make, jax.tree.leaves((state, batch)), OpsCheck(0, 0, 0, ()))
+    assert found.reference == "the whole batch" and found.numbers.is_proven_in_float64
+    assert found.numbers.num_gradients == 2 and found.numbers.num_outputs == 2
 
 
 def test_what_does_not_fit_is_refused():

@@ -254,11 +254,11 @@ def _numpy(x: Any) -> np.ndarray | None:
 
 def _gradient_error(found: list, wanted: list, names: list[str]) -> tuple[float, str]:
     """The largest relative error of any leaf, and its name."""
-    norms = [float(np.linalg.norm(np.asarray(g, np.float64))) for g in wanted]
+    norms = [float(np.linalg.norm(_wide(g))) for g in wanted]
     everything = float(np.sqrt(sum(n * n for n in norms)))
     worst, name = 0.0, ""
     for g, g1, norm, path in zip(found, wanted, norms, names, strict=False):
-        distance = float(np.linalg.norm(np.asarray(g, np.float64) - np.asarray(g1, np.float64)))
+        distance = float(np.linalg.norm(_wide(g) - _wide(g1)))
         error = distance / max(norm, 1e-6 * everything, np.finfo(np.float64).tiny)
         if not error <= worst:  # a NaN counts as the worst
             worst, name = error, path
@@ -267,7 +267,11 @@ def _gradient_error(found: list, wanted: list, names: list[str]) -> tuple[float,
 
 def is_compared(output: np.ndarray | None) -> bool:
     """Whether an output has numbers that rounding may change."""
-    return output is not None and output.size > 0 and np.issubdtype(output.dtype, np.floating)
+    return output is not None and output.size > 0 and np.issubdtype(output.dtype, np.inexact)
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _output_error(found: list, wanted: list, which: Any) -> float:
@@ -275,7 +279,7 @@ def _output_error(found: list, wanted: list, which: Any) -> float:
     worst = 0.0
     for i in which:
         if is_compared(wanted[i]):
-            a, b = np.asarray(found[i], np.float64), np.asarray(wanted[i], np.float64)
+            a, b = _wide(found[i]), _wide(wanted[i])
             error = float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
             worst = error if not error <= worst else worst
     return worst

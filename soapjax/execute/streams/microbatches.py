@@ -110,6 +110,9 @@ def micro_step(
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:
     """The input leaves, beside the training state, whose leading dim is the batch: the size that most of them share.
 
+    Arguments whose leaves all have one come before those that hold others too, as a teacher's parameters do; one sample is no batch
+    where there are others.
+
     Raises: SoapjaxError where no argument has a leading dim.
     """
     shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs if getattr(a, "shape", ())}
@@ -117,8 +120,12 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
         expected = "an argument beside the training state with a leading batch dim"
         remedy = "pass the batch as an argument of the step; the state is what the step returns anew"
         raise SoapjaxError(Problem("train step", "no batch among its arguments", expected, remedy))
+    of_argument = collections.defaultdict(set)
+    for i, s in shapes.items():
+        of_argument[step.in_paths[i].partition(".")[0]].add(s[0])
+    alike = {size for found in of_argument.values() if len(found) == 1 for size in found}
     sizes = collections.Counter(s[0] for s in shapes.values())
-    size = max(sizes, key=lambda n: (sizes[n], n))
+    size = max(sizes, key=lambda n: (n > 1, n in alike, sizes[n], n))
     return tuple(i for i, s in shapes.items() if s[0] == size)
 
 
@@ -185,4 +192,4 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
     scaling = micro.growth.of(value)
     if scaling is not None and scaling.power == 1.0:
         return Joining("sum")
-    return Joining("mean") if jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.floating) else None
+    return Joining("mean") if jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact) else None

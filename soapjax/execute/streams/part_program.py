@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.gradient_sums import DeferredSum
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
+from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.execute.streams.gathered import Gathered, passing
 from soapjax.graph.operators import NOT_SPLIT
@@ -215,7 +216,5 @@ def finished(total: Any, scale: float, dtype: Any) -> Any:
 
 
 def sum_dtype(dtype: Any, *, is_float64: bool) -> Any:
-    """Sums of low precision are carried in float32."""
-    if is_float64:
-        return jax.numpy.dtype("float64")
-    return jax.numpy.promote_types(dtype, "float32")
+    """Sums of low precision are carried in float32; in float64 where a step is evaluated in that."""
+    return high(dtype) if is_float64 else jax.numpy.promote_types(dtype, "float32")

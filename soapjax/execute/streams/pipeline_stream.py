@@ -80,7 +80,7 @@ class PipelineStream:
             for stage, v in crossing.summands:
                 if v not in {a.value for a in self.sums[stage]}:
                     dtype = self.program.avals[v].dtype
-                    is_float64 = self.places[stage].is_float64 and jnp.issubdtype(dtype, jnp.floating)
+                    is_float64 = self.places[stage].is_float64 and jnp.issubdtype(dtype, jnp.inexact)
                     self.sums[stage].append(Accumulated(v, sum_dtype(dtype, is_float64=is_float64), self.places[stage]))
 
     def _emit(self) -> list[tuple]:

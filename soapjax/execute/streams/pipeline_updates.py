@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.part_program import evaluate_part, finished, jit_part
 from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged
 from soapjax.execute.streams.stage_cut import Crossing
@@ -142,7 +143,7 @@ class _Updates:
 
     def _dtype(self, v: int, is_float64: bool) -> Any:
         dtype = self.program.avals[v].dtype
-        return jnp.dtype("float64") if is_float64 and jnp.issubdtype(dtype, jnp.floating) else dtype
+        return high(dtype) if is_float64 else dtype
 
     def _donated(self, s: int, values: Sequence[int], outputs: Sequence[int]) -> list[int]:
         """Positions of parameters and optimizer state that live on a stage, and are replaced there."""

@@ -134,6 +134,10 @@ class Cutter:
     def gradient_values(self) -> list[int]:
         """The outermost value of every parameter's gradient."""
         at = {self.values.of(o).root: o for e in reversed(self.program.eqns) for o in e.outputs}
+        if inside := [p.path for p in self.binding.phases.parameters if p.gradient not in at]:
+            value = f"the gradient of {inside[0]!r} (and {len(inside) - 1} more) stays inside a loop of the step's own"
+            expected = "gradients that one backward pass makes: micro-batches are added up by the pipeline"
+            raise SoapjaxError(Problem("train step", value, expected, "leave the accumulation out, or plan without a pipeline"))
         return [at[p.gradient] for p in self.binding.phases.parameters]
 
     def summands(self, value: int) -> list[int]:

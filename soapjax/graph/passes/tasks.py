@@ -17,7 +17,7 @@ from soapjax.graph.rules.flops import flops_of
 from soapjax.graph.rules.heavy_rules import border_rows, conv_results
 from soapjax.graph.rules.light_rules import BLOCKED, LIGHT
 from soapjax.graph.rules.pools import IMAGE, is_made_of_choices
-from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
 
@@ -238,9 +238,9 @@ class TaskBuilder:
                 dims[d - alias.shift] = index[c]
         return Access(self.tensors.index(alias.root), tuple(dims), tuple(reduced), k, self._trips(atom, alias.shift))
 
-    def _trips(self, atom: int, shift: int) -> int:
+    def _trips(self, atom: Atom, shift: int) -> int:
         """Of how many trips a value stacks what a loop makes."""
-        return math.prod(self.program.avals[atom].shape[: max(shift, 0)])
+        return math.prod(self.program.aval(atom).shape[: max(shift, 0)])
 
     def _recomputed_from(self, unit: Unit, result: int, results: list[int]) -> tuple[int, ...] | None:
         """The tensors that a result is made of by light equations alone; sums on the way are small, and taken as stored."""

@@ -147,6 +147,8 @@ class _Scaler:
         a, b = np.asarray(atom.val), np.asarray(getattr(other, "val", np.nan))
         if _is_zero(a) and _is_zero(b):
             return ZERO
+        if a.dtype.kind == "c" and not (a.imag.any() or b.imag.any()):  # as the number of samples in a mean of complex numbers
+            a, b = a.real, b.real
         if a.size != 1 or b.size != 1 or a.dtype.kind not in "fiu" or np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
             return Scaling()
         ratio = float(b) / float(a) if float(a) else 0.0
@@ -303,4 +305,4 @@ def _is_backward(eqn: FlatEqn) -> bool:
 
 def _is_zero(value: object) -> bool:
     a = np.asarray(value) if not hasattr(value, "dtype") or isinstance(value, np.ndarray | np.generic) else None
-    return a is not None and a.size == 1 and a.dtype.kind in "fiu" and not a.item()
+    return a is not None and a.size == 1 and a.dtype.kind in "fiuc" and not a.item()
