@@ -14,8 +14,26 @@ from soapjax.graph.operators import NOT_SPLIT, Access, Operator, OperatorGraph, 
 
 
 def sample_divisor(graph: OperatorGraph) -> int:
-    """Into how many equal parts the batch can be cut at most: what divides every sample dim (1 where there is none)."""
-    return math.gcd(*(d.divisor for op in graph.operators for d in op.dims if d.kind == "S")) or 1
+    """Into how many equal parts the batch can be cut at most: what divides every dim that has it (1 where there is none)."""
+    of_batch = zip(graph.operators, _of_batch(graph), strict=True)
+    return math.gcd(*(d.divisor for op, is_batch in of_batch for d, has_it in zip(op.dims, is_batch, strict=True) if has_it)) or 1
+
+
+def _of_batch(graph: OperatorGraph) -> list[list[bool]]:
+    """Of every operator which dims have the batch: sample dims whose size is a multiple of what all data have.
+
+    Others are of what a loss draws or gathers within examples: positions that are masked, draws per example.
+    """
+    state = {leaf for p in graph.parameters for leaf in (p.leaf, *p.state_leaves)} | {leaf for leaf, _ in graph.state_pairs}
+    data = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0 and t.input_leaf not in state}
+    sizes = set()
+    for task in graph.tasks:
+        dims = graph.operators[task.operator].dims
+        for access in task.reads if task.parameter < 0 else ():
+            if access.tensor in data and (of := [dims[d] for d in access.dims if d != NOT_SPLIT and dims[d].kind == "S"]):
+                sizes.add(of[0].size)
+    batch = math.gcd(*sizes) or 1
+    return [[d.kind == "S" and d.size % batch == 0 for d in op.dims] for op in graph.operators]
 
 
 def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
@@ -34,7 +52,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
         raise SoapjaxError(Problem("microbatches", str(num), f"a divisor of the batch ({whole})", remedy))
     if num == 1:
         return graph
-    is_sample = [[d.kind == "S" for d in op.dims] for op in graph.operators]
+    is_sample = _of_batch(graph)
     shapes = [list(t.shape) for t in graph.tensors]
     shrunk: set[tuple[int, int]] = set()
 
@@ -64,8 +82,13 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
             )
         )
     operators = tuple(
-        op._replace(dims=tuple(d._replace(size=d.size // num, divisor=d.divisor // num) if d.kind == "S" else d for d in op.dims))
-        for op in graph.operators
+        op._replace(
+            dims=tuple(
+                d._replace(size=d.size // num, divisor=d.divisor // num) if has_it else d
+                for d, has_it in zip(op.dims, is_batch, strict=True)
+            )
+        )
+        for op, is_batch in zip(graph.operators, is_sample, strict=True)
     )
     tensors = tuple(t._replace(shape=tuple(s)) for t, s in zip(graph.tensors, shapes, strict=True))
     return dataclasses.replace(graph, operators=operators, tasks=tuple(tasks), tensors=tensors)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -110,8 +110,8 @@ def micro_step(
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:
     """The input leaves, beside the training state, whose leading dim is the batch: the size that most of them share.
 
-    Arguments whose leaves all have one come before those that hold others too, as a teacher's parameters do; one sample is no batch
-    where there are others.
+    Arguments, or parts of them, whose leaves all have one come before those that hold others too, as a teacher's parameters do; one
+    sample is no batch where there are others.
 
     Raises: SoapjaxError where no argument has a leading dim.
     """
@@ -120,13 +120,18 @@ def batch_leaves(step: TracedStep) -> tuple[int, ...]:
         expected = "an argument beside the training state with a leading batch dim"
         remedy = "pass the batch as an argument of the step; the state is what the step returns anew"
         raise SoapjaxError(Problem("train step", "no batch among its arguments", expected, remedy))
-    of_argument = collections.defaultdict(set)
-    for i, s in shapes.items():
-        of_argument[step.in_paths[i].partition(".")[0]].add(s[0])
-    alike = {size for found in of_argument.values() if len(found) == 1 for size in found}
     sizes = collections.Counter(s[0] for s in shapes.values())
-    size = max(sizes, key=lambda n: (n > 1, n in alike, sizes[n], n))
+    of_arguments, of_parts = (_shared({step.in_paths[i]: s[0] for i, s in shapes.items()}, depth) for depth in (1, 2))
+    size = max(sizes, key=lambda n: (n > 1, n in of_arguments, n in of_parts, sizes[n], n))
     return tuple(i for i, s in shapes.items() if s[0] == size)
+
+
+def _shared(sizes: Mapping[str, int], depth: int) -> set[int]:
+    """Sizes, by path, that are those of all paths with which they begin alike, for so many names."""
+    found = collections.defaultdict(set)
+    for path, size in sizes.items():
+        found[tuple(path.split(".")[:depth])].add(size)
+    return {size for alike in found.values() if len(alike) == 1 for size in alike}
 
 
 def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str) -> str:
