@@ -149,7 +149,6 @@ class Cutter:
                 return terms
         return [value]
 
-
     def between_stages(self) -> set[str]:
         """The additions of gradients' terms from several stages: the update adds them up, once per step."""
         found: set[str] = set()
