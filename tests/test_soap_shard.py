@@ -443,7 +443,7 @@ def test_the_users_own_constraints_are_kept():
 @pytest.mark.parametrize(
     "step, words",
     [
-        (lambda: constrained(P("data", "model"), (2, 2), ("data", "model")), ["'data'", "'model'", "'d0': 2", "test_soap_shard.py:"]),
+        (lambda: constrained(P("data", "model"), (2, 2), ("data", "model")), ["'data'", "'model'", "d0", "test_soap_shard.py:"]),
         (lambda: constrained(P("d0", "d1"), (4, 1), ("d0", "d1")), ["'d0' of size 4", "'d0': 2", "test_soap_shard.py:"]),
         (lambda: constrained(P(P.UNCONSTRAINED, "d1")), ["dim 0", "UNCONSTRAINED"]),
         (lambda: constrained(P(("d0", "d1"), None)), ["dim 0", "a split into 4", "divides 10"]),

@@ -284,6 +284,19 @@ def test_a_gradient_that_stays_in_a_loop_is_refused():
         soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(jnp.ones((4, 4)), jnp.ones((8, 4)))
 
 
+def test_an_update_that_reads_the_data_is_refused():
+    """Statistics of the observations, as agents keep them: they are no part of the loss."""
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda w: ((jnp.tanh(batch["x"] @ w["a"]) @ w["b"]) ** 2).mean())(state["w"])
+        mean = 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)
+        return {"w": jax.tree.map(lambda p, g: p - 0.01 * g, state["w"], grads), "mean": mean}, loss
+
+    state = {"w": {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}, "mean": jnp.zeros(4)}
+    with pytest.raises(SoapjaxError, match="argument batch.x: got read by an update.*in the loss.*without a pipeline"):
+        soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(state, {"x": jnp.ones((8, 4))})
+
+
 def test_complex_parameters_are_proven():
     """Their gradients are summed and compared with both parts."""
 

@@ -129,7 +129,7 @@ def cut_and_joined(
     values = [v for _, v in cut.gradients]
     gradients = [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)]
     reduction = found_reduction(micro, gradients, reduction)
-    problems, found = [], {}
+    problems, found = _read_late(micro, cut), {}
     outputs = {v: k for k, v in reversed([*enumerate(micro.step.program.outputs)]) if isinstance(v, int)}
     for crossing in cut.crossings:
         v = crossing.value
@@ -144,3 +144,13 @@ def cut_and_joined(
     if problems:
         raise SoapjaxError(problems)
     return cut, found, reduction
+
+
+def _read_late(micro: MicroStep, cut: StageCut) -> list[Problem]:
+    """Arguments of the batch that an update reads itself: it runs once, when all micro-batches are over."""
+    batch = {micro.step.program.inputs[k]: micro.step.in_paths[k] for k in micro.batch_leaves}
+    late = {v for part in (*cut.update, *cut.mixed) if part is not None for v in part.inputs if v in batch}
+    expected = "data of forward and backward passes: the update follows all micro-batches"
+    remedy = "compute what it needs of the data in the loss, and return that from there as a mean; or plan without a pipeline"
+    value = "read by an update (of moving statistics, say)"
+    return [Problem(f"argument {batch[v]}", value, expected, remedy) for v in sorted(late)]
