@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -179,27 +178,24 @@ class SoapShard:
                 try:
                     self._by_shapes[key] = self._maker.made(fn, args, form.positions, donate, runs=runs)
                 except SoapjaxError as e:
-                    changed = self._changed(args, form, key[1]) if type(e) is SoapjaxError else []
-                    if not changed:
+                    changed = self._changed(args, form, key[1]) if type(e) is SoapjaxError else None
+                    if changed is None:
                         raise
-                    raise SoapjaxError([*e.problems, *changed]) from e
+                    raise SoapjaxError([*e.problems, changed]) from e
         self._last_plan, self._last = self._by_shapes[key]
         self._last_form = form
         return self._last
 
-    def _changed(self, args: tuple[Any, ...], form: CallForm, now: Any) -> list[Problem]:
-        """The first argument of another shape or dtype than in the last call: a state, say, that the step returns in float32."""
+    def _changed(self, args: tuple[Any, ...], form: CallForm, now: Any) -> Problem | None:
+        """The first argument of another shape or dtype than in the call before: a state, say, that the step returns in float32."""
         before = [of for other, of in self._by_shapes if other == form and of[0] == now[0]]
-        if not before:
-            return []
-        names = self._names(args, form)
-        paths = [p for n, a in zip(names, form.dynamic(args), strict=True) for p in leaf_paths(a, n)]
-        changed = (x for x in zip(paths, before[-1][1], now[1], strict=True) if x[1] != x[2])
-        remedy = "give it so, or plan for both"
-        return [
-            Problem(f"argument {path}", f"{dtype}{list(shape)}", f"{was}{list(of)}, as in the call before", remedy)
-            for path, (of, was), (shape, dtype) in itertools.islice(changed, 1)
-        ]
+        paths = [p for n, a in zip(self._names(args, form), form.dynamic(args), strict=True) for p in leaf_paths(a, n)]
+        for path, old, new in zip(paths, before[-1][1], now[1], strict=True) if before else ():
+            if old != new:
+                (was, was_dtype), (shape, dtype) = old, new
+                expected = f"{was_dtype}{list(was)}, as in the call before"
+                return Problem(f"argument {path}", f"{dtype}{list(shape)}", expected, "give it so, or plan for both")
+        return None
 
     @property
     def _latest(self) -> SoapShard:

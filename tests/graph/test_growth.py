@@ -50,7 +50,7 @@ def test_growth_is_that_of_larger_micro_batches(name, size):
 def test_gradients_that_do_not_add_up_are_refused(name):
     micro = traced(lambda w, x: (jax.grad(ALL[name])(w, x), picked(w, x)), size=8, parts=8)
     gradient = [("w", micro.step.program.outputs[0])]
-    divisors = {w.scale for w in micro.whole}
+    divisors = {w.scale for w in micro.whole.values()}
     assert bool(divisors) == (not LOSSES.get(name, (None, True))[1] and name not in OF_RESULTS)
     assert divisors <= ({1.0} if name == "of means" else {1 / 8})
     if name not in SUMS | OF_RESULTS:

@@ -67,13 +67,13 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     _, binding = build_graph(micro.step)
     # What is recomputed has equations of its own, and so do these draw and divide.
     one = OneDevice(dataclasses.replace(micro.step, traced_program=None), gradient_ids(micro.step, binding), micro.draws)
-    keys = [w.key for w in micro.whole]
     hows = [_joined_by(micro, v, step.reduction) for v in micro.step.program.outputs]
 
     def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
-        parts, divisors = [], WholeDivisors(micro, keys, is_float64=is_float64)
+        parts, divisors = [], WholeDivisors(micro, [*micro.whole], is_float64=is_float64)
         with jax.enable_x64(is_float64):
-            whole = dict(zip(keys, jax.jit(divisors.of_batch)({k: arguments[k] for k in divisors.leaves}), strict=True))
+            found = jax.jit(divisors.of_batch)({k: arguments[k] for k in divisors.leaves})
+        whole = dict(zip(divisors.keys, found, strict=True))
         for m in range(micro.num_microbatches):
             mine = list(arguments)
             for k in micro.batch_leaves:

@@ -24,6 +24,7 @@ from soapjax.execute.compiled.hlo import OpsCheck, check_ops
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
+from soapjax.execute.spmd.promotion import promote
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.tracing import TracedStep
@@ -193,7 +194,7 @@ class OneDevice:
         """`number`, `whole`: of a micro-batch, as in `OfMicroBatch`."""
         with jax.enable_x64(is_float64):
             if is_float64:
-                arguments = [_widened(x) for x in arguments]
+                arguments = [promote(x) for x in arguments]
             own = np.uint32(number), dict(whole or {})
             if is_float64 not in self._compiled:
                 evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
@@ -205,11 +206,6 @@ class OneDevice:
                 self._compiled[is_float64] = _compiled(jax.jit(run), [own, *arguments])
             outputs, extra = self._compiled[is_float64](own, *arguments)
             return list(map(_numpy, outputs)), list(map(_numpy, extra))
-
-
-def _widened(x: Any) -> Any:
-    is_float = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, np.floating)
-    return jnp.asarray(x, np.float64) if is_float else x
 
 
 def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, ...]) -> Reference:

@@ -45,7 +45,8 @@ class MicroStep:
     growth: Growth  # not known where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
     after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
-    whole: tuple[WholeDivisor, ...] = ()  # what of the whole batch micro-batches divide by
+    # Those that pass on what of the whole batch is divided by (graph/trace/whole_batch.py).
+    whole: Mapping[str, WholeDivisor] = dataclasses.field(default_factory=dict)
 
 
 class Joining(NamedTuple):

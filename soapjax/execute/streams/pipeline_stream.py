@@ -14,7 +14,7 @@ update needs to running sums on its own devices; pipeline_updates.py goes on fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +55,7 @@ class PipelineStream:
         for part in self.cut.passes:
             for v in part.inputs:
                 self.moved_to.setdefault(v, []).append(part.place)
-        self.divisors = dict(self._find_divisors())
+        self.divisors = self._find_divisors()
         self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
         self.joined: list[Crossing] = []  # what is not summed
         self._find_sums()
@@ -63,14 +63,13 @@ class PipelineStream:
         self.updated: list[int] = []
         self.given = self._emit()
 
-    def _find_divisors(self) -> Iterator[tuple[int, tuple[list[str], WholeDivisors]]]:
-        """Stage -> the equations that pass on numbers of the whole batch, and these."""
-        micro, of_stage = self.staged.micro, dict[int, set[str]]()
-        for part in self.cut.passes:
-            of_stage.setdefault(part.place, set()).update(keys_in(part, [w.key for w in micro.whole]))
-        for s, keys in sorted(of_stage.items()):
-            if keys:
-                yield s, (sorted(keys), WholeDivisors(micro, sorted(keys), is_float64=self.places[s].is_float64))
+    def _find_divisors(self) -> dict[int, WholeDivisors]:
+        """Stage -> what its passes divide by of the whole batch."""
+        micro, found = self.staged.micro, {}
+        for s, place in enumerate(self.places):
+            if keys := sorted({k for part in self.cut.passes if part.place == s for k in keys_in(part, micro.whole)}):
+                found[s] = WholeDivisors(micro, keys, is_float64=place.is_float64)
+        return found
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
@@ -134,7 +133,7 @@ class PipelineStream:
         """Takes the batch apart into micro-batches, on every stage that reads some of it; the names that are given."""
         feeds: dict[int, list[int]] = {}
         for leaf in self.staged.micro.batch_leaves:
-            of_all = [s for s, (_, whole) in self.divisors.items() if leaf in whole.leaves]
+            of_all = [s for s, divisors in self.divisors.items() if leaf in divisors.leaves]
             for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all]):
                 feeds.setdefault(s, []).append(leaf)
         self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
@@ -191,8 +190,7 @@ class PipelineStream:
                 extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
                 part = part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra))
                 micro, place = self.staged.micro, self.places[part.place]
-                whole = [w.key for w in micro.whole]
-                fn = jit_part(place, part, added=added, draws=micro.draws, whole=whole, is_pass=True)
+                fn = jit_part(place, part, added=added, draws=micro.draws, whole=micro.whole, is_pass=True)
                 self.compiled[kind, part.place] = part, fn, added
 
     def _numbers(self) -> None:
@@ -203,10 +201,10 @@ class PipelineStream:
 
     def _divide(self) -> None:
         """The divisors of the whole batch, on stages that divide by one."""
-        for s, (keys, whole) in self.divisors.items():
-            batch = [("batch", self.program.inputs[leaf], s) for leaf in whole.leaves]
-            names = [("divisor", k, s) for k in keys]
-            self.out.call(f"divisors {s}", self.track(s), whole.jitted(self.places[s].whole), batch, names)
+        for s, divisors in self.divisors.items():
+            batch = [("batch", self.program.inputs[leaf], s) for leaf in divisors.leaves]
+            names = [("divisor", k, s) for k in divisors.keys]
+            self.out.call(f"divisors {s}", self.track(s), divisors.jitted(self.places[s].whole), batch, names)
 
     def _zeros(self) -> None:
         for s, added in self.sums.items():
@@ -228,7 +226,7 @@ class PipelineStream:
         outs += [self.sum_name(a.value, s) for a in added]
         ins = [*(self._read(v, s, m, action.kind) for v in part.inputs), *sums]
         ins += [("number", s, m)] if keys_in(part, self.staged.micro.draws) else []
-        ins += [("divisor", k, s) for k in keys_in(part, [w.key for w in self.staged.micro.whole])]
+        ins += [("divisor", k, s) for k in keys_in(part, self.staged.micro.whole)]
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         targets: dict[int, list[int]] = {}
         for v in part.outputs:

@@ -14,14 +14,13 @@ from soapjax.graph.trace.whole_batch import part_for
 
 
 class WholeDivisors:
-    """Of a micro-batched step the divisors that equations `keys` pass on.
+    """Of a micro-batched step the divisors that its equations `keys` pass on.
 
     leaves: which parts of the batch they are made of.
     """
 
     def __init__(self, micro: MicroStep, keys: Sequence[str], *, is_float64: bool = False):
-        of = {w.key: w for w in micro.whole}
-        self._wanted = [of[k] for k in keys]
+        self.keys, self._wanted = keys, [micro.whole[k] for k in keys]
         whole = micro.full.program
         self._program, read = part_for(whole, [w.value for w in self._wanted])
         self.leaves = [k for k in micro.batch_leaves if whole.inputs[k] in read]

@@ -73,17 +73,16 @@ class Growth:
         found = after_means(self.small, self.large, self.scaling, self.batch, mine)
         return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
 
-    def with_whole(self, program: Program, num: int) -> tuple[Program, tuple[WholeDivisor, ...]]:
-        """The step's program where the divisors of `whole` are passed on, and what these are of `num` micro-batches."""
+    def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, WholeDivisor]]:
+        """The step's program, in which the divisors of `whole` are passed on; by equation (key) what it hands to `num` parts."""
         key_of = {k: k if self.equations is None else self.equations[k] for k in self.whole}
         made, keys = passed_on(program, {key_of[k]: d.operand for k, d in self.whole.items()})
         found = {}
         for eqn in self.small.eqns:
             if eqn.key in self.whole:
                 operand, power = self.whole[eqn.key]
-                key = keys[key_of[eqn.key]]
-                found[key] = WholeDivisor(key, eqn.inputs[operand], num**-power)
-        return made, tuple(found.values())
+                found[keys[key_of[eqn.key]]] = WholeDivisor(eqn.inputs[operand], num**-power)
+        return made, found
 
 
 def growth_of(

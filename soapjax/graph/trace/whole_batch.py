@@ -32,54 +32,34 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 class WholeDivisor(NamedTuple):
     """A number of the whole batch that micro-batches divide by.
 
-    key: the equation of the micro-batched step that passes it on.
     value: what it is, in the program of the whole batch; `scale` times that is divided by.
     """
 
-    key: str
     value: Atom
     scale: float
 
 
 def of_batch_alone(program: Program, batch: Collection[int], divided: Mapping[str, Divisor]) -> dict[str, Divisor]:
     """Those of the equations `divided` whose divisor is made of the inputs `batch` and constants, without random numbers."""
-    makers = {o: e for e in program.eqns for o in e.outputs}
-    found = {}
-    for eqn in program.eqns:
-        if eqn.key in divided:
-            over = eqn.inputs[divided[eqn.key].operand]
-            made, read = _slice(makers, over)
-            is_drawn = any(is_key(program.aval(a)) for e in made for a in (*e.inputs, *e.outputs))
-            is_number = isinstance(over, int) and jax.numpy.issubdtype(program.aval(over).dtype, jax.numpy.floating)
-            if is_number and not is_drawn and read <= set(batch) | program.consts.keys():
-                found[eqn.key] = divided[eqn.key]
-    return found
+
+    @functools.cache
+    def is_known_before(over: int) -> bool:
+        part, read = part_for(program, [over])
+        is_drawn = any(is_key(program.aval(a)) for e in part.eqns for a in (*e.inputs, *e.outputs))
+        return jax.numpy.issubdtype(program.avals[over].dtype, jax.numpy.floating) and not is_drawn and read <= set(batch)
+
+    over = {e.key: e.inputs[divided[e.key].operand] for e in program.eqns if e.key in divided}
+    return {key: divided[key] for key, v in over.items() if isinstance(v, int) and is_known_before(v)}
 
 
-def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, frozenset[int]]:
-    """The equations of a program that make `values`, and the inputs that these read."""
-    makers = {o: e for e in program.eqns for o in e.outputs}
-    found = [_slice(makers, v) for v in values]
-    wanted = {e.key for made, _ in found for e in made}
-    read = frozenset(program.inputs) & {v for _, inputs in found for v in inputs}
-    return dataclasses.replace(program, eqns=tuple(e for e in program.eqns if e.key in wanted), outputs=tuple(values)), read
-
-
-def _slice(makers: Mapping[int, FlatEqn], value: Any) -> tuple[list[FlatEqn], set[int]]:
-    """The equations that make a value, and what they read that no equation makes."""
-    made: dict[str, FlatEqn] = {}
-    read, queue, seen = set[int](), [value], set[int]()
-    while queue:
-        v = queue.pop()
-        if not isinstance(v, int) or v in seen:
-            continue
-        seen.add(v)
-        if (eqn := makers.get(v)) is None:
-            read.add(v)
-        elif eqn.key not in made:
-            made[eqn.key] = eqn
-            queue += eqn.inputs
-    return list(made.values()), read
+def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, set[int]]:
+    """The outermost equations of a program that make `values`, and the inputs that these read."""
+    needed, eqns = {v for v in values if isinstance(v, int)}, []
+    for eqn in reversed(program.eqns):
+        if not needed.isdisjoint(eqn.outputs):
+            eqns.append(eqn)
+            needed.update(a for a in eqn.inputs if isinstance(a, int))
+    return dataclasses.replace(program, eqns=tuple(reversed(eqns)), outputs=tuple(values)), needed & set(program.inputs)
 
 
 def passed_on(program: Program, divisors: Mapping[str, int]) -> tuple[Program, dict[str, str]]:
