@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -81,7 +82,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further step after so long")
     parser.add_argument("--profile-seconds", type=float, default=0, help="of timing each step's tasks alone; 0: none are")
-    parser.add_argument("--profile", type=Path, help="a profile file that what is measured is added to")
+    parser.add_argument("--profile", type=Path, help="a profile file that what is measured is added to (no hash in its name)")
     parser.add_argument("--predict", metavar="TOPOLOGY", help="predict the rows that are there of its device anew; measure nothing")
     parser.add_argument("--again", action="store_true", help="measure also what the CSV has already")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the CSV and of the page")
@@ -164,6 +165,7 @@ def measured(name: str, topology: DeviceTopology, options: argparse.Namespace) -
     note(f"{name}: {row} {times}")
     if options.profile_seconds:
         profile, notes = measure_profile(case.step, topology, seconds=options.profile_seconds, search=False)
+        profile = profile.model_copy(update={"commands": (f"scripts/device_table.py --models {shlex.quote(name)}",)})
         note("; ".join(notes))
         row["tasks"] = len(profile.operators)
         if options.profile is not None:

@@ -126,9 +126,13 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     profile = profile_of(data["profile"], place=place)
     found = profile.sha256
     named = re.search(r"[0-9a-f]{64}", Path(place).name)
-    if found != data["sha256"] or (named is not None and named[0] != found):
+    if found != data["sha256"]:
         expected = f"contents with the hash {str(data['sha256'])[:12]} that the file names"
         raise SoapjaxError(Problem(place, f"contents with the hash {found[:12]}", expected, f"the file was damaged: {_REMEDY}"))
+    if named is not None and named[0] != found:
+        expected = f"contents with the hash {named[0][:12]} of its name"
+        remedy = f"the file was damaged, or has another's name: {_REMEDY}"
+        raise SoapjaxError(Problem(place, f"contents with the hash {found[:12]}", expected, remedy))
     return profile
 
 
