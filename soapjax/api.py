@@ -93,10 +93,10 @@ class SoapShard:
         if not self._is_agreed(compiled):
             jointly.agree_on_program(self.__name__, compiled, placed)
             self._agreed.add(compiled)
-        if isinstance(compiled, CompiledStep) and not compiled.is_compiled:
+        if not compiled.is_compiled:
             with progress.shown(f"compiling {self.__name__}"):
                 compiled.compile()
-            if (problem := over_memory(self._last_plan, compiled)) is not None:
+            if isinstance(compiled, CompiledStep) and (problem := over_memory(self._last_plan, compiled)) is not None:
                 log.warning("soap_shard(%s): %s", self.__name__, problem)
         return self._run(compiled, placed)
 

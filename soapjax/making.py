@@ -18,7 +18,7 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.options import objective
-from soapjax.planning.choosing import as_asked
+from soapjax.planning.choosing import Chosen, as_asked
 from soapjax.planning.entry import given_arguments, time_plan
 from soapjax.planning.pipelining.given_pipeline import pipelined, planned_pipeline
 from soapjax.planning.plan_files import recost
@@ -56,25 +56,27 @@ class Maker:
                 fn, *args, pipeline=asked.pipeline, reduction=asked.microbatch_reduction, topology=asked.topology,
                 devices=self.devices, donate=bool(donate), **asked.tracing,
             )  # fmt: skip
-        start, program = time.monotonic(), None
+        start = time.monotonic()
         with progress.shown(f"planning {self.name}") as report:
             asked = asked.but(progress=report)
             if jointly.spans_processes(self.devices):
                 with jointly.call(self.name):  # it may be `prepare` or `lower` that plans
-                    made, step = self._plan_jointly(asked.but(check="none"), fn, args)
+                    chosen = self._plan_jointly(asked.but(check="none"), fn, args)
             else:
-                made, step, program = self._make_plan(asked, fn, args)
+                chosen = self._make_plan(asked, fn, args)
+        made = chosen.plan
         devices = self.devices if self.devices is not None else jax.devices()[: made.num_devices]
         compiled: CompiledStep | StreamStep
-        if program is not None:
-            compiled = program
+        if chosen.program is not None:
+            compiled = chosen.program
         elif made.pipeline is not None:
             tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
             compiled = planned_pipeline(
-                fn, *args, plan=made, devices=devices, donate=bool(donate), reduction=asked.microbatch_reduction, **tracing
+                fn, *args, plan=made, devices=devices, donate=bool(donate), reduction=asked.microbatch_reduction,
+                of_micro=chosen.of_micro, **tracing,
             )  # fmt: skip
         else:
-            step = step or trace(fn, *args, **asked.tracing)
+            step = chosen.step or trace(fn, *args, **asked.tracing)
             compiled = compile_step(bind_plan(step, made, devices=devices), donate=donate)
         log.info(
             "soap_shard(%s): planned %d operators for %d devices in %.1f s, predicted %.4g s per step",
@@ -86,43 +88,42 @@ class Maker:
                 log.warning("soap_shard(%s): %s", self.name, problem)
         return made, compiled
 
-    def _make_plan(
-        self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]
-    ) -> tuple[Plan, TracedStep | None, CompiledStep | StreamStep | None]:  # fmt: skip
-        """The plan, the traced step where it is of one program, and what runs it where a check compiled that."""
+    def _make_plan(self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]) -> Chosen:
+        """The plan, and what was made on the way to it."""
         if self.source is None:
             if asked.devices is None:
                 asked = asked.but(devices=jax.devices())  # of whatever platform: it runs there
-            found = as_asked(asked, fn, *args)
-            return found.plan, found.step, found.program
+            return as_asked(asked, fn, *args)
         source = self.source if isinstance(self.source, Plan) else Plan.load(self.source)
         step = trace(fn, *args, **asked.tracing | {"unroll": source.unroll or asked.unroll})
-        return recost(source, step, place="plan" if source is self.source else str(self.source)), step, None
+        plan = recost(source, step, place="plan" if source is self.source else str(self.source))
+        return Chosen(plan, stopped_by="", front=(), step=step)
 
-    def _plan_jointly(self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Plan, TracedStep]:
+    def _plan_jointly(self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...]) -> Chosen:
         """The one plan of all processes: process 0 plans, the others take its plan; of plan files, each reads its own."""
         jointly.agree_on_settings(self.name)
-        step: TracedStep | None = None
+        chosen: Chosen | None = None  # of this process
         traced = functools.cache(lambda: trace(fn, *args, **asked.tracing))
         measured = jointly.Measured(self.name, seconds=asked.seconds) if asked.verify_top and self.source is None else None
 
         def make() -> Plan:
-            nonlocal step
+            nonlocal chosen
             if measured is None:
-                made, step, _ = self._make_plan(asked, fn, args)
-                return made
+                chosen = self._make_plan(asked, fn, args)
+                return chosen.plan
             try:
-                made, step, _ = self._make_plan(asked.but(measuring=measured.announce), fn, args)
+                chosen = self._make_plan(asked.but(measuring=measured.announce), fn, args)
             finally:
                 measured.announce(None)
-            return made
+            return chosen.plan
 
         if measured is not None:
             measured.follow(lambda plan: self._measure_too(asked, fn, args, traced(), plan))
         made = jointly.planned_by_first(self.name, make, seconds=asked.seconds) if self.source is None else make()
-        step = step or traced()
+        step = (chosen.step if chosen else None) or traced()
         jointly.agree_on_plan(self.name, made, step)
-        return made, step
+        of_micro = chosen.of_micro if chosen else None
+        return Chosen(made, stopped_by="", front=(), step=step, of_micro=of_micro)
 
     def _measure_too(
         self, asked: PlanRequest, fn: Callable[..., Any], args: tuple[Any, ...], step: TracedStep, plan: Plan

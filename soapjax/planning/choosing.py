@@ -16,6 +16,7 @@ from soapjax import options
 from soapjax.costs.evaluate import forget_results
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
+from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.garbage import fewer_collections
 from soapjax.graph.passes.build import build_graph
@@ -43,6 +44,7 @@ class Chosen(NamedTuple):
     front: tuple[FrontRow, ...]  # of all that was searched, where `pareto` asked for it
     step: TracedStep | None = None  # where the plan is of one program
     program: CompiledStep | StreamStep | None = None  # the plan's, where a check compiled it
+    of_micro: MicroGraph | None = None  # the step with one micro-batch, where the plan is of a pipeline, and it was traced
 
 
 @fewer_collections()
@@ -72,7 +74,8 @@ def _of_one_program(found: entry.Planned) -> Chosen:
 
 
 def _of_stages(staged: PlannedStages) -> Chosen:
-    return Chosen(staged.plan, staged.found.stopped_by, rows_of_pipelines(staged.found), program=staged.program)
+    found = staged.found
+    return Chosen(staged.plan, found.stopped_by, rows_of_pipelines(found), program=staged.program, of_micro=found.of_micro)
 
 
 def _may_add_up(request: PlanRequest) -> bool:

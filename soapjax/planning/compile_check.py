@@ -158,7 +158,7 @@ def checked(
 
 def checked_stages(
     found: FoundPipeline, topology: DeviceTopology, objective: Objective, find: Callable[[DeviceTopology, float], FoundPipeline],
-    plan_of: Callable[[FoundPipeline, DeviceTopology], Plan], made_of: Callable[[Plan], StreamStep],
+    plan_of: Callable[[FoundPipeline, DeviceTopology], Plan], made_of: Callable[[Plan, FoundPipeline], StreamStep],
 ) -> PlannedStages:  # fmt: skip
     """The pipeline that was `found` on a topology, or what is found with less memory, that fits as compiled.
 
@@ -170,7 +170,7 @@ def checked_stages(
     here = topology
     for _ in range(ROUNDS):
         plan = plan_of(found, here)
-        made = made_of(plan)
+        made = made_of(plan, found)
         figures.append(_figures(plan, compiled_stages(made), topology.device, objective))
         if figures[-1].fits:
             return PlannedStages(_with_figures(plan, figures), found, made)

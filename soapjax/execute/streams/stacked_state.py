@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +49,7 @@ class Stack:
     """
 
     def __init__(self, shardings: Sequence[NamedSharding]):
+        self.shardings = tuple(shardings)
         runs = [_Rows(tuple(run)) for _, run in itertools.groupby(shardings, key=lambda s: s.mesh)]
         self.is_even = _is_even(runs)
         # Where the array is taken apart: on every stage; or on the first one, from where other stages' rows go on.
@@ -65,6 +66,13 @@ class Stack:
         spans = [(end - len(run.shardings), end, run) for end, run in zip(ends, self._sent, strict=True)]
         self._send = [mover(here[a:b], run.shardings) for a, b, run in spans]
         self._fetch = [mover(run.shardings, here[a:b]) for a, b, run in spans]
+
+    def lowered(self, row: tuple[int, ...], dtype: Any) -> Iterator[jax.stages.Lowered]:
+        """The programs of this process' devices for rows of such a shape."""
+        for part, whole, take, put in zip(self._parts, self._wholes, self._take, self._put, strict=True):
+            if whole.has_addressable_devices:
+                yield take.lower(jax.ShapeDtypeStruct((len(part.shardings), *row), dtype, sharding=whole))
+                yield put.lower(*(jax.ShapeDtypeStruct(row, dtype, sharding=s) for s in part.shardings))
 
     def apart(self, x: Any, *, give: bool) -> list[jax.Array]:
         """The rows, each on its stage; with `give` the memory of `x` is let go."""
@@ -111,6 +119,12 @@ class StackedState:
         self._stacks = {k: Stack(s) for k, s in enumerate(of_leaves) if len(s) > 1}
         self.in_shardings = [self._stacks[k].sharding if k in self._stacks else s[0] for k, s in enumerate(of_leaves)]
 
+    def lowered(self, leaves: Sequence[tuple[tuple[int, ...], str]]) -> Iterator[jax.stages.Lowered]:
+        """The programs of this process' devices for leaves of such shapes and dtypes; once, where several leaves have one."""
+        alike = {(*leaves[k], stack.shardings): stack for k, stack in self._stacks.items()}
+        for (shape, dtype, _), stack in alike.items():
+            yield from stack.lowered(shape[1:], dtype)
+
     def apart(self, leaves: Sequence[Any], *, give: bool = False) -> list[Any]:
         """The program's inputs."""
         give = give and self._donate
@@ -151,11 +165,11 @@ def _on_all(runs: Sequence[_Rows], row: PartitionSpec) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=4096)
-def _taking(shardings: tuple[NamedSharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+def _taking(shardings: tuple[NamedSharding, ...]) -> jax.stages.Wrapped:
     """One for all stacks that are laid out alike: compiled once per shape."""
     return jax.jit(lambda x: tuple(x[t] for t in range(len(shardings))), out_shardings=shardings)
 
 
 @functools.lru_cache(maxsize=4096)
-def _putting(whole: NamedSharding) -> Callable[..., jax.Array]:
+def _putting(whole: NamedSharding) -> jax.stages.Wrapped:
     return jax.jit(lambda *rows: jax.numpy.stack(rows), out_shardings=whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,10 +23,18 @@ from soapjax.strategy.plan import MeshPlan, Plan, parse_spec
 from soapjax.strategy.schedules import kind_of
 
 
+class MicroGraph(NamedTuple):
+    """A step traced with one micro-batch, and its graph."""
+
+    micro: MicroStep
+    graph: OperatorGraph
+    binding: Binding
+
+
 def step_of_plan(
     fn: Any, *args: Any, plan: Plan, devices: Sequence[Any] | None = None, reduction: str = "auto",
     static_argnums: Sequence[int] = (), donate: bool = True, is_float64: bool = False,
-    anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, **tracing: Any,
+    anew: Callable[[OperatorGraph], list[MeshPlan]] | None = None, of_micro: MicroGraph | None = None, **tracing: Any,
 ) -> StreamStep:  # fmt: skip
     """`fn(*args)` as a pipeline's plan says, on `devices` (all that JAX sees by default).
 
@@ -34,14 +42,17 @@ def step_of_plan(
       reduction: "mean" where the loss is a mean over the batch, "sum" where it is a sum; "auto": as the step tells.
       anew: what holds on the mesh of every stage, for a micro-batch whose trace has other operands than the whole batch's: of
         one sample, say, whose dims of size 1 JAX leaves out.
+      of_micro: of the step with one of the plan's micro-batches, where it has been traced so.
       tracing: `axis_name` and `strip_constraints` of `trace`.
     Raises: SoapjaxError where plan, step, batch and devices do not go together.
     """
-    num = plan.pipeline.num_microbatches
-    micro = micro_step(
-        fn, *args, num_microbatches=num, static_argnums=static_argnums, unroll=plan.unroll, recomputed=plan.recomputed, **tracing
-    )
-    graph, binding = build_graph(micro.step)
+    if of_micro is None:
+        micro = micro_step(
+            fn, *args, num_microbatches=plan.pipeline.num_microbatches, static_argnums=static_argnums, unroll=plan.unroll,
+            recomputed=plan.recomputed, **tracing,
+        )  # fmt: skip
+        of_micro = MicroGraph(micro, *build_graph(micro.step))
+    micro, graph, binding = of_micro
     stages = plan.on_stages()
     if problems := _misfits(stages, graph):
         if anew is None:

@@ -11,7 +11,7 @@ between processes is dispatched when the earlier ones of this process have ended
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -157,8 +157,8 @@ class Stream:
         """The list, for comparison between processes."""
         return "\n".join(f"{d.label} [{d.track}] {d.ins} -> {d.outs}: {d.targets or ''}" for d in self.dispatches)
 
-    def compile(self, arguments: Sequence[Any]) -> None:
-        """Compiles the programs of this process' devices for arguments such as these, so that `run` only runs."""
+    def lowered(self, arguments: Sequence[Any]) -> Iterator[jax.stages.Lowered]:
+        """The programs of this process' devices for arguments such as these: once they are compiled, `run` only runs."""
         slots = self._filled([_struct(a, a.sharding) for a in arguments])
         made: dict[int, Sequence[Any]] = {}  # id of a program -> types and layouts of its results
         for d in self.dispatches:
@@ -171,7 +171,7 @@ class Stream:
             else:
                 results = made[id(d.fn)] = jax.eval_shape(d.fn, *given)
                 if any(x.sharding.has_addressable_devices for x in results):
-                    d.fn.lower(*given).compile()  # jax.jit finds it again at the first call
+                    yield d.fn.lower(*given)
             for s, result in zip(d.outs, results, strict=True):
                 slots[s] = result
 

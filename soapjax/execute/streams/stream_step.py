@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -57,6 +60,7 @@ class StreamStep:
         pairs = {o: i for i, o in step.leaf_pairs.items()}
         self._state = StackedState(step.program.rows, pairs, streamed.in_shardings, donate=streamed.donate)
         (self.in_shardings, _) = step.in_tree.unflatten(self._state.in_shardings)
+        self.is_compiled = False
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         if signature((args, {})) != (self._step.in_tree, self._step.leaf_shapes):
@@ -91,12 +95,21 @@ class StreamStep:
                 outputs[k] = x
         return outputs
 
+    def compile(self) -> None:
+        """Compiles all programs of this process' devices, which calls find again, on as many cores as there are."""
+        programs = self._state.lowered(self._step.leaf_shapes), self.streamed.dispatches().lowered(self.streamed.argument_structs())
+        with compiled_as_planned(), ThreadPoolExecutor(os.cpu_count()) as pool:
+            waiting = [pool.submit(lowered.compile) for lowered in itertools.chain(*programs)]
+        for each in waiting:
+            each.result()
+        self.is_compiled = True
+
     def to_agree(self, *args: Any) -> tuple[dict[str, str], Callable[[], Any]]:
         """What all processes must have alike before any of them runs, and what compiles the programs of this one."""
         places, stream = self.streamed.all_places, self.streamed.dispatches()
         stages = [f"{p.bound.plan.mesh_plan_sha256} on {[d.id for d in p.mesh.devices.flat]}" for p in places]
         fields = {"graph": places[0].bound.graph.fingerprint(), "stages": "\n".join(stages), "program": stream.text()}
-        return fields, lambda: stream.compile(self.streamed.argument_structs())
+        return fields, self.compile
 
     def place(self, *args: Any) -> tuple[Any, ...]:
         """The arguments laid out as planned."""

@@ -8,7 +8,7 @@ from typing import Any
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.microbatches import batch_leaves, micro_step
 from soapjax.execute.streams.pipelined_step import cut_and_joined
-from soapjax.execute.streams.stage_programs import places_of, staged_step, step_of_plan
+from soapjax.execute.streams.stage_programs import MicroGraph, places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
@@ -84,8 +84,8 @@ def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -
 def require_runnable(
     fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, reduction: str = "auto",
     at_most: float = MOST_TASKS, **tracing: Any,
-) -> None:  # fmt: skip
-    """Refuses stages whose micro-batches do not add up to the step; not of the largest steps: of these running them says it.
+) -> MicroGraph | None:  # fmt: skip
+    """The step with one micro-batch, which is known to add up to the whole; None of the largest steps: running them says it.
 
     Args:
       step, graph: of the whole batch.
@@ -96,7 +96,7 @@ def require_runnable(
     """
     num = pipeline.num_microbatches
     if num == 1 or len(graph.tasks) > at_most or not kind_of(pipeline).is_synchronous:
-        return
+        return None
     micro = micro_step(fn, *args, num_microbatches=num, full=step, recomputed=graph.recomputed, **tracing)
     with own_configuration():
         own, binding = build_graph(micro.step)
@@ -108,3 +108,4 @@ def require_runnable(
         raise SoapjaxError(Problem("microbatches", value, expected, remedy))
     with own_configuration():
         cut_and_joined(micro, own, binding, pipeline, reduction)
+    return MicroGraph(micro, own, binding)

@@ -11,6 +11,7 @@ import numpy as np
 
 from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.operators import OperatorGraph
 from soapjax.planning.pipelining.stage_baselines import whole_baselines
@@ -61,6 +62,7 @@ class FoundPipeline(NamedTuple):
     front: tuple[FrontPoint, ...] = ()
     chosen: Choice | Pipeline | None = None  # as the front has it
     is_bound: bool = False  # by memory: keeping more for the backward pass would be faster
+    of_micro: MicroGraph | None = None  # of the step with one micro-batch, where it was traced to see that it will run
 
 
 def find_pipeline(

@@ -133,11 +133,11 @@ class _Planning(NamedTuple):
                 share_if_bound=if_bound,
             )  # fmt: skip
         at_most = MOST_TASKS if self.is_asked_for else math.inf
-        require_runnable(
+        of_micro = require_runnable(
             self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reduction=asked.microbatch_reduction,
             at_most=at_most, **asked.tracing,
         )  # fmt: skip
-        return found
+        return found._replace(of_micro=of_micro)
 
     def plan_of(self, found: FoundPipeline, topology: DeviceTopology) -> Plan:
         asked = self.asked
@@ -149,11 +149,11 @@ class _Planning(NamedTuple):
                 profile=asked.profile,
             )  # fmt: skip
 
-    def made_of(self, plan: Plan) -> StreamStep:
+    def made_of(self, plan: Plan, found: FoundPipeline) -> StreamStep:
         asked = self.asked
         tracing = {k: v for k, v in asked.tracing.items() if k != "unroll"}  # the plan says it
         how = dict(devices=self.devices, donate=bool(asked.donate), reduction=asked.microbatch_reduction)
-        return planned_pipeline(self.fn, *self.args, plan=plan, **how, **tracing)
+        return planned_pipeline(self.fn, *self.args, plan=plan, of_micro=found.of_micro, **how, **tracing)
 
 
 def _traced(asked: Understood, fn: Callable[..., Any], *args: Any) -> Traced:
