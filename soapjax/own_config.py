@@ -24,11 +24,11 @@ def compiled_as_planned() -> Iterator[None]:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # options are made at run time
             stack.enter_context(jax.disable_jit(False))
         if not jax.sharding.get_abstract_mesh().empty:
-            stack.enter_context(_without_mesh())
+            stack.enter_context(without_mesh())
         yield
 
 
-def _without_mesh() -> contextlib.AbstractContextManager:
+def without_mesh() -> contextlib.AbstractContextManager:
     """`jax.set_mesh` undone; inside `jax.jit`, where it cannot be, only what is traced sees no mesh."""
     try:
         return jax.set_mesh(None)
@@ -41,9 +41,9 @@ def _without_mesh() -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
-def traced_for_plan() -> contextlib.AbstractContextManager:
-    """For tracing the step: a mesh of explicit axes would put layouts of its own into the program's types."""
-    return _without_mesh() if jax.sharding.get_abstract_mesh().explicit_axes else contextlib.nullcontext()
+def has_explicit_axes() -> bool:
+    """Whether `jax.set_mesh` gave a mesh of explicit axes, which puts layouts of its own into a program's types."""
+    return bool(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
 def on_plans_mesh() -> contextlib.AbstractContextManager:

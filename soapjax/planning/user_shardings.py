@@ -160,8 +160,8 @@ def _flax_metadata(args: Sequence[Any], in_paths: Sequence[str]) -> dict[str, Sp
     """Specs of `nn.Partitioned` boxes (linen) and of `sharding` metadata (nnx); all None means not fixed."""
 
     def names_of(x: Any) -> tuple[Any, ...] | None:
-        names = getattr(x, "names", None) if hasattr(x, "unbox") else None
-        if names is None and hasattr(x, "get_metadata"):
+        names = getattr(x, "names", None) if hasattr(type(x), "unbox") else None  # of its class: some states answer any name
+        if names is None and hasattr(type(x), "get_metadata"):
             metadata = x.get_metadata()
             names = metadata.get("sharding_names") or metadata.get("sharding") or metadata.get("out_sharding")
         return tuple(names) if isinstance(names, tuple | list) else None

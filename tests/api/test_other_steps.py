@@ -1,5 +1,6 @@
 """Steps written for something else: evaluation, `jax.pmap`, a mesh of their own."""
 
+import dataclasses
 import re
 
 import jax
@@ -124,6 +125,53 @@ def test_an_axis_and_a_mesh_of_explicit_axes_go_together():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def on_explicit_axes(state, batch):
+    """Asks for layouts as one does under such a mesh: of products, gathers and values, in loops and in what is computed again."""
+
+    def layer(h, w):
+        return jnp.tanh(jnp.dot(h, w, out_sharding=P("data", "model")) @ w.T), None
+
+    def loss(params):
+        h = params["embedding"].at[batch["tokens"]].get(out_sharding=P("data"))
+        h = h + jnp.einsum("bi,io->bo", batch["x"], params["kernel"], out_sharding=P("data", None))
+        h = jax.checkpoint(lambda h: jax.lax.scan(layer, h, params["layers"])[0])(h)
+        h = jax.lax.cond(h.sum() > 0, lambda h: h * 2, lambda h: h * 3, jax.sharding.reshard(h, P("data", None)))
+        h = jax.sharding.auto_axes(lambda h: jnp.cumsum(h, 1), axes="model", out_sharding=P("data", None))(h)
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, state, grads), value
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_a_step_that_asks_for_layouts_under_a_mesh_of_explicit_axes(strip):
+    shapes = {"kernel": (8, 16), "embedding": (9, 16), "layers": (3, 16, 16)}
+    state = {k: (RNG.standard_normal(s) / 4).astype(np.float32) for k, s in shapes.items()}
+    batch = {"x": BATCH["x"], "tokens": np.arange(16) % 9}
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+        wanted = jax.jit(on_explicit_axes)(state, batch)
+        planned = soap_shard(on_explicit_axes, donate=False, strip_constraints=strip, proposals=200)
+        found = planned(state, batch)
+        traced = trace(on_explicit_axes, state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-6), found, wanted)
+    asked = [o for o in planned.plan.operators.values() if o.kind == "constraint"]
+    assert not strip or not asked
+    assert strip or {sum(v != "replicate" for v in o.axes.values()) for o in asked} == {2, 3}  # 4 x 1 and 4 x 2 of 2 x 2 x 2
+    assert all(getattr(a, "sharding", None) is None or a.sharding.mesh.empty for a in traced.program.avals.values())
+
+
+def test_what_is_wrong_under_a_mesh_of_explicit_axes_is_told_in_its_own_words():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        step = soap_shard(lambda w, x: (w, jax.sharding.reshard(x @ w, P("model")).sum()), **FSDP)
+        with pytest.raises(SoapjaxError, match=r"test_other_steps.py:\d+ in <lambda>.*model"):
+            step(jnp.ones((8, 8)), jnp.ones((16, 8)))
+
+
+def test_mutable_arrays_are_refused_by_name():
+    with pytest.raises(SoapjaxError, match=r"argument state.w: got a mutable array \(jax.Ref\).*x\[...\]"):
+        soap_shard(lambda state, x: (x @ state["w"][...]).sum(), **FSDP)({"w": jax.new_ref(jnp.ones((8, 8)))}, jnp.ones((16, 8)))
+
+
 def constrained(inner, mesh, spec):
     def step(state, batch):
         x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(mesh, spec))
@@ -179,3 +227,24 @@ def test_an_evaluation_step_takes_the_training_state_as_it_lies():
     assert float(free(state, few)) == pytest.approx(float(evaluate(jax.device_get(state), few)), rel=1e-5)
     assert free._cache_size() == 2
     train(state, BATCH)  # it has not been used up
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class AnyName:
+    """A state that has a value for every name, as those that look theirs up elsewhere."""
+
+    w: jax.Array
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def test_a_state_that_answers_any_name():
+    def step(state, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state.w)
+        return AnyName(state.w - 0.1 * grad), loss
+
+    args = AnyName(jnp.ones((8, 8))), BATCH["x"]
+    np.testing.assert_allclose(soap_shard(step, donate=False, **FSDP)(*args)[1], step(*args)[1], rtol=1e-6)

@@ -182,3 +182,16 @@ def test_check_ops_reads_every_instruction():
     more = text + text.replace("%d =", "%e =").replace("[2,32]", "[2,8]").replace("[16,32]", "[16,8]")
     (said,) = check_ops(program, more).differences
     assert "planned 2048 FLOPs per device, compiled 2560" in said  # no other planned product is so small
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3, True])
+def test_copies_of_an_unrolled_loops_body_are_found(unroll):
+    def step(ws, x):
+        def loss(ws):
+            return (jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws, unroll=unroll)[0] ** 2).mean()
+
+        return ws - 0.1 * jax.grad(loss)(ws)
+
+    found = soapjax.plan(step, jnp.ones((4, 64, 64)), jnp.ones((32, 64)), topology="cpu8", planner="data_parallel")
+    check = inspect(bind_plan(found.step, found.plan)).ops
+    assert check.ops_as_planned == check.planned_ops == 3 and not check.differences

@@ -66,6 +66,8 @@ LOSSES = {
     "distances by vmap": by_vmap,
     "distances, later": lambda w, x: jnp.tanh(jnp.exp(jnp.broadcast_to(hidden(w, x)[:, None], (len(x), len(x), WIDTH)))
                                               - hidden(w, x)[None]).mean(),
+    "fixed rows beside all": lambda w, x: (hidden(w, jnp.concatenate([2 * x[:1], x])) ** 2).mean(),
+    "fixed rows beside the last": lambda w, x: (hidden(w, jnp.concatenate([2 * x[:1], x, x[1:] ** 2])) ** 2).mean(),
     "normalised": normalised,
     "a root of a mean": lambda w, x: jnp.sqrt((hidden(w, x) ** 2).mean()),
     "a variance": attention,
@@ -97,3 +99,4 @@ def test_it_is_found_where_gradients_differ(name, num):
     mixing = micro.growth.mixing(micro.step.program.outputs)
     assert (mixing.any() is not None) == differs == (name in MIXES)
     assert (mixing.pairs() is not None) == ("pairs" in name or "distances" in name or name == "contrastive")
+    assert (mixing.fixed_rows() is not None) == ("fixed rows" in name)

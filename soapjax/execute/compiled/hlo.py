@@ -149,7 +149,7 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
         planned += 1
         wanted = planned_flops(program, k)
         twin = next((f for f in nameless[task.kind] if wanted.agrees(f)), None)
-        if k in by_task and wanted.agrees(_sum(by_task[k])):
+        if k in by_task and (wanted.agrees(_sum(by_task[k])) or _are_copies(wanted, by_task[k], task.trip_count)):
             as_planned += 1
         elif k in by_task:
             name = graph.operators[task.operator].name
@@ -182,6 +182,11 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
 
 def _sum(found: Iterable[Flops]) -> Flops:
     return sum(found, Flops(0, 0))
+
+
+def _are_copies(wanted: Flops, found: Sequence[Flops], trip_count: int) -> bool:
+    """Whether a loop's body was written down several times: `scan(..., unroll=2)`, or the compiler unrolled it."""
+    return len(found) <= trip_count and all(wanted.agrees(f) for f in found)
 
 
 def _under_its_name(wanted: Flops, found: Sequence[Flops], missing: Sequence[Flops]) -> list[Flops]:

@@ -165,6 +165,10 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
             value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
             expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
             raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
+        if (fixed := mixing.fixed_rows()) is not None:
+            value = f"the loss joins a fixed number of samples to others ({fixed.source}: {list(mixing.shape(fixed))})"
+            expected = "a share of the batch: of a micro-batch a fixed number is a larger share"
+            raise SoapjaxError(Problem(place, value, expected, "slice by the batch's own size, or use one micro-batch"))
     other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
     if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
         value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"

@@ -5,6 +5,7 @@ Gradients of micro-batches add up to the step's where the loss is a sum, or a me
 * where every sample meets every other, as in a contrastive loss: micro-batches have fewer *pairs*, n²/M of n²;
 * where a *statistic* of the batch comes back to its samples: batch norm, the root of a mean, a balance over experts. It is the
   micro-batch's then, which people accept of batch norm (GPipe does), but want to know;
+* where a *fixed number* of samples stands beside all others, treated otherwise: of a micro-batch they are a larger share;
 * where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken. Not
   seen is a gather: that of a label's logit names samples by their place, too.
 
@@ -52,6 +53,10 @@ class SampleMixing:
         """An equation that brings a statistic of the batch to its samples; None where there is none."""
         return next((e for e in self.needed if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
 
+    def fixed_rows(self) -> FlatEqn | None:
+        """An equation that puts a fixed number of the batch's rows beside as many as it has; None where there is none."""
+        return next((e for e in self.needed if self._joins_fixed_rows(e)), None)
+
     def order(self) -> FlatEqn | None:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
         return next((e for e in self.needed if self._is_along_batch(e)), None)
@@ -91,6 +96,14 @@ class SampleMixing:
         along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
         named = eqn.name in _ALONG or eqn.name == "top_k"
         return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
+
+    def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
+        if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):
+            return False
+        sliced = [e for a in eqn.inputs if (e := self.producer.get(a)) is not None and e.name == "slice"]
+        if len(sliced) == len(eqn.inputs) and len({e.inputs[0] for e in sliced}) == 1:
+            return False  # slices of one value, as of a batch that is rolled
+        return any(a in self.data and eqn.params["dimension"] not in self._dims(a) for a in eqn.inputs if isinstance(a, int))
 
     def _makes_pairs(self, eqn: FlatEqn) -> bool:
         if eqn.name == "dot_general":

@@ -18,10 +18,11 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
+from soapjax.graph.trace.explicit_axes import without_layouts
 from soapjax.graph.trace.one_program import for_one_program, noting_device_counts
 from soapjax.graph.trace.program import Program, flatten
 from soapjax.graph.trace.source_lines import line_of_error
-from soapjax.own_config import traced_for_plan
+from soapjax.own_config import has_explicit_axes, without_mesh
 
 Unroll = bool | Literal["rows"]  # loops stay, are unrolled, or are unrolled with the stacked state that they read taken apart
 
@@ -96,6 +97,10 @@ def check_leaves(args: Sequence[Any], names: Sequence[str]) -> None:
     problems = []
     for name, argument in zip(names, args, strict=False):
         for path, x in zip(leaf_paths(argument, name), jax.tree_util.tree_leaves(argument), strict=True):
+            if isinstance(x, jax.Ref):
+                value, expected = "a mutable array (jax.Ref)", "an array, whose new value the step returns"
+                problems.append(Problem(f"argument {path}", value, expected, "give it x[...], and write what comes back into x"))
+                continue
             if isinstance(x, jax.ShapeDtypeStruct | jax.Array):
                 continue
             try:
@@ -153,14 +158,8 @@ def trace(
         return fn(*(a if i in static else next(it) for i, a in enumerate(args)), **kw)
 
     try:
-        with jax.disable_jit(False), traced_for_plan():
-            if axes:
-                axis_env = [(a, 1) for a in axes]
-                with noting_device_counts(axes):
-                    closed, out_info = jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*dynamic, **kwargs)
-            else:
-                traced = jax.jit(step).trace(*dynamic, **kwargs)
-                closed, out_info = traced.jaxpr, traced.out_info
+        with jax.disable_jit(False):
+            closed, out_info = _jaxpr_of(step, dynamic, kwargs, axes)
     except SoapjaxError:
         raise
     except Exception as e:  # noqa: BLE001 - whatever the user's function raises is reported with its own words
@@ -185,6 +184,27 @@ def trace(
         out_paths=_paths_of_rows(leaf_paths(out_info, "out"), out_rows), state_pairs=_pairs_of_rows(pairs, in_rows, out_rows),
         in_names=of_arguments,
     )  # fmt: skip
+
+
+def _jaxpr_of(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
+    """The program of a function, without layouts in its types, and the types of its results."""
+
+    def traced() -> tuple[Any, Any]:
+        if axes:
+            with noting_device_counts(axes):
+                axis_env = [(a, 1) for a in axes]
+                return jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*args, **kwargs)
+        found = jax.jit(step).trace(*args, **kwargs)
+        return found.jaxpr, found.out_info
+
+    if not has_explicit_axes():
+        return traced()
+    try:
+        with without_mesh():
+            return traced()
+    except Exception:  # noqa: BLE001 - a step that asks for layouts is traced with its mesh; what else is wrong is raised again there
+        closed, out_info = traced()
+        return without_layouts(closed, jax.sharding.get_mesh()), out_info
 
 
 def _paths_of_rows(paths: Sequence[str], rows: Sequence[int]) -> tuple[str, ...]:
