@@ -254,3 +254,23 @@ def test_an_nnx_step_may_not_make_variables():
 
     with pytest.raises(SoapjaxError, match="other variables than before"):
         soap_shard(grows, **FSDP)(Net(nnx.Rngs(0)), BATCH)
+
+
+@pytest.mark.parametrize("options", [dict(planner="data_parallel"), FSDP, dict(microbatches=2, proposals=16)], ids=str)
+def test_a_state_that_holds_one_array_twice(options):
+    """As where a target network is set to the network: an array's memory cannot be given away twice."""
+
+    def learn(state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(state["net"], batch)
+        loss += ((state["target"]["w1"] - state["net"]["w1"]) ** 2).sum()
+        return {"net": jax.tree.map(lambda p, g: p - 0.1 * g, state["net"], grads), "target": state["target"]}, loss
+
+    def trained(f):
+        state, found = {"net": new_state(), "target": new_state()}, []
+        for _ in range(3):
+            state, loss = f(state, BATCH)
+            state = {"net": state["net"], "target": state["net"]}
+            found.append(float(loss))
+        return found
+
+    np.testing.assert_allclose(trained(soap_shard(learn, **options)), trained(jax.jit(learn)), rtol=1e-5)

@@ -48,13 +48,21 @@ def place(x: Any, sharding: NamedSharding | None) -> Any:
 def place_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding | None]) -> list[Any]:
     """Every leaf under its sharding: itself where it is laid out so (or where there is no sharding), else a copy.
 
+    What comes twice (an average of the parameters that begins as these) is copied once: its memory cannot be given away twice.
+
     Where a sharding is of other processes too, each gives the leaf in full, and keeps its own part; nothing is sent. What
     already is spread over processes in another way goes piece by piece.
     """
     placed = list(leaves)
     moved: list[int] = []
+    stay: set[int] = set()
     for k, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if sharding is None or _lies_so(x, sharding):
+        if sharding is None:
+            continue
+        if _lies_so(x, sharding):
+            if id(x) in stay:
+                placed[k] = x.copy()
+            stay.add(id(x))
             continue
         if isinstance(x, jax.core.Tracer):
             placed[k] = jax.device_put(x, sharding)

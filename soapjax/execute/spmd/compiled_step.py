@@ -142,7 +142,8 @@ class CompiledStep:
             require_arrays(leaves, paths)
         donated = self._donated_of(leaves)
         is_foreign = not arrays.issuperset(map(type, donated)) or not all(map(_COMMITTED, donated))
-        if is_foreign or self.spans_processes or self._compiled is None:
+        comes_twice = len(set(map(id, donated))) < len(donated)
+        if is_foreign or comes_twice or self.spans_processes or self._compiled is None:
             self._require_shapes(args)
             args = self.place(*args) if self.spans_processes else self.place_state(*args)
         if self._compiled is None:

@@ -100,10 +100,11 @@ class SampleMixing:
     def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
         if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):
             return False
-        sliced = [e for a in eqn.inputs if (e := self.producer.get(a)) is not None and e.name == "slice"]
+        operands = [a for a in eqn.inputs if isinstance(a, int)]
+        sliced = [e for a in operands if (e := self.producer.get(a)) is not None and e.name == "slice"]
         if len(sliced) == len(eqn.inputs) and len({e.inputs[0] for e in sliced}) == 1:
             return False  # slices of one value, as of a batch that is rolled
-        return any(a in self.data and eqn.params["dimension"] not in self._dims(a) for a in eqn.inputs if isinstance(a, int))
+        return any(a in self.data and eqn.params["dimension"] not in self._dims(a) for a in operands)
 
     def _makes_pairs(self, eqn: FlatEqn) -> bool:
         if eqn.name == "dot_general":
