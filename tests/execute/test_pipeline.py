@@ -380,7 +380,7 @@ def test_statistics_of_layers_beside_the_loss(wrap, caplog):
             for one in w:
                 h, n = layer(h, one)
                 counts.append(n)
-            return ((h - 1) ** 2).mean(), {"load": jnp.stack(counts), "largest": h.max()}
+            return ((h - 1) ** 2).mean(), {"load": jnp.stack(counts), "range": h.max() - h.min()}
 
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(w)
         return [a - 0.1 * g for a, g in zip(w, grads, strict=True)], {"loss": value, **metrics}
@@ -391,7 +391,7 @@ def test_statistics_of_layers_beside_the_loss(wrap, caplog):
     for a, b in zip(found[0], wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(found[1]["load"], metrics["load"])
-    assert "averaged over micro-batches" in caplog.text and caplog.text.rstrip().endswith("out.1.largest")
+    assert "averaged over micro-batches" in caplog.text and caplog.text.rstrip().endswith("out.1.range")
 
 
 def test_what_ran_when():
@@ -429,3 +429,24 @@ def test_devices_sum_gradients_once_per_step(schedule):
     # An all-reduce over four devices sends 2 * 3/4 of its operand.
     assert sent["update 0"] + sent["update 1"] == pytest.approx(1.5 * gradient_bytes)
     assert sent["backward 0"] == 0 and sent["backward 1"] + sent.get("weights 1", 0) < 0.01 * gradient_bytes
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_largest_of_all_micro_batches_is_that_of_the_batch(stages):
+    def step(w, x):
+        def loss(w):
+            h = jnp.tanh(x @ w[0]) @ w[1]
+            return (h**2).mean(), {"largest": h.max(), "least": jnp.abs(h).min().astype(jnp.bfloat16), "of all": h.sum(1).max()}
+
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return [a - 0.1 * g for a, g in zip(w, grads, strict=True)], metrics | {"loss": value}
+
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    w = [jax.random.normal(jax.random.key(k), (8, 8)) for k in (1, 2)]
+    graph = build_graph(micro_step(step, w, x, num_microbatches=4).step)[0]
+    pipeline = balanced_pipeline(graph, 2 * stages, schedule="1f1b", num_microbatches=4, num_stages=stages)
+    found = pipelined(step, w, x, pipeline=pipeline, topology="cpu8", donate=False)(w, x)[1]
+    wanted = step(w, x)[1]
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(np.float32(found[name]), np.float32(wanted[name]), rtol=1e-5)

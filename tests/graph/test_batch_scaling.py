@@ -143,10 +143,14 @@ def test_what_is_largest_adds_up_to_nothing():
         return jnp.roll(w.ravel(), 1).at[0].set(jnp.abs(x).max())
 
     program, found = case(history)
-    assert found[program.outputs[0]].is_extreme
+    assert found[program.outputs[0]].extreme == "made"
     for fn in (lambda w, x: jnp.abs(x @ w).max(1).mean(), lambda w, x: (x @ w).mean() * jnp.abs(w).max()):
         program, found = case(fn)
-        assert not found[program.outputs[0]].is_extreme
+        assert not found[program.outputs[0]].extreme
+    kinds = {"max": lambda w, x: jnp.abs(x).max(1).max(), "min": lambda w, x: (x @ w).min(), "made": lambda w, x: -x.max()}
+    for kind, fn in kinds.items():
+        program, found = case(fn)
+        assert found[program.outputs[0]].extreme == kind
 
 
 def test_what_is_stacked_grows_as_its_parts():

@@ -5,7 +5,8 @@ it is, the step itself tells (graph/trace/growth.py). Semantics, as in GPipe (Hu
 
 - batch statistics are those of each micro-batch, and moving averages move once per step: a mean, and a variance E[x²] - E[x]², by
   those of the whole batch (graph/trace/batch_means.py); a variance E[(x - E[x])²] by the mean of the micro-batches' variances;
-- metrics are averaged, counts (what grows with the batch) are summed, and what has a batch dim is joined along it;
+- metrics are averaged, counts (what grows with the batch) are summed, what has a batch dim is joined along it, and of what is the
+  largest or least of all samples the largest or least is taken;
 - every micro-batch draws random numbers of its own: its number is folded into the key where numbers are drawn, whatever the
   schedule; a key that comes with the data stays as it is (graph/trace/draws.py);
 - a mean with weights has the weights of the whole batch as its divisor (graph/trace/whole_batch.py).
@@ -19,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
@@ -50,10 +52,19 @@ class MicroStep:
 
 
 class Joining(NamedTuple):
-    """How the values of micro-batches become one: "mean", "sum" or "join" along `dim`."""
+    """How the values of micro-batches become one: "mean", "sum", "max", "min", or "join" along `dim`."""
 
     how: str
     dim: int = 0
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether a running sum is all that is kept; of the others every micro-batch's value is."""
+        return self.how in ("mean", "sum")
+
+    def of(self, values: Sequence[jax.Array]) -> jax.Array:
+        """The one of all micro-batches' values, where no running sum is kept."""
+        return jnp.concatenate(values, self.dim) if self.how == "join" else getattr(jnp, self.how)(jnp.stack(values), axis=0)
 
 
 def micro_step(
@@ -152,7 +163,7 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
         expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
         remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
         raise SoapjaxError(Problem(place, value, expected, remedy))
-    if extremes := [path for path, s in found if s.is_extreme]:
+    if extremes := [path for path, s in found if s.extreme]:
         value = f"the gradient of {extremes[0]!r} (and {len(extremes) - 1} more) is the largest or least value of a batch"
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
@@ -186,7 +197,7 @@ def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
     for path, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True):
         if isinstance(v, int) and v in averaged:
             scaling = micro.growth.of(v) or UNKNOWN
-            if not scaling.is_zero and (scaling.power != 0 or scaling.is_extreme or scaling.is_ratio):
+            if not scaling.is_zero and (scaling.power != 0 or scaling.extreme or scaling.is_ratio):
                 found.append(path)
     return found
 
@@ -202,4 +213,6 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
     scaling = micro.growth.of(value)
     if scaling is not None and scaling.power == 1.0:
         return Joining("sum")
+    if scaling is not None and scaling.extreme in ("max", "min") and value in micro.step.program.outputs:
+        return Joining(scaling.extreme)
     return Joining("mean") if jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact) else None

@@ -274,7 +274,7 @@ class PipeDreamStep(MicroBatched):
         def fn(*arguments: Any) -> tuple[Any, ...]:
             env = dict(zip(state, arguments, strict=False))
             for v, total in zip(summed, stage.summed(summed, arguments[len(state) :]), strict=True):
-                scale = 1 / stage.num if self._how[v].how == "mean" else 1.0
+                scale = 1.0 if self._how[v].how == "sum" else 1 / stage.num
                 dtype = stage.place.evaluator.lift(jnp.zeros((), avals[v].dtype)).dtype
                 env[v] = finished(total, scale, dtype) if stage.num > 1 else total
             env = evaluate_part(stage.place, part, env)

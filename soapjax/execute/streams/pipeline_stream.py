@@ -73,7 +73,7 @@ class PipelineStream:
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
-            if self.staged.joinings[crossing.value].how == "join" or crossing.value in self.batch:
+            if not self.staged.joinings[crossing.value].is_sum or crossing.value in self.batch:
                 self.joined.append(crossing)
                 continue
             for stage, v in crossing.summands:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.part_program import evaluate_part, finished, jit_part
@@ -97,11 +96,11 @@ class _Updates:
         return [self.stream.sum_name(v, s) if s == c.site else ("sent", v, s, c.site) for s, v in c.summands]
 
     def _join(self, s: int) -> None:
-        """Results that have a batch dim, joined along it."""
+        """Results of all micro-batches as one: joined along their batch dim, or the largest or least."""
         for c in self.stream.joined:
             if c.site == s and c.value not in self.stream.batch:
-                dim, place = self.staged.joinings[c.value].dim, self.places[s]
-                fn = jax.jit(lambda *xs, dim=dim: (jnp.concatenate(xs, dim),), out_shardings=(place.whole,))
+                how, place = self.staged.joinings[c.value], self.places[s]
+                fn = jax.jit(lambda *xs, how=how: (how.of(xs),), out_shardings=(place.whole,))
                 parts = [self.stream.name(c.value, s, m) for m in range(self.stream.num)]
                 self.out.call(f"join {s}", self.stream.track(s), fn, parts, [("out", s, c.value)])
 

@@ -135,7 +135,7 @@ def cut_and_joined(
         v = crossing.value
         how = joining(micro, v, reduction, is_gradient=v in values)
         place = micro.step.out_paths[outputs[v]] if v in outputs else f"a value of shape {micro.step.program.avals[v].shape}"
-        if how is None or (how.how == "join" and v not in outputs):
+        if how is None or (not how.is_sum and v not in outputs):
             value = "neither a mean over the batch nor a count nor split by it"
             remedy = "return it from the loss as a float mean, or use one micro-batch"
             problems.append(Problem(place, value, "what micro-batches' values can be put together to", remedy))

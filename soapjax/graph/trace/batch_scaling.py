@@ -23,14 +23,14 @@ class Scaling(NamedTuple):
       is_zero: as good as any power.
       is_ratio: over a sum or mean of the data (a mean with weights).
       is_sum: of unknown power, but a sum over the data with something added, or a bound: a divisor that is kept from zero.
-      is_extreme: the largest or smallest of all samples, which no sum or mean of parts gives.
+      extreme: "max" or "min", the largest or smallest of all samples, which no sum or mean of parts gives; "made" of such.
     """
 
     power: float | None = 0.0
     is_zero: bool = False
     is_ratio: bool = False
     is_sum: bool = False
-    is_extreme: bool = False
+    extreme: str = ""
 
 
 class Divisor(NamedTuple):
@@ -61,7 +61,8 @@ _ALIKE = {
     "add", "sub", "add_any", "max", "min", "concatenate", "stack", "pad", "rem", "clamp", "dynamic_update_slice", "nextafter",
 }  # fmt: skip
 _PASSED_ON = _KEEP | _FIRST | _ALIKE | {"select_n", "scatter"}
-_EXTREMES = {"reduce_max", "reduce_min"}
+_EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
+_IN_ORDER = {"convert_element_type", "reshape", "transpose", "squeeze", "copy", "name", "stop_gradient", "reduce_precision"}
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "argmax", "argmin", "sign", "is_finite"}
 _SUMS = {"reduce_sum", "reduce_window_sum", "cumsum"}
 _PRODUCTS = {"mul", "dot_general", "conv_general_dilated"}
@@ -167,13 +168,20 @@ class _Scaler:
         passes_on = eqn.name in _PASSED_ON
         scales = eqn.name in ("mul", "div") and not any(isinstance(a, int) and a in self.data for a in eqn.inputs[1:])
         sums = [self.is_data_sum(a, s) for a, s in zip(eqn.inputs, inputs, strict=True)]
-        is_all = eqn.name in _EXTREMES and self.vanished(eqn) and any(isinstance(a, int) and a in self.data for a in eqn.inputs)
         divides = eqn.key not in self.whole and self.divides_by_data(eqn, inputs)
         return found._replace(
             is_ratio=divides or any(s.is_ratio for s in inputs),
             is_sum=found.power is None and (passes_on or scales) and any(sums),
-            is_extreme=is_all or (passes_on and any(s.is_extreme for s in inputs)),
+            extreme=self.extreme(eqn, inputs),
         )
+
+    def extreme(self, eqn: FlatEqn, inputs: list[Scaling]) -> str:
+        kind = _EXTREMES.get(eqn.name, "")
+        if kind and self.vanished(eqn) and any(isinstance(a, int) and a in self.data for a in eqn.inputs):
+            return kind
+        found = [s.extreme for s in inputs if s.extreme] if eqn.name in _PASSED_ON else []
+        is_same = len(inputs) == 1 and (eqn.name in _IN_ORDER or kind in found)
+        return "" if not found else found[0] if is_same else "made"
 
     def grown(self, eqn: FlatEqn, inputs: list[Scaling]) -> Scaling:
         """The power of an equation's result."""
