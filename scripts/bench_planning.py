@@ -47,7 +47,7 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
     from soapjax.strategy.plan import ModelSource
 
     compiling, walked = [], []
-    compile_one, walk = programs._by_compiler, Engine.walk
+    compile_one, walk = programs.compiled_with, Engine.walk
 
     def counted(lowered, options):
         cpu = time.process_time()
@@ -59,7 +59,7 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
         walked.append(time.monotonic())
         return walk(*args)
 
-    programs._by_compiler, Engine.walk = counted, walking
+    programs.compiled_with, Engine.walk = counted, walking
 
     def planned(path: str, **budget: Any) -> soapjax.Planned:
         settings = {} if tiny else dict(getattr(importlib.import_module(path), "PAPER", {}))

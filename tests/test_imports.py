@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "execute": {"graph", "topology", "strategy"},
     "report": {"strategy", "simulate"},
 }
-HELPERS = {"csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config", "sizes"}
+HELPERS = {"compiler_options", "csv_files", "errors", "file_numbers", "files", "garbage", "interrupts", "own_config", "sizes"}
 # Where the halves meet: may import all.
 AT_THE_TOP = {
     "__init__", "__main__", "api", "call_checks", "calling", "cli", "devices", "distributed", "factories", "making", "nnx_steps",

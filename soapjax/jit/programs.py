@@ -30,14 +30,13 @@ import jax.numpy as jnp
 import jaxlib
 from jax.experimental import serialize_executable
 
+from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.files import cached
 from soapjax.garbage import fewer_collections
 from soapjax.jit.kept_programs import drop_program, read_program, write_program
 
-# XLA's older emitters of fused loops: a third less to compile, and up to a fifth slower; LLVM's first level of optimisation: a
-# tenth less, and no slower. Asked for, not needed.
-LEVEL = "xla_backend_optimization_level"
-QUICKLY = {"xla_cpu_use_fusion_emitters": False, LEVEL: 1}
+# LLVM's first level of optimisation: a tenth less to compile, and no slower.
+QUICKLY = {**OLDER_EMITTERS, LEVEL: 1}
 _NARROW = {f"{kind}64": f"{kind}32" for kind in ("float", "int", "uint")}
 
 
@@ -202,7 +201,7 @@ def _compiled(
     """An executable, and whether it was compiled here; else it was read. `anew` where what is kept does not run."""
     folder, device = program_folder(), _own_device()
     if folder is None or device is None:
-        return _by_compiler(lowered, options), True
+        return compiled_with(lowered, options), True
     if key is None:
         # The text leaves out arguments that nothing reads; the executable wants them all the same.
         asked = f"{_surroundings()}\n{options}\n{lowered.in_tree}\n{lowered.in_avals}\n{lowered.as_text()}"
@@ -212,7 +211,7 @@ def _compiled(
     elif (loaded := _loaded(folder, key, lowered.in_tree, lowered.out_tree, device)) is not None:
         return loaded, False
     _from_jax.is_hit = False
-    compiled = _by_compiler(lowered, options)
+    compiled = compiled_with(lowered, options)
     if not _from_jax.is_hit:
         with contextlib.suppress(Exception):  # an executable that cannot be written down
             write_program(folder, key, serialize_executable.serialize(compiled)[0])
@@ -239,17 +238,6 @@ def _note_hit(event: str, **_: Any) -> None:
 
 
 jax.monitoring.register_event_listener(_note_hit)
-
-
-def _by_compiler(lowered: jax.stages.Lowered, options: dict[str, bool | int]) -> jax.stages.Compiled:
-    try:
-        return lowered.compile(compiler_options=options)  # type: ignore[arg-type]  # numbers are taken too
-    except jax.errors.JaxRuntimeError as error:
-        if not options or "option" not in str(error):
-            raise
-        # A version of XLA that does not know one of them (0.11 has no older emitters), or another backend.
-        known = {name: value for name, value in options.items() if name not in str(error)}
-        return _by_compiler(lowered, known if known != options else {})
 
 
 @functools.cache

@@ -347,7 +347,7 @@ def test_fixed_layouts_are_kept_and_costed():
 def test_one_program_for_many_problems(monkeypatch):
     """The next problem of a bucket, of any model and topology, is judged by what was compiled for another."""
     case("mlp", "a100x8").simulator.prepare()
-    monkeypatch.setattr(programs, "_by_compiler", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(programs, "compiled_with", lambda *_: pytest.fail("compiled again"))
     for model, topology in (("lm", "a100x8"), ("mlp_of_sixes", "2x6"), ("casts", "a100x8")):
         c = case(model, topology)
         c.figures(c.strategies(0, 3))

@@ -89,13 +89,13 @@ def test_a_folder_that_cannot_be_made_is_no_harm(folder):
 
 def compiled(monkeypatch) -> list[str]:
     """Names of the programs that were handed to the compiler, as they are."""
-    names, compile_one = [], programs._by_compiler
+    names, compile_one = [], programs.compiled_with
 
     def counted(lowered, options):
         names.append(lowered.as_text().split("@", 1)[1].split()[0])
         return compile_one(lowered, options)
 
-    monkeypatch.setattr(programs, "_by_compiler", counted)
+    monkeypatch.setattr(programs, "compiled_with", counted)
     return names
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_compiled_side_by_side_is_told(folder, monkeypatch):
     def refused(lowered, options):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(programs, "_by_compiler", refused)
+    monkeypatch.setattr(programs, "compiled_with", refused)
     with pytest.raises(RuntimeError, match="out of registers"), side_by_side() as prepare:
         prepare(PlannerProgram(double_of_sines), X)
 
@@ -239,14 +239,14 @@ def test_a_full_disk_leaves_nothing(folder, monkeypatch):
 
 def test_what_jax_read_from_a_cache_of_its_own_is_not_kept(folder, monkeypatch):
     """XLA writes it down without its functions: the next process could not run it."""
-    compile_one = programs._by_compiler
+    compile_one = programs.compiled_with
 
     def from_cache(lowered, options):
         jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
         return compile_one(lowered, options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(programs, "_by_compiler", from_cache)
+        patched.setattr(programs, "compiled_with", from_cache)
         assert right(PlannerProgram(double_of_sines))
     assert not folder.exists()
     assert right(PlannerProgram(double_of_sines)) and len(list(folder.iterdir())) == 1

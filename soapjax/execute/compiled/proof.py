@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
@@ -35,8 +36,8 @@ NUM_MOVED = 8  # runs on moved arguments
 NO_DIGIT = 0.1  # of an output in float64 that arguments moved by rounding change by so much
 MOVED_BY = 4  # units of the precision, at most: sums in another order lose as much
 
-# Machine code that is run twice needs no polishing; the HLO, which is what is read, is the same.
-_COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+# Machine code that is run twice needs no polishing: the dots, convolutions and collectives that are read are the same.
+_QUICKLY = {**OLDER_EMITTERS, LEVEL: 0}
 
 
 class Verification(NamedTuple):
@@ -226,7 +227,7 @@ def _run_plan(evaluator: ProgramEvaluator, program: BoundStep, arguments: list[A
 
 
 def _compiled(jitted: Any, arguments: list[Any]) -> Any:
-    return jitted.lower(*arguments).compile(_COMPILER_OPTIONS if jax.default_backend() == "cpu" else None)
+    return compiled_with(jitted.lower(*arguments), _QUICKLY if jax.default_backend() == "cpu" else {})
 
 
 def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
