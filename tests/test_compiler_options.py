@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
-from soapjax.execute.compiled import proof
+from soapjax.compiler_options import LEVEL, compiled_with
 
 
 class Asking:
@@ -32,11 +31,3 @@ def test_errors_of_the_program_are_not_hidden():
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
         compiled_with(Failing(), {LEVEL: 0})
-
-
-def test_the_proof_asks_for_quick_programs(monkeypatch):
-    """Its programs run once or twice: what is compiled longer than for a training run is time lost."""
-    asked = []
-    monkeypatch.setattr(proof, "compiled_with", lambda lowered, options: asked.append(options) or compiled_with(lowered, options))
-    compiled = proof._compiled(jax.jit(jnp.sin), [1.0])
-    assert compiled(1.0) == jnp.sin(1.0) and asked == [{**OLDER_EMITTERS, LEVEL: 0}]

@@ -16,8 +16,6 @@ import numpy as np
 
 from soapjax.execute.compiled.hlo import OpsCheck
 from soapjax.execute.compiled.proof import (
-    Numbers,
-    OneDevice,
     Reference,
     Verification,
     compared,
@@ -26,6 +24,7 @@ from soapjax.execute.compiled.proof import (
     reference_of,
     run_stream,
 )
+from soapjax.execute.compiled.proof_programs import Numbers, OneDevice
 from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.execute.streams.whole_divisors import WholeDivisors

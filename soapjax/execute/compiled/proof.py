@@ -13,19 +13,17 @@ A metric may be nothing but rounding (the mean of what a layer norm has centred)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
+from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedRun, as_numpy, side_by_side
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.spmd.promotion import promote
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.tracing import TracedStep
@@ -35,9 +33,6 @@ OWN_BOUND, OWN_FACTOR = 1e-5, 3
 NUM_MOVED = 8  # runs on moved arguments
 NO_DIGIT = 0.1  # of an output in float64 that arguments moved by rounding change by so much
 MOVED_BY = 4  # units of the precision, at most: sums in another order lose as much
-
-# Machine code that is run twice needs no polishing: the dots, convolutions and collectives that are read are the same.
-_QUICKLY = {**OLDER_EMITTERS, LEVEL: 0}
 
 
 class Verification(NamedTuple):
@@ -71,9 +66,6 @@ class Verification(NamedTuple):
         return self.gradient_rel_error_float64 <= FLOAT64_BOUND and self.loss_rel_error_float64 <= FLOAT64_BOUND
 
 
-Numbers = tuple[list, list]  # outputs and gradients, as NumPy arrays
-
-
 class Reference(NamedTuple):
     """What the step gives on one device, in its own precision and in float64; `run` gives either for other arguments."""
 
@@ -92,16 +84,22 @@ def verify(program: BoundStep, arguments: list[Any], single: Reference | None = 
     """Runs the step under the plan, in its own precision and in float64, on flat `arguments`, and compares."""
     step = program.step
     gradients = gradient_ids(program.step, program.binding)
-    single = reference(program, arguments) if single is None else single
     if program.plan.pinned:
+        single = reference(program, arguments) if single is None else single
         placed = PlacedStep(program, donate=False)
         planned = run_stream(placed, arguments, is_float64=False)
         planned64 = run_stream(PlacedStep(program, donate=False, is_float64=True), arguments, is_float64=True)
         check = inspect_stream(placed.dispatches(), placed.argument_structs()).ops
     else:
-        planned, text = _run_plan(program.evaluator(), program, arguments, gradients)
-        planned64, _ = _run_plan(program.evaluator(is_float64=True), program, arguments, gradients)
-        check = check_ops(program, text)
+        with side_by_side() as compiling:
+            one = OneDevice(step, gradients)
+            if single is None:
+                one.prepare(arguments, compiling)
+            own = PlannedRun(program.evaluator(), program, arguments, gradients, compiling)
+            wide = PlannedRun(program.evaluator(is_float64=True), program, arguments, gradients, compiling)
+            single = single_device(one, arguments) if single is None else single
+            planned, planned64 = own(arguments), wide(arguments)
+        check = check_ops(program, own.text())
     names = [p.path for p in program.graph.parameters] or list(step.out_paths)
     losses = outputs_compared(step)
     return compared(planned, planned64, single, names, losses, check)
@@ -178,75 +176,29 @@ def gradient_ids(step: TracedStep, binding: Binding) -> tuple[int, ...]:
     return tuple(at.get(p.gradient, updated[p.leaf]) for p in binding.phases.parameters)
 
 
-class OneDevice:
-    """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`.
-
-    Args:
-      draws: equations that draw for the micro-batch whose number the call is given.
-    """
-
-    def __init__(self, step: TracedStep, gradients: tuple[int, ...], draws: frozenset[str] = frozenset()):
-        self._step, self._gradients, self._draws = step, gradients, draws
-        self._compiled: dict[bool, Any] = {}
-
-    def __call__(
-        self, arguments: list[Any], *, is_float64: bool = False, number: int = 0, whole: Mapping[str, Any] | None = None
-    ) -> Numbers:
-        """`number`, `whole`: of a micro-batch, as in `OfMicroBatch`."""
-        with jax.enable_x64(is_float64):
-            if is_float64:
-                arguments = [promote(x) for x in arguments]
-            own = np.uint32(number), dict(whole or {})
-            if is_float64 not in self._compiled:
-                evaluator = ProgramEvaluator(self._step.traced_program or self._step.program, is_float64=is_float64)
-
-                def run(own: tuple[Any, Mapping[str, Any]], *leaves: Any) -> tuple[list[Any], list[Any]]:
-                    with evaluator.of_micro_batch(OfMicroBatch(self._draws, *own)):
-                        return evaluator.run(list(leaves), self._gradients)
-
-                self._compiled[is_float64] = _compiled(jax.jit(run), [own, *arguments])
-            outputs, extra = self._compiled[is_float64](own, *arguments)
-            return list(map(_numpy, outputs)), list(map(_numpy, extra))
-
-
 def reference_of(step: TracedStep, arguments: list[Any], gradients: tuple[int, ...]) -> Reference:
     """Outputs and values `gradients` of a step on one device."""
-    run = OneDevice(step, gradients)
-    return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
+    one = OneDevice(step, gradients)
+    with side_by_side() as compiling:
+        one.prepare(arguments, compiling)
+        return single_device(one, arguments)
 
 
-def _run_plan(evaluator: ProgramEvaluator, program: BoundStep, arguments: list[Any], also: tuple[int, ...]) -> tuple[Numbers, str]:
-    """Outputs and the values `also` under a plan, and the compiled text."""
-    with jax.enable_x64(evaluator.is_float64):
-        shardings = tuple(program.in_shardings())
-        arguments = [jax.device_put(a, s) for a, s in zip(arguments, shardings, strict=True)]
-        jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), also), in_shardings=shardings)
-        compiled = _compiled(jitted, arguments)
-        outputs, extra = compiled(*arguments)
-        return (list(map(_numpy, outputs)), list(map(_numpy, extra))), compiled.as_text()
-
-
-def _compiled(jitted: Any, arguments: list[Any]) -> Any:
-    return compiled_with(jitted.lower(*arguments), _QUICKLY if jax.default_backend() == "cpu" else {})
+def single_device(one: OneDevice, arguments: list[Any]) -> Reference:
+    return Reference(one(arguments), one(arguments, is_float64=True), one, arguments)
 
 
 def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
     """Outputs and gradients of a `PlacedStep` or `PipelineStep`."""
     with jax.enable_x64(is_float64):
         outputs, gradients = step.run(arguments, with_gradients=True)
-        return list(map(_numpy, outputs)), list(map(_numpy, gradients))
+        return list(map(as_numpy, outputs)), list(map(as_numpy, gradients))
 
 
 def outputs_compared(step: TracedStep) -> list[int]:
     """The outputs that are no state: loss and metrics."""
     state = set(step.state_pairs.values())
     return [i for i in range(len(step.out_paths)) if i not in state] or list(range(len(step.out_paths)))
-
-
-def _numpy(x: Any) -> np.ndarray | None:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return None
-    return np.asarray(x.astype("float32") if str(x.dtype) == "bfloat16" else x)
 
 
 def _gradient_error(found: list, wanted: list, names: list[str]) -> tuple[float, str]:
