@@ -47,7 +47,8 @@ def measured(case: Case, planner: str, *, proposals: int, seed: int = 0) -> dict
     row: dict[str, Any] = {"status": "adapter fails"}
     try:
         made = case.build()
-        plain = run(jax.jit(made.step), made)
+        jitted = jax.jit(made.step)
+        plain = run(jitted, made)
         row |= {"jit_compilations": spaced(plain.compilations), "jit_first_s": plain.call_s[0], "jit_second_s": plain.call_s[1]}
         with heard() as said:
             row["status"] = "not planned"
@@ -60,7 +61,7 @@ def measured(case: Case, planner: str, *, proposals: int, seed: int = 0) -> dict
             # Prepared before: what compiles is the step alone, not the planner that prices the plan again.
             planned = run(soapjax.soap_shard(made.step, plan=found.plan).prepare(*made.args), made)
             row |= {"compilations": spaced(planned.compilations), "first_s": planned.call_s[0], "second_s": planned.call_s[1]}
-            difference, bound = compared(planned, plain, made)
+            difference, bound = compared(planned, plain, made, jitted)
             row |= {"difference": difference, "difference_bound": bound, "status": "wrong results"}
             if not difference <= bound:
                 row["error"] = f"results of {NUM_STEPS} steps differ by {difference:.1e}; one device from itself by {bound:.1e}"
@@ -140,13 +141,12 @@ def as_numpy(x: Any) -> np.ndarray | None:
     return np.array(x).astype(wide)
 
 
-def compared(planned: Run, plain: Run, made: Made) -> tuple[float, float]:
-    """The largest difference of any result of the last step, and what rounding alone makes of it on one device."""
+def compared(planned: Run, plain: Run, made: Made, jitted: Callable[..., Any]) -> tuple[float, float]:
+    """The largest difference of any result of the last step, and what rounding alone makes of it on one device: of `jitted`."""
     difference = distance(planned.results[-1], plain.results[-1])
     bound = OWN_BOUND
     if not difference <= bound:
-        jitted, rng = jax.jit(made.step), np.random.default_rng(0)
-        eps = coarsest(made)
+        rng, eps = np.random.default_rng(0), coarsest(made)
         for _ in range(NUM_MOVED):
             moved = run(jitted, made, jax.tree.map(lambda x: moved_by_rounding(x, rng, eps), made.args))
             bound = max(bound, OWN_FACTOR * distance(moved.results[-1], plain.results[-1]))
