@@ -19,7 +19,7 @@ import numpy as np
 from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.spmd.promotion import promote
+from soapjax.execute.spmd.promotion import high, is_low
 from soapjax.graph.trace.tracing import TracedStep
 
 # Machine code that is run once or twice needs no polishing: the dots, convolutions and collectives that are read are the same.
@@ -94,8 +94,13 @@ class OneDevice:
 
 def _own(arguments: list[Any], is_float64: bool, number: int, whole: Mapping[str, Any]) -> list[Any]:
     """What a program on one device is called with: what a micro-batch has of its own, and the arguments in the precision."""
-    leaves = [promote(x) for x in arguments] if is_float64 else arguments
+    leaves = [_on_host(x) for x in arguments] if is_float64 else arguments
     return [(np.uint32(number), dict(whole)), *leaves]
+
+
+def _on_host(x: Any) -> Any:
+    """In float64; JAX would compile a program for every shape."""
+    return np.asarray(x).astype(high(x.dtype)) if hasattr(x, "dtype") and is_low(x.dtype) else x
 
 
 class PlannedRun:
