@@ -379,6 +379,12 @@ def in_own_rows(eqn, operands, dim, full_rows, part, parts):
     return [operands[0], operands[1].at[..., column].add(-start), operands[2]]
 
 
+def own_groups(sizes, part, parts):
+    """How many rows of a block of all rows are of each group."""
+    group = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=8)
+    return jnp.bincount(jnp.split(group, parts)[part], length=len(sizes)).astype(sizes.dtype)
+
+
 def run_on_blocks(eqn, label, labels, operands, outs, parts):
     results = []
     for part in range(parts):
@@ -392,6 +398,8 @@ def run_on_blocks(eqn, label, labels, operands, outs, parts):
             continue
         if eqn.name in ("scatter-add", "scatter-sub") and is_reduced and part > 0:
             mine[0] = jnp.zeros_like(mine[0])  # the operand counts once
+        if eqn.name == "ragged_dot_general" and label == labels.inputs[0][0]:
+            mine[2] = own_groups(operands[2], part, parts)
         params = local_params(eqn, label, labels, parts, [x.shape for x in mine], shapes)
         if eqn.name in ("scatter-add", "scatter-sub") and label in eqn.params["dimension_numbers"].inserted_window_dims:
             mine = in_own_rows(eqn, mine, label, operands[0].shape[label], part, parts)

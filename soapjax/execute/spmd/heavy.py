@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -33,6 +34,8 @@ def run_product(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     ordered = tuple(blocks.home_spec[d] for d in order)
 
     def body(image: Any, *others: Any) -> Any:
+        if eqn.name == "ragged_dot_general":
+            others = (others[0], _own_groups(eqn, image, others[1], blocks.in_specs))
         block = jnp.transpose(blocks.bind([with_halos(image, found), *others], params)[0], order)
         return combined(block, blocks.contracted, ordered, blocks.mesh)
 
@@ -52,6 +55,16 @@ def run_pool_gradient(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
 def as_it_comes(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     """The user's constraint is the plan's: the result is laid out by it."""
     return inputs[0]
+
+
+def _own_groups(eqn: FlatEqn, rows: Any, sizes: Any, in_specs: list[Spec]) -> Any:
+    """How many of a device's `rows` are of each group, of groups of such sizes side by side."""
+    (ragged,) = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    names, count = in_specs[0][ragged], rows.shape[ragged]
+    if not names:
+        return sizes
+    begin, ends = jax.lax.axis_index(names).astype(sizes.dtype) * count, jnp.cumsum(sizes, dtype=sizes.dtype)
+    return jnp.maximum(jnp.minimum(ends, begin + count) - jnp.maximum(ends - sizes, begin), 0)
 
 
 def _local_params(eqn: FlatEqn, in_specs: list[Spec], mesh: Mesh) -> dict[str, Any]:

@@ -234,7 +234,7 @@ class DimClasses:
                     self.labelled.add(node)
                     if lab in found.spatial:
                         self.spatial_nodes[node] = min(found.spatial[lab], self.spatial_nodes.get(node, found.spatial[lab]))
-                elif shape[d] > 1 and (not is_heavy or eqn.name == "ragged_dot_general"):  # whose rows no other equation may split
+                elif shape[d] > 1 and not is_heavy:
                     self.poisoned.add(node)
         self.poisoned.update(first[lab] for lab in whole if lab in first)
         self.labels_of[eqn.key] = first
@@ -291,8 +291,9 @@ class DimClasses:
 
         A parameter is tied to its gradient already; here a square one may not be transposed yet. Nor may another square
         value, which for a product needs no tie: its operands' labels and the result's cotangent have all of its dims.
+        What reads the indices of a scatter makes the cotangent of its updates, which may be as many as the rows that they go to.
         """
-        a, b = first.heavy.inputs[:2]
+        a, b = first.heavy.inputs[1:3] if first.heavy.name.startswith("scatter") else first.heavy.inputs[:2]
         original = self.values.original
         read = {original[x].root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
         result = unit.eqns[-1].outputs[0]

@@ -209,7 +209,7 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
         is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read)
         host = next(iter(hosts.values())) if is_one else None
-        kinds = ("dot", "conv", "gather", "scatter")  # rows of a ragged_dot are split by what follows it, not by itself
+        kinds = ("dot", "ragged_dot", "conv", "gather", "scatter")
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
             finishes = all(e.name in LAYOUT_ONLY for e in eqns)

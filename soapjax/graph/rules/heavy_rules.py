@@ -31,32 +31,26 @@ def _dot_general(eqn: FlatEqn, ins, outs) -> Labels:
 def _ragged_dot(eqn: FlatEqn, ins, outs) -> Labels:
     """A product whose rows meet the matrix of their group (experts side by side), and both of its gradients.
 
-    Its columns are split, and what it sums over. Rows and groups are not: where a group begins is data, so that a block of rows
-    would need group sizes of its own. Rows of a batch stay a batch. Of several such products in one (a `vmap`) none is split.
+    All but the groups is split. Where a group begins is data: a block of rows meets what of each group lies in it, as it is told
+    when the product runs. Of several such products in one (a `vmap`) none is split.
     """
     dn = eqn.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, rb) = dn.dot_dimension_numbers
-    ragged, groups = dn.lhs_ragged_dimensions, dn.rhs_group_dimensions
     if lb or rb:
         return replicated(ins, outs)
     lhs, rhs = [BLOCKED] * len(ins[0]), [BLOCKED] * len(ins[1])
-    free = [d for d in range(len(lhs)) if d not in lc]
-    columns = [d for d in range(len(rhs)) if d not in rc and d not in groups]
+    rows = [d for d in range(len(lhs)) if d not in lc]
+    columns = [d for d in range(len(rhs)) if d not in (*rc, *dn.rhs_group_dimensions)]
     out = [BLOCKED] * len(outs[0])
-    begin = len(out) - len(free) - len(columns)  # behind the groups, where rows are summed up per group
-    made_of = []
-    for o, d in enumerate(free, begin):
-        if d in ragged:
-            made_of.append(MadeOf(0, d, 0, o))
-        else:
-            lhs[d] = out[o] = o
-    for o, d in enumerate(columns, begin + len(free)):
+    begin = len(out) - len(rows) - len(columns)  # behind the groups, where rows are summed up per group
+    for o, d in enumerate(rows, begin):
+        lhs[d] = out[o] = o
+    for o, d in enumerate(columns, begin + len(rows)):
         rhs[d] = out[o] = o
     for k, (i, j) in enumerate(zip(lc, rc, strict=True)):
-        if i not in ragged:
-            lhs[i] = rhs[j] = len(out) + k
+        lhs[i] = rhs[j] = len(out) + k
     others = tuple((BLOCKED,) * len(s) for s in ins[2:])
-    return Labels((tuple(lhs), tuple(rhs), *others), (tuple(out),), made_of=tuple(made_of))
+    return Labels((tuple(lhs), tuple(rhs), *others), (tuple(out),))
 
 
 def conv_results(eqn: FlatEqn, image: tuple[int, ...], kernel: tuple[int, ...]) -> list[int]:
