@@ -19,6 +19,7 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams import pipelined_step
 from soapjax.execute.streams.microbatches import micro_step
+from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
@@ -248,6 +249,58 @@ def test_a_loss_that_is_a_sum_is_summed():
     step, w, batch = losses("a ratio")
     with pytest.raises(SoapjaxError, match="divided by a sum over the batch's results.*fixed count"):
         soap_shard(step, **options)(w, batch)
+
+
+def lora(state, frozen, x, y):
+    def loss(state):
+        h = x
+        for w, own in zip(frozen, state, strict=True):
+            h = h + jnp.tanh(h @ w + (h @ own["a"]) @ own["b"])
+        return ((h.sum(1) - y) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def codebooks(state, books, x, y):
+    def loss(state):
+        z = jnp.tanh(x @ state[0]["a"]) @ state[0]["b"] + jnp.tanh(x @ state[1]["a"]) @ state[1]["b"]
+        return sum(((z[:, None] - book[None]) ** 2).sum(-1).min(1) * y for book in books).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def normalised(state, constants, x, y):
+    """By the mean of the data set, with frozen layers in a loop; the batch is put into another order."""
+    mean, scale, stacked = constants
+
+    def loss(state):
+        h = ((x - mean) * jnp.exp(scale))[jnp.argsort(y)]
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) @ state[0]["a"] @ state[0]["b"], None), h, stacked)[0]
+        return (h.sum(1) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+@pytest.mark.parametrize("width", [12, 8, 16])
+@pytest.mark.parametrize("step", [lora, codebooks, normalised], ids=lambda f: f.__name__)
+def test_weights_that_are_given_are_no_batch(step, width):
+    """Frozen ones, codebooks and constants, also as long as the batch, or as many as its parts."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 3, jnp.float32)  # noqa: E731
+    state = [{"a": draw(width, 4), "b": draw(4, width)} for _ in range(2)]
+    given = [draw(width), draw(width), draw(3, width, width)] if step is normalised else [draw(width, width), draw(width, width)]
+    x, y = draw(16, width), draw(16)
+    micro = micro_step(step, state, given, x, y, num_microbatches=2)
+    assert [micro.full.in_paths[k] for k in micro.batch_leaves] == ["x", "y"]
+    if step is not normalised:
+        assert sample_divisor(build_graph(micro.full)[0]) == 16
+        parts = [jax.grad(lambda s, m=m: step(s, given, x[m::2], y[m::2])[1])(state) for m in (0, 1)]
+        whole = jax.grad(lambda s: step(s, given, x, y)[1])(state)
+        for a, b, c in zip(*map(jax.tree.leaves, (whole, *parts)), strict=True):
+            np.testing.assert_allclose(a, (b + c) / 2, atol=1e-5)
 
 
 def test_the_batch_is_what_all_leaves_of_an_argument_share():

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
@@ -120,20 +121,23 @@ def micro_step(
 
 
 def batch_leaves(step: TracedStep) -> tuple[int, ...]:
-    """The input leaves, beside the training state, whose leading dim is the batch: the size that most of them share.
+    """The input leaves, beside the training state, whose leading dim is the batch: the size that most of those share that are read.
 
-    Arguments, or parts of them, whose leaves all have one come before those that hold others too, as a teacher's parameters do; one
-    sample is no batch where there are others.
+    Not weights that are given beside the state (graph/passes/samples.py). Arguments, or parts of them, whose leaves all have one
+    come before those that hold others too; one sample is no batch where there are others.
 
     Raises: SoapjaxError where no argument has a leading dim.
     """
-    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in step.state_pairs if getattr(a, "shape", ())}
+    given = build_graph(step)[1].given
+    others = {i for i, v in enumerate(step.program.inputs) if v in given or i in step.state_pairs}
+    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in others and a.shape}
     if not shapes:
         expected = "an argument beside the training state with a leading batch dim"
         remedy = "pass the batch as an argument of the step; the state is what the step returns anew"
         raise SoapjaxError(Problem("train step", "no batch among its arguments", expected, remedy))
-    sizes = collections.Counter(s[0] for s in shapes.values())
-    of_arguments, of_parts = (_shared({step.in_paths[i]: s[0] for i, s in shapes.items()}, depth) for depth in (1, 2))
+    read = {i: s[0] for i, s in shapes.items() if step.is_read[i]} or {i: s[0] for i, s in shapes.items()}
+    sizes = collections.Counter(read.values())
+    of_arguments, of_parts = (_shared({step.in_paths[i]: n for i, n in read.items()}, depth) for depth in (1, 2))
     size = max(sizes, key=lambda n: (n > 1, n in of_arguments, n in of_parts, sizes[n], n))
     return tuple(i for i, s in shapes.items() if s[0] == size)
 

@@ -32,10 +32,11 @@ from soapjax.graph.operators import (
 from soapjax.graph.passes import accumulation as traced
 from soapjax.graph.passes import joint_sums as joint
 from soapjax.graph.passes.checks import check_graph, check_operators, check_phases, check_program, check_units
-from soapjax.graph.passes.dims import DimClasses, LabelCache, sample_nodes
+from soapjax.graph.passes.dims import DimClasses, LabelCache
 from soapjax.graph.passes.naming import grouped, operator_names
 from soapjax.graph.passes.pairing import Pairing
 from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
+from soapjax.graph.passes.samples import given_weights, sample_nodes, tied_nodes
 from soapjax.graph.passes.tasks import EqnDims, TaskBuilder, readers_of
 from soapjax.graph.passes.units import Unit, find_units, generated_values
 from soapjax.graph.passes.updates import update_work
@@ -60,6 +61,7 @@ class Binding:
     dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
     partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
     local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
+    given: frozenset[int]  # inputs that are neither state nor data (samples.py)
 
 
 _BUILT: weakref.WeakKeyDictionary[TracedStep, tuple[OperatorGraph, Binding]] = weakref.WeakKeyDictionary()
@@ -86,7 +88,7 @@ def _built(step: TracedStep) -> tuple[OperatorGraph, Binding]:
     b, made = builder, builder.tasks
     return graph, Binding(
         values=b.values, task_of=task_of, tensor_of=b.tensors.of_root, phases=b.phases, sums=b.sums, joint_sums=b.joint_sums,
-        dims_of=made.dims_of, partial_of=made.partial_of, local_dims=made.local_dims,
+        dims_of=made.dims_of, partial_of=made.partial_of, local_dims=made.local_dims, given=frozenset(b.given),
     )  # fmt: skip
 
 
@@ -106,7 +108,9 @@ class _Builder:
         self.labels = LabelCache(self.program)
         trained = {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
         data, walkers = self._data(trained)
-        self.samples = sample_nodes(self.program, self.values, self.labels, data=data, walkers=walkers, trained=trained)
+        of = self.program, self.values, self.labels, tied_nodes(self.program, self.values, self.labels)
+        self.given = given_weights(*of, candidates=data, gradients=self.phases.by_gradient.keys())
+        self.samples = sample_nodes(*of, data=data - self.given, walkers=walkers, trained=trained)
         self.parameter_values = {p.value for p in self.phases.parameters}
         readers = readers_of(self.units, self.updates, self.program, self.values)
         self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 
 from soapjax.graph.passes.phases import FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
 from soapjax.graph.rules import control_rules
-from soapjax.graph.rules.light_rules import BLOCKED, Labels, MadeOf, labels_of
+from soapjax.graph.rules.light_rules import BLOCKED, Labels, labels_of
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
@@ -46,123 +46,6 @@ class LabelCache:
         outputs = [list(labs) for labs in found.outputs]
         outputs[result][dim] = label
         self._found[eqn.key] = found._replace(outputs=tuple(map(tuple, outputs)))
-
-
-def sample_nodes(
-    program: Program, values: Values, labels: LabelCache, *, data: set[int], walkers: set[int], trained: set[int]
-) -> set[tuple[int, int]]:
-    """All (root, dim) nodes that descend from the leading dim of the step's data, or the second of what a loop runs over.
-
-    What is made anew of a whole batch (two batches joined, one shuffled, cut or regrouped) is a batch too: `labels` then lets
-    it be split, every device takes its block of what the equation makes of whole operands. So is what the step draws as many
-    times as the data have examples (a generator's noise), or at all where it has no data (rows to pick, a population).
-
-    Args:
-      data: inputs that hold data. `walkers`: state that is handled as data. `trained`: parameters and their optimizer's state.
-    """
-    leaves = program.leaves
-    uf, nodes = _tied_nodes(leaves, program, values, labels)
-    over = _dims_of_loops(program, values, uf)
-    seeds = {(v, _batch_dim(v, program, uf, over)) for v in data if program.avals[v].shape}
-    seeds |= _drawn(leaves, program, values, uf, {program.avals[v].shape[d] for v, d in seeds}, trained, over)
-    seeds |= {(v, 0) for v in walkers}
-    sizes = {program.avals[v].shape[d] for v, d in seeds}
-    making = [eqn for eqn in leaves if labels[eqn].made_of]
-    for _ in range(8):  # a batch is cut and joined a few times at most
-        samples = {uf.find(n) for n in seeds}
-        found: set[tuple[int, int]] = set()
-        for eqn in making:
-            for made in labels[eqn].made_of:
-                target = _new_sample(eqn, made, program, values, uf, samples, sizes)
-                if target is not None and target not in seeds | found:
-                    found.add(target)
-                    if labels[eqn].outputs[made.result][made.result_dim] == BLOCKED or eqn.name == "reshape":
-                        labels.free(eqn, made.result, made.result_dim)
-        seeds |= found
-        nodes |= found
-        if not found:
-            break
-    samples = {uf.find(n) for n in seeds}
-    return {n for n in nodes if uf.find(n) in samples}
-
-
-def _drawn(
-    leaves: Sequence[FlatEqn], program: Program, values: Values, uf: UnionFind, sizes: set[int], trained: set[int],
-    over: set[tuple[Hashable, int]],
-) -> set[tuple[int, int]]:  # fmt: skip
-    """The leading dim of what is drawn with one key: as long as the data's batches, of any length where `sizes` is empty.
-
-    Not what is drawn for a parameter, nor what a loop runs `over` (a key for every move of a game); nor, where neither data nor
-    parameters are given, what loops carry on: a whole training begins with the weights.
-    """
-    kept = {(v, d) for v in trained for d in range(len(program.avals[v].shape))}
-    if not sizes and not trained:
-        kept |= {(c.argument, d) for c in values.carries.values() for d in range(len(program.avals[c.argument].shape))}
-    tied = {uf.find(values.node(v, d)) for v, d in kept if values.node(v, d) is not None}
-    found = set()
-    for eqn in leaves:
-        if eqn.name in ("random_bits", "random_split"):
-            shape, first = program.avals[eqn.outputs[0]].shape, len(program.aval(eqn.inputs[0]).shape)
-            node = values.node(eqn.outputs[0], first) if len(shape) > first else None
-            if node is None or shape[first] == 1 or (sizes and shape[first] not in sizes):
-                continue
-            if uf.find(node) not in tied and (uf.find(node), shape[first]) not in over:
-                found.add(node)
-    return found
-
-
-def _tied_nodes(
-    leaves: Sequence[FlatEqn], program: Program, values: Values, labels: LabelCache
-) -> tuple[UnionFind, set[tuple[int, int]]]:
-    """All nodes that some equation labels, and which of them labels and loops make one."""
-    uf, nodes = UnionFind(), set()
-    for eqn in leaves:
-        found = labels[eqn]
-        first: dict[int, tuple[int, int]] = {}  # label -> the first node that has it
-        for atom, labs in zip((*eqn.inputs, *eqn.outputs), (*found.inputs, *found.outputs), strict=True):
-            if not isinstance(atom, int):
-                continue
-            root, shift = values.original[atom]
-            for d, lab in enumerate(labs):
-                if lab != BLOCKED and d >= shift:
-                    node = (root, d - shift)
-                    nodes.add(node)
-                    if (twin := first.setdefault(lab, node)) is not node:
-                        uf.union(twin, node)
-    for carry in values.carries.values():
-        for d in range(len(program.avals[carry.argument].shape)):
-            ends = [values.node(a, d) for a in (carry.argument, carry.init, carry.result) if isinstance(a, int)]
-            for end in ends[1:]:
-                if None not in (ends[0], end):
-                    uf.union(ends[0], end)
-    return uf, nodes
-
-
-def _new_sample(
-    eqn: FlatEqn, made: MadeOf, program: Program, values: Values, uf: UnionFind, samples: set[Hashable], sizes: set[int]
-) -> tuple[int, int] | None:
-    """The node of a result that is made anew of a batch and is not known as one; None where it is neither."""
-    a, out = eqn.inputs[made.operand], eqn.outputs[made.result]
-    source = values.node(a, made.dim) if isinstance(a, int) else None
-    target = values.node(out, made.result_dim)
-    if source is None or target is None or uf.find(source) not in samples or uf.find(target) in samples:
-        return None
-    before, after = program.aval(a).shape, program.avals[out].shape
-    if eqn.name == "reshape" and len(after) > len(before) and before[made.dim] not in sizes:
-        return None  # positions within an example, merged with the examples before
-    return target if after[made.result_dim] > 1 else None
-
-
-def _dims_of_loops(program: Program, values: Values, uf: UnionFind) -> set[tuple[Hashable, int]]:
-    """What loops run over: the class of a dim, and its size."""
-    loops = {(alias.root, d) for alias in values.alias.values() for d in range(-alias.shift)}
-    return {(uf.find(n), program.avals[n[0]].shape[n[1]]) for n in loops}
-
-
-def _batch_dim(v: int, program: Program, uf: UnionFind, over: set[tuple[Hashable, int]]) -> int:
-    """The first dim of a step's data that no loop runs over: of [time, batch, ...] the second."""
-    shape = program.avals[v].shape
-    return next((d for d in range(len(shape)) if (uf.find((v, d)), shape[d]) not in over), 0)
 
 
 class DimClasses:
