@@ -24,16 +24,21 @@ def _of_batch(graph: OperatorGraph) -> list[list[bool]]:
 
     Others are of what a loss draws or gathers within examples: positions that are masked, draws per example.
     """
+    batch = math.gcd(*data_sizes(graph).values()) or 1
+    return [[d.kind == "S" and d.size % batch == 0 for d in op.dims] for op in graph.operators]
+
+
+def data_sizes(graph: OperatorGraph) -> dict[int, int]:
+    """The inputs (tensors) that hold data, and how many samples: what is no state, and has a sample dim."""
     state = {leaf for p in graph.parameters for leaf in (p.leaf, *p.state_leaves)} | {leaf for leaf, _ in graph.state_pairs}
-    data = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0 and t.input_leaf not in state}
-    sizes = set()
+    others = {i for i, t in enumerate(graph.tensors) if t.input_leaf >= 0 and t.input_leaf not in state}
+    sizes = {}
     for task in graph.tasks:
         dims = graph.operators[task.operator].dims
         for access in task.reads if task.parameter < 0 else ():
-            if access.tensor in data and (of := [dims[d] for d in access.dims if d != NOT_SPLIT and dims[d].kind == "S"]):
-                sizes.add(of[0].size)
-    batch = math.gcd(*sizes) or 1
-    return [[d.kind == "S" and d.size % batch == 0 for d in op.dims] for op in graph.operators]
+            if access.tensor in others and (of := [dims[d] for d in access.dims if d != NOT_SPLIT and dims[d].kind == "S"]):
+                sizes[access.tensor] = of[0].size
+    return sizes
 
 
 def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:

@@ -108,13 +108,14 @@ def given_weights(
     if len(own) == len(shaped):
         return set()
     found: set[int] = set()
+    tables: set[int] = set()
     for eqn in program.leaves:
         of = {own.get(values.original[a].root) for a in eqn.inputs if isinstance(a, int)}
         if len(of) == 1 and None not in of:
             own.update(dict.fromkeys(eqn.outputs, of.pop()))
         elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
-            found |= of - {None}
-    return found
+            (tables if eqn.name == "gather" else found).update(of - {None})
+    return found | tables if found else found  # rows that are picked may be an embedding's, or nodes of a graph: the data's
 
 
 def _summed_in_gradients(

@@ -12,6 +12,7 @@ import numpy as np
 from soapjax.costs.layouts import waiting_spans
 from soapjax.costs.tables.problem_tables import CostTables
 from soapjax.graph.lifespans import Lifetimes, kept_between_passes, kept_for_result, makers
+from soapjax.graph.microbatch import data_sizes
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.search.stages.stage_figures import Figures
 from soapjax.simulate.pipeline_timeline import StageLoad
@@ -64,6 +65,13 @@ class Ownership:
         for p, parameter in enumerate(self.tables.graph.parameters):
             found[parameter.gradient] = p
         return found
+
+    @cached_property
+    def given(self) -> np.ndarray:
+        """bool [tensors]: inputs that are neither state nor data, as frozen weights: there all the time, once."""
+        graph = self.tables.graph
+        data, state = data_sizes(graph), {leaf for leaf, _ in graph.state_pairs}
+        return np.array([t.input_leaf >= 0 and t.input_leaf not in state and i not in data for i, t in enumerate(graph.tensors)])
 
     @cached_property
     def graph_task(self) -> np.ndarray:
@@ -248,9 +256,10 @@ class StagePart:
         )  # fmt: skip
 
     def _of_others(self, owns: np.ndarray) -> tuple[list[int], list[int]]:
-        """Parameters that it reads and others hold, as copies for the step; and its own sums of what it adds to their gradients."""
+        """Parameters that it reads and others hold, as copies for the step, and weights that are given; and its own sums of what it
+        adds to gradients of others."""
         graph = self.graph
-        others = {p.tensor for p, o in zip(graph.parameters, owns, strict=True) if not o}
+        others = {p.tensor for p, o in zip(graph.parameters, owns, strict=True) if not o} | set(np.flatnonzero(self.own.given))
         passes = [graph.tasks[k] for k in self.tasks if graph.tasks[k].phase != UPDATE]
         copies = {a.tensor for task in passes for a in task.reads if a.tensor in others}
         gradients = {p.gradient for p in graph.parameters if p.tensor in copies}
@@ -284,7 +293,7 @@ class StagePart:
             if not made_here and tables.tensor_death[tensor] < 0:
                 continue
             if k < 0:
-                batch += size if graph.tensors[tensor].input_leaf not in state else 0.0
+                batch += size if graph.tensors[tensor].input_leaf not in state and not own.given[tensor] else 0.0
                 steps[0] += tables.working.more[tensor] * size
                 steps[max(mine) + 1] -= tables.working.more[tensor] * size
                 continue
