@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd import heavy, scatter  # noqa: F401 - they say how their primitives run
+from soapjax.execute.spmd import gather, heavy, scatter  # noqa: F401 - they say how their primitives run
 from soapjax.execute.spmd.evaluator import Env, ProgramEvaluator, task_mark
 from soapjax.execute.spmd.gradient_sums import GradientSums
 from soapjax.execute.spmd.on_blocks import OnBlocks, contracted_axes, is_executed, partition_spec, run_on_blocks
@@ -144,6 +145,16 @@ def bind_plan(step: TracedStep, plan: Plan, *, devices: Sequence[Any] | None = N
     return BoundStep(step, plan, graph, binding, mesh_of(plan, devices))
 
 
+def begun_within(inputs: list[Any], sizes: Sequence[int]) -> list[Any]:
+    """Operands of a dynamic slice that begins where all of it is in bounds, as the primitive is defined.
+
+    Of a slice whose result is split the partitioner makes one slice by each device's own place, which is out of bounds later than
+    the whole is (jaxlib 0.10.2).
+    """
+    x, *begin = inputs
+    return [x, *(jnp.clip(b, 0, n - size) for b, n, size in zip(begin, x.shape, sizes, strict=True))]
+
+
 class PlannedEvaluator(ProgramEvaluator):
     """Evaluates a program under a plan's constraints."""
 
@@ -196,6 +207,7 @@ class PlannedEvaluator(ProgramEvaluator):
         if is_executed(eqn) and (is_heavy or eqn.name in REDUCTIONS):
             results = [self.on_blocks(k, eqn, inputs)]
         else:
+            inputs = begun_within(inputs, eqn.params["slice_sizes"]) if eqn.name == "dynamic_slice" else inputs
             results = self.bind(eqn, inputs, eqn.params)
         return [self.as_kept(k, o, x) for o, x in zip(eqn.outputs, results, strict=True)]
 

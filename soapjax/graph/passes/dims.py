@@ -174,9 +174,16 @@ class DimClasses:
 
         A parameter is tied to its gradient already; here a square one may not be transposed yet. Nor may another square
         value, which for a product needs no tie: its operands' labels and the result's cotangent have all of its dims.
-        What reads the indices of a scatter makes the cotangent of its updates, which may be as many as the rows that they go to.
+        Of gathers and scatters one is the transpose of the other: a scatter's result is the cotangent of the table, a gather's that
+        of the updates, which may be as many as the rows that they go to.
         """
-        a, b = first.heavy.inputs[1:3] if first.heavy.name.startswith("scatter") else first.heavy.inputs[:2]
+        is_scatter, is_gathered = first.heavy.name.startswith("scatter"), first.heavy.name == "gather"
+        a, b = first.heavy.inputs[1:3] if is_scatter else first.heavy.inputs[:2]
+        cotangents = unit.heavy.inputs
+        if is_scatter or is_gathered:
+            if (unit.heavy.name == "gather") != is_scatter:
+                return  # another reader of the same indices
+            cotangents = cotangents[:1] if is_scatter else cotangents[2:]
         original = self.values.original
         read = {original[x].root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
         result = unit.eqns[-1].outputs[0]
@@ -187,7 +194,7 @@ class DimClasses:
                     self._unite(other, result)
         # The cotangent of the result has the result's dims.
         out, operands = first.heavy.outputs[0], [original[x] for x in (a, b) if isinstance(x, int)]
-        for x in unit.heavy.inputs:
+        for x in cotangents:
             if isinstance(x, int) and self._shape(x) == self._shape(out) and original[x] not in operands:
                 self._unite(out, x)
 
