@@ -1,0 +1,31 @@
+"""Plans of steps whose dims are all of one size compute what one device does (equal_sizes.py)."""
+
+import numpy as np
+import pytest
+from equal_sizes import OPERATIONS, step_of
+from planned import Case, data_parallel, rotated
+
+DELICATE = ["set", "max_into", "unsort", "dslice", "ragged2", "moe_cap", "gram3", "scan_ys"]  # what was wrong, or nearly
+
+
+def check(case, seed=0):
+    for strategy in (data_parallel(case.space), rotated(case.space, 0), case.space.random(np.random.default_rng(seed))):
+        case.check(strategy, 1e-8)
+
+
+@pytest.mark.parametrize("name", DELICATE)
+def test_delicate_operations(name):
+    check(Case(*step_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n not in DELICATE])
+def test_every_operation(name):
+    check(Case(*step_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_two_operations(seed):
+    rng = np.random.default_rng(seed)
+    check(Case(*step_of(*rng.choice(list(OPERATIONS), 2))), seed)
