@@ -196,7 +196,8 @@ def step_of(*names):
             h = x @ params["a"]
             for name in names:
                 h = OPERATIONS[name](jnp.tanh(h), params, order, x).real
-            return ((jnp.tanh(h) @ params["o"] - 0.3) ** 2).mean() if h.shape == (N, N) else ((h - 0.3) ** 2).mean()
+            h = jnp.tanh(h) @ params["o"] if h.ndim == 2 and h.shape[1] == N else h
+            return ((h - 0.3) ** 2).mean()
 
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value

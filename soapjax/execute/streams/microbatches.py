@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +34,7 @@ from soapjax.graph.trace.growth import Growth, growth_of
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.graph.trace.whole_batch import WholeDivisor
 
+log = logging.getLogger("soapjax")
 Reduction = Literal["auto", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("auto", "mean", "sum")
 
@@ -184,6 +187,8 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
             value = f"the loss joins a fixed number of samples to others ({fixed.source}: {list(mixing.shape(fixed))})"
             expected = "a share of the batch: of a micro-batch a fixed number is a larger share"
             raise SoapjaxError(Problem(place, value, expected, "slice by the batch's own size, or use one micro-batch"))
+        if (moved := mixing.order()) is not None:
+            _warn_of_order(f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
     other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
     if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
         value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
@@ -193,6 +198,11 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
         remedy = "say 'mean'" if all(p == 0.0 for _, p in other) else "make the loss a mean over the batch, or use one micro-batch"
         raise SoapjaxError(Problem(place, value, f"a loss that is a {reduction} over the batch", remedy))
     return reduction
+
+
+@functools.lru_cache(256)  # a plan that is checked is made more than once
+def _warn_of_order(place: str) -> None:
+    log.warning("%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone", place)
 
 
 def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:

@@ -213,8 +213,8 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
             finishes = all(e.name in LAYOUT_ONLY for e in eqns)
-        if finishes and any(e.name == "transpose" and _is_square(e, program) for e in eqns):
-            finishes = all(e.name in LAYOUT_ONLY for e in eqns)  # k + kᵀ makes rows and columns of a product one dim
+        if finishes and _meets_its_transpose(host, eqns, program):
+            finishes = False  # k + kᵀ makes rows and columns of a product one dim
         if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):
             host.eqns += eqns
         else:
@@ -222,8 +222,16 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
     return units
 
 
-def _is_square(eqn: FlatEqn, program: Program) -> bool:
-    return program.aval(eqn.inputs[0]).shape == program.aval(eqn.outputs[0]).shape
+def _meets_its_transpose(host: Unit, eqns: list[FlatEqn], program: Program) -> bool:
+    """Whether one of the equations that follow a product reads a square value of it laid out in two ways."""
+    ways = {o: {0} for e in host.eqns for o in e.outputs}  # value -> how many square transposes it is away, modulo 2
+    for eqn in eqns:
+        read = set().union(*(ways.get(a, ()) for a in eqn.inputs if isinstance(a, int)))
+        if len(read) > 1:
+            return True
+        is_turned = eqn.name == "transpose" and program.aval(eqn.inputs[0]).shape == program.aval(eqn.outputs[0]).shape
+        ways.update(dict.fromkeys(eqn.outputs, {1 - w for w in read} if is_turned else read))
+    return False
 
 
 def _sink_additions(light, keys, values: Values, uses: Uses) -> None:

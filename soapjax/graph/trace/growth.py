@@ -100,7 +100,10 @@ def growth_of(
         one, more = small.program, large.program
         batch = frozenset(one.inputs[k] for k in batch_leaves)
         found = scalings(one, more, factor)
-        divided = {k: d for k, d in found.divided.items() if equations is None or k in equations}
+        by_key = {e.key: e for e in one.leaves}
+        # A divisor that every sample has for itself, though of the whole batch (how many are of its kind), is its micro-batch's.
+        own = {k for k, d in found.divided.items() if sample_dims(one, more, by_key[k].inputs[d.operand])}
+        divided = {k: d for k, d in found.divided.items() if k not in own and (equations is None or k in equations)}
         whole = of_batch_alone(one, batch, divided)
         scaling = scalings(one, more, factor, whole).of if whole else found.of
         return Growth(one, more, scaling, batch, equations=equations, whole=whole)
