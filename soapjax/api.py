@@ -24,7 +24,7 @@ from soapjax.call_checks import check_planned, check_run, planned_tree
 from soapjax.calling import CallForm, Calling, listed
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes import jointly
-from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.spmd.arrivals import on_context_mesh, place_all
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.streams.stream import Event
 from soapjax.execute.streams.stream_step import StreamStep
@@ -32,6 +32,7 @@ from soapjax.graph.trace.tracing import argument_names, leaf_paths, signature, t
 from soapjax.making import Maker
 from soapjax.options import check as check_options
 from soapjax.options import check_step
+from soapjax.own_config import has_explicit_axes
 from soapjax.planning.compile_check import over_memory
 from soapjax.planning.request import PlanRequest, takes_options
 from soapjax.strategy.pipeline import Pipeline
@@ -103,7 +104,8 @@ class SoapShard:
     def _run(self, step: CompiledStep | StreamStep, args: tuple[Any, ...]) -> Any:
         if self._spans:
             jointly.runs()
-        return step(*args)
+        found = step(*args)
+        return on_context_mesh(found, step.state_outputs) if has_explicit_axes() else found
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method. An instance that is a pytree is an argument; any other is a constant, and has a plan of its own."""

@@ -152,6 +152,8 @@ def test_a_step_that_asks_for_layouts_under_a_mesh_of_explicit_axes(strip):
         wanted = jax.jit(on_explicit_axes)(state, batch)
         planned = soap_shard(on_explicit_axes, donate=False, strip_constraints=strip, proposals=200)
         found = planned(state, batch)
+        assert bool(found[1] < 1e6) and float(found[1] + jnp.ones(())) > 1  # as one does with a loss outside of the step
+        assert float(planned(found[0], batch)[1] - found[1]) != 0
         traced = trace(on_explicit_axes, state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-6), found, wanted)
     asked = [o for o in planned.plan.operators.values() if o.kind == "constraint"]

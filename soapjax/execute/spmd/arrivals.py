@@ -7,7 +7,7 @@ through the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -80,6 +80,22 @@ def place_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding | None]) 
         for k, x in zip(moved, copies, strict=True):
             placed[k] = jax.random.wrap_key_data(x, impl=impls[k]) if k in impls else x
     return placed
+
+
+def on_context_mesh(results: Any, state: Collection[int]) -> Any:
+    """Results that every device has whole, but for leaves that are state, as arrays on the mesh of `jax.set_mesh`.
+
+    Under explicit axes JAX computes with arrays of that mesh alone, and a loss is added up or compared outside of the step.
+    """
+    mesh = jax.sharding.get_mesh()
+    devices = set(mesh.devices.flat)
+    leaves, tree = jax.tree_util.tree_flatten(results)
+    for k, x in enumerate(leaves):
+        is_whole = isinstance(x, jax.Array) and x.is_fully_replicated and x.sharding.device_set == devices
+        if is_whole and k not in state:
+            blocks = [shard.data for shard in x.addressable_shards]
+            leaves[k] = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, PartitionSpec()), blocks)
+    return jax.tree_util.tree_unflatten(tree, leaves)
 
 
 def _lies_so(x: Any, sharding: NamedSharding) -> bool:

@@ -67,6 +67,7 @@ class CompiledStep:
         self._donated = self._state() if donate is True else tuple(donate or ())
         self._donated_leaves = [k for i in self._donated for k in self._leaves_of[i]]
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
+        self.state_outputs = frozenset(step.leaf_pairs.values())  # leaves
         self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
         self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
         self.out_shardings = step.out_tree.unflatten(out_shardings)

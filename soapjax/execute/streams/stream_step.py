@@ -61,6 +61,7 @@ class StreamStep:
         self._state = StackedState(step.program.rows, pairs, streamed.in_shardings, donate=streamed.donate)
         (self.in_shardings, _) = step.in_tree.unflatten(self._state.in_shardings)
         self.is_compiled = False
+        self.state_outputs = frozenset(step.leaf_pairs.values())  # leaves
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         if signature((args, {})) != (self._step.in_tree, self._step.leaf_shapes):
