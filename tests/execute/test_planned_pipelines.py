@@ -246,14 +246,20 @@ def test_stages_that_micro_batches_cannot_run_are_not_planned(name):
             planned()
 
 
-def test_a_batch_whose_size_is_another_dims_is_named():
-    """Of a batch of 24 the product of weights and samples is square, of its micro-batches it is not."""
+def test_a_batch_whose_size_is_another_dims():
+    """Of a batch of 24 the product of weights and samples is square, of its micro-batches it is not: that is the same step."""
 
     def step(w, x):
-        value, gradient = jax.value_and_grad(lambda w: -jnp.mean(jnp.diag(jax.nn.log_softmax(pairwise(w, x)))))(w)
+        value, gradient = jax.value_and_grad(lambda w: (jnp.tanh(w @ jnp.tanh(x @ w).T) ** 2).mean())(w)
+        return w - 0.1 * gradient, value
+
+    options = dict(pipeline="1f1b", topology="cpu8", stages=2, microbatches=2, proposals=1)
+    plan, _ = soapjax.plan_pipeline(step, jnp.ones((24, 24)), jnp.ones((24, 24)), **options)
+    assert plan.pipeline.num_microbatches == 2
+
+    def over_samples(w, x):  # a loop that runs over as many samples as there are features
+        value, gradient = jax.value_and_grad(lambda w: (jax.lax.map(lambda a: jnp.tanh(w @ a), jnp.tanh(x @ w)) ** 2).mean())(w)
         return w - 0.1 * gradient, value
 
     with pytest.raises(SoapjaxError, match="microbatches: got 2: the step with one of them has other operators.*choose another"):
-        soapjax.plan_pipeline(
-            step, jnp.ones((24, 24)), jnp.ones((24, 24)), pipeline="1f1b", topology="cpu8", stages=2, microbatches=2, proposals=1
-        )  # fmt: skip
+        soapjax.plan_pipeline(over_samples, jnp.ones((24, 24)), jnp.ones((24, 24)), **options)
