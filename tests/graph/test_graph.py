@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from models import alexnet, lenet, mlp, moe, resnet, rnnlm, transformer_lm, transformer_nnx
@@ -446,3 +447,17 @@ def test_window_positions_of_a_convolution_by_enumeration():
         places = [o * stride + i * far - low for o in range(m) for i in range(w)]
         expected = sum(0 <= x <= (n - 1) * wide and x % wide == 0 for x in places)
         assert window_pairs(n, w, m, stride, low, wide, far) == expected
+
+
+def test_the_gradient_of_an_update_that_loops_over_earlier_ones_is_found():
+    tx = optax.lbfgs(0.1, linesearch=None)
+    w = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 8))}
+
+    def step(w, state, x):
+        loss, gradients = jax.value_and_grad(lambda w: (jnp.tanh(x @ w["a"]) @ w["b"]).mean() ** 2)(w)
+        updates, state = tx.update(gradients, state, w)
+        return optax.apply_updates(w, updates), state, loss
+
+    graph, _ = build_graph(trace(step, w, tx.init(w), jnp.ones((16, 16))))
+    assert [p.path for p in graph.parameters] == ["w.a", "w.b"] and not graph.is_single_phase
+    assert all(graph.tensors[p.gradient].shape == w[p.path[-1]].shape for p in graph.parameters)

@@ -211,6 +211,9 @@ def _gradient_of(
         root = values.of(queue.pop(0)).root
         producer = values.producer.get(root)
         if producer is None:
+            if (carry := values.carries.get(root)) is not None and isinstance(carry.init, int) and carry.init not in seen:
+                seen.add(carry.init)  # of a loop over a memory of earlier gradients
+                queue.append(carry.init)
             continue
         if phase[producer.key] == BACKWARD:
             return root, sums
