@@ -203,3 +203,34 @@ def step_of(*names):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     return step, (params, x, order)
+
+
+def language_model():
+    """A scanned Transformer that computes its layers again, with experts side by side and weights per token, and its arguments."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / np.sqrt(N), jnp.float32)  # noqa: E731
+    params = {k: draw(N, N) for k in ("tokens", "places", "head")} | {"layers": {k: draw(N, N, N) for k in "qkvoud"}}
+    words = jnp.asarray(rng.integers(0, N, (2, N, N)), jnp.int32)
+
+    @jax.checkpoint
+    def layer(x, w):
+        q, k, v = ((x @ w[name]).reshape(-1, N, 2, N // 2) for name in "qkv")
+        scores = jnp.where(jnp.tril(jnp.ones((N, N), bool)), jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)
+        x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) @ w["o"]
+        return x + jnp.tanh(x @ w["u"]) @ w["d"], None
+
+    def step(params, batch):
+        def loss(params):
+            x = lax.scan(layer, params["tokens"][batch["x"]] + params["places"], params["layers"])[0]
+            rows = x.reshape(-1, N)
+            expert = jnp.argmax(rows @ params["head"], -1)
+            order = jnp.argsort(expert)
+            sorted_rows = lax.ragged_dot(rows[order], params["layers"]["u"], jnp.bincount(expert, length=N))
+            x = x + jnp.zeros_like(rows).at[order].set(sorted_rows).reshape(x.shape)
+            picked = jnp.take_along_axis(jax.nn.log_softmax(x @ params["head"]), batch["y"][..., None], -1)[..., 0]
+            return -(picked * batch["weights"]).sum() / batch["weights"].sum()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step, (params, {"x": words[0], "y": words[1], "weights": jnp.asarray(rng.random((N, N)), jnp.float32)})

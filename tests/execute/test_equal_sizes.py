@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
-from equal_sizes import OPERATIONS, step_of
-from planned import Case, data_parallel, rotated
+from equal_sizes import OPERATIONS, language_model, step_of
+from planned import Case, data_parallel, leaf_errors, plain_leaves, rotated
+
+from soapjax import soap_shard
 
 DELICATE = ["set", "max_into", "unsort", "dslice", "ragged2", "moe_cap", "gram3", "scan_ys"]  # what was wrong, or nearly
 
@@ -29,3 +31,16 @@ def test_every_operation(name):
 def test_two_operations(seed):
     rng = np.random.default_rng(seed)
     check(Case(*step_of(*rng.choice(list(OPERATIONS), 2))), seed)
+
+
+@pytest.mark.slow
+def test_a_language_model():
+    check(Case(*language_model()))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_a_language_model_in_stages(schedule):
+    """What an earlier stage reads through a barrier, which stands between layers that are computed again, is not put off."""
+    step, args = language_model()
+    options = dict(topology="cpu8", pipeline=schedule, stages=2, microbatches=4, proposals=4, donate=False)
+    assert max(leaf_errors(plain_leaves(soap_shard(step, **options)(*args)), plain_leaves(step(*args)))) < 1e-3  # in float32

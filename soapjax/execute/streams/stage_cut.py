@@ -379,6 +379,9 @@ def _put_off(c: Cutter, free: Collection[str]) -> set[str]:
         read = {
             a for e in c.program.eqns if c.phase[e.key] == BACKWARD and c.stage[e.key] != s for a in e.inputs if isinstance(a, int)
         }
+        for eqn in reversed([e for e in c.program.eqns if e.key in free]):  # a barrier between layers that are computed again, say
+            if read.intersection(eqn.outputs):
+                read |= {a for a in eqn.inputs if isinstance(a, int)}
         needed = {o for e in c.program.eqns if e.key in mine for o in e.outputs if o in read and o not in own_sums}
         if not needed:
             continue
