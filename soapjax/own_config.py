@@ -14,7 +14,7 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def without_mesh() -> contextlib.AbstractContextManager:
         value, expected = f"a call inside jit under jax.set_mesh with the explicit axes {mesh.explicit_axes}", "the plan's own mesh"
         remedy = "call it outside of jit, leave set_mesh out, or make the mesh with axis_types=(AxisType.Auto, ...)"
         raise SoapjaxError(Problem("a planned step", value, expected, remedy))
-    return jax.sharding.use_abstract_mesh(_NO_MESH)
+    return jax.sharding.use_abstract_mesh(NO_MESH)
 
 
 def has_explicit_axes() -> bool:
@@ -49,7 +49,7 @@ def has_explicit_axes() -> bool:
 def on_plans_mesh() -> contextlib.AbstractContextManager:
     """For an equation, which remembers the mesh that it was traced under; not inside `shard_map`, whose mesh it needs."""
     mesh = jax.sharding.get_abstract_mesh()
-    return contextlib.nullcontext() if mesh.empty or mesh.manual_axes else jax.sharding.use_abstract_mesh(_NO_MESH)
+    return contextlib.nullcontext() if mesh.empty or mesh.manual_axes else jax.sharding.use_abstract_mesh(NO_MESH)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,9 @@ import jax
 from jax.extend import core as jex_core
 from jax.sharding import AxisType, NamedSharding
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
+from soapjax.graph.trace.one_program import in_nested
+from soapjax.own_config import NO_MESH
+
 _LAYOUTS = "sharding", "out_sharding"  # parameters that say how a result lies
 _CASTS = {"mesh_cast"}  # of a type alone
 
@@ -61,18 +63,12 @@ class _Rewriting:
         """An equation that constrains such a value."""
         sharding = NamedSharding(self.mesh, spec)
         shape = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype)
-        with jax.sharding.use_abstract_mesh(_NO_MESH):
+        with jax.sharding.use_abstract_mesh(NO_MESH):
             (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(shape).eqns
         return eqn
 
     def _param(self, name: str, value: Any) -> Any:
-        if isinstance(value, jex_core.ClosedJaxpr):
-            return value.replace(jaxpr=self.jaxpr(value.jaxpr))
-        if isinstance(value, jex_core.Jaxpr):
-            return self.jaxpr(value)
-        if isinstance(value, tuple | list) and any(isinstance(v, jex_core.ClosedJaxpr | jex_core.Jaxpr) for v in value):
-            return type(value)(self._param(name, v) for v in value)
-        return None if name in _LAYOUTS else _NO_MESH if name == "ctx_mesh" else value
+        return None if name in _LAYOUTS else NO_MESH if name == "ctx_mesh" else in_nested(value, self.jaxpr)
 
 
 def _plain(aval: Any) -> Any:
@@ -86,5 +82,5 @@ def _without_mesh(ctx: Any) -> Any:
     """What an equation remembers of where it was traced, but for the mesh; as it is, where that was a place of its own."""
     if ctx.compute_type is not None or ctx.xla_metadata:
         return ctx
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         return type(ctx)()

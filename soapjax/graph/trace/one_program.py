@@ -68,6 +68,17 @@ def noting_device_counts(axis_names: Collection[str]) -> Iterator[None]:
         )  # fmt: skip
 
 
+def in_nested(param: Any, rewrite: Callable[[Any], Any]) -> Any:
+    """An equation's parameter with each Jaxpr in it (a body, branches) rewritten; as it is, where it has none."""
+    if isinstance(param, jex_core.ClosedJaxpr):
+        return param.replace(jaxpr=rewrite(param.jaxpr))
+    if isinstance(param, jex_core.Jaxpr):
+        return rewrite(param)
+    if isinstance(param, tuple | list) and any(isinstance(v, jex_core.ClosedJaxpr | jex_core.Jaxpr) for v in param):
+        return type(param)(in_nested(v, rewrite) for v in param)
+    return param
+
+
 class _Rewriting:
     def __init__(self, axis_names: frozenset[str], strip_constraints: bool):
         self.axis_names, self.strip_constraints = axis_names, strip_constraints
@@ -87,7 +98,7 @@ class _Rewriting:
             elif name in _MEMBERS and self._is_over_these_only(eqn) and eqn.params.get("perm") != ():  # () sends to nobody: zeros
                 eqns += self._member(eqn, same)
             else:
-                params = {k: self._param(v) for k, v in eqn.params.items()}
+                params = {k: in_nested(v, self.jaxpr) for k, v in eqn.params.items()}
                 eqns.append(eqn.replace(params=params, effects=self._effects(eqn.effects)))
         return jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars], effects=self._effects(jaxpr.effects))
 
@@ -111,15 +122,6 @@ class _Rewriting:
                 effects = self._effects(eqn.effects)
                 made.append(eqn.replace(primitive=jax.lax.reshape_p, params=params, invars=[x], outvars=[out], effects=effects))
         return made
-
-    def _param(self, value: Any) -> Any:
-        if isinstance(value, jex_core.ClosedJaxpr):
-            return value.replace(jaxpr=self.jaxpr(value.jaxpr))
-        if isinstance(value, jex_core.Jaxpr):
-            return self.jaxpr(value)
-        if isinstance(value, tuple | list) and any(isinstance(v, jex_core.ClosedJaxpr | jex_core.Jaxpr) for v in value):
-            return type(value)(map(self._param, value))
-        return value
 
     def _effects(self, effects: Any) -> Any:
         """Without those that only say that an axis is named."""
