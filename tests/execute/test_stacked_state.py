@@ -34,7 +34,7 @@ def test_rows_go_apart_and_together_again(stages, seed):
     each = rng.integers(1, 3, len(stages)) if seed % 2 else np.full(len(stages), 2)
     slices = [slice(end - n, end) for n, end in zip(stages, ends, strict=True)]
     shardings = [on(s, SPECS[rng.integers(len(SPECS))]) for s, n in zip(slices, each, strict=True) for _ in range(n)]
-    stack = Stack(shardings)
+    stack = Stack([0] * len(shardings), shardings)
     assert stack.is_even == (len(set(stages)) == 1 and len(set(each)) == 1)
     given = np.asarray(rng.normal(size=(len(shardings), 120, 120)), np.float32)
     rows = stack.apart(jnp.asarray(given), give=False)
@@ -52,6 +52,32 @@ def test_rows_go_apart_and_together_again(stages, seed):
     again = stack.apart(whole, give=True)
     assert whole.is_deleted()
     np.testing.assert_array_equal(np.stack(again), given)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("rows", [[(2,), (2,)], [(3,), (0, 2)], [(2, 0), (3,)], [(3,), (2,)], [(4, 0)], [(0, 0, 2), (0,)], [(5,)]])
+def test_pieces_go_apart_and_together_again(rows, spec):
+    """Rows that a stage's programs have as one array are that in the whole, too."""
+    num = 4 // len(rows)
+    meshes = [slice(num * k, num * (k + 1)) for k in range(len(rows))]
+    shardings = [
+        on(m, PartitionSpec(None, *spec) if n else spec) for m, pieces in zip(meshes, rows, strict=True) for n in pieces
+    ]  # fmt: skip
+    pieces = [n for own in rows for n in own]
+    stack = Stack(pieces, shardings)
+    totals = [sum(max(n, 1) for n in own) for own in rows]
+    assert stack.is_even == (len(set(totals)) == 1)
+    given = np.random.default_rng(0).normal(size=(sum(totals), 8, 12)).astype(np.float32)
+    parts = stack.apart(jnp.asarray(given), give=False)
+    ends = list(itertools.accumulate((max(n, 1) for n in pieces), initial=0))
+    for x, sharding, n, at in zip(parts, shardings, pieces, ends, strict=False):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        np.testing.assert_array_equal(x, given[at : at + n] if n else given[at])
+    whole = stack.together(parts, [False] * len(parts))
+    np.testing.assert_array_equal(whole, given)
+    assert whole.sharding.is_equivalent_to(stack.sharding, 3)
+    again = stack.apart(whole, give=True)
+    np.testing.assert_array_equal(np.concatenate([x if n else x[None] for x, n in zip(again, pieces, strict=True)]), given)
 
 
 def scanning(layers, optimizer):

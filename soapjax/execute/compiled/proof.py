@@ -25,6 +25,7 @@ from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedR
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
+from soapjax.execute.streams.stacked_state import as_pieces, as_rows
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.tracing import TracedStep
 
@@ -191,7 +192,9 @@ def single_device(one: OneDevice, arguments: list[Any]) -> Reference:
 def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
     """Outputs and gradients of a `PlacedStep` or `PipelineStep`."""
     with jax.enable_x64(is_float64):
-        outputs, gradients = step.run(arguments, with_gradients=True)
+        pieces = step.pieces
+        outputs, gradients = step.run(arguments if pieces is None else as_pieces(arguments, pieces), with_gradients=True)
+        outputs = outputs if pieces is None else as_rows(outputs, pieces)
         return list(map(as_numpy, outputs)), list(map(as_numpy, gradients))
 
 

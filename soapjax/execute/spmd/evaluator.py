@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,21 @@ class OfMicroBatch(NamedTuple):
 
     draws: equations (keys) that draw random numbers for the micro-batch `number`, with it folded into their keys.
     whole: equation (key) -> what it passes on of the whole batch.
+    sums: running sums, by stack, of what loops make in every trip; each has its new total afterwards.
     """
 
     draws: Collection[str] = ()
     number: Any = None
     whole: Mapping[str, Any] = MappingProxyType({})
+    sums: Mapping[int, RunningSum] = MappingProxyType({})
+
+
+class RunningSum(Protocol):
+    """A sum over micro-batches with a leading dim: a row for each trip of a loop."""
+
+    total: Any
+
+    def added(self, total: Any, row: Any, x: Any) -> Any: ...  # the sum with `x` in one row
 
 
 def task_mark(task: int) -> str:
@@ -147,22 +157,35 @@ class ProgramEvaluator:
         values = [self.read(a, env) for a in eqn.inputs]
         outer: Env = dict(zip(body.inputs[:num_consts], values[:num_consts], strict=True))
         carry_ids, x_ids = body.inputs[num_consts : num_consts + num_carry], body.inputs[num_consts + num_carry :]
+        stacked = values[num_consts + num_carry :]
+        begins, sums = p.get("begins", {}), p.get("sums", ())  # of loops that trips were put into (trip_loops.py)
+        xs = [x if k not in begins else jnp.arange(begins[k], begins[k] + p["length"]) for k, x in enumerate(stacked)]
         carry = self.enter_loop(eqn, values[num_consts : num_consts + num_carry], outer)
         # A body reads nothing of the outer levels but its constants.
         held: Env = {k: env[k] for k in self.program.consts if k in env}
 
-        def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            inner: Env = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, xs, strict=True))}
+        def step(carry: tuple[Any, ...], trip: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            (carry, totals), (t, xs) = carry, trip
+            by_place = {} if p.get("is_mapped") else begins
+            mine = [jax.lax.dynamic_index_in_dim(stacked[k], x, keepdims=False) if k in by_place else x for k, x in enumerate(xs)]
+            inner: Env = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, mine, strict=True))}
             self.enter_body(eqn, inner)
             self.block(body, inner)
             results = [self.read(o, inner) for o in body.outputs]
-            return tuple(results[:num_carry]), tuple(results[num_carry:])
+            added = (self._own.sums[s].added(x, t + at, inner[v]) for (v, s, at), x in zip(sums, totals, strict=True))
+            return (tuple(results[:num_carry]), tuple(added)), tuple(results[num_carry:])
 
-        final, stacked = jax.lax.scan(
-            step, tuple(carry), tuple(values[num_consts + num_carry :]), length=p["length"], reverse=p["reverse"],
-            unroll=p.get("unroll", 1),
+        if p.get("is_mapped"):
+            rows = [x if k not in begins else x[begins[k] : begins[k] + p["length"]] for k, x in enumerate(stacked)]
+            return list(jax.vmap(lambda *xs: step(((), ()), (None, xs))[1])(*rows))
+        totals = tuple(self._own.sums[s].total for _, s, _ in sums)
+        trips = jnp.arange(p["length"]) if sums else None
+        (final, totals), found = jax.lax.scan(
+            step, (tuple(carry), totals), (trips, tuple(xs)), length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1),
         )  # fmt: skip
-        return [*final, *stacked]
+        for (_, s, _), x in zip(sums, totals, strict=True):
+            self._own.sums[s].total = x
+        return [*final, *found]
 
     def enter(self, env: Env) -> None:
         """Called with the arguments in place."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.evaluator import Env, task_mark
@@ -39,12 +40,18 @@ class DeferredSum:
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, partition_spec((*((n,) for n in self.axes), *self.spec)))
 
-    def total(self, blocks: Any, mesh: Mesh) -> Any:
-        """The sum over the devices: scattered over axes of the sum that split its home, in the order that scattering gives."""
-        home = (*self.home, *((),) * (len(self.spec) - len(self.home)))
-        pairs = zip(self.spec, home, strict=True)
+    def total(self, blocks: Any, mesh: Mesh, *, has_rows: bool = False) -> Any:
+        """The sum over the devices: scattered over axes of the sum that split its home, in the order that scattering gives.
+
+        Args:
+          has_rows: of several values alike, in a leading dim before all others.
+        """
+        spec, home = self.spec, (*self.home, *((),) * (len(self.spec) - len(self.home)))
+        if has_rows:
+            blocks, spec, home = jnp.moveaxis(blocks, 0, len(self.axes)), ((), *spec), ((), *home)
+        pairs = zip(spec, home, strict=True)
         scattered = tuple((*own, *(n for n in names if n in self.axes and n not in own)) for own, names in pairs)
-        found = resolved(Partial(blocks, self.axes), self.spec, scattered, mesh)
+        found = resolved(Partial(blocks, self.axes), spec, scattered, mesh)
         return found if scattered == home else jax.lax.with_sharding_constraint(found, NamedSharding(mesh, partition_spec(home)))
 
 
@@ -161,7 +168,7 @@ class GradientSums:
         if not isinstance(x, Partial):
             return x
         one = self._of_total.get(self.values.of(out).root)
-        outer = self.values.scope[eqn.key]
+        outer = self.values.scope.get(eqn.key)  # of a loop that trips were put into: none
         if one is None or (outer and set(self._loops[outer[-1]].body.inputs) & set(one.chain.starts)):
             return x
         with jax.named_scope(task_mark(one.task)):

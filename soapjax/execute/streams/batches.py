@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from soapjax.execute.spmd.arrivals import place, place_all
 from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.stacked_state import Pieces
 from soapjax.execute.streams.stage_cut import StageCut
 from soapjax.execute.streams.stream import Event, Stream
 
@@ -23,7 +24,9 @@ class MicroBatched(abc.ABC):
     """The state lies where the stages hold it; the batch is taken apart, and put where it is read."""
 
     micro: MicroStep
+    as_run: MicroStep  # as the dispatches take and return it: with pieces of stacked state for its rows, where they do
     cut: StageCut
+    pieces: Pieces | None  # None: rows
     in_shardings: list[NamedSharding | None]  # of flat arguments; None of the batch, which is taken as it comes
 
     @abc.abstractmethod
@@ -40,12 +43,12 @@ class MicroBatched(abc.ABC):
 
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """What the list of dispatches takes: the state, placed, and the batch where stages read it."""
-        state = [x for k, x in enumerate(self.place(leaves)) if k not in self.micro.batch_leaves]
+        state = [x for k, x in enumerate(self.place(leaves)) if k not in self.as_run.batch_leaves]
         return [*state, *_put_batch([leaves[leaf] for leaf, _ in self.feeds], self._fed, self.micro.num_microbatches)]
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and layouts of `arguments`."""
-        avals, num = self.micro.step.in_avals, self.micro.num_microbatches
+        avals, num = self.as_run.step.in_avals, self.micro.num_microbatches
         fed = [(avals[leaf], s) for (leaf, _), s in zip(self.feeds, self._fed, strict=True)]
         given = zip(avals, self.in_shardings, strict=True)
         return [
@@ -56,7 +59,7 @@ class MicroBatched(abc.ABC):
     @functools.cached_property
     def _fed(self) -> list[NamedSharding]:
         """Every micro-batch is laid out as it is read: taking one out of the stack moves nothing."""
-        inputs = self.micro.step.program.inputs
+        inputs = self.as_run.step.program.inputs
         return [where.bound.sharding(((), *where.spec(inputs[leaf]))) for leaf, where in self.feeds]
 
     def run(self, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
@@ -69,8 +72,8 @@ class MicroBatched(abc.ABC):
         return self._outputs(results, leaves)[0], events
 
     def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        program, found, outputs = self.micro.step.program, iter(results), []
-        batch = {program.inputs[k]: k for k in self.micro.batch_leaves}
+        program, found, outputs = self.as_run.step.program, iter(results), []
+        batch = {program.inputs[k]: k for k in self.as_run.batch_leaves}
         for out, result in zip(program.outputs, self.cut.results, strict=True):
             if not isinstance(out, int):
                 outputs.append(jnp.asarray(out.val, program.aval(out).dtype))

@@ -29,6 +29,12 @@ class Part:
     own: frozenset[str]  # keys of those that no other part evaluates
     inputs: tuple[int, ...]  # value ids made elsewhere, or inputs of the step
     outputs: tuple[int, ...] = ()  # value ids that others read
+    rows: frozenset[int] = frozenset()  # of what it makes as stacks (stacks.py)
+
+    @property
+    def made(self) -> frozenset[int]:
+        """The values that no other part makes."""
+        return self.rows.union(o for e in self.eqns if e.key in self.own for o in e.outputs)
 
 
 def make_part(

@@ -27,6 +27,10 @@ class Gathered(NamedTuple):
     spec: Spec
     cast: str | None
 
+    def stacked(self) -> Gathered:
+        """As of rows that are alike."""
+        return Gathered(((), *self.spec), self.cast)
+
 
 def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
     """By value the parameters that are gathered once per step."""
@@ -48,7 +52,7 @@ def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
 def passing(bound: BoundStep, gathered: dict[int, Gathered]) -> BoundStep:
     """What passes are evaluated by: gathered parameters lie as they are given them."""
     paths = dict(zip(bound.step.program.inputs, bound.step.in_paths, strict=True))
-    arguments = {**bound.plan.arguments, **{paths[v]: format_spec(g.spec) for v, g in gathered.items()}}
+    arguments = {**bound.plan.arguments, **{paths[v]: format_spec(g.spec) for v, g in gathered.items() if v in paths}}
     return dataclasses.replace(bound, plan=bound.plan.model_copy(update={"arguments": arguments}))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.gradient_sums import DeferredSum
@@ -21,6 +21,7 @@ from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.execute.streams.gathered import Gathered, passing
+from soapjax.execute.streams.stacks import RowsAndStacks, Stacks
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
@@ -42,6 +43,7 @@ class Place:
         self.gathered: dict[int, Gathered] = {}  # by value, of what passes read: gathered before them
         self._home: dict[int, Spec] = {}
         self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
+        self.stacks: Stacks | None = None  # where the place's programs run layers as loops
         for task, part in bound.task_parts():
             self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
 
@@ -67,6 +69,8 @@ class Place:
         """The layout in which a value lies here, () where the plan says nothing about it."""
         if value in self._arrivals:
             return self._arrivals[value]
+        if self.stacks is not None and value in self.stacks.like:
+            return ((), *self.spec(self.stacks.like[value]))
         path = self._arguments.get(value)
         if path is not None:
             return self._here(parse_spec(self.bound.plan.arguments[path]))
@@ -93,6 +97,13 @@ class Place:
         )
         return tuple(names) if is_even else ()
 
+    def have_stacks(self, stacks: Stacks) -> None:
+        """The place's programs take and make stacks; of gathered parameters, too."""
+        self.stacks = stacks
+        for stack, like in stacks.like.items():
+            if like in self.gathered:
+                self.gathered[stack] = self.gathered[like].stacked()
+
     def receive(self, value: int, source: Place) -> None:
         """`value` comes from `source`: laid out as there where the meshes are alike, so that every device sends to one other.
 
@@ -115,23 +126,34 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """A value that is summed over micro-batches at a place; a deferred one over the place's devices later."""
+    """A value that is summed over micro-batches at a place; a deferred one over the place's devices later.
+
+    Of a stack every row is: the sum's rows come first, before what a deferred one has.
+    """
 
     value: int
     dtype: Any  # of the running sum
     place: Place
 
     @property
+    def rows(self) -> tuple[int, ...]:
+        return () if self.place.stacks is None else self.place.stacks.rows.get(self.value, ())
+
+    @property
     def deferred(self) -> DeferredSum | None:
-        return self.place.deferred.get(self.value)
+        return self.place.deferred.get(self.rows[0] if self.rows else self.value)
 
     @property
     def sharding(self) -> NamedSharding:
-        return self.place.sharding(self.value) if self.deferred is None else self.deferred.sharding(self.place.mesh)
+        if self.deferred is None:
+            return self.place.sharding(self.value)
+        found = self.deferred.sharding(self.place.mesh)
+        return found.update(spec=PartitionSpec(None, *found.spec)) if self.rows else found
 
     def zeros(self) -> Any:
-        shape = self.place.bound.step.program.avals[self.value].shape
-        return jax.numpy.zeros(shape if self.deferred is None else self.deferred.shape(self.place.mesh, shape), self.dtype)
+        shape = self.place.bound.step.program.avals[self.rows[0] if self.rows else self.value].shape
+        shape = shape if self.deferred is None else self.deferred.shape(self.place.mesh, shape)
+        return jax.numpy.zeros((len(self.rows), *shape) if self.rows else shape, self.dtype)
 
     def added(self, total: Any, x: Any) -> Any:
         """The running sum with what one micro-batch gives."""
@@ -140,7 +162,26 @@ class Accumulated:
     def finished(self, total: Any, scale: float, dtype: Any) -> Any:
         """A running sum as the value that the step would have made of the whole batch."""
         found = finished(total, scale, dtype)
-        return found if self.deferred is None else self.deferred.total(found, self.place.mesh)
+        return found if self.deferred is None else self.deferred.total(found, self.place.mesh, has_rows=bool(self.rows))
+
+
+class StackedSum:
+    """The running sum of a stack while a program adds to it: loops do row by row, and what they leave out is added at the end."""
+
+    def __init__(self, accumulated: Accumulated, total: Any):
+        self.total, self._accumulated = total, accumulated
+
+    def added(self, total: Any, row: Any, x: Any) -> Any:
+        deferred = self._accumulated.deferred
+        x = (x if deferred is None else x.blocks).astype(total.dtype)
+        return jax.lax.dynamic_update_index_in_dim(total, jax.lax.dynamic_index_in_dim(total, row, keepdims=False) + x, row, 0)
+
+    def finish(self, done: Collection[int], env: Mapping[Any, Any]) -> Any:
+        """The sum with the rows that are not `done`."""
+        for row, v in enumerate(self._accumulated.rows):
+            if row not in done:
+                self.total = self.added(self.total, row, env[v])
+        return self.total
 
 
 def evaluate_part(
@@ -153,13 +194,22 @@ def evaluate_part(
       is_pass: a forward or backward pass, which reads gathered parameters.
     """
     evaluator, program = place.pass_evaluator if is_pass else place.evaluator, place.bound.step.program
-    env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
+    env = RowsAndStacks({k: evaluator.lift(v) for k, v in program.consts.items()}, place.stacks)
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
     with evaluator.of_micro_batch(own or OfMicroBatch()):
         evaluator.block(dataclasses.replace(program, eqns=part.eqns), env)
     evaluator.leave(env, part.outputs)
     return env
+
+
+def rows_added(part: Part, stack: int) -> set[int]:
+    """The rows of a running sum that a part's loops add."""
+    found: set[int] = set()
+    for e in part.eqns:
+        for _, into, at in e.params.get("sums", ()) if e.body is not None else ():
+            found.update(range(at, at + e.params["length"]) if into == stack else ())
+    return found
 
 
 def keys_in(part: Part, keys: Collection[str]) -> list[str]:
@@ -195,9 +245,13 @@ def jit_part(
     def fn(*arguments: Any) -> tuple[Any, ...]:
         rest = iter(arguments)
         values, sums = {v: next(rest) for v in part.inputs}, [next(rest) for _ in added]
-        own = OfMicroBatch(draws, next(rest) if draws else None, {k: next(rest) for k in whole})
+        stacked = {a.value: StackedSum(a, s) for a, s in zip(added, sums, strict=True) if a.rows}
+        own = OfMicroBatch(draws, next(rest) if draws else None, {k: next(rest) for k in whole}, stacked)
         env = evaluate_part(place, part, values, own, is_pass)
-        sums = [a.added(s, env[a.value]) for a, s in zip(added, sums, strict=True)]
+        sums = [
+            stacked[a.value].finish(rows_added(part, a.value), env) if a.rows else a.added(s, env[a.value])
+            for a, s in zip(added, sums, strict=True)
+        ]
         return (*(env[v] for v in part.outputs), *sums, *(env[v][None] for v in shares))
 
     draws, whole = keys_in(part, draws), keys_in(part, whole)

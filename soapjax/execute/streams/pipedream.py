@@ -57,6 +57,7 @@ class PipeDreamStep(MicroBatched):
 
     def __init__(self, micro: MicroStep, pipeline: Pipeline, places: Sequence[Sequence[Place]], *, donate: bool = True):
         self.micro, self.pipeline, self.places, self.step, self.donate = micro, pipeline, places, micro.step, donate
+        self.as_run, self.pieces = micro, None
         self.program = self.step.program
         bound = places[0][0].bound
         self.stages = [Replicas(replicas) for replicas in places]

@@ -14,6 +14,7 @@ update needs to running sums on its own devices; pipeline_updates.py goes on fro
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ class Staged(NamedTuple):
     """A step that is cut, and where its stages run."""
 
     micro: MicroStep
+    traced: MicroStep  # with every row of stacked state by itself
     pipeline: Pipeline
     cut: StageCut
     places: Sequence[Place]
@@ -68,8 +70,12 @@ class PipelineStream:
         micro, found = self.staged.micro, {}
         for s, place in enumerate(self.places):
             if keys := sorted({k for part in self.cut.passes if part.place == s for k in keys_in(part, micro.whole)}):
-                found[s] = WholeDivisors(micro, keys, is_float64=place.is_float64)
+                found[s] = WholeDivisors(self.staged.traced, keys, is_float64=place.is_float64)
         return found
+
+    def _divides(self, divisors: WholeDivisors) -> list[int]:
+        """The parts of the batch that divisors are made of."""
+        return [self.staged.traced.step.program.inputs[leaf] for leaf in divisors.leaves]
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
@@ -133,7 +139,7 @@ class PipelineStream:
         """Takes the batch apart into micro-batches, on every stage that reads some of it; the names that are given."""
         feeds: dict[int, list[int]] = {}
         for leaf in self.staged.micro.batch_leaves:
-            of_all = [s for s, divisors in self.divisors.items() if leaf in divisors.leaves]
+            of_all = [s for s, divisors in self.divisors.items() if self.program.inputs[leaf] in self._divides(divisors)]
             for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all]):
                 feeds.setdefault(s, []).append(leaf)
         self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
@@ -185,10 +191,10 @@ class PipelineStream:
         for kind in ("forward", "recompute", "backward", "weights"):
             parts = getattr(self.cut, kind)
             for part in (p for p in parts if p is not None):
-                made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
-                added = [a for a in self.sums[part.place] if a.value in made]
+                made = part.made
+                added = [a for a in self.sums[part.place] if made.issuperset(a.rows or (a.value,))]
                 extra = tuple(v for v in sorted(joined & made) if v not in part.outputs)
-                part = part.__class__(part.name, part.place, part.eqns, part.own, part.inputs, (*part.outputs, *extra))
+                part = dataclasses.replace(part, outputs=(*part.outputs, *extra))
                 micro, place = self.staged.micro, self.places[part.place]
                 fn = jit_part(place, part, added=added, draws=micro.draws, whole=micro.whole, is_pass=True)
                 self.compiled[kind, part.place] = part, fn, added
@@ -202,7 +208,7 @@ class PipelineStream:
     def _divide(self) -> None:
         """The divisors of the whole batch, on stages that divide by one."""
         for s, divisors in self.divisors.items():
-            batch = [("batch", self.program.inputs[leaf], s) for leaf in divisors.leaves]
+            batch = [("batch", v, s) for v in self._divides(divisors)]
             names = [("divisor", k, s) for k in divisors.keys]
             self.out.call(f"divisors {s}", self.track(s), divisors.jitted(self.places[s].whole), batch, names)
 

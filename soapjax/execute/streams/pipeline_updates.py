@@ -149,7 +149,9 @@ class _Updates:
         if not self.staged.donate:
             return []
         leaves = {k for p in self.places[0].bound.graph.parameters for k in (p.leaf, *p.state_leaves)}
-        own = {v for k in leaves if self.cut.home[v := self.program.inputs[k]] == s}
+        traced, stacks = self.staged.traced.step.program.inputs, self.places[s].stacks
+        given = {v for k in leaves for v in (traced[k], *(stacks.holding(traced[k]) if stacks else ()))}
+        own = {v for v in given if self.cut.home.get(v) == s}
         replaced = {self.replaces[o] for o in outputs if o in self.replaces}
         replaced -= {o for o in self.program.outputs if isinstance(o, int)}  # what is returned too stays
         free = [n not in self.out.lent for n in (self.stream.name(v, s, None) for v in values)]

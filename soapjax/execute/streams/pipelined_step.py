@@ -20,6 +20,7 @@ from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_bl
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
+from soapjax.execute.streams.rolled_cut import roll
 from soapjax.execute.streams.stage_cut import StageCut, cut_stages
 from soapjax.execute.streams.stream import Stream
 from soapjax.graph.operators import OperatorGraph
@@ -59,8 +60,13 @@ class PipelineStep(MicroBatched):
         if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means)):
             _warn_once(", ".join(averaged[:8]))
         self._defer([v for _, v in self.cut.gradients])
+        self.as_run, self.pieces = micro, None
+        if rolled := roll(micro, self.cut, places, self._joinings):
+            self.as_run, self.cut, self._joinings, stacks, self.pieces = rolled
+            for place in places:
+                place.have_stacks(stacks)
         self._receive()
-        self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.step.in_paths))]
+        self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.as_run.step.in_paths))]
         self._streams: dict[bool, StepStream] = {}
 
     def _defer(self, gradients: Sequence[int]) -> None:
@@ -79,9 +85,8 @@ class PipelineStep(MicroBatched):
     def _receive(self) -> None:
         """What each stage gets from another comes in the layout that it has there."""
         parts = self.cut.passes
-        made = {v: p.place for p in parts for v in p.outputs} | {
-            v: s for v, s in self.cut.home.items() if v not in {self.step.program.inputs[k] for k in self.micro.batch_leaves}
-        }
+        batch = {self.as_run.step.program.inputs[k] for k in self.as_run.batch_leaves}
+        made = {v: p.place for p in parts for v in p.outputs} | {v: s for v, s in self.cut.home.items() if v not in batch}
         late = [p for p in (*self.cut.update, *self.cut.mixed) if p is not None]
         moves = [(v, made[v], p.place) for p in (*parts, *late) for v in p.inputs if v in made]
         moves += [(v, s, c.site) for c in self.cut.crossings for s, v in c.summands]
@@ -90,9 +95,9 @@ class PipelineStep(MicroBatched):
                 self.places[target].receive(v, self.places[source])
 
     def _leaf_sharding(self, leaf: int) -> Any:
-        if leaf in self.micro.batch_leaves:
+        if leaf in self.as_run.batch_leaves:
             return None
-        value = self.step.program.inputs[leaf]
+        value = self.as_run.step.program.inputs[leaf]
         return self.places[self.cut.home.get(value, 0)].sharding(value)
 
     # Running.
@@ -107,7 +112,7 @@ class PipelineStep(MicroBatched):
 
     def _built(self, with_gradients: bool) -> StepStream:
         if with_gradients not in self._streams:
-            staged = Staged(self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
+            staged = Staged(self.as_run, self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
             self._streams[with_gradients] = step_stream(staged, with_gradients=with_gradients)
         return self._streams[with_gradients]
 

@@ -22,6 +22,7 @@ from soapjax.execute.spmd.arrivals import place_all
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.streams.part_program import Place, jit_part
+from soapjax.execute.streams.stacked_state import Pieces
 from soapjax.execute.streams.stage_cut import Cutter, cut_updates
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
@@ -50,6 +51,8 @@ class PlacedStep:
       donate: reuse the memory of parameters and optimizer state for their new values.
     Raises: SoapjaxError where the operators of one loop are on different devices.
     """
+
+    pieces: Pieces | None = None
 
     def __init__(self, program: BoundStep, *, donate: bool = True, is_float64: bool = False):
         self.program, self.step, self.donate = program, program.step, donate

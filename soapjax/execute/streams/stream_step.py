@@ -17,7 +17,7 @@ from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pieces import on_every_process, piecewise
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.execute.streams.stacked_state import StackedState
+from soapjax.execute.streams.stacked_state import Pieces, StackedState
 from soapjax.execute.streams.stream import Event, Stream
 from soapjax.graph.trace.tracing import TracedStep, signature
 from soapjax.own_config import compiled_as_planned
@@ -28,6 +28,7 @@ class Streamed(Protocol):
 
     in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
     donate: bool
+    pieces: Pieces | None  # what it takes and returns for every leaf; None: rows
 
     @property
     def all_places(self) -> list[Place]: ...  # of stages and their replicas
@@ -53,12 +54,11 @@ class StreamStep:
         of_places = (d for p in streamed.all_places for d in p.mesh.devices.flat)
         self._devices = list(dict.fromkeys(of_places if devices is None else devices))
         self.spans_processes = any(d.process_index != jax.process_index() for d in self._devices)
-        state, program = set(step.state_pairs.values()), step.program
-        made = [k for k, v in enumerate(program.outputs) if isinstance(v, int) and v not in program.inputs]
-        self._told = [k for k in made if k not in state] if self.spans_processes else []
         self._tell: Callable[..., Sequence[jax.Array]] | None = None
         pairs = {o: i for i, o in step.leaf_pairs.items()}
-        self._state = StackedState(step.program.rows, pairs, streamed.in_shardings, donate=streamed.donate)
+        pieces = streamed.pieces or Pieces.of_rows(step.program.rows)
+        self._told = _no_state(step, pieces) if self.spans_processes else []
+        self._state = StackedState(pieces, pairs, streamed.in_shardings, donate=streamed.donate)
         (self.in_shardings, _) = step.in_tree.unflatten(self._state.in_shardings)
         self.is_compiled = False
         self.state_outputs = frozenset(step.leaf_pairs.values())  # leaves
@@ -124,6 +124,17 @@ class StreamStep:
     def lower(self, *args: Any) -> Any:
         value, expected = "a step of several programs", "a plan that is one program"
         raise SoapjaxError(Problem("lower", value, expected, "plan without pins and pipeline to read the compiled program"))
+
+
+def _no_state(step: TracedStep, pieces: Pieces) -> list[int]:
+    """Positions, among what a program returns, of results that are no state and are made by it."""
+    found, at, row = [], 0, 0
+    for leaf, rows in enumerate(pieces.outputs):
+        v = step.program.outputs[row]
+        if leaf not in step.leaf_pairs.values() and isinstance(v, int) and v not in step.program.inputs:
+            found.append(at)
+        at, row = at + len(rows), row + sum(max(n, 1) for n in rows)
+    return found
 
 
 def compile_step(program: BoundStep, *, donate: bool | Sequence[int] = True) -> CompiledStep | StreamStep:

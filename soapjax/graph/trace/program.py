@@ -22,6 +22,7 @@ import jax
 from jax.extend import core as jex_core
 
 from soapjax.graph.trace.source_lines import line_of_equation
+from soapjax.graph.trace.trips import Trip
 from soapjax.graph.trace.unstacking import Unstacked, unstacked
 
 # Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
@@ -60,6 +61,7 @@ class FlatEqn:
     ctx: Any
     body: Program | None = None
     source_info: Any = None
+    trip: Trip | None = None
     name: str = dataclasses.field(init=False)  # of the primitive
     key: str = dataclasses.field(init=False)  # the address as text, e.g. '12' or '12.3'
 
@@ -110,6 +112,7 @@ class _Flattener:
     def __init__(self, unroll: bool, has_rule: Callable[[str], bool]):
         self.unroll, self.has_rule = unroll, has_rule
         self.avals: dict[int, Any] = {}
+        self._loops = 0  # that were unrolled
 
     def fresh(self, aval: Any) -> int:
         self.avals[len(self.avals)] = aval
@@ -221,10 +224,14 @@ class _Flattener:
         closed = p["jaxpr"]
         body_consts = [self._const(c, out) for c in closed.consts]
         ys: list[list[Atom]] = [[] for _ in eqn.outvars[num_carry:]]
+        self._loops += 1
+        loop = self._loops
         for t in reversed(range(length)) if p["reverse"] else range(length):
-            step = f"{path}/t{t}"
+            step, begin = f"{path}/t{t}", len(out)
             slices = [self._traced(lambda x, t=t: x[t], [x], step, out)[0] for x in xs]
             results = self.inline(closed.jaxpr, body_consts, [*consts, *carry, *slices], step, out, in_scan=True)
+            for k, r in enumerate(r for r in out[begin:] if "const" not in r):
+                r["trip"] = Trip((loop, k), t)
             carry = results[:num_carry]
             for column, y in zip(ys, results[num_carry:], strict=True):
                 column.append(y)
@@ -317,7 +324,8 @@ def _own_casts(records: list[dict], inputs: set[int], f: _Flattener) -> list[dic
         changed = list(r["inputs"])
         for k, a in enumerate(changed):
             if isinstance(a, int) and a in casts:
-                copy = dict(casts[a], outputs=(f.fresh(f.avals[a]),), stack=r["stack"])
+                trip = r["trip"].of_operand(k) if r.get("trip") else None
+                copy = dict(casts[a], outputs=(f.fresh(f.avals[a]),), stack=r["stack"], trip=trip)
                 out.append(copy)
                 changed[k] = copy["outputs"][0]
         r = dict(r, inputs=tuple(changed))
@@ -356,7 +364,7 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
         eqns.append(
             FlatEqn(
                 address=address, primitive=r["primitive"], params=r["params"], inputs=r["inputs"], outputs=r["outputs"],
-                stack=r["stack"], ctx=r["ctx"], body=body, source_info=r["source_info"],
+                stack=r["stack"], ctx=r["ctx"], body=body, source_info=r["source_info"], trip=r.get("trip"),
             )  # fmt: skip
         )
     return tuple(eqns)

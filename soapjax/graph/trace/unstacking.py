@@ -14,6 +14,7 @@ row by row are one group, and a group stays as it is where something reads all o
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from soapjax.graph.trace.trips import Trip
 from soapjax.graph.trace.union_find import UnionFind
 
 _FOLDED = {
@@ -82,6 +84,7 @@ class _Unstacking:
         self.same: dict[int, Any] = {}  # value -> the row that stands for it
         self.zeros: set[int] = set()  # values that are known to be
         self.out: list[Record] = []
+        self._marked: collections.Counter[tuple[int, int]] = collections.Counter()  # by record and row
 
     def run(self) -> Unstacked:
         self.taken = self._groups()
@@ -90,7 +93,7 @@ class _Unstacking:
             if v in self.taken and v in self.may_be_apart:
                 self.rows[v] = [self._fresh(self._row_aval(v)) for _ in range(self._length(v))]
             inputs.append(tuple(self.rows.get(v, [v])))
-        for r in self.records:
+        for self._at, r in enumerate(self.records):
             if "const" in r:
                 self.out.append(r)
             else:
@@ -205,7 +208,7 @@ class _Unstacking:
     def _rewrite(self, r: Record) -> None:
         name, outputs, read = r["primitive"].name, r["outputs"], _values(r["inputs"])
         if (stacked := self._stacked(r)) is not None and outputs[0] in self.taken:
-            self.rows[outputs[0]] = stacked if name == "stack" else [self._first(a, r) for a in stacked]
+            self.rows[outputs[0]] = stacked if name == "stack" else [self._first(a, r, t) for t, a in enumerate(stacked)]
         elif (at := self._padded(r)) is not None and outputs[0] in self.taken:
             (zeros,) = self._trace(lambda x: jax.numpy.zeros_like(x[0]), [r["inputs"][0]], r)
             self.zeros.update(_values([zeros]))
@@ -238,21 +241,21 @@ class _Unstacking:
         inputs = list(zip(*operands, strict=True))
         if found.folds is None:
             aval = self._row_aval(r["outputs"][0])
-            self.rows[r["outputs"][0]] = [self._row(r, found.params, row, aval) for row in inputs]
+            self.rows[r["outputs"][0]] = [self._row(r, found.params, row, aval, t) for t, row in enumerate(inputs)]
             return
         aval = self._aval(r["outputs"][0])
-        parts = [self._emit(r, found.params, row, aval) if found.params["axes"] else row[0] for row in inputs]
+        parts = [self._emit(r, found.params, row, aval, t) if found.params["axes"] else row[0] for t, row in enumerate(inputs)]
         (self.same[r["outputs"][0]],) = self._trace(lambda *xs: functools.reduce(found.folds, xs), parts, r)
 
-    def _emit(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> int:
+    def _emit(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any, row: int) -> int:
         o = self._fresh(aval)
-        self.out.append(dict(r, params=params, inputs=tuple(inputs), outputs=(o,)))
+        self.out.append(dict(r, params=params, inputs=tuple(inputs), outputs=(o,), trip=self._trip(row)))
         return o
 
-    def _row(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any) -> Any:
+    def _row(self, r: Record, params: dict[str, Any], inputs: Sequence[Any], aval: Any, row: int) -> Any:
         """One row of a result; of a sum with a row of zeros, the other one."""
         rest = self._without_zeros(inputs, aval) if r["primitive"].name in ("add", "add_any") else None
-        return self._emit(r, params, inputs, aval) if rest is None else rest
+        return self._emit(r, params, inputs, aval, row) if rest is None else rest
 
     def _without_zeros(self, terms: Sequence[Any], aval: Any) -> Any:
         """What a sum of two, of type `aval`, is where one of them is known to be zeros; None where none is."""
@@ -266,7 +269,7 @@ class _Unstacking:
         if has_rows:
             if isinstance(a, int) and a in self.rows:
                 return self.rows[a]
-            return [self._trace(lambda x, t=t: x[t], [a], r)[0] for t in range(length)]
+            return [self._trace(lambda x, t=t: x[t], [a], r, t)[0] for t in range(length)]
         shape = self._shape(a)
         reads_first = shape[:1] == (1,) and 0 in r["params"].get("broadcast_dimensions", (0,))
         return (self._trace(lambda x: x[0], [a], r) if reads_first else [a]) * length
@@ -305,14 +308,25 @@ class _Unstacking:
     def _atom(self, a: Any) -> Any:
         return self.same.get(a, a) if isinstance(a, int) else a
 
-    def _first(self, a: Any, r: Record) -> Any:
-        return self.unit[a] if isinstance(a, int) and a in self.unit else self._trace(lambda x: x[0], [a], r)[0]
+    def _first(self, a: Any, r: Record, row: int | None = None) -> Any:
+        return self.unit[a] if isinstance(a, int) and a in self.unit else self._trace(lambda x: x[0], [a], r, row)[0]
 
     def _is_row(self, o: int, unit: int) -> bool:
         return self._shape(o) == self._shape(unit)[1:]
 
-    def _trace(self, fn: Callable[..., Any], atoms: list[Any], r: Record | None = None) -> list[Any]:
-        return self.traced(fn, atoms, "" if r is None else r["stack"], self.out)
+    def _trace(self, fn: Callable[..., Any], atoms: list[Any], r: Record | None = None, row: int | None = None) -> list[Any]:
+        """What a small function makes; of `row`, or where the record `r` comes from."""
+        begin, trip = len(self.out), None if r is None else r.get("trip")
+        found = self.traced(fn, atoms, "" if r is None else r["stack"], self.out)
+        for e in self.out[begin:]:
+            if "const" not in e and (row is not None or trip is not None):
+                e["trip"] = self._trip(row) if trip is None else Trip((*self._trip(trip.row).of, *trip.of), trip.row)
+        return found
+
+    def _trip(self, row: int) -> Trip:
+        """Of the next equation that is made of a record for a row."""
+        self._marked[self._at, row] += 1
+        return Trip(("rows", self._at, self._marked[self._at, row]), row)
 
     def _fresh(self, aval: Any) -> int:
         self.avals[len(self.avals)] = aval
