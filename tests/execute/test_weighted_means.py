@@ -21,6 +21,11 @@ from soapjax.strategy.pipeline import Pipeline, Stage
 
 BATCH, SEQ, WIDTH, VOCAB = 8, 6, 8, 12
 
+
+def of_class(w):
+    return (w[:, 3] > 0).astype(int)
+
+
 DIVISORS = {  # what the sum of weighted errors is divided by
     "a sum": lambda w: w.sum(),
     "kept from zero": lambda w: w.sum() + 1e-3,
@@ -37,6 +42,14 @@ LOSSES = {
     "by class": lambda e, w: ((e * w).sum(0) / (w.sum(0) + 1)).mean(),
     "two of them": lambda e, w: (e * w).sum() / w.sum() + 0.1 * (e * (1 - w)).sum() / (1 - w).sum(),
     "where": lambda e, w: jnp.mean(e, where=w > 0.2),
+    "given to a loop": lambda e, w: jax.lax.map(lambda r: (r[0] * r[1]).sum() / r[2], (e.T, w.T, jnp.full(SEQ, w.sum()))).sum(),
+    # Other numbers of the batch alone.
+    "over the largest": lambda e, w: (e * (w / w.max())).mean(),
+    "softmax": lambda e, w: (e * jax.nn.softmax(w.sum(1))[:, None]).sum(),
+    "standardised": lambda e, w: (e * ((w - w.mean()) / (w.std() + 1e-6))).mean(),
+    "by what each class has": lambda e, w: (e / jax.nn.one_hot(of_class(w), 2).sum(0)[of_class(w)][:, None]).sum(),
+    "as long as the longest": lambda e, w: (e * (jnp.arange(SEQ) < (w > 0).sum(1).max())).mean(),
+    "above the mean": lambda e, w: (e * (w > w.mean())).mean(),
 }
 
 
@@ -139,7 +152,7 @@ def test_minibatches_have_their_own_weights():
 
 REFUSED = {
     "an overlap": lambda e, w: (e * w).sum() / (jax.nn.sigmoid(e) * w).sum(),
-    "divided in a loop": lambda e, w: jax.lax.map(lambda r: (r[0] * r[1]).sum() / r[2], (e.T, w.T, jnp.full(SEQ, w.sum())))[0],
+    "summed in a loop": lambda e, w: jax.lax.map(lambda r: (r[0] * r[1]).sum() / r[1].sum(), (e.T, w.T))[0],
 }
 
 
@@ -155,3 +168,70 @@ def test_it_runs_by_the_decorator():
     planned = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=4, proposals=8)
     for found, wanted in zip(jax.tree.leaves(planned(state, batch)[1]), jax.tree.leaves(step(state, batch)[1]), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_results_that_are_made_of_means_are_those_of_the_whole_batch(caplog):
+    """A perplexity is that of the mean loss, not the mean of perplexities; what no mean tells is averaged, and named."""
+
+    def step(w, x, y):
+        def loss(w):
+            z = jnp.tanh(x @ w)
+            error = ((z - y) ** 2).mean()
+            exact = {"perplexity": jnp.exp(error), "psnr": -10 * jnp.log10(error), "r2": 1 - error / y.var()}
+            return error, exact | {"deviation": z.std(), "norm": jnp.sqrt((z**2).sum()), "hits": (z > y).mean()}
+
+        (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * gradient, metrics | {"loss": value, "gradient_norm": jnp.sqrt((gradient**2).sum())}
+
+    rng = np.random.default_rng(0)
+    w, x, y = (rng.normal(size=s).astype(np.float32) for s in ((6, 4), (16, 6), (16, 4)))
+    x *= np.linspace(0.2, 3, 16, dtype=np.float32)[:, None]
+    wanted = step(w, x, y)[1]
+    found = soap_shard(step, microbatches=4, planner="data_parallel", donate=False)(w, x, y)[1]
+    other = {"deviation", "norm"}
+    for name in wanted:
+        assert np.allclose(found[name], wanted[name], rtol=1e-5) == (name not in other), name
+    (named,) = [m for m in caplog.messages if "averaged" in m]
+    assert {name for name in wanted if f"'{name}'" in named or f".{name}" in named} == other
+
+
+WARNED = {
+    "a product of means": lambda v, x: v.mean() * jnp.abs(v).mean(),
+    "a mean's square": lambda v, x: (v.mean(0) ** 2).sum(),
+    "a covariance": lambda v, x: ((v.T @ v / len(x)) ** 2).sum(),
+    "advantages of the values": lambda v, x: (v * jax.lax.stop_gradient(v - v.mean())).mean(),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_statistics_of_results_that_come_back_are_warned_of(name, caplog):
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: WARNED[name](jnp.tanh(x @ w), x))(w)
+
+    w, x = jnp.eye(6, 4), jax.random.normal(jax.random.key(0), (8, 6))
+    soap_shard(step, microbatches=2, planner="data_parallel", donate=False)(w, x)
+    assert any("statistic of the batch" in m for m in caplog.messages)
+
+
+NUMBERED = {
+    "edges": lambda w, x, i: (jnp.tanh(x @ w) * jnp.tanh(x @ w)[i]).mean(),
+    "sums of edges": lambda w, x, i: (jax.ops.segment_sum(jnp.tanh(x @ w), i, len(x)) ** 2).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_samples_read_by_numbers_that_come_with_the_batch_are_refused(name):
+    def step(w, x, i):
+        return w - 0.1 * jax.grad(NUMBERED[name])(w, x, i)
+
+    arguments = jnp.eye(6, 4), jax.random.normal(jax.random.key(0), (8, 6)), jnp.arange(8)[::-1]
+    with pytest.raises(SoapjaxError, match="by numbers that come with the batch"):
+        soap_shard(step, microbatches=2, planner="data_parallel", donate=False)(*arguments)
+
+
+def test_a_step_that_takes_other_samples_of_a_part_is_warned_of(caplog):
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: (jnp.tanh(jnp.concatenate([x, x + 1]) @ w)[:8] ** 2).mean())(w)
+
+    soap_shard(step, microbatches=2, planner="data_parallel", donate=False)(jnp.eye(6, 4), jnp.ones((8, 6)))
+    assert any("another program" in m for m in caplog.messages)

@@ -17,7 +17,7 @@ def case(fn, *, size=4):
         return soapjax.trace(fn, jax.ShapeDtypeStruct((6, 3), "float32"), x).program
 
     small, large = traced(size), traced(FACTOR * size)
-    return small, scalings(small, large, FACTOR).of
+    return small, scalings(small, large, FACTOR)
 
 
 FUNCTIONS = {
@@ -54,7 +54,7 @@ def test_what_is_neither_mean_nor_sum():
     program, found = case(jax.grad(lambda w, x: (x @ w).max()))  # shared among as many as are the largest
     assert found[program.outputs[0]].is_ratio
     small = soapjax.trace(lambda x: x + 1, jnp.ones(3)).program
-    assert scalings(small, soapjax.trace(lambda x: x * 2 + 1, jnp.ones(3)).program, 2).of == {}
+    assert scalings(small, soapjax.trace(lambda x: x * 2 + 1, jnp.ones(3)).program, 2) == {}
 
 
 def errors(w, x):

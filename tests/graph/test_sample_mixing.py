@@ -58,6 +58,8 @@ LOSSES = {
     "blocks recomputed": jax.checkpoint(lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum())),
     "parameters alone": lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum()),
     "a mask": lambda w, x: jnp.where(x[:, :1] > 0, hidden(w, x), 0.0).mean(),
+    "its own places": lambda w, x: jnp.take_along_axis(hidden(w, x), (x[:, :2] > 0).astype(int), 1).mean(),
+    "flattened": lambda w, x: hidden(w, x).reshape(-1)[jnp.arange(len(x)) * WIDTH + (x[:, 0] > 0)].mean(),
     "a metric beside": lambda w, x: (hidden(w, x) ** 2).mean() + jax.lax.stop_gradient((x @ x.T).mean()) * 0,
     "means of pairs": lambda w, x: (hidden(w, x) @ hidden(w, x).T).mean(),
     "pairs of a scan": through_a_scan(lambda z: jnp.exp(z @ z.T).mean()),
@@ -68,6 +70,8 @@ LOSSES = {
                                               - hidden(w, x)[None]).mean(),
     "fixed rows beside all": lambda w, x: (hidden(w, jnp.concatenate([2 * x[:1], x])) ** 2).mean(),
     "fixed rows beside the last": lambda w, x: (hidden(w, jnp.concatenate([2 * x[:1], x, x[1:] ** 2])) ** 2).mean(),
+    "by number": lambda w, x: (hidden(w, x) * hidden(w, x)[(x[:, 0] > 0).astype(int)]).mean(),
+    "added by number": lambda w, x: (jnp.zeros_like(x).at[(x[:, 0] > 0).astype(int)].add(hidden(w, x)) ** 2).mean(),
     "normalised": normalised,
     "a root of a mean": lambda w, x: jnp.sqrt((hidden(w, x) ** 2).mean()),
     "a variance": attention,
@@ -97,6 +101,10 @@ def test_it_is_found_where_gradients_differ(name, num):
     differs = not np.allclose(whole, parts, rtol=1e-4, atol=1e-6)
     micro = micro_step(step, w, x, num_microbatches=num)
     mixing = micro.growth.mixing(micro.step.program.outputs)
-    assert (mixing.any() is not None) == differs == (name in MIXES)
+    assert differs == (name in MIXES)
+    is_found = mixing.any() is not None or mixing.by_number() is not None
+    assert is_found == (differs and not micro.whole)  # the weights of the whole batch are read
+    assert bool(micro.whole) == (name == "with weights")
+    assert (mixing.by_number() is not None) == ("by number" in name)
     assert (mixing.pairs() is not None) == ("pairs" in name or "distances" in name or name == "contrastive")
     assert (mixing.fixed_rows() is not None) == ("fixed rows" in name)

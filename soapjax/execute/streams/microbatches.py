@@ -110,16 +110,20 @@ def micro_step(
             aval = full.in_avals[i]
             flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((samples, *aval.shape[1:]), aval.dtype)
         rest = iter(jax.tree_util.tree_unflatten(tree, flat))
-        return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
+        try:
+            return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
+        except SoapjaxError as e:
+            cut = ", ".join(full.in_paths[i] for i in leaves[:4]) + (", ..." if len(leaves) > 4 else "")
+            of_part = f"traced with {samples} of {size} samples (of {cut}): "
+            raise SoapjaxError([p._replace(value=of_part + p.value) for p in e.problems]) from e
 
     small = with_samples(size // num_microbatches)
     grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
-    state = [small.program.outputs[k] for k in small.state_pairs.values()]
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     return MicroStep(
         step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
-        full=full, growth=grows, draws=draws, after_means=grows.after_means(state), whole=whole,
+        full=full, growth=grows, draws=draws, after_means=grows.after_means(small.program.outputs), whole=whole,
     )  # fmt: skip
 
 
@@ -177,6 +181,8 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
     powers = {s.power for _, s in found if not s.is_zero}
     reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
+    if not micro.growth.is_known and micro.num_microbatches > 1:
+        _warn_of_other_program(f"{micro.batch_size // micro.num_microbatches} of {micro.batch_size} samples")
     if micro.growth.is_known:
         mixing = micro.growth.mixing([v for _, v in gradients])
         if (pairs := mixing.pairs()) is not None:
@@ -187,6 +193,13 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
             value = f"the loss joins a fixed number of samples to others ({fixed.source}: {list(mixing.shape(fixed))})"
             expected = "a share of the batch: of a micro-batch a fixed number is a larger share"
             raise SoapjaxError(Problem(place, value, expected, "slice by the batch's own size, or use one micro-batch"))
+        if (read := mixing.by_number()) is not None:
+            at = f"{read.source}: {list(mixing.shape(read))}"
+            value = f"samples are read, or added to, by numbers that come with the batch ({at})"
+            expected = "a loss of every sample by itself: the numbers count those of the whole batch"
+            raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
+        if (statistic := mixing.statistic()) is not None:
+            _warn_of_statistic(f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
         if (moved := mixing.order()) is not None:
             _warn_of_order(f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
     other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
@@ -201,18 +214,37 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
 
 
 @functools.lru_cache(256)  # a plan that is checked is made more than once
+def _warn_of_other_program(part: str) -> None:
+    log.warning("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
+
+
+@functools.lru_cache(256)  # a plan that is checked is made more than once
+def _warn_of_statistic(place: str) -> None:
+    log.warning(
+        "%s brings a mean, or another statistic of the batch, back to its samples: each micro-batch has its own, as of batch norm, "
+        "and gradients differ by that from the whole batch's", place,
+    )  # fmt: skip
+
+
+@functools.lru_cache(256)  # a plan that is checked is made more than once
 def _warn_of_order(place: str) -> None:
     log.warning("%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone", place)
 
 
-def averaged_blindly(micro: MicroStep, averaged: Collection[int]) -> list[str]:
-    """Results among the `averaged` values that are no mean over the batch, or not known to be one."""
+def averaged_blindly(micro: MicroStep, averaged: Collection[int], gradients: Collection[int]) -> list[str]:
+    """Results that are averaged, or made of `averaged` values, and are no mean over the batch, or not known to be one."""
+    state = set(micro.step.state_pairs.values())
+    results = {
+        p: v for k, (p, v) in enumerate(zip(micro.step.out_paths, micro.step.program.outputs, strict=True))
+        if isinstance(v, int) and k not in state and not micro.growth.sample_dims(v)
+    }  # fmt: skip
+    no_means = micro.growth.no_means(list(results.values()), gradients)
     found = []
-    for path, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True):
-        if isinstance(v, int) and v in averaged:
-            scaling = micro.growth.of(v) or UNKNOWN
-            if not scaling.is_zero and (scaling.power != 0 or scaling.extreme or scaling.is_ratio):
-                found.append(path)
+    for path, v in results.items():
+        scaling = micro.growth.of(v) or UNKNOWN
+        is_other = not scaling.is_zero and (scaling.power != 0 or scaling.extreme or scaling.is_ratio)
+        if (v in averaged and is_other) or v in no_means:
+            found.append(path)
     return found
 
 

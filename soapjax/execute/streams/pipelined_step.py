@@ -57,7 +57,7 @@ class PipelineStep(MicroBatched):
         self.cut, self._joinings, self.reduction = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
         gradients = {v for _, v in self.cut.gradients}
         means = {v for v, how in self._joinings.items() if how.how == "mean"} - gradients
-        if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means)):
+        if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means, gradients)):
             _warn_once(", ".join(averaged[:8]))
         self._defer([v for _, v in self.cut.gradients])
         self.as_run, self.pieces = micro, None

@@ -33,7 +33,7 @@ class WholeDivisors:
         inputs = [program.inputs[k] for k in self.leaves]
         env.update((v, evaluator.as_traced(v, batch[k])) for v, k in zip(inputs, self.leaves, strict=True))
         evaluator.block(program, env)
-        return [env[w.value] * jnp.asarray(w.scale, env[w.value].dtype) for w in self._wanted]
+        return [env[w.value] if w.scale == 1 else env[w.value] * jnp.asarray(w.scale, env[w.value].dtype) for w in self._wanted]
 
     def jitted(self, sharding: Any) -> Any:
         """`(*micro-batches of `leaves`, stacked) -> divisors`, each laid out as `sharding`."""

@@ -1,4 +1,4 @@
-"""State that a step computes from means over the batch: a moving variance, say, from E[x] and E[x²].
+"""What a step computes from means over the batch: a moving variance, say, from E[x] and E[x²], or a perplexity.
 
 Micro-batches have means of their own. What is linear in them may be averaged over micro-batches; what is not must be computed from
 the averaged means, as the step computes it from those of the whole batch:
@@ -27,9 +27,9 @@ _ADDITIONS = {"add", "sub", "add_any"}
 
 
 def after_means(
-    small: Program, large: Program, scaling: Mapping[int, Scaling], batch: Collection[int], state: Collection[int]
+    small: Program, large: Program, scaling: Mapping[int, Scaling], batch: Collection[int], wanted: Collection[int]
 ) -> frozenset[str]:
-    """Keys of the outermost equations between means over the batch and what they make of the values `state`.
+    """Keys of the outermost equations between means over the batch and what they make of the values `wanted`, but for means.
 
     Args:
       small, large: the step traced with two sizes of its batch, equation by equation alike.
@@ -39,7 +39,7 @@ def after_means(
     if not scaling:
         return frozenset()
     steps = _Steps(small, large, scaling, batch)
-    needed, found = set(state), set()
+    needed, found = set(wanted) - steps.linear, set()
     for eqn in reversed(small.eqns):
         if eqn.key in steps.after and not needed.isdisjoint(eqn.outputs):
             found.add(eqn.key)

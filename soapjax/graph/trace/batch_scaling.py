@@ -9,7 +9,7 @@ a batch dim are told by their shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,20 +31,6 @@ class Scaling(NamedTuple):
     is_ratio: bool = False
     is_sum: bool = False
     extreme: str = ""
-
-
-class Divisor(NamedTuple):
-    """What an equation divides by where that is a sum (power 1) or a mean (0) over the data."""
-
-    operand: int  # its position among the equation's
-    power: float
-
-
-class Scalings(NamedTuple):
-    """of: the scaling of every value; divided: equations (keys) that divide by a sum or mean over the data."""
-
-    of: dict[int, Scaling]
-    divided: dict[str, Divisor]
 
 
 UNKNOWN = Scaling(None)
@@ -73,19 +59,22 @@ def exponent_of(eqn: FlatEqn) -> float:
     return _POWERS[eqn.name] or eqn.params["y"]
 
 
-def scalings(small: Program, large: Program, factor: float, whole: Mapping[str, Divisor] | None = None) -> Scalings:
+def scalings(
+    small: Program, large: Program, factor: float, known: Mapping[int, float] | None = None, batch: Collection[int] = ()
+) -> dict[int, Scaling]:
     """The scaling of every value of `small`, all nesting levels included; empty where the programs differ in structure.
 
     Args:
       large: the same step with a batch `factor` times as large.
-      whole: of the equations that divide by data those whose divisor is that of the whole batch: no ratio is made there.
+      known: powers of values that nothing makes: statistics of the whole batch. What divides by these, or by what every sample has
+        of them and of the inputs `batch` alone, makes no ratio.
     """
     ours, theirs = list(small.walk()), list(large.walk())
     alike = len(ours) == len(theirs) and all(
         (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
         for (a, _), (b, _) in zip(ours, theirs, strict=True)
     )
-    return _Scaler(small, large, factor, whole or {}).run() if alike else Scalings({}, {})
+    return _Scaler(small, large, factor, known or {}, batch).run() if alike else {}
 
 
 def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
@@ -97,19 +86,20 @@ def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:
 
 
 class _Scaler:
-    def __init__(self, small: Program, large: Program, factor: float, whole: Mapping[str, Divisor]):
-        self.small, self.large, self.factor, self.whole = small, large, factor, whole
-        self.divided: dict[str, Divisor] = {}
+    def __init__(self, small: Program, large: Program, factor: float, known: Mapping[int, float], batch: Collection[int]):
+        self.small, self.large, self.factor = small, large, factor
         self.found: dict[int, Scaling] = dict.fromkeys(small.inputs, Scaling())
+        self.found.update({v: Scaling(power) for v, power in known.items()})
+        self.own = {*known, *batch} if known else set()  # what every sample has of the batch alone, and what all have of it
         self.found.update({k: ZERO if _is_zero(v) else Scaling() for k, v in small.consts.items()})
         self.data = {i for i in small.inputs if self.sample_dims(i)}
         self.smooth = set(self.data)  # of the data's values, not only of how they compare
         self.to_samples = self.read_by_samples()
         self.made_by = {o: eqn for eqn, _ in small.walk() if eqn.body is None for o in eqn.outputs}
 
-    def run(self) -> Scalings:
+    def run(self) -> dict[int, Scaling]:
         self.block(self.small, self.large)
-        return Scalings(self.found, self.divided)
+        return self.found
 
     def block(self, small: Program, large: Program) -> None:
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
@@ -120,6 +110,8 @@ class _Scaler:
                 continue
             if any(isinstance(a, int) and a in self.data for a in eqn.inputs):
                 self.data.update(eqn.outputs)
+            if all(not isinstance(a, int) or a in self.own or a in self.small.consts for a in eqn.inputs):
+                self.own.update(o for o in eqn.outputs if self.own and self.sample_dims(o))
             read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in _COMPARE else eqn.inputs
             if any(isinstance(a, int) and a in self.smooth for a in read):
                 self.smooth.update(eqn.outputs)
@@ -160,17 +152,14 @@ class _Scaler:
 
     def equation(self, eqn: FlatEqn, other: FlatEqn) -> Scaling:
         inputs = [self.read(a, b) for a, b in zip(eqn.inputs, other.inputs, strict=True)]
-        if (divisor := self.whole.get(eqn.key)) is not None:
-            inputs[divisor.operand] = Scaling(divisor.power)
         found = self.grown(eqn, inputs)
         if found.is_zero:
             return found
         passes_on = eqn.name in _PASSED_ON
         scales = eqn.name in ("mul", "div") and not any(isinstance(a, int) and a in self.data for a in eqn.inputs[1:])
         sums = [self.is_data_sum(a, s) for a, s in zip(eqn.inputs, inputs, strict=True)]
-        divides = eqn.key not in self.whole and self.divides_by_data(eqn, inputs)
         return found._replace(
-            is_ratio=divides or any(s.is_ratio for s in inputs),
+            is_ratio=self.divides_by_data(eqn, inputs) or any(s.is_ratio for s in inputs),
             is_sum=found.power is None and (passes_on or scales) and any(sums),
             extreme=self.extreme(eqn, inputs),
         )
@@ -232,11 +221,8 @@ class _Scaler:
         statistic in the loss does so in its derivative, too, and there alone where nobody asks for the loss.
         """
         operand = 1 if eqn.name == "div" else 0 if eqn.name in _POWERS and exponent_of(eqn) < 0 else None
-        if operand is None or not self.is_divisor(eqn, inputs, operand):
-            return False
-        scaling = inputs[operand]
-        self.divided[eqn.key] = Divisor(operand, 1.0 if scaling.is_sum else scaling.power or 0.0)
-        return True
+        over = None if operand is None else eqn.inputs[operand]
+        return isinstance(over, int) and over not in self.own and self.is_divisor(eqn, inputs, operand)
 
     def is_divisor(self, eqn: FlatEqn, inputs: list[Scaling], operand: int) -> bool:
         """As `divides_by_data`, of an equation that divides by this operand."""

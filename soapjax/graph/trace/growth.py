@@ -9,16 +9,18 @@ counterparts. A value without one is of unknown growth.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
-from soapjax.graph.trace.batch_scaling import Divisor, Scaling, sample_dims, scalings
+from soapjax.graph.trace.batch_scaling import Scaling, sample_dims, scalings
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.sample_mixing import SampleMixing
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.graph.trace.whole_batch import WholeDivisor, of_batch_alone, passed_on
+from soapjax.graph.trace.whole_batch import Read, WholeDivisor, passed_on, statistics_read, with_given
 
 _MOST_SKIPPED = 32  # equations of both programs between two that correspond
 _IN_A_ROW = 3  # equations that correspond after some that do not
@@ -33,7 +35,8 @@ class Growth:
     counterpart: value of the step -> value of `small`; None where the step is `small`.
     equations: key of an equation of `small` -> key of the step's; None likewise.
     batch: the inputs of `small` that are data.
-    whole: equations of `small` (keys) that are to divide by what the whole batch has there.
+    whole: where `small` reads a number that is to be the whole batch's -> its value, and the power by which it grows. In `small`
+      and `large` others, which nothing makes, stand for these.
     """
 
     small: Program
@@ -42,7 +45,7 @@ class Growth:
     batch: frozenset[int]
     counterpart: dict[int, int] | None = None
     equations: dict[str, str] | None = None
-    whole: Mapping[str, Divisor] = dataclasses.field(default_factory=dict)
+    whole: Mapping[Read, tuple[int, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
@@ -67,22 +70,36 @@ class Growth:
         """Where samples are mixed in the making of values of the step."""
         return SampleMixing(self.small, self.large, self.batch, [v for v in map(self.value, wanted) if v is not None])
 
-    def after_means(self, state: Sequence[Atom]) -> frozenset[str]:
-        """Equations of the step between means over the batch and what they make of its values `state` (batch_means.py)."""
-        mine = [v for v in map(self.value, state) if v is not None]
-        found = after_means(self.small, self.large, self.scaling, self.batch, mine)
+    def after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
+        """Equations of the step between means over the batch and what they make of its values `wanted` (batch_means.py)."""
+        found = self._after_means(wanted)
         return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
 
+    def _after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
+        mine = [v for v in map(self.value, wanted) if v is not None]
+        found = after_means(self.small, self.large, self.scaling, self.batch, mine)
+        return found if self.equations is None else found & self.equations.keys()
+
+    def no_means(self, values: Sequence[int], gradients: Collection[int]) -> set[int]:
+        """Those of the step's `values` that are made of the batch otherwise than means are, and not of means of the whole batch.
+
+        Args:
+          gradients: values that are known to be the whole batch's.
+        """
+        known = [w for w in map(self.value, gradients) if w is not None]
+        after, found = self._after_means(values), set()
+        for v in values:
+            if self.is_known and (mine := self.value(v)) is not None:
+                mixing = SampleMixing(self.small, self.large, self.batch, [mine], known)
+                if mixing.statistic() is not None or mixing.not_linear(after) is not None:
+                    found.add(v)
+        return found
+
     def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, WholeDivisor]]:
-        """The step's program, in which the divisors of `whole` are passed on; by equation (key) what it hands to `num` parts."""
-        key_of = {k: k if self.equations is None else self.equations[k] for k in self.whole}
-        made, keys = passed_on(program, {key_of[k]: d.operand for k, d in self.whole.items()})
-        found = {}
-        for eqn in self.small.eqns:
-            if eqn.key in self.whole:
-                operand, power = self.whole[eqn.key]
-                found[keys[key_of[eqn.key]]] = WholeDivisor(eqn.inputs[operand], num**-power)
-        return made, found
+        """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
+        mine = {(k if self.equations is None else self.equations[k], j): found for (k, j), found in self.whole.items()}
+        made, keys = passed_on(program, mine)
+        return made, {keys[read]: WholeDivisor(value, num**-power) for read, (value, power) in mine.items()}
 
 
 def growth_of(
@@ -100,13 +117,20 @@ def growth_of(
         one, more = small.program, large.program
         batch = frozenset(one.inputs[k] for k in batch_leaves)
         found = scalings(one, more, factor)
-        by_key = {e.key: e for e in one.leaves}
-        # A divisor that every sample has for itself, though of the whole batch (how many are of its kind), is its micro-batch's.
-        own = {k for k, d in found.divided.items() if sample_dims(one, more, by_key[k].inputs[d.operand])}
-        divided = {k: d for k, d in found.divided.items() if k not in own and (equations is None or k in equations)}
-        whole = of_batch_alone(one, batch, divided)
-        scaling = scalings(one, more, factor, whole).of if whole else found.of
-        return Growth(one, more, scaling, batch, equations=equations, whole=whole)
+        if not found:
+            return Growth(one, more, found, batch, equations=equations)
+        known = {v for v, scaling in found.items() if scaling.is_sum or scaling.power is not None}
+        reads = statistics_read(one, batch, lambda a: bool(sample_dims(one, more, a)), known.__contains__)
+        whole = {
+            read: (value, power) for read, value in reads.items()
+            if (power := _power(found[value], one.avals[value])) is not None and (equations is None or read[0] in equations)
+        }  # fmt: skip
+        first = max(max(one.avals), max(more.avals)) + 1
+        ids = {value: first + k for k, value in enumerate(dict.fromkeys(v for v, _ in whole.values()))}
+        given = {read: ids[value] for read, (value, _) in whole.items()}
+        one, more = with_given(one, given), with_given(more, given)
+        powers = {ids[value]: power for value, power in whole.values()}
+        return Growth(one, more, scalings(one, more, factor, powers, batch), batch, equations=equations, whole=whole)
 
     found = between(step, full, factor)
     if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
@@ -123,6 +147,12 @@ def growth_of(
     values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
     samples = more.in_avals[batch_leaves[0]].shape[0]
     return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
+
+
+def _power(found: Scaling, aval: Any) -> float | None:
+    """By which power of the batch a statistic of the data grows; None where it is none, or a count of which there are no parts."""
+    power = 1.0 if found.is_sum else found.power
+    return power if power == 0.0 or jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) else None
 
 
 def corresponding(one: Program, two: Program) -> tuple[dict[int, int], dict[str, str]]:

@@ -6,8 +6,10 @@ Gradients of micro-batches add up to the step's where the loss is a sum, or a me
 * where a *statistic* of the batch comes back to its samples: batch norm, the root of a mean, a balance over experts. It is the
   micro-batch's then, which people accept of batch norm (GPipe does), but want to know;
 * where a *fixed number* of samples stands beside all others, treated otherwise: of a micro-batch they are a larger share;
-* where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken. Not
-  seen is a gather: that of a label's logit names samples by their place, too.
+* where samples are read, or added to, by *numbers* that come with the batch: the nodes that the edges of a graph join, pairs that
+  were chosen outside. They count samples of the whole batch. (A gather of a label's logit names samples by their place, and so does
+  one of places within each sample: an `iota` is in the numbers then);
+* where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken.
 
 The step is traced with two sizes of its batch. Dims that grow with it are dims of samples; what has none and was made of the data
 is a statistic.
@@ -26,6 +28,12 @@ _ALONG = {
     "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
     "cumlogsumexp": "axis",
 }  # fmt: skip
+_LINEAR = {
+    "add", "sub", "add_any", "neg", "reduce_sum", "cumsum", "real", "imag", "conj", "convert_element_type", "stop_gradient", "name",
+    "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
+    "slice", "split", "concatenate", "stack", "pad", "rev",
+}  # fmt: skip
+_COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
 _WINDOWS = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
 
 
@@ -35,13 +43,16 @@ class SampleMixing:
     Args:
       batch: the inputs of `small` that are data.
       wanted: values whose making counts.
+      known: values that are known to be the whole batch's, as gradients are: their making does not.
     """
 
-    def __init__(self, small: Program, large: Program, batch: Collection[int], wanted: Collection[Atom]):
+    def __init__(
+        self, small: Program, large: Program, batch: Collection[int], wanted: Collection[Atom], known: Collection[int] = ()
+    ):  # fmt: skip
         self.small, self.large = small, large
         self.data = set(batch)
-        _follow(small, self.data)
-        self.needed = tuple(_needed(small, {v for v in wanted if isinstance(v, int)}))
+        _follow(small, self.data, frozenset(known))
+        self.needed = tuple(_needed(small, {v for v in wanted if isinstance(v, int)} - set(known)))
         self.producer = {o: e for e in self.needed for o in e.outputs}
         self.own: dict[int, set[int]] = {}
 
@@ -51,11 +62,25 @@ class SampleMixing:
 
     def statistic(self) -> FlatEqn | None:
         """An equation that brings a statistic of the batch to its samples; None where there is none."""
-        return next((e for e in self.needed if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+        brings = (e for e in self.needed if e.name != "concatenate")  # which puts some samples beside others
+        return next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+
+    def not_linear(self, after: Collection[str] = ()) -> FlatEqn | None:
+        """An equation that makes a statistic of others, and not as means of it are made of means of them; None where there is none.
+
+        Args:
+          after: equations (keys) that are evaluated on means over the whole batch.
+        """
+        return next((e for e in self.needed if e.key not in after and self._is_not_linear(e)), None)
 
     def fixed_rows(self) -> FlatEqn | None:
-        """An equation that puts a fixed number of the batch's rows beside as many as it has; None where there is none."""
-        return next((e for e in self.needed if self._joins_fixed_rows(e)), None)
+        """An equation that puts a fixed number of the batch's rows beside as many as it has, or takes them out of all; or None."""
+        return next((e for e in self.needed if self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)), None)
+
+    def by_number(self) -> FlatEqn | None:
+        """An equation that reads samples, or adds to them, by numbers that come with the batch; None where there is none."""
+        placed = _places(self.small)
+        return next((e for e in self.needed if self._reads_by_number(e, placed)), None)
 
     def order(self) -> FlatEqn | None:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
@@ -96,6 +121,35 @@ class SampleMixing:
         along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
         named = eqn.name in _ALONG or eqn.name == "top_k"
         return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
+
+    def _is_not_linear(self, eqn: FlatEqn) -> bool:
+        own = [self._is_statistic(a) for a in eqn.inputs]
+        if not any(own) or any(map(self._dims, eqn.outputs)) or eqn.name in _LINEAR:
+            return False
+        if eqn.name in ("mul", "dot_general"):
+            return all(own)
+        if eqn.name == "select_n":
+            return own[0]
+        return not (eqn.name in ("div", "gather", "dynamic_slice") and not any(own[1:]))
+
+    def _takes_all_of_a_part(self, eqn: FlatEqn) -> bool:
+        """Whether a slice takes all of a micro-batch, and of the whole batch only as much."""
+        if eqn.name not in ("slice", "split") or not isinstance(source := eqn.inputs[0], int) or source not in self.data:
+            return False
+        shape, dims = self.small.avals[source].shape, self._dims(source)
+        made = [(self.small.avals[o].shape, self._dims(o)) for o in eqn.outputs]
+        return any(found[d] == shape[d] > 1 and d not in own for found, own in made for d in dims)
+
+    def _reads_by_number(self, eqn: FlatEqn, placed: Collection[int]) -> bool:
+        if eqn.name == "gather":
+            over = eqn.params["dimension_numbers"].start_index_map
+        elif eqn.name.startswith("scatter"):
+            over = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        else:
+            return False
+        source, numbers = eqn.inputs[0], eqn.inputs[1]
+        is_of_batch = isinstance(numbers, int) and numbers in self.data and numbers not in placed
+        return is_of_batch and not self._dims(source).isdisjoint(over)
 
     def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
         if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):
@@ -139,8 +193,16 @@ class SampleMixing:
         return set().union(*(self._own_dims(a) for a in operands if a in self.data))
 
 
-def _follow(program: Program, data: set[int]) -> None:
-    """Adds to `data` all that depends on it; what one trip of a loop makes, the next one reads."""
+def _places(program: Program) -> set[int]:
+    """Values that count along a dim, and what is made of them."""
+    counted = {o for e in program.leaves if e.name in _COUNTS for o in e.outputs}
+    found = counted | {v for v, x in program.consts.items() if getattr(x, "shape", ())}
+    _follow(program, found)
+    return found
+
+
+def _follow(program: Program, data: set[int], stop: frozenset[int] = frozenset()) -> None:
+    """Adds to `data` all that depends on it but for `stop`; what one trip of a loop makes, the next one reads."""
     for eqn in program.eqns:
         moved = [isinstance(a, int) and a in data for a in eqn.inputs]
         if not any(moved):
@@ -148,7 +210,7 @@ def _follow(program: Program, data: set[int]) -> None:
         if eqn.body is None:
             if eqn.name != "optimization_barrier":  # of many values, each as it was
                 moved = [True] * len(eqn.outputs)
-            data.update(o for o, m in zip(eqn.outputs, moved, strict=True) if m)
+            data.update(o for o, m in zip(eqn.outputs, moved, strict=True) if m and o not in stop)
             continue
         body, first = eqn.body, eqn.params["num_consts"]
         data.update(i for i, m in zip(body.inputs, moved, strict=True) if m)
@@ -156,10 +218,10 @@ def _follow(program: Program, data: set[int]) -> None:
         before = -1
         while len(data) > before:
             before = len(data)
-            _follow(body, data)
+            _follow(body, data, stop)
             data.update(i for i, o in carried if isinstance(o, int) and o in data)
         made = zip(eqn.outputs, body.outputs, strict=True)
-        data.update(o for o, inside in made if isinstance(inside, int) and inside in data)
+        data.update(o for o, inside in made if isinstance(inside, int) and inside in data and o not in stop)
 
 
 def _needed(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:
