@@ -24,7 +24,7 @@ from soapjax.execute.compiled.proof import (
     reference_of,
     run_stream,
 )
-from soapjax.execute.compiled.proof_programs import Numbers, OneDevice
+from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, in_precision
 from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.execute.streams.whole_divisors import WholeDivisors
@@ -70,7 +70,7 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
 
     def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
         parts, divisors = [], WholeDivisors(micro, [*micro.whole], is_float64=is_float64)
-        with jax.enable_x64(is_float64):
+        with in_precision(micro.step.program, is_float64):
             found = jax.jit(divisors.of_batch)({k: arguments[k] for k in divisors.leaves})
         whole = dict(zip(divisors.keys, found, strict=True))
         for m in range(micro.num_microbatches):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops
-from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedRun, as_numpy, side_by_side
+from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedRun, as_numpy, in_precision, side_by_side
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
@@ -191,7 +191,7 @@ def single_device(one: OneDevice, arguments: list[Any]) -> Reference:
 
 def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
     """Outputs and gradients of a `PlacedStep` or `PipelineStep`."""
-    with jax.enable_x64(is_float64):
+    with in_precision(step.step.program, is_float64):
         pieces = step.pieces
         outputs, gradients = step.run(arguments if pieces is None else as_pieces(arguments, pieces), with_gradients=True)
         outputs = outputs if pieces is None else as_rows(outputs, pieces)

@@ -20,11 +20,13 @@ from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.spmd.promotion import high, is_low
+from soapjax.graph.trace.program import Program
 from soapjax.graph.trace.tracing import TracedStep
 
 # Machine code that is run once or twice needs no polishing: the dots, convolutions and collectives that are read are the same.
 _QUICKLY = {**OLDER_EMITTERS, LEVEL: 0}
 MOST_AT_ONCE = 4  # the programs of one proof
+_OF_64_BITS = {"float64", "int64", "uint64", "complex128"}
 
 Numbers = tuple[list, list]  # outputs and gradients, as NumPy arrays
 Compiling = Callable[[Any], Callable[[], Any]]  # a lowered program -> waits for it to be compiled
@@ -55,6 +57,12 @@ def one_by_one(lowered: Any) -> Callable[[], Any]:
     return functools.cache(lambda: compiled_with(lowered, _QUICKLY if jax.default_backend() == "cpu" else {}))
 
 
+def in_precision(program: Program, is_float64: bool) -> contextlib.AbstractContextManager:
+    """For a step in its own precision, which has 64 bits where it was traced with them, or in float64."""
+    has_64_bits = any(getattr(getattr(a, "dtype", None), "name", "") in _OF_64_BITS for a in program.avals.values())
+    return jax.enable_x64(is_float64 or has_64_bits)
+
+
 class OneDevice:
     """A step on one device, compiled once for each precision: arguments -> outputs and the values `gradients`.
 
@@ -69,14 +77,14 @@ class OneDevice:
     def prepare(self, arguments: list[Any], compiling: Compiling) -> None:
         """Begins to compile for both precisions."""
         for is_float64 in (False, True):
-            with jax.enable_x64(is_float64):
+            with in_precision(self._step.program, is_float64):
                 self._prepare(_own(arguments, is_float64, 0, {}), is_float64, compiling)
 
     def __call__(
         self, arguments: list[Any], *, is_float64: bool = False, number: int = 0, whole: Mapping[str, Any] | None = None
     ) -> Numbers:
         """`number`, `whole`: of a micro-batch, as in `OfMicroBatch`."""
-        with jax.enable_x64(is_float64):
+        with in_precision(self._step.program, is_float64):
             given = _own(arguments, is_float64, number, whole or {})
             self._prepare(given, is_float64, one_by_one)
             return _as_numbers(self._compiled[is_float64]()(*given))
@@ -110,13 +118,14 @@ class PlannedRun:
         self, evaluator: ProgramEvaluator, program: BoundStep, arguments: list[Any], also: tuple[int, ...], compiling: Compiling
     ):
         self._is_float64, self._shardings = evaluator.is_float64, tuple(program.in_shardings())
-        with jax.enable_x64(self._is_float64):
+        self._precision = functools.partial(in_precision, program.step.program, self._is_float64)
+        with self._precision():
             jitted = jax.jit(lambda *leaves: evaluator.run(list(leaves), also), in_shardings=self._shardings)
             # Their shapes alone: placed on the devices are only those of the program that runs.
             self._compiled = compiling(jitted.lower(*jax.eval_shape(lambda *leaves: leaves, *arguments)))
 
     def __call__(self, arguments: list[Any]) -> Numbers:
-        with jax.enable_x64(self._is_float64):
+        with self._precision():
             placed = [jax.device_put(a, s) for a, s in zip(arguments, self._shardings, strict=True)]
             return _as_numbers(self._compiled()(*placed))
 

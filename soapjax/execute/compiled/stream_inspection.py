@@ -22,6 +22,7 @@ from soapjax.execute.compiled.inspection import compiler_messages, rematerialise
 from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.stream import Dispatch, Stream
+from soapjax.own_config import compiled_as_planned
 
 
 class InspectedPart(NamedTuple):
@@ -105,7 +106,7 @@ def _without_number(label: str) -> str:
 
 
 def _compile(entry: Dispatch, ins: Sequence[jax.ShapeDtypeStruct]) -> _Compiled:
-    with compiler_messages() as messages:
+    with compiler_messages() as messages, compiled_as_planned():
         lowered = entry.fn.lower(*ins)
         compiled = lowered.compile()
     shapes, shardings = jax.tree_util.tree_leaves(lowered.out_info), jax.tree_util.tree_leaves(compiled.output_shardings)

@@ -29,6 +29,15 @@ class ShapesChanged(Exception):  # noqa: N818 - control flow, not an error for t
     """The arguments have other shapes than the plan was made for."""
 
 
+def _takes_any(tree: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a tree holds anything in place of its arrays: some nodes look at what they are made of, some leave `None` out."""
+    try:
+        found = jax.tree_util.tree_leaves(tree.unflatten(leaves), is_leaf=lambda x: x is None)
+    except Exception:  # noqa: BLE001 - whatever a node of the user's raises
+        return False
+    return len(found) == len(leaves) and all(a is b for a, b in zip(found, leaves, strict=True))
+
+
 def _refuse_parts(leaves: list[Any]) -> None:
     """Raises: SoapjaxError inside `shard_map` and `pmap`, where a call is one device's, and a plan is for all of them; and for
     arguments whose types say how they are laid out.
@@ -69,16 +78,40 @@ class CompiledStep:
         in_shardings, out_shardings = program.in_shardings(), program.out_shardings()
         self.state_outputs = frozenset(step.leaf_pairs.values())  # leaves
         self._signature = step.in_tree, tuple((tuple(a.shape), str(a.dtype)) for a in step.in_avals)
-        self.in_shardings = step.in_tree.unflatten(in_shardings)[0]
-        self.out_shardings = step.out_tree.unflatten(out_shardings)
+        self._in_shardings = in_shardings
         # What the step does not read keeps the layout that it comes in.
         self._wanted = [s if is_read else None for s, is_read in zip(in_shardings, step.is_read, strict=True)]
-        shardings = dict(in_shardings=tuple(step.in_tree.unflatten(self._wanted)[0]), out_shardings=self.out_shardings)
+        self._has_trees = _takes_any(step.in_tree, self._wanted) and _takes_any(step.out_tree, out_shardings)
+        self._has_trees &= all(_takes_any(tree, [None] * tree.num_leaves) for tree in (step.in_tree, step.out_tree))
+        shardings = dict(in_shardings=self._arguments(self._wanted), out_shardings=self._results(out_shardings))
         if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
             shardings = {}  # exactly plain jax.jit
         self.spans_processes = any(d.process_index != jax.process_index() for d in program.mesh.devices.flat)
         self.jitted = jax.jit(self._run, donate_argnums=self._donated, **shardings)
         self._compiled: Any = None
+
+    @property
+    def in_shardings(self) -> Any:
+        """Layouts of the arguments, in trees like theirs."""
+        return self.program.step.in_tree.unflatten(self._in_shardings)[0]
+
+    def _arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """What the compiled function takes: the step's arguments, or lists of their leaves."""
+        if self._has_trees:
+            return tuple(self.program.step.in_tree.unflatten(leaves)[0])
+        return tuple([leaves[k] for k in own] for own in self._leaves_of)
+
+    def _results(self, leaves: Sequence[Any]) -> Any:
+        """What it returns: the step's results, or a list of their leaves."""
+        return self.program.step.out_tree.unflatten(leaves) if self._has_trees else list(leaves)
+
+    def _call(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self._has_trees:
+            return run(*args)
+        leaves, tree = jax.tree_util.tree_flatten((args, {}))
+        if tree != self.program.step.in_tree:
+            raise ShapesChanged
+        return self.program.step.out_tree.unflatten(run(*self._arguments(leaves)))
 
     def _state(self) -> tuple[int, ...]:
         """Positions of training state: what holds a parameter or its optimizer state. Others may look like a result by chance."""
@@ -89,10 +122,10 @@ class CompiledStep:
         )
 
     def _run(self, *args: Any) -> Any:
-        step = self.program.step
-        self._require_shapes(args)
+        if self._has_trees:
+            self._require_shapes(args)
         outputs, _ = self.program.evaluator().run(jax.tree_util.tree_leaves(args))
-        return step.out_tree.unflatten(outputs)
+        return self._results(outputs)
 
     def _require_shapes(self, args: tuple[Any, ...]) -> None:
         if signature((args, {})) != self._signature:
@@ -127,7 +160,7 @@ class CompiledStep:
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=a.weak_type)
             for a, s in zip(self.program.step.in_avals, self._wanted, strict=True)
         ]
-        return self.program.step.in_tree.unflatten(structs)[0]
+        return self._arguments(structs)
 
     def __call__(self, *args: Any) -> Any:
         leaves = jax.tree_util.tree_leaves(args)
@@ -136,7 +169,7 @@ class CompiledStep:
             self._require_shapes(args)
             _refuse_parts(leaves)
             with compiled_as_planned():
-                return self.jitted(*args)
+                return self._call(self.jitted, args)
         arrays = {t for t in kinds if issubclass(t, jax.Array)}
         if jax.ShapeDtypeStruct in kinds or any(map(_IS_DELETED, [x for x in leaves if type(x) in arrays])):
             paths = self.program.step.in_paths if len(leaves) == len(self._wanted) else ()
@@ -152,8 +185,8 @@ class CompiledStep:
         try:
             if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # options are made at run time
                 with compiled_as_planned():
-                    return self._compiled(*args)
-            return self._compiled(*args)
+                    return self._call(self._compiled, args)
+            return self._call(self._compiled, args)
         except (TypeError, ValueError) as e:
             if isinstance(e, SoapjaxError):
                 raise
@@ -162,7 +195,7 @@ class CompiledStep:
             if "sharding" not in str(e).lower() and "device" not in str(e).lower():
                 raise
             # Committed to other devices (a data loader's device_put, say): place them, then run.
-            return self._compiled(*self.place(*args))
+            return self._call(self._compiled, self.place(*args))
 
     def _donated_of(self, leaves: list[Any]) -> list[Any]:
         if len(leaves) != len(self._wanted):

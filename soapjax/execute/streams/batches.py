@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from soapjax.execute.spmd.arrivals import place, place_all
 from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.replicas import blocks_as
 from soapjax.execute.streams.stacked_state import Pieces
 from soapjax.execute.streams.stage_cut import StageCut
 from soapjax.execute.streams.stream import Event, Stream
@@ -93,4 +94,7 @@ def _put_batch(arrays: Sequence[Any], shardings: Sequence[NamedSharding], num: i
 
 def _stacked(x: Any, num: int) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.explicit_axes:
+        mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)  # how it lies is no type of it here
+        x = blocks_as([x], x.shape, NamedSharding(mesh, x.sharding.spec))
     return x.reshape(num, x.shape[0] // num, *x.shape[1:])

@@ -21,6 +21,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
 from soapjax.graph.rules.light_rules import LIGHT
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.values import IDENTITIES
 from soapjax.strategy.pipeline import Pipeline
@@ -112,8 +113,9 @@ class Cutter:
         drawn = {o for e in self.program.eqns if not draws.isdisjoint(keys_of(e)) for o in e.outputs} if draws else ()
         of_draws = depends_on(self.program, drawn)
         differs = self.of_batch | {e.key for e in self.program.eqns if any(o in of_draws for o in e.outputs)}
-        # What of the forward pass the update may evaluate: the same for all micro-batches, or made of what they have together.
-        self.once = {k for k, p in self.phase.items() if p == FORWARD and (k not in differs or k in after_means)}
+        # What of the forward pass is the same for all micro-batches; what the update may evaluate: also what is made of all of them.
+        self.same = {k for k, p in self.phase.items() if p == FORWARD and k not in differs}
+        self.once = self.same | {k for k, p in self.phase.items() if p == FORWARD and k in after_means}
         self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
         self.stage: dict[str, int] = {}  # of every forward and backward equation
         self.value_stage: dict[int, int] = {}
@@ -127,6 +129,24 @@ class Cutter:
                 break
             value, eqn = of, self.made_by.get(of)
         return value
+
+    def set_free(self, value: int) -> bool:
+        """Has every part that reads a value make it, and what it is made of: where that is the same for all micro-batches."""
+        found: dict[str, FlatEqn] = {}
+        queue = [value]
+        while queue:
+            eqn = self.made_by.get(queue.pop())
+            if eqn is not None and eqn.key not in found and self.phase[eqn.key] is not None:
+                if eqn.key not in self.same or eqn.body is not None:
+                    return False
+                found[eqn.key] = eqn
+                queue += [a for a in eqn.inputs if isinstance(a, int)]
+        for key, eqn in found.items():
+            self.phase[key] = None
+            self.stage.pop(key, None)
+            for o in eqn.outputs:
+                self.value_stage.pop(o, None)
+        return True
 
     def keys(self, phase: int | None, stage: int | None = None) -> set[str]:
         return {k for k, p in self.phase.items() if p == phase and (stage is None or self.stage[k] == stage)}
@@ -177,6 +197,9 @@ def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
             problems.append(Problem("stages", value, "loops that are in one stage", remedy))
         stage = min(found, default=0)
         read = [c.source(a) for a in eqn.inputs if isinstance(a, int)]
+        for a in read if phase == FORWARD else ():
+            if c.value_stage.get(a, 0) > stage:
+                c.set_free(a)  # a random key that a later stage passes on, say
         before = [(c.value_stage[a], a) for a in read if a in c.value_stage]
         if phase == FORWARD and any(s > stage for s, _ in before):
             value = f"{names[0]!r} in stage {stage} reads what stage {max(before)[0]} makes"

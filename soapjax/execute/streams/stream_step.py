@@ -59,9 +59,13 @@ class StreamStep:
         pieces = streamed.pieces or Pieces.of_rows(step.program.rows)
         self._told = _no_state(step, pieces) if self.spans_processes else []
         self._state = StackedState(pieces, pairs, streamed.in_shardings, donate=streamed.donate)
-        (self.in_shardings, _) = step.in_tree.unflatten(self._state.in_shardings)
         self.is_compiled = False
         self.state_outputs = frozenset(step.leaf_pairs.values())  # leaves
+
+    @property
+    def in_shardings(self) -> Any:
+        """Layouts of the arguments, in trees like theirs."""
+        return self._step.in_tree.unflatten(self._state.in_shardings)[0]
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         if signature((args, {})) != (self._step.in_tree, self._step.leaf_shapes):

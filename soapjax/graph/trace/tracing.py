@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -147,54 +148,61 @@ def trace(
     all_names = argument_names(fn, len(args))
     names = [n for i, n in enumerate(all_names) if i not in static]
     check_leaves([*(a for i, a in enumerate(args) if i not in static), *kwargs.values()], [*names, *kwargs])
-    # Shapes only: an array's own sharding would leave its marks in the jaxpr.
-    dynamic = [jax.tree.map(_abstract, a) for i, a in enumerate(args) if i not in static]
-    kwargs = jax.tree.map(_abstract, kwargs)
+    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+    leaves, in_tree = jax.tree_util.tree_flatten((dynamic, kwargs))
+    # Shapes only: an array's own sharding would leave its marks in the jaxpr. Leaf by leaf: nodes that look at their leaves as they
+    # are made get arrays, or tracers of them.
+    leaves = list(map(_abstract, leaves))
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    made: dict[str, Any] = {}  # of the results, as the function makes them
 
     @functools.wraps(fn)
-    def step(*dyn: Any, **kw: Any) -> Any:
+    def step(*leaves: Any) -> Any:
+        dyn, kw = jax.tree_util.tree_unflatten(in_tree, leaves)
         it = iter(dyn)
-        return fn(*(a if i in static else next(it) for i, a in enumerate(args)), **kw)
+        out = fn(*(a if i in static else next(it) for i, a in enumerate(args)), **kw)
+        made["paths"] = leaf_paths(out, "out")
+        found, made["tree"] = jax.tree_util.tree_flatten(out)
+        return found
 
     try:
         with jax.disable_jit(False):
-            closed, out_info = _jaxpr_of(step, dynamic, kwargs, axes)
+            closed, results = _jaxpr_of(step, leaves, axes)
     except SoapjaxError:
         raise
     except Exception as e:  # noqa: BLE001 - whatever the user's function raises is reported with its own words
         raise SoapjaxError(_untraceable(fn, e)) from e
     if axes or strip_constraints:
         closed = for_one_program(closed, axes, strip_constraints=strip_constraints)
-    arguments = [*dynamic, *(kwargs[k] for k in sorted(kwargs))]
-    if len(closed.jaxpr.invars) != len(jax.tree.leaves(arguments)):
+    if len(closed.jaxpr.invars) != len(leaves):
         value, expected = "closes over a tracer, an array of another trace", "a function of its arguments and of arrays"
         remedy = "make that array with NumPy, or outside of jax.jit, jax.grad and the like; or pass it as an argument"
         raise SoapjaxError(Problem(getattr(fn, "__qualname__", str(fn)), value, expected, remedy))
     of_arguments = (*names, *sorted(kwargs))
-    pairs = _state_pairs(arguments, out_info)
+    given = [*dynamic, *(kwargs[k] for k in sorted(kwargs))]
+    of_leaves = signature(leaves)[1]
+    trees = [jax.tree_util.tree_structure(a) for a in given]
+    pairs = _state_pairs(trees, of_leaves, made["tree"], signature(results)[1])
     apart = pairs if unroll == "rows" else None
     program = flatten(closed, unroll=bool(unroll), has_rule=is_known, apart=apart, elementwise=ELEMENTWISE)
     in_rows, out_rows = program.rows
-    paths = tuple(p for n, a in zip(of_arguments, arguments, strict=True) for p in leaf_paths(a, n))
-    in_tree = jax.tree_util.tree_structure((tuple(dynamic), kwargs))
-    out_tree = jax.tree_util.tree_structure(out_info)
+    paths = tuple(p for n, a in zip(of_arguments, given, strict=True) for p in leaf_paths(a, n))
     return TracedStep(
-        program, in_tree, out_tree, paths, signature(arguments)[1], pairs, in_paths=_paths_of_rows(paths, in_rows),
-        out_paths=_paths_of_rows(leaf_paths(out_info, "out"), out_rows), state_pairs=_pairs_of_rows(pairs, in_rows, out_rows),
+        program, in_tree, made["tree"], paths, of_leaves, pairs, in_paths=_paths_of_rows(paths, in_rows),
+        out_paths=_paths_of_rows(made["paths"], out_rows), state_pairs=_pairs_of_rows(pairs, in_rows, out_rows),
         in_names=of_arguments,
     )  # fmt: skip
 
 
-def _jaxpr_of(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
+def _jaxpr_of(step: Callable[..., Any], args: Sequence[Any], axes: tuple[str, ...]) -> tuple[Any, Any]:
     """The program of a function, without layouts in its types, and the types of its results."""
 
     def traced() -> tuple[Any, Any]:
         if axes:
             with noting_device_counts(axes):
                 axis_env = [(a, 1) for a in axes]
-                return jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*args, **kwargs)
-        found = jax.jit(step).trace(*args, **kwargs)
+                return jax.make_jaxpr(jax.jit(step), axis_env=axis_env, return_shape=True)(*args)
+        found = jax.jit(step).trace(*args)
         return found.jaxpr, found.out_info
 
     if not has_explicit_axes():
@@ -243,25 +251,43 @@ def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
     return structure, tuple((tuple(jax.numpy.shape(x)), dtype(x)) for x in leaves)
 
 
-def _state_pairs(args: list[Any], out: Any) -> dict[int, int]:
-    """An argument is state where an output (or the whole output) has its signature."""
-    outs = list(out) if isinstance(out, tuple | list) else [out]
-    offsets, total = [], 0
-    for o in outs:
-        offsets.append(total)
-        total += len(jax.tree_util.tree_leaves(o))
+def _state_pairs(args: Sequence[Any], leaves: Sequence[Any], out: Any, results: Sequence[Any]) -> dict[int, int]:
+    """An argument is state where an output, the whole output, or a part of an output, has its structure, shapes and dtypes.
+
+    Args:
+      args, out: structures of the arguments, and of the output.
+      leaves, results: shape and dtype of their leaves.
+    """
+    candidates = _parts_of(out)
     pairs: dict[int, int] = {}
-    taken: set[int] = set()
-    start = 0
-    for a in args:
-        n = len(jax.tree_util.tree_leaves(a))
-        candidates = [(offsets[j], o) for j, o in enumerate(outs)]
-        if len(outs) > 1:
-            candidates.append((0, out))
-        for offset, o in candidates:
-            if n and offset not in taken and signature(a) == signature(o):
-                taken.add(offset)
+    taken: set[int] = set()  # leaves of the output
+    starts = list(itertools.accumulate((a.num_leaves for a in args), initial=0))
+    # The largest first: a batch may look like one of the parameters.
+    for start, a in sorted(zip(starts, args, strict=False), key=lambda argument: -argument[1].num_leaves):
+        n = a.num_leaves
+        for is_member, offset, o in candidates:
+            mine = range(offset, offset + n)
+            # A single leaf inside a result, of metrics, say, may look like an argument by chance.
+            may_be = n > 1 or (n == 1 and is_member)
+            if may_be and o == a and results[offset : offset + n] == leaves[start : start + n] and taken.isdisjoint(mine):
+                taken.update(mine)
                 pairs.update({start + k: offset + k for k in range(n)})
                 break
-        start += n
     return pairs
+
+
+def _parts_of(tree: Any) -> list[tuple[bool, int, Any]]:
+    """An output's members, it, and its members' parts: whether it is the output or a member of a tuple, its first leaf, and it."""
+    levels = [[(0, tree)]]
+    while below := [child for offset, t in levels[-1] for child in _children(offset, t)]:
+        levels.append(below)
+    kind = (tree.node_data() or (None,))[0]
+    is_sequence = isinstance(kind, type) and issubclass(kind, tuple | list)
+    first = [(is_sequence, *part) for part in levels[1]] if len(levels) > 1 else []
+    return [*first, (True, 0, tree), *((False, *part) for level in levels[2:] for part in level)]
+
+
+def _children(offset: int, tree: Any) -> list[tuple[int, Any]]:
+    children = tree.children()
+    starts = itertools.accumulate((c.num_leaves for c in children), initial=offset)
+    return list(zip(starts, children, strict=False))
