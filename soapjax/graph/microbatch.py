@@ -47,9 +47,11 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     Raises: SoapjaxError where `num` does not divide the batch, or the step has no batch or no gradient to sum.
     """
     if graph.is_single_phase:
+        value = "a gradient that depends on an update, or on another gradient" if graph.parameters else "no gradient boundary"
+        several = "make one gradient of one loss, or use one micro-batch and no pipeline"
         expected = "a forward, a backward and an update part: gradients by jax.grad, or by soapjax.value_and_grad"
-        remedy = "compute gradients so, or plan without a pipeline"
-        raise SoapjaxError(Problem("train step", "no gradient boundary", expected, remedy))
+        remedy = several if graph.parameters else "compute gradients so, or plan without a pipeline"
+        raise SoapjaxError(Problem("train step", value, expected, remedy))
     whole = sample_divisor(graph)
     if num < 1 or whole % num:
         fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)

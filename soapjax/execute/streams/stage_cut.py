@@ -113,7 +113,7 @@ class Cutter:
         drawn = {o for e in self.program.eqns if not draws.isdisjoint(keys_of(e)) for o in e.outputs} if draws else ()
         of_draws = depends_on(self.program, drawn)
         differs = self.of_batch | {e.key for e in self.program.eqns if any(o in of_draws for o in e.outputs)}
-        # What of the forward pass is the same for all micro-batches; what the update may evaluate: also what is made of all of them.
+        # Of the forward pass what is the same for all micro-batches; what the update may evaluate: also what is made of all.
         self.same = {k for k, p in self.phase.items() if p == FORWARD and k not in differs}
         self.once = self.same | {k for k, p in self.phase.items() if p == FORWARD and k in after_means}
         self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
@@ -357,7 +357,11 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
     step = micro.step
     if not any("transpose(" in e.stack for e in step.program.eqns):
         value, expected = "a backward pass without the marks of jax.grad", "equations that can be told to be backward"
-        raise SoapjaxError(Problem("train step", value, expected, "compute gradients by jax.grad, or plan without a pipeline"))
+        remedy = "compute gradients by jax.grad, or plan without a pipeline"
+        if any("transpose(" in inner.stack for inner in step.program.leaves):
+            value = "a gradient that is made inside a loop of the step's own, as of its gradient accumulation"
+            expected, remedy = "gradients that one backward pass makes", "leave the accumulation out: microbatches= is that"
+        raise SoapjaxError(Problem("train step", value, expected, remedy))
     c = Cutter(
         step=step, graph=graph, binding=binding, num=len(pipeline.stages), batch_leaves=micro.batch_leaves, draws=micro.draws,
         after_means=micro.after_means,
