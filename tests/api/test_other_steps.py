@@ -250,3 +250,41 @@ def test_a_state_that_answers_any_name():
 
     args = AnyName(jnp.ones((8, 8))), BATCH["x"]
     np.testing.assert_allclose(soap_shard(step, donate=False, **FSDP)(*args)[1], step(*args)[1], rtol=1e-6)
+
+
+def test_a_loop_that_carries_a_key_nobody_draws_with_is_cut():
+    """As recurrent nets with burn-in do (R2D2): the key is the same for all micro-batches; every stage that reads it makes it."""
+    rng = np.random.default_rng(0)
+    w = {k: rng.normal(size=s).astype(np.float32) / 2 for k, s in (("in", (6, 20)), ("cell", (32, 12)), ("out", (12, 4)))}
+
+    def unrolled(w, key, x, h):
+        _, key = jax.random.split(key)
+
+        def cell(carry, x):
+            h, key = carry
+            h = jnp.tanh(jnp.concatenate([x, h], -1) @ w["cell"])
+            return (h, key), h
+
+        (h, _), y = jax.lax.scan(cell, (h, key), jax.nn.relu(x @ w["in"]))
+        return y @ w["out"], h
+
+    def step(w, target, key, x, h):
+        x = jnp.swapaxes(x, 0, 1)
+        key, own = jax.random.split(key)
+
+        def loss(w):
+            again, first, second = jax.random.split(own, 3)
+            states = unrolled(w, first, x[:2], h)[1], unrolled(target, second, x[:2], h)[1]
+            first, second = jax.random.split(again)
+            q, y = unrolled(w, first, x[2:], states[0])[0], unrolled(target, second, x[2:], states[1])[0]
+            return ((q[:-1, :, 0] - jax.lax.stop_gradient(y[1:].max(-1))) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, gradient), target, key, value
+
+    x, h = rng.normal(size=(8, 9, 6)).astype(np.float32), rng.normal(size=(8, 12)).astype(np.float32)
+    args = (w, jax.tree.map(np.array, w), jax.random.PRNGKey(2), x, h)
+    expected = jax.jit(step)(*args)
+    found = soap_shard(step, pipeline="1f1b", stages=2, microbatches=2, proposals=8, donate=False)(*args)
+    for a, b in zip(jax.tree.leaves((found[0], found[3])), jax.tree.leaves((expected[0], expected[3])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -74,6 +74,23 @@ def test_a_metric_that_is_nothing_but_rounding_is_left_out():
     assert found.is_proven and found.num_outputs == 2 and found.num_gradients == 1
 
 
+def test_a_step_of_both_precisions_is_proven_in_its_own():
+    """Weights in float64, computing in float32: traced under `jax_enable_x64`, its own precision has 64 bits."""
+
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: (jnp.tanh(x.astype("float32") @ w.astype("float32")) ** 2).mean())(w)
+        return w - 0.1 * gradient, loss
+
+    rng = np.random.default_rng(0)
+    arguments = [rng.standard_normal(shape) for shape in ((12, 24), (16, 12))]
+    with jax.enable_x64(True):
+        traced = soapjax.trace(step, *arguments)
+        problem = planning_problem(traced, load_topology("cpu8"))
+    strategy = get_planner("fsdp")(jax.random.key(0), problem, Budget()).best.strategy
+    found = verify(bind_plan(traced, plan_of_strategy(problem, strategy)), arguments)
+    assert found.is_proven and found.num_gradients == 1
+
+
 def test_a_wrong_sum_is_caught(monkeypatch):
     """An executor that forgets to add up partial sums is found out by the gradients."""
     _, arguments, traced, problem = made("mlp")
