@@ -288,3 +288,30 @@ def test_a_loop_that_carries_a_key_nobody_draws_with_is_cut():
     found = soap_shard(step, pipeline="1f1b", stages=2, microbatches=2, proposals=8, donate=False)(*args)
     for a, b in zip(jax.tree.leaves((found[0], found[3])), jax.tree.leaves((expected[0], expected[3])), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [dict(microbatches=2), dict(pipeline="1f1b", stages=2, microbatches=2)])
+def test_a_gradient_inside_a_loop_of_the_loss_is_of_the_forward_pass(form):
+    """Hamiltonian nets: JAX takes what is the same in every trip out of the loop, and the loop's mark from it."""
+
+    def energy(w, q, p):
+        return (jnp.tanh(p @ w["k"]) @ w["l"] + jnp.tanh(q @ w["u"]) @ w["v"]).sum()
+
+    def step(w, x):
+        def loss(w):
+            def euler(qp, _):
+                q, p = qp
+                return (q + 0.1 * jax.grad(energy, 2)(w, q, p), p - 0.1 * jax.grad(energy, 1)(w, q, p)), None
+
+            (q, p), _ = jax.lax.scan(euler, tuple(jnp.split(x @ w["in"], 2, -1)), None, length=3)
+            return ((jnp.concatenate([q, p], -1) @ w["out"] - x) ** 2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, gradient), value
+
+    shapes = {"k": (4, 10), "l": (10, 1), "u": (4, 6), "v": (6, 1), "in": (12, 8), "out": (8, 12)}
+    w = {k: RNG.standard_normal(s).astype(np.float32) / 3 for k, s in shapes.items()}
+    x = RNG.standard_normal((16, 12)).astype(np.float32)
+    found = soap_shard(step, donate=False, proposals=8, **form)(w, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

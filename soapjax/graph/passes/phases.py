@@ -148,6 +148,7 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
             if phase[eqn.key] != UPDATE and eqn.key not in waits:
                 read_before.update(values.sources(eqn))
     phase.update(dict.fromkeys(waits, UPDATE))
+    phase.update(dict.fromkeys(_before_loops(leaves, values, phase, program.inputs), FORWARD))
     parameters = _parameters(step, values, phase, downstream)
     return Phases(phase, parameters, _reads_later(leaves, values, phase))
 
@@ -162,6 +163,25 @@ def _outermost_transform(stack: str) -> int | None:
     if transposed >= 0 and not 0 <= differentiated < transposed:
         return BACKWARD
     return FORWARD if differentiated >= 0 else None
+
+
+def _before_loops(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int], inputs: Sequence[int]) -> set[str]:
+    """What of a gradient inside a loop of the loss JAX makes before the loop, and so without the loop's mark: the cotangent with
+    which it begins, and what that makes of parameters alone. By what is made of nothing else, and read in the forward pass.
+    """
+    early, found = {values.of(i).root for i in inputs}, list[FlatEqn]()
+    for eqn in leaves:
+        if phase[eqn.key] == BACKWARD and early.issuperset(values.sources(eqn)):
+            early.update(eqn.outputs)
+            found.append(eqn)
+    if not found:
+        return set()
+    read, keys = {root for e in leaves if phase[e.key] == FORWARD for root in values.sources(e)}, set[str]()
+    for eqn in reversed(found):
+        if not read.isdisjoint(eqn.outputs):
+            keys.add(eqn.key)
+            read.update(values.sources(eqn))
+    return keys
 
 
 def _reads_later(leaves: Sequence[FlatEqn], values: Values, phase: dict[str, int]) -> bool:
