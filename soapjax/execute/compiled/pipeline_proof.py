@@ -25,9 +25,9 @@ from soapjax.execute.compiled.proof import (
     run_stream,
 )
 from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, in_precision
+from soapjax.execute.streams.batch_statistics import BatchStatistics
 from soapjax.execute.streams.microbatches import MicroStep, joining
 from soapjax.execute.streams.pipelined_step import PipelineStep
-from soapjax.execute.streams.whole_divisors import WholeDivisors
 from soapjax.graph.passes.build import build_graph
 
 
@@ -69,10 +69,10 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     hows = [_joined_by(micro, v, step.reduction) for v in micro.step.program.outputs]
 
     def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
-        parts, divisors = [], WholeDivisors(micro, [*micro.whole], is_float64=is_float64)
+        parts, statistics = [], BatchStatistics(micro, [*micro.whole], is_float64=is_float64)
         with in_precision(micro.step.program, is_float64):
-            found = jax.jit(divisors.of_batch)({k: arguments[k] for k in divisors.leaves})
-        whole = dict(zip(divisors.keys, found, strict=True))
+            found = jax.jit(statistics.of_batch)({k: arguments[k] for k in statistics.leaves})
+        whole = dict(zip(statistics.keys, found, strict=True))
         for m in range(micro.num_microbatches):
             mine = list(arguments)
             for k in micro.batch_leaves:

@@ -9,7 +9,7 @@ it is, the step itself tells (graph/trace/growth.py). Semantics, as in GPipe (Hu
   largest or least of all samples the largest or least is taken;
 - every micro-batch draws random numbers of its own: its number is folded into the key where numbers are drawn, whatever the
   schedule; a key that comes with the data stays as it is (graph/trace/draws.py);
-- a mean with weights has the weights of the whole batch as its divisor (graph/trace/whole_batch.py).
+- numbers of the batch alone, such as what a mean with weights divides by, are the whole batch's (graph/trace/whole_batch.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
 from soapjax.graph.trace.growth import Growth, growth_of
 from soapjax.graph.trace.tracing import TracedStep, trace
-from soapjax.graph.trace.whole_batch import WholeDivisor
+from soapjax.graph.trace.whole_batch import BatchStatistic
 
 log = logging.getLogger("soapjax")
 Reduction = Literal["auto", "mean", "sum"]
@@ -51,8 +51,8 @@ class MicroStep:
     growth: Growth  # not known where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
     after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
-    # Those that pass on what of the whole batch is divided by (graph/trace/whole_batch.py).
-    whole: Mapping[str, WholeDivisor] = dataclasses.field(default_factory=dict)
+    # Those that pass on numbers of the whole batch (graph/trace/whole_batch.py).
+    whole: Mapping[str, BatchStatistic] = dataclasses.field(default_factory=dict)
 
 
 class Joining(NamedTuple):

@@ -8,7 +8,7 @@ update needs to running sums on its own devices; pipeline_updates.py goes on fro
     ("whole", value, stage)             a parameter that was gathered for all passes
     ("again", value, stage, m)          what is computed again for a backward pass
     ("number", stage, m)                a micro-batch's number, where random numbers are drawn
-    ("divisor", equation, stage)        what all micro-batches divide by
+    ("statistic", equation, stage)      a number of the whole batch that all micro-batches read
     ("sum", value, stage, version)      a running sum: every addition makes a new version, in the old one's memory
 """
 
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from soapjax.execute.streams.batch_statistics import BatchStatistics
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.gathered import gather_program
 from soapjax.execute.streams.microbatches import Joining, MicroStep
 from soapjax.execute.streams.part_program import Accumulated, Place, jit_numbers, jit_part, keys_in, sum_dtype
 from soapjax.execute.streams.stage_cut import Crossing, StageCut
 from soapjax.execute.streams.stream import StreamBuilder
-from soapjax.execute.streams.whole_divisors import WholeDivisors
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order
 
@@ -57,7 +57,7 @@ class PipelineStream:
         for part in self.cut.passes:
             for v in part.inputs:
                 self.moved_to.setdefault(v, []).append(part.place)
-        self.divisors = self._find_divisors()
+        self.statistics = self._find_statistics()
         self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
         self.joined: list[Crossing] = []  # what is not summed
         self._find_sums()
@@ -65,17 +65,17 @@ class PipelineStream:
         self.updated: list[int] = []
         self.given = self._emit()
 
-    def _find_divisors(self) -> dict[int, WholeDivisors]:
-        """Stage -> what its passes divide by of the whole batch."""
+    def _find_statistics(self) -> dict[int, BatchStatistics]:
+        """Stage -> what its passes read of the whole batch."""
         micro, found = self.staged.micro, {}
         for s, place in enumerate(self.places):
             if keys := sorted({k for part in self.cut.passes if part.place == s for k in keys_in(part, micro.whole)}):
-                found[s] = WholeDivisors(self.staged.traced, keys, is_float64=place.is_float64)
+                found[s] = BatchStatistics(self.staged.traced, keys, is_float64=place.is_float64)
         return found
 
-    def _divides(self, divisors: WholeDivisors) -> list[int]:
-        """The parts of the batch that divisors are made of."""
-        return [self.staged.traced.step.program.inputs[leaf] for leaf in divisors.leaves]
+    def _made_of(self, statistics: BatchStatistics) -> list[int]:
+        """The parts of the batch that numbers of all of it are made of."""
+        return [self.staged.traced.step.program.inputs[leaf] for leaf in statistics.leaves]
 
     def _find_sums(self) -> None:
         for crossing in self.cut.crossings:
@@ -99,7 +99,7 @@ class PipelineStream:
         self._gather()
         self._programs()
         self._numbers()
-        self._divide()
+        self._whole_batch()
         self._zeros()
         for action in dispatch_order(self.staged.pipeline):
             if action.kind == "update":
@@ -139,7 +139,7 @@ class PipelineStream:
         """Takes the batch apart into micro-batches, on every stage that reads some of it; the names that are given."""
         feeds: dict[int, list[int]] = {}
         for leaf in self.staged.micro.batch_leaves:
-            of_all = [s for s, divisors in self.divisors.items() if self.program.inputs[leaf] in self._divides(divisors)]
+            of_all = [s for s, found in self.statistics.items() if self.program.inputs[leaf] in self._made_of(found)]
             for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all]):
                 feeds.setdefault(s, []).append(leaf)
         self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
@@ -205,12 +205,12 @@ class PipelineStream:
             fn = jit_numbers(self.places[s], range(self.num))
             self.out.call(f"numbers {s}", self.track(s), fn, [], [("number", s, m) for m in range(self.num)])
 
-    def _divide(self) -> None:
-        """The divisors of the whole batch, on stages that divide by one."""
-        for s, divisors in self.divisors.items():
-            batch = [("batch", v, s) for v in self._divides(divisors)]
-            names = [("divisor", k, s) for k in divisors.keys]
-            self.out.call(f"divisors {s}", self.track(s), divisors.jitted(self.places[s].whole), batch, names)
+    def _whole_batch(self) -> None:
+        """The numbers of the whole batch, on stages that read one."""
+        for s, found in self.statistics.items():
+            batch = [("batch", v, s) for v in self._made_of(found)]
+            names = [("statistic", k, s) for k in found.keys]
+            self.out.call(f"statistics {s}", self.track(s), found.jitted(self.places[s].whole), batch, names)
 
     def _zeros(self) -> None:
         for s, added in self.sums.items():
@@ -232,7 +232,7 @@ class PipelineStream:
         outs += [self.sum_name(a.value, s) for a in added]
         ins = [*(self._read(v, s, m, action.kind) for v in part.inputs), *sums]
         ins += [("number", s, m)] if keys_in(part, self.staged.micro.draws) else []
-        ins += [("divisor", k, s) for k in keys_in(part, self.staged.micro.whole)]
+        ins += [("statistic", k, s) for k in keys_in(part, self.staged.micro.whole)]
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
         targets: dict[int, list[int]] = {}
         for v in part.outputs:

@@ -39,7 +39,6 @@ class _Family:
     """Equations that are alike, by row."""
 
     eqns: dict[int, FlatEqn]
-    reads: list[tuple[int | None, int]] = dataclasses.field(default_factory=list)  # by operand: family and which row of it
 
     def outputs(self, j: int, rows: Sequence[int]) -> Rows:
         return tuple(self.eqns[t].outputs[j] for t in rows)

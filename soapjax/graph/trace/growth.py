@@ -20,7 +20,7 @@ from soapjax.graph.trace.batch_scaling import Scaling, sample_dims, scalings
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.sample_mixing import SampleMixing
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.graph.trace.whole_batch import Read, WholeDivisor, passed_on, statistics_read, with_given
+from soapjax.graph.trace.whole_batch import BatchStatistic, Read, passed_on, statistics_read, with_given
 
 _MOST_SKIPPED = 32  # equations of both programs between two that correspond
 _IN_A_ROW = 3  # equations that correspond after some that do not
@@ -95,11 +95,11 @@ class Growth:
                     found.add(v)
         return found
 
-    def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, WholeDivisor]]:
+    def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
         """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
         mine = {(k if self.equations is None else self.equations[k], j): found for (k, j), found in self.whole.items()}
         made, keys = passed_on(program, mine)
-        return made, {keys[read]: WholeDivisor(value, num**-power) for read, (value, power) in mine.items()}
+        return made, {keys[read]: BatchStatistic(value, num**-power) for read, (value, power) in mine.items()}
 
 
 def growth_of(

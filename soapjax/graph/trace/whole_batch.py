@@ -32,7 +32,7 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 _OVER_SAMPLES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general", "scatter-add"}
 
 
-class WholeDivisor(NamedTuple):
+class BatchStatistic(NamedTuple):
     """A number of the whole batch that micro-batches read, as what they divide by.
 
     value: what it is, in the program of the whole batch; `scale` times that is read.

@@ -1,4 +1,4 @@
-"""What micro-batches divide by is computed of the whole batch, before the first of them (graph/trace/whole_batch.py)."""
+"""Numbers that are made of the batch alone are computed of all of it, before the first micro-batch (graph/trace/whole_batch.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.graph.trace.whole_batch import part_for
 
 
-class WholeDivisors:
-    """Of a micro-batched step the divisors that its equations `keys` pass on.
+class BatchStatistics:
+    """Of a micro-batched step the numbers that its equations `keys` pass on.
 
     leaves: which parts of the batch they are made of.
     """
@@ -27,7 +27,7 @@ class WholeDivisors:
         self._evaluator = ProgramEvaluator(self._program, is_float64=is_float64)
 
     def of_batch(self, batch: Mapping[int, Any]) -> list[Any]:
-        """By equation its divisor, of the whole batch (by input leaf)."""
+        """By equation its number, of the whole batch (by input leaf)."""
         evaluator, program = self._evaluator, self._program
         env: dict[Any, Any] = {k: evaluator.lift(v) for k, v in program.consts.items()}
         inputs = [program.inputs[k] for k in self.leaves]
@@ -36,10 +36,10 @@ class WholeDivisors:
         return [env[w.value] if w.scale == 1 else env[w.value] * jnp.asarray(w.scale, env[w.value].dtype) for w in self._wanted]
 
     def jitted(self, sharding: Any) -> Any:
-        """`(*micro-batches of `leaves`, stacked) -> divisors`, each laid out as `sharding`."""
+        """`(*micro-batches of `leaves`, stacked) -> numbers`, each laid out as `sharding`."""
 
-        def divisors(*stacked: Any) -> tuple[Any, ...]:
+        def statistics(*stacked: Any) -> tuple[Any, ...]:
             batch = {k: x.reshape(-1, *x.shape[2:]) for k, x in zip(self.leaves, stacked, strict=True)}
             return tuple(self.of_batch(batch))
 
-        return jax.jit(divisors, out_shardings=(sharding,) * len(self._wanted))
+        return jax.jit(statistics, out_shardings=(sharding,) * len(self._wanted))
