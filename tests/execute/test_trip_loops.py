@@ -188,7 +188,7 @@ def test_a_pipeline_in_loops_is_the_same_without(schedule, how, monkeypatch):
     for a, b in zip(*map(jax.tree.leaves, (now, wanted)), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     assert sent == pytest.approx(sent_alone, rel=0.1)
-    assert memory <= 1.4 * memory_alone  # of so few and small layers; of twelve and more per stage it is 0 to 8 % more
+    assert memory <= 1.6 * memory_alone  # of so few and small layers; of twelve and more per stage it is 0 to 3 % more
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
