@@ -12,7 +12,7 @@ from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
 from soapjax.execute.streams import rolled_cut
 from soapjax.execute.streams.cut import Part, make_part
-from soapjax.execute.streams.stacks import RowsAndStacks, Stacks
+from soapjax.execute.streams.stacked_rows import RowsAndStacks, StackedRows
 from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.execute.streams.trip_loops import Irregular, Rolled, TripLoop, runs_of_rows
 from soapjax.graph.trace.tracing import trace
@@ -67,7 +67,7 @@ def test_a_part_makes_the_same_values_in_loops(kind, rows):
     for v in values:
         rolled.give_one(v)
     rolled.settle(())
-    stacks = Stacks(dict(program.avals))
+    stacks = StackedRows(dict(program.avals))
     eqns = rolled.equations(stacks)
     assert [type(i) is TripLoop for i in rolled.items] == [e.body is not None for e in eqns]
     evaluator = ProgramEvaluator(program)

@@ -29,7 +29,7 @@ class Part:
     own: frozenset[str]  # keys of those that no other part evaluates
     inputs: tuple[int, ...]  # value ids made elsewhere, or inputs of the step
     outputs: tuple[int, ...] = ()  # value ids that others read
-    rows: frozenset[int] = frozenset()  # of what it makes as stacks (stacks.py)
+    rows: frozenset[int] = frozenset()  # of what it makes as stacks (stacked_rows.py)
 
     @property
     def made(self) -> frozenset[int]:

@@ -21,7 +21,7 @@ from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.execute.streams.gathered import Gathered, passing
-from soapjax.execute.streams.stacks import RowsAndStacks, Stacks
+from soapjax.execute.streams.stacked_rows import RowsAndStacks, StackedRows
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
@@ -43,7 +43,7 @@ class Place:
         self.gathered: dict[int, Gathered] = {}  # by value, of what passes read: gathered before them
         self._home: dict[int, Spec] = {}
         self._makers = {o: e for e in bound.step.program.eqns for o in e.outputs}
-        self.stacks: Stacks | None = None  # where the place's programs run layers as loops
+        self.stacks: StackedRows | None = None  # where the place's programs run layers as loops
         for task, part in bound.task_parts():
             self._home.update({a.tensor: parse_spec(s) for a, s in zip(task.writes, part.results, strict=True)})
 
@@ -97,7 +97,7 @@ class Place:
         )
         return tuple(names) if is_even else ()
 
-    def have_stacks(self, stacks: Stacks) -> None:
+    def have_stacks(self, stacks: StackedRows) -> None:
         """The place's programs take and make stacks; of gathered parameters, too."""
         self.stacks = stacks
         for stack, like in stacks.like.items():

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.microbatches import Joining, MicroStep
 from soapjax.execute.streams.part_program import Place
+from soapjax.execute.streams.stacked_rows import StackedRows
 from soapjax.execute.streams.stacked_state import Pieces
-from soapjax.execute.streams.stacks import Stacks
 from soapjax.execute.streams.stage_cut import Crossing, StageCut
 from soapjax.execute.streams.trip_loops import Irregular, Rolled, Rows, runs_of_rows
 from soapjax.graph.trace.program import FlatEqn
@@ -33,7 +33,7 @@ class RolledStep(NamedTuple):
     micro: MicroStep  # its program takes and returns pieces
     cut: StageCut
     joinings: dict[int, Joining]
-    stacks: Stacks
+    stacks: StackedRows
     pieces: Pieces
 
 
@@ -55,7 +55,7 @@ class _Rolling:
     def __init__(self, micro: MicroStep, cut: StageCut, places: Sequence[Place], joinings: Mapping[int, Joining]):
         self.micro, self.cut, self.places, self.joinings = micro, cut, places, dict(joinings)
         self.program = micro.step.program
-        self.stacks = Stacks(dict(self.program.avals))
+        self.stacks = StackedRows(dict(self.program.avals))
         self.parts = {(k, p.place): p for k in (*PASSES, *LATE) for p in getattr(cut, k) if p is not None}
         self.inputs: dict[tuple[str, int], set[int]] = {}
         self.taken: dict[tuple[str, int], set[Rows]] = {key: set() for key in self.parts}  # tuples that a part has from elsewhere

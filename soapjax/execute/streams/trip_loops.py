@@ -6,9 +6,9 @@ that holds equal layers, planned alike, need not hold their equations once per l
     forward 0:   a0 = f(x, w0); a1 = f(a0, w1); a2 = f(a1, w2)       ->       a2, (a0, a1, a2) = scan(f, x, (w0, w1, w2))
 
 Equations that are alike in all trips are a *family*. What a family reads is the same for all trips (a constant), made in the same
-trip, made in the trip before (carried), or a value for each trip: a tuple of rows, one array [trips, ...] (stacks.py). Families
-are put into as few loops as their order allows, and each as late as its readers let it: what is cheap to make again for the
-backward pass is made in the loop that reads it, and not kept for all trips.
+trip, made in the trip before (carried), or a value for each trip: a tuple of rows, one array [trips, ...] (stacked_rows.py).
+Families are put into as few loops as their order allows, and each as late as its readers let it: what is cheap to make again for
+the backward pass is made in the loop that reads it, and not kept for all trips.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from soapjax.execute.streams.cut import Part
-from soapjax.execute.streams.stacks import Stacks
+from soapjax.execute.streams.stacked_rows import StackedRows
 from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
@@ -72,7 +72,7 @@ class TripLoop:
         begun = {_values(c.rows): c.argument for c in self.carries if all(isinstance(v, int) for v in c.rows)}
         return {**begun, **self.results}
 
-    def equation(self, number: int, program: Program, stacks: Stacks) -> FlatEqn:
+    def equation(self, number: int, program: Program, stacks: StackedRows) -> FlatEqn:
         """As one equation, whose results are the last of what is carried, and the stacks that are wanted."""
         carried = [c.argument for c in self.carries]
         body = Program(
@@ -192,7 +192,7 @@ class Rolled:
         for v in self.singly(given):
             self.give_one(v)
 
-    def equations(self, stacks: Stacks) -> tuple[FlatEqn, ...]:
+    def equations(self, stacks: StackedRows) -> tuple[FlatEqn, ...]:
         made = {id(loop): loop.equation(n, self.program, stacks) for n, loop in enumerate(self.loops)}
         return tuple(item if isinstance(item, FlatEqn) else made[id(item)] for item in self.items)
 

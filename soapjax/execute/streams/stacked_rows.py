@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 
-class Stacks:
+class StackedRows:
     """All stacks of a step.
 
     Args:
@@ -50,7 +50,7 @@ class Stacks:
 class RowsAndStacks(dict[Any, Any]):
     """Values by id: a row is found in a stack that is there, a stack is put together of rows."""
 
-    def __init__(self, values: Mapping[Any, Any], stacks: Stacks | None):
+    def __init__(self, values: Mapping[Any, Any], stacks: StackedRows | None):
         super().__init__(values)
         self._stacks = stacks
 
