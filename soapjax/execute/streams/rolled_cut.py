@@ -7,8 +7,10 @@ gradients. Where anything differs between rows (the plan, the layout, who reads 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +59,7 @@ class _Rolling:
         self.program = micro.step.program
         self.stacks = StackedRows(dict(self.program.avals))
         self.parts = {(k, p.place): p for k in (*PASSES, *LATE) for p in getattr(cut, k) if p is not None}
+        self.made = {key: part.made for key, part in self.parts.items()}
         self.inputs: dict[tuple[str, int], set[int]] = {}
         self.taken: dict[tuple[str, int], set[Rows]] = {key: set() for key in self.parts}  # tuples that a part has from elsewhere
 
@@ -77,6 +80,11 @@ class _Rolling:
             for kind in LATE:
                 if (rolled := self.rolled.get((kind, piece.stage))) is not None:
                     rolled.give_all(piece.outputs)
+        self.finals = {r[1] for r in self.cut.results if r is not None}
+        self.readers: dict[int, set[tuple[str, int]]] = {}  # value -> the parts that read it by itself
+        for key, rolled in self.rolled.items():
+            for v in rolled.singly(self.taken[key]):
+                self.readers.setdefault(v, set()).add(key)
         for key, rolled in self.rolled.items():
             wanted = self._outputs(key)
             for v in wanted:
@@ -152,7 +160,7 @@ class _Rolling:
         """Value -> the stack of values that are summed over micro-batches as one: gradients of the rows of a piece."""
         leaves = {p.leaf: g for p, (_, g) in zip(self.places[0].bound.binding.phases.parameters, self.cut.gradients, strict=True)}
         crossing = {c.value: c for c in self.cut.crossings}
-        solo = [v for c in self.cut.crossings for _, v in c.summands]
+        uses = collections.Counter(v for c in self.cut.crossings for _, v in c.summands)
         found: dict[int, int] = {}
         self.stacked_crossings: dict[int, tuple[Crossing, ...]] = {}
         for piece in self.pieces:
@@ -163,7 +171,7 @@ class _Rolling:
             summands = [v for c in mine for _, v in c.summands]
             stages = {(c.site, s) for c in mine for s, _ in c.summands}
             hows = {self.joinings[c.value] for c in mine}
-            if len(stages) > 1 or len(hows) > 1 or not next(iter(hows)).is_sum or any(solo.count(v) > 1 for v in summands):
+            if len(stages) > 1 or len(hows) > 1 or not next(iter(hows)).is_sum or any(uses[v] > 1 for v in summands):
                 continue
             ((site, s),) = stages
             if not self._is_alike(s, summands) or any(not self._is_made(s, v) for v in summands):
@@ -176,7 +184,7 @@ class _Rolling:
         return found
 
     def _is_made(self, s: int, v: int) -> bool:
-        return any(v in self.parts[k, s].made for k in PASSES if (k, s) in self.parts)
+        return any(v in self.made[k, s] for k in PASSES if (k, s) in self.parts)
 
     def _add(self, s: int, rows: Rows) -> None:
         """Has loops add to the running sum of `rows`; what they do not is added one by one."""
@@ -184,7 +192,7 @@ class _Rolling:
         for key in ((k, s) for k in ("backward", "weights")):
             for loop in self.rolled[key].loops if key in self.rolled else ():
                 for own in loop.made:
-                    if (at := _within(own, rows)) is not None and set(own) <= self.parts[key].made:
+                    if (at := _within(own, rows)) is not None and self.made[key].issuperset(own):
                         loop.added[own] = stack, at
                         left -= set(own)
         self.singly_added |= left
@@ -225,8 +233,8 @@ class _Rolling:
             maker = other, s
             if other == kind or maker not in self.rolled or not self.rolled[maker].makes(rows):
                 continue
-            given = set(self.parts[maker].outputs) if other in ("recompute", "update") else self.parts[maker].made
-            if len(set(rows) - given) <= 1:  # what a loop begins with is handed on with what it carries
+            given = self.parts[maker].outputs if other in ("recompute", "update") else self.made[maker]
+            if len(set(rows).difference(given)) <= 1:  # what a loop begins with is handed on with what it carries
                 return maker
         return None
 
@@ -254,10 +262,9 @@ class _Rolling:
         kind, s = key
         summands = {v for c in self.cut.crossings if c.value not in self.sums for t, v in c.summands if t == s}
         summands |= self.singly_added
-        wanted = [*self.parts[key].outputs, *sorted(summands & self.parts[key].made)]
-        others = {v for k, r in self.rolled.items() if k != key for v in r.singly(self.taken[k])}
-        finals = {r[1] for r in self.cut.results if r is not None} if kind in LATE else summands
-        return [v for v in wanted if v in others or (v in finals and v not in self.results)]
+        wanted = [*self.parts[key].outputs, *sorted(summands & self.made[key])]
+        finals = self.finals if kind in LATE else summands
+        return [v for v in wanted if self.readers.get(v, set()) - {key} or (v in finals and v not in self.results)]
 
     # What is made of it.
 
@@ -291,7 +298,7 @@ class _Rolling:
             outputs += [self.sums[v] for v in part.outputs if v in self.sums]
             outputs += [o for o in stacked if o in read]
         inputs = tuple(sorted(self.inputs[key]))
-        return Part(part.name, part.place, eqns, own, inputs, tuple(dict.fromkeys(outputs)), part.made)
+        return Part(part.name, part.place, eqns, own, inputs, tuple(dict.fromkeys(outputs)), self.made[key])
 
     def _interface(self) -> tuple[MicroStep, Pieces, tuple[tuple[int, int] | None, ...]]:
         """The step as its program takes and returns leaves now."""
@@ -350,7 +357,7 @@ def _within(rows: Rows, whole: Rows) -> int | None:
 
 
 def _starts(rows: Sequence[int]) -> list[int]:
-    return [sum(rows[:k]) for k in range(len(rows))]
+    return list(itertools.accumulate(rows, initial=0))[:-1]
 
 
 def _runs(items: Iterable[int], key: Callable[[int], int]) -> list[list[int]]:

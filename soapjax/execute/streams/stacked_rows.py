@@ -25,6 +25,7 @@ class StackedRows:
         self.like: dict[int, int] = {}  # stack -> the row that it is laid out as
         self.within: dict[int, list[tuple[int, int]]] = {}  # row -> (stack, place)
         self._ids: dict[tuple[int, ...], int] = {}
+        self._next = max(avals, default=-1) + 1
 
     def of(self, rows: Sequence[int], like: int | None = None) -> int:
         """The stack of some rows.
@@ -34,7 +35,8 @@ class StackedRows:
         """
         rows = tuple(rows)
         if rows not in self._ids:
-            found = self._ids[rows] = max(self.avals) + 1
+            found = self._ids[rows] = self._next
+            self._next += 1
             aval = self.avals[rows[0]]
             self.avals[found] = aval.update(shape=(len(rows), *aval.shape))
             self.rows[found], self.like[found] = rows, rows[0] if like is None else like
