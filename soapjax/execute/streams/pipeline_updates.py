@@ -186,6 +186,7 @@ class _Updates:
                 continue
             ins = [("out", s, v) if v in made else self.stream.name(v, s, None) for v in part.inputs]
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
-            fn = jit_part(self.places[s], part, out_shardings=shardings)
-            outs = [("out", s, v) for v in part.outputs]
-            self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, outs, part=(self.places[s], part))
+            donated = self._donated(s, part.inputs, part.outputs)
+            fn = jit_part(self.places[s], part, out_shardings=shardings, donated=[part.inputs[k] for k in donated])
+            outs, taken = [("out", s, v) for v in part.outputs], [ins[k] for k in donated]
+            self.out.call(f"update {s} mixed", self.stream.track(s), fn, ins, outs, takes=taken, part=(self.places[s], part))
