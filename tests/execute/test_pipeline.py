@@ -438,7 +438,7 @@ def test_statistics_of_layers_beside_the_loss(wrap, caplog):
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(w)
         return [a - 0.1 * g for a, g in zip(w, grads, strict=True)], {"loss": value, **metrics}
 
-    pipelined_step._warn_once.cache_clear()
+    pipelined_step.warn_once.cache_clear()
     wanted, metrics = jax.jit(step)(w, x)
     found = soap_shard(step, topology="cpu8", pipeline="1f1b", stages=2, microbatches=4, proposals=16, donate=False)(w, x)
     for a, b in zip(found[0], wanted, strict=True):

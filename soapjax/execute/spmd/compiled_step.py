@@ -81,8 +81,8 @@ class CompiledStep:
         self._in_shardings = in_shardings
         # What the step does not read keeps the layout that it comes in.
         self._wanted = [s if is_read else None for s, is_read in zip(in_shardings, step.is_read, strict=True)]
-        self._has_trees = _takes_any(step.in_tree, self._wanted) and _takes_any(step.out_tree, out_shardings)
-        self._has_trees &= all(_takes_any(tree, [None] * tree.num_leaves) for tree in (step.in_tree, step.out_tree))
+        held = (step.in_tree, self._wanted), (step.out_tree, out_shardings)
+        self._has_trees = all(_takes_any(tree, found) for tree, own in held for found in (own, [None] * len(own)))
         shardings = dict(in_shardings=self._arguments(self._wanted), out_shardings=self._results(out_shardings))
         if program.mesh.size == 1 and program.mesh.devices.flat[0] == jax.devices()[0]:
             shardings = {}  # exactly plain jax.jit

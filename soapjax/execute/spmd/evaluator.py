@@ -159,6 +159,9 @@ class ProgramEvaluator:
         carry_ids, x_ids = body.inputs[num_consts : num_consts + num_carry], body.inputs[num_consts + num_carry :]
         stacked = values[num_consts + num_carry :]
         begins, sums = p.get("begins", {}), p.get("sums", ())  # of loops that trips were put into (trip_loops.py)
+        if p.get("is_mapped"):
+            stacked = [x if k not in begins else x[begins[k] : begins[k] + p["length"]] for k, x in enumerate(stacked)]
+            begins = {}
         xs = [x if k not in begins else jnp.arange(begins[k], begins[k] + p["length"]) for k, x in enumerate(stacked)]
         carry = self.enter_loop(eqn, values[num_consts : num_consts + num_carry], outer)
         # A body reads nothing of the outer levels but its constants.
@@ -166,8 +169,7 @@ class ProgramEvaluator:
 
         def step(carry: tuple[Any, ...], trip: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             (carry, totals), (t, xs) = carry, trip
-            by_place = {} if p.get("is_mapped") else begins
-            mine = [jax.lax.dynamic_index_in_dim(stacked[k], x, keepdims=False) if k in by_place else x for k, x in enumerate(xs)]
+            mine = [jax.lax.dynamic_index_in_dim(stacked[k], x, keepdims=False) if k in begins else x for k, x in enumerate(xs)]
             inner: Env = {**held, **outer, **dict(zip(carry_ids, carry, strict=True)), **dict(zip(x_ids, mine, strict=True))}
             self.enter_body(eqn, inner)
             self.block(body, inner)
@@ -176,8 +178,7 @@ class ProgramEvaluator:
             return (tuple(results[:num_carry]), tuple(added)), tuple(results[num_carry:])
 
         if p.get("is_mapped"):
-            rows = [x if k not in begins else x[begins[k] : begins[k] + p["length"]] for k, x in enumerate(stacked)]
-            return list(jax.vmap(lambda *xs: step(((), ()), (None, xs))[1])(*rows))
+            return list(jax.vmap(lambda *xs: step(((), ()), (None, xs))[1])(*xs))
         totals = tuple(self._own.sums[s].total for _, s, _ in sums)
         trips = jnp.arange(p["length"]) if sums else None
         (final, totals), found = jax.lax.scan(

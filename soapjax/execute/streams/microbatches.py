@@ -37,6 +37,11 @@ from soapjax.graph.trace.whole_batch import BatchStatistic
 log = logging.getLogger("soapjax")
 Reduction = Literal["auto", "mean", "sum"]
 REDUCTIONS: tuple[Reduction, ...] = ("auto", "mean", "sum")
+_STATISTIC = (
+    "%s brings a mean, or another statistic of the batch, back to its samples: each micro-batch has its own, as of batch norm, and "
+    "gradients differ by that from the whole batch's"
+)
+_ORDER = "%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,7 +187,8 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
     reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
     if not micro.growth.is_known and micro.num_microbatches > 1:
-        _warn_of_other_program(f"{micro.batch_size // micro.num_microbatches} of {micro.batch_size} samples")
+        part = f"{micro.batch_size // micro.num_microbatches} of {micro.batch_size} samples"
+        warn_once("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
     if micro.growth.is_known:
         mixing = micro.growth.mixing([v for _, v in gradients])
         if (pairs := mixing.pairs()) is not None:
@@ -199,9 +205,9 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
             expected = "a loss of every sample by itself: the numbers count those of the whole batch"
             raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
         if (statistic := mixing.statistic()) is not None:
-            _warn_of_statistic(f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
+            warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
         if (moved := mixing.order()) is not None:
-            _warn_of_order(f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
+            warn_once(_ORDER, f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
     other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
     if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
         value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
@@ -214,21 +220,8 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
 
 
 @functools.lru_cache(256)  # a plan that is checked is made more than once
-def _warn_of_other_program(part: str) -> None:
-    log.warning("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
-
-
-@functools.lru_cache(256)  # a plan that is checked is made more than once
-def _warn_of_statistic(place: str) -> None:
-    log.warning(
-        "%s brings a mean, or another statistic of the batch, back to its samples: each micro-batch has its own, as of batch norm, "
-        "and gradients differ by that from the whole batch's", place,
-    )  # fmt: skip
-
-
-@functools.lru_cache(256)  # a plan that is checked is made more than once
-def _warn_of_order(place: str) -> None:
-    log.warning("%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone", place)
+def warn_once(message: str, *args: str) -> None:
+    log.warning(message, *args)
 
 
 def averaged_blindly(micro: MicroStep, averaged: Collection[int], gradients: Collection[int]) -> list[str]:

@@ -8,7 +8,6 @@ dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.deferral import deferred_sums
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
-from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_blindly, found_reduction, joining
+from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_blindly, found_reduction, joining, warn_once
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
@@ -26,13 +25,6 @@ from soapjax.execute.streams.stream import Stream
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
 from soapjax.strategy.pipeline import Pipeline
-
-log = logging.getLogger("soapjax")
-
-
-@functools.lru_cache(256)  # a plan that is checked is made more than once
-def _warn_once(names: str) -> None:
-    log.warning("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
 
 
 class PipelineStep(MicroBatched):
@@ -58,7 +50,8 @@ class PipelineStep(MicroBatched):
         gradients = {v for _, v in self.cut.gradients}
         means = {v for v, how in self._joinings.items() if how.how == "mean"} - gradients
         if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means, gradients)):
-            _warn_once(", ".join(averaged[:8]))
+            names = ", ".join(averaged[:8])
+            warn_once("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
         self._defer([v for _, v in self.cut.gradients])
         self.as_run, self.pieces = micro, None
         if rolled := roll(micro, self.cut, places, self._joinings):

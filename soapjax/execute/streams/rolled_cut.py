@@ -90,7 +90,6 @@ class _Rolling:
             for v in wanted:
                 rolled.give_one(v)
             rolled.settle(self.taken[key])
-            self._read_singly(key)
         return self._built()
 
     # Which rows.
@@ -121,13 +120,13 @@ class _Rolling:
         for (_, s), part in self.parts.items():
             for v in part.inputs:
                 readers.setdefault(v, set()).add(s)
-        wanted = {rows for rolled in self.rolled.values() for rows, _ in rolled.tuples()}
-        read = {v for rows in wanted for v in rows}
+        read = {v for rolled in self.rolled.values() for rows in rolled.tuples() for v in rows}
         for leaf, num in enumerate(ins):
             at = range(starts[leaf], starts[leaf] + num)
             if num == 1 or any(k not in out_of for k in at):
                 continue
-            for run in _runs(at, key=lambda k: self.cut.home[program.inputs[k]]):
+            for _, group in itertools.groupby(at, key=lambda k: self.cut.home[program.inputs[k]]):
+                run = list(group)
                 values = tuple(program.inputs[k] for k in run)
                 made = tuple(program.outputs[out_of[k]] for k in run)
                 piece = _Piece(values, made, run[0], self.cut.home[values[0]])
@@ -154,7 +153,7 @@ class _Rolling:
         types = {(avals[v].shape, avals[v].dtype) for v in values}
         how = {repr(place.deferred.get(v) and dataclasses.replace(place.deferred[v], value=0)) for v in values}
         gathered = {place.gathered.get(v) for v in values}
-        return len({place.spec(v) for v in values} | {None}) == 2 and len(types) == len(how) == len(gathered) == 1
+        return all(len(found) == 1 for found in ({place.spec(v) for v in values}, types, how, gathered))
 
     def _sums(self) -> dict[int, int]:
         """Value -> the stack of values that are summed over micro-batches as one: gradients of the rows of a piece."""
@@ -274,8 +273,7 @@ class _Rolling:
         read = {v for inputs in self.inputs.values() for v in inputs}
         parts = {key: self._part(key, read) for key in self.parts}
         chosen = {k: tuple(parts.get((k, s)) for s in range(len(self.places))) for k in (*PASSES, *LATE)}
-        dropped = set(self.sums)
-        crossings = [c for c in self.cut.crossings if c.value not in dropped]
+        crossings = [c for c in self.cut.crossings if c.value not in self.sums]
         for stack, mine in self.stacked_crossings.items():
             ((s, _),) = mine[0].summands
             crossings.append(Crossing(stack, mine[0].site, ((s, self.stacks.of([v for c in mine for _, v in c.summands])),)))
@@ -358,16 +356,6 @@ def _within(rows: Rows, whole: Rows) -> int | None:
 
 def _starts(rows: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(rows, initial=0))[:-1]
-
-
-def _runs(items: Iterable[int], key: Callable[[int], int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for k in items:
-        if runs and key(runs[-1][-1]) == key(k):
-            runs[-1].append(k)
-        else:
-            runs.append([k])
-    return runs
 
 
 def _joined(num: int, pieces: Mapping[int, int]) -> list[int]:

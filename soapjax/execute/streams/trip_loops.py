@@ -147,10 +147,10 @@ class Rolled:
     def is_made(self, value: int) -> bool:
         return value in self._maker or value in self._single
 
-    def tuples(self) -> Iterator[tuple[Rows, int]]:
-        """Those that its loops read, and what they are in the body."""
+    def tuples(self) -> Iterator[Rows]:
+        """Those that its loops read."""
         for loop in self.loops:
-            yield from loop.xs.items()
+            yield from loop.xs
 
     def give(self, rows: Rows) -> None:
         """Has a tuple that a loop makes stacked."""
@@ -185,7 +185,7 @@ class Rolled:
 
     def settle(self, stacked: Collection[Rows]) -> None:
         """Has all ready that its own equations read, where the tuples `stacked` come from elsewhere."""
-        for rows, _ in self.tuples():
+        for rows in self.tuples():
             if rows not in stacked and self.makes(rows):
                 self.give(rows)
         given = {*stacked, *(rows for loop in self.loops for rows in loop.wanted)}

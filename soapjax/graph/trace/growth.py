@@ -87,13 +87,14 @@ class Growth:
           gradients: values that are known to be the whole batch's.
         """
         known = [w for w in map(self.value, gradients) if w is not None]
-        after, found = self._after_means(values), set()
-        for v in values:
-            if self.is_known and (mine := self.value(v)) is not None:
-                mixing = SampleMixing(self.small, self.large, self.batch, [mine], known)
-                if mixing.statistic() is not None or mixing.not_linear(after) is not None:
-                    found.add(v)
-        return found
+        mine = {v: w for v in values if self.is_known and (w := self.value(v)) is not None}
+        after = self._after_means(values)
+
+        def is_other(wanted: Collection[int]) -> bool:
+            mixing = SampleMixing(self.small, self.large, self.batch, wanted, known)
+            return mixing.statistic() is not None or mixing.not_linear(after) is not None
+
+        return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
 
     def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
         """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
