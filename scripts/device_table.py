@@ -62,6 +62,23 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "rnnlm": ("rnnlm", {"batch": 64, "seq": 10, "hidden": 2048}),
     "mlp": ("mlp", {"batch": 4096, "width": 4096, "layers": 6, "features": 4096}),
     "lenet": ("lenet", {"batch": 256}),
+    # Measured after all rates were set: nothing was fitted to these.
+    "gpt3 6.7B 2 layers bfloat16": ("gpt3", {"size": "6.7B", "layers": 2, "batch": 4, **GPT, "seq": 2048}),
+    "llama 7B 2 layers bfloat16": (
+        "llama",
+        {"batch": 2, "seq": 4096, "width": 4096, "hidden": 11_008, "layers": 2, "heads": 32, "vocab": 32_000, "dtype": "bfloat16"},
+    ),
+    "transformer_nnx bfloat16": (
+        "transformer_nnx",
+        {"batch": 16, "seq": 1024, "width": 1024, "layers": 6, "heads": 16, "vocab": 32_768, "dtype": "bfloat16"},
+    ),
+    "bert base": ("bert", {"batch": 64, "seq": 128, "width": 768, "layers": 12, "heads": 12, "vocab": 30_528}),
+    "moe of 16 experts": (
+        "moe", {"batch": 8, "seq": 1024, "width": 1024, "layers": 4, "heads": 16, "vocab": 32_768, "experts": 16, "top": 2},
+    ),
+    "resnet101 bfloat16": ("resnet", {"depth": 101, "batch": 128, "dtype": "bfloat16"}),
+    "inception_v3": ("inception_v3", {"batch": 64, "image": 299, "width": 1.0, "classes": 1000}),
+    "rnntc, scanned": ("rnntc", {"batch": 64, "seq": 40, "hidden": 1024, "layers": 4, "vocab": 18_768, "scan": True}),
 }  # fmt: skip
 COLUMNS = ["step", "data_sheet_s", "roofline_s", "profile_s", "measured_s", "busy_s", "jit_s", "predicted_memory",
            "compiled_memory", "compile_s", "tasks"]  # fmt: skip
