@@ -40,14 +40,17 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt3 350M, 6 layers": ("gpt3", {"size": "350M", "layers": 6, "batch": 32, "seq": 1024, "vocab": 51_200, "dtype": "bfloat16"}),
 }  # fmt: skip
-COLUMNS = ["step", "limit", "planned", "predicted_s", "measured_s", "available", "predicted_memory", "compiled_memory", "first_call_s"]
+COLUMNS = [
+    "step", "limit", "planned", "predicted_s", "measured_s", "available", "predicted_memory", "compiled_memory", "first_call_s",
+]  # fmt: skip
 RUNS, QUEUED = 5, 4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(STEPS))
-    parser.add_argument("--limits", nargs="+", type=float, default=[1, 0.75, 0.5, 0.35], help="parts of what the step as it is takes")
+    of_whole = "parts of the memory that the step as it is takes"
+    parser.add_argument("--limits", nargs="+", type=float, default=[1, 0.75, 0.5, 0.35], help=of_whole)
     parser.add_argument("--seconds", type=float, default=20, help="of every plan")
     parser.add_argument("--again", action="store_true", help="measure also what the CSV has already")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the CSV and of the page")
@@ -80,7 +83,8 @@ def model_of(name: str, **settings: Any) -> Any:
 def by_hand(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     step, state, batch = model_of(name, **settings)
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    return dict(measured_s=seconds_of(compiled, state, batch), compiled_memory=peak_memory_bytes(compiled, jax.devices()[0].platform))
+    memory = peak_memory_bytes(compiled, jax.devices()[0].platform)
+    return dict(measured_s=seconds_of(compiled, state, batch), compiled_memory=memory)
 
 
 def planned(name: str, available: float, seconds: float) -> dict[str, Any]:

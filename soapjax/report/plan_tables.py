@@ -129,6 +129,7 @@ def stage_table(plan: Plan) -> TextTable:
         copies = f"{stage.replicas} replicas; " if stage.replicas > 1 else ""
         names = stage.operators[0] if len(stage.operators) == 1 else f"{stage.operators[0]} … {stage.operators[-1]}"
         kept = "its inputs, and computes again" if stage.rematerialise else "activations"
+        kept += ", weights as they are cast" * stage.keeps_casts
         memory = plan.prediction.memory_parts_bytes.get(f"stage {i}")
         table.add_row(
             str(i), f"{names} ({len(stage.operators)})", devices, copies + inside, kept, size(memory) if memory is not None else ""

@@ -65,6 +65,8 @@ class StageLoad(NamedTuple):
     weights_s: float = 0.0  # the rest of it, likewise
     between_bytes: float = 0.0  # what the second reads of the first
     kept_for_weights_bytes: float = 0.0  # and of the forward pass
+    casts_s: float = 0.0  # of casting weights to what passes read: in every pass, or once per step
+    casts_bytes: float = 0.0  # of these copies, where they stay for the step
 
 
 OF_MICROBATCHES = "input_bytes", "kept_bytes", "between_bytes", "kept_for_weights_bytes"
@@ -211,6 +213,20 @@ def memory_of(pipeline: Pipeline, loads: Sequence[StageLoad]) -> tuple[tuple[flo
     return tuple(peak.tolist()), most
 
 
+def keeping_casts(pipeline: Pipeline, loads: Sequence[StageLoad], limit_bytes: float) -> Pipeline:
+    """With weights cast once per step, for all micro-batches, on stages where the copies fit."""
+    if not kind_of(pipeline).is_synchronous or pipeline.num_microbatches == 1 or not any(load.casts_bytes for load in loads):
+        return pipeline
+
+    def with_copies(flags: Sequence[bool]) -> Pipeline:
+        stages = zip(pipeline.stages, flags, strict=True)
+        return pipeline.model_copy(update={"stages": tuple(s.model_copy(update={"keeps_casts": k}) for s, k in stages)})
+
+    has_casts = [load.casts_bytes > 0 for load in loads]
+    memory, _ = memory_of(with_copies(has_casts), loads)
+    return with_copies([has and size <= limit_bytes for has, size in zip(has_casts, memory, strict=True)])
+
+
 def _long_enough(pipeline: Pipeline) -> Pipeline:
     """Of `pipedream` so many minibatches that the middle of the run is in the steady state."""
     if kind_of(pipeline).is_synchronous:
@@ -241,6 +257,7 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, most: int) -> tuple
     per_replica, num = -(-most // replicas), -(-pipeline.num_microbatches // replicas)
     # The whole batch is laid out as one array, and taken apart before the first pass.
     stays = load.state_bytes + load.gradient_bytes + 2 * num * load.batch_bytes
+    stays += load.casts_bytes * pipeline.stages[stage].keeps_casts
     if not kind_of(pipeline).is_synchronous:
         # Stashed versions. Of a stage with replicas the weights that were given stay, and an update takes no version's memory.
         stays += (max(per_replica - 1, 0) if replicas == 1 else per_replica + 1) * load.parameter_bytes
@@ -363,16 +380,18 @@ class _Expansion(_Tasks):
         streams += () if self.overlap else computing
         row = _Row(f"sum of gradients {m}: stage {i}", i, devices, load.sync_level, load.sync_s, streams)
         self.add(key, row, waiting or list(before.values()))
-        self.add(action, _Row(f"update {m}: stage {i}", i, devices, -1, load.update_s, computing), [key, *before.values()])
+        update_s = load.update_s + load.casts_s * self.stages[i].keeps_casts  # these for the next step
+        self.add(action, _Row(f"update {m}: stage {i}", i, devices, -1, update_s, computing), [key, *before.values()])
         if i == 0:
             self.updates.append(self.index[action])
 
 
 def _pass_s(action: Action, pipeline: Pipeline, load: StageLoad, is_split: bool) -> float:
-    if action.kind in ("forward", "recompute"):
-        return load.forward_s
-    if action.kind == "weights":
+    if action.kind == "weights":  # which reads no weights
         return load.weights_s
+    casts_s = load.casts_s * (not pipeline.stages[action.stage].keeps_casts)
+    if action.kind in ("forward", "recompute"):
+        return casts_s + load.forward_s
     is_within = pipeline.stages[action.stage].rematerialise and not recomputes_apart(pipeline, action.stage)
     again_s = load.forward_s if is_within else 0.0
-    return again_s + (load.inputs_s if is_split else load.backward_s)
+    return casts_s + again_s + (load.inputs_s if is_split else load.backward_s)

@@ -25,6 +25,7 @@ class Stage(pydantic.BaseModel):
     mesh: dict[str, int] = {}  # axis name -> size, slowest first; the product is the number of devices of one replica
     replicas: int = 1  # pipedream: copies of the stage on equal shares of `devices`, which take minibatches in turn
     rematerialise: bool = False  # keep only the stage's inputs, and compute its forward pass again before its backward pass
+    keeps_casts: bool = False  # weights that passes read in another type are cast once per step, not in every pass
 
 
 class Pipeline(pydantic.BaseModel):

@@ -363,6 +363,9 @@ def _check(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> None:
         elif r < 1 or len(stage.devices) % r or num % r:
             expected = f"a divisor of its {len(stage.devices)} devices and of {num} minibatches"
             problems.append(Problem(place, str(r), expected, "choose another number of replicas or of minibatches"))
+        if stage.keeps_casts and not kind_of(pipeline).is_synchronous:
+            expected = "false: weights change with every minibatch"
+            problems.append(Problem(f"stages[{i}].keeps_casts", "true", expected, "leave it out, or take another schedule"))
     if name == "own" or pipeline.order:
         problems += _check_own(pipeline, groups)
     if problems:

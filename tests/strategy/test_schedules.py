@@ -83,6 +83,10 @@ def test_interleaved_idles_less():
     assert makespan(chunked, 0.5) == pytest.approx(3 * (8 + 1.5))
 
 
+def keeping_casts(made):
+    return made.model_copy(update={"stages": tuple(s.model_copy(update={"keeps_casts": True}) for s in made.stages)})
+
+
 @pytest.mark.parametrize(
     "wrong, word",
     [
@@ -91,6 +95,7 @@ def test_interleaved_idles_less():
         (lambda: pipeline("gpipe", 2, 0), "at least 1"),
         (lambda: pipeline("1f1b", 2, 4, replicas=[2, 1]), "only pipedream"),
         (lambda: pipeline("pipedream", 2, 5, replicas=[2, 1]), "5 minibatches"),
+        (lambda: keeping_casts(pipeline("pipedream", 2, 4)), r"stages\[1\].keeps_casts: got true"),
         (
             lambda: Pipeline(
                 schedule="gpipe",

@@ -1,8 +1,9 @@
-"""Parameters whose storage is sharded, and kept whole once they are gathered: all micro-batches read one copy.
+"""Parameters that all passes of a stage read in one copy: gathered, or cast to what they compute with.
 
-A stage's passes are programs of their own, and each would gather what it reads. What is to be kept (ZeRO-1: parameters are whole
-while a step computes, optimizer state is sharded) is gathered once per step instead, by one program before the first pass.
-What is gathered for each pass is left to these.
+A stage's passes are programs of their own, and each would gather and cast what it reads. What is to be kept (ZeRO-1: parameters
+are whole while a step computes, optimizer state is sharded) is gathered once per step instead, by one program before the first
+pass; and on stages that keep casts, that program casts what lies there as it is used. What is gathered for each pass is left to
+these.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Gathered(NamedTuple):
         return Gathered(((), *self.spec), self.cast)
 
 
-def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
-    """By value the parameters that are gathered once per step."""
+def gathered_once(bound: BoundStep, *, keeps_casts: bool) -> dict[int, Gathered]:
+    """By value the parameters that are gathered, or cast, once per step."""
     graph, plan, found = bound.graph, bound.plan, {}
     values = {p.leaf: p.value for p in bound.binding.phases.parameters}
     used: dict[int, set[Spec]] = {}
@@ -44,7 +45,10 @@ def gathered_once(bound: BoundStep) -> dict[int, Gathered]:
         parameter = graph.parameters[k]
         specs, stored = used[parameter.tensor], parse_spec(plan.arguments[graph.in_paths[parameter.leaf]])
         storage = StorageName.parse(plan.operators[graph.operators[parameter.owner].name].storage)
-        if storage.axes and not storage.again and len(specs) == 1 and (spec := next(iter(specs))) != stored:
+        if len(specs) > 1 or storage.again:
+            continue
+        (spec,) = specs
+        if (storage.axes and spec != stored) or (keeps_casts and cast is not None and spec == stored):
             found[values[parameter.leaf]] = Gathered(spec, cast)
     return found
 
@@ -58,13 +62,14 @@ def passing(bound: BoundStep, gathered: dict[int, Gathered]) -> BoundStep:
 
 def gather_program(place: Any, stage: int, values: tuple[int, ...]) -> tuple[Part, Any]:
     """The program of a stage that gathers parameters, cast first where their reader casts them."""
-    layouts, chosen = place.evaluator.layouts, [place.gathered[v] for v in values]
+    chosen = [place.gathered[v] for v in values]
 
     def fn(*arguments: Any) -> tuple[Any, ...]:
         found = []
         for v, x, one in zip(values, arguments, chosen, strict=True):
             x = x if one.cast is None or place.is_float64 else jax.lax.convert_element_type(x, one.cast)
-            found.append(layouts.resharded(v, x, place.spec(v), one.spec))
+            stored = place.spec(v)
+            found.append(x if one.spec == stored else place.evaluator.layouts.resharded(v, x, stored, one.spec))
         return tuple(found)
 
     fn.__name__ = fn.__qualname__ = f"gather_{stage}"

@@ -63,7 +63,7 @@ class PipelineStep(MicroBatched):
         self._streams: dict[bool, StepStream] = {}
 
     def _defer(self, gradients: Sequence[int]) -> None:
-        """Gradients are summed over a stage's devices once per step, and parameters gathered, where they may be (gathered.py)."""
+        """What is done once per step: sums of gradients over a stage's devices, and copies of parameters (gathered.py)."""
         if self.micro.num_microbatches == 1:
             return
         parameter_of = {v: p for p, v in enumerate(gradients)}
@@ -72,7 +72,7 @@ class PipelineStep(MicroBatched):
                 v: parameter_of[c.value] for c in self.cut.crossings if c.value in parameter_of for t, v in c.summands if t == s
             }
             parts = [p for p in (self.cut.backward[s], self.cut.weights[s]) if p is not None]
-            place.gathered = gathered_once(place.bound) if place.mesh.size > 1 else {}
+            place.gathered = gathered_once(place.bound, keeps_casts=self.pipeline.stages[s].keeps_casts)
             place.deferred = {v: d for part in parts for v, d in deferred_sums(place, part, mine).items()}
 
     def _receive(self) -> None:

@@ -171,7 +171,8 @@ def times_as_it_runs(problem: StageProblem, priced: Priced) -> StageTimes:
                 rows = [row_of[name] for name in other.operators]
                 axes[rows], storage[rows] = chosen.axes[rows], chosen.storage[rows]
         strategies[i] = Strategy(axes, storage)
-    return simulated_stages(problem.exact, pipeline, choice.bounds, strategies)
+    limit_bytes = problem.objective.memory_limit(problem.usable_bytes)
+    return simulated_stages(problem.exact, pipeline, choice.bounds, strategies, limit_bytes)
 
 
 def _found_pipedream(

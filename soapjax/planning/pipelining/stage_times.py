@@ -18,7 +18,7 @@ from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stacks import Stacks
 from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
-from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, simulate_pipeline
+from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, keeping_casts, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.pipeline import Pipeline, Stage
@@ -78,9 +78,15 @@ def _sums_of_replicas(graph: OperatorGraph, topology: DeviceTopology, stage: Sta
 
 
 def simulated_stages(
-    loads: StageLoads, pipeline: Pipeline, bounds: tuple[int, ...], strategies: Mapping[int, Strategy]
+    loads: StageLoads, pipeline: Pipeline, bounds: tuple[int, ...], strategies: Mapping[int, Strategy],
+    casts_limit_bytes: float | None = None,
 ) -> StageTimes:  # fmt: skip
-    """A pipeline of any stages; `strategies` by stage, data parallelism where there is none."""
+    """A pipeline of any stages.
+
+    Args:
+      strategies: by stage, data parallelism where there is none.
+      casts_limit_bytes: weights are cast once per step where a stage then takes no more than this; None: as the pipeline says.
+    """
     topology, num = loads.topology, pipeline.num_microbatches
     workers = Workers.of(topology)
     found: list[StageLoad] = []
@@ -131,6 +137,8 @@ def simulated_stages(
             ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
             seconds = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in t.seconds)
             transfers[k] = Transfer(t.source, t.target, level, *seconds)
+    if casts_limit_bytes is not None:
+        pipeline = keeping_casts(pipeline, found, casts_limit_bytes)
     timeline = simulate_pipeline(pipeline, found, transfers)
     without_overlap_s = simulate_pipeline(pipeline, serial, transfers, overlap=False).step_time_s
     share = share_of(*np.array(split).T)

@@ -77,6 +77,8 @@ class Figures(NamedTuple):
     may_sum_late: np.ndarray  # bool [P]: not gathered for each pass, so that running sums may wait on their devices for the update
     gathered_bytes: np.ndarray  # [P]: of the one copy that all micro-batches read; 0 where passes gather, or nobody
     gathers_once: np.ndarray  # bool [E]: the reshard that makes such a copy
+    cast_bytes: np.ndarray  # [P]: of a copy in the type that its reader casts it to first, where such a copy may serve all passes
+    cast_s: np.ndarray  # [P]: of making it
     layouts: Layouts
 
 
@@ -202,6 +204,23 @@ def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np
     return once
 
 
+def _cast_bytes(tables: CostTables, strategy: Strategy, parameter_bytes: np.ndarray) -> np.ndarray:
+    """[P]: of what is stored as it is used; what is gathered for all passes is cast before that (execute/streams/gathered.py)."""
+    share = np.zeros(len(parameter_bytes), np.float32)
+    as_used = np.array([not any(s.axes) for s in tables.space.storages])[strategy.storage[tables.parameter_op]]
+    for p, (_, cast) in single_readers(tables.graph).items():
+        if cast is not None and as_used[p]:
+            tensor = tables.graph.tensors[tables.graph.parameters[p].tensor]
+            share[p] = np.dtype(cast).itemsize / np.dtype(tensor.dtype).itemsize
+    return parameter_bytes * share
+
+
+def _cast_s(tables: CostTables, parameter_bytes: np.ndarray, cast_bytes: np.ndarray) -> np.ndarray:
+    """[P]: one is read, the other written. None where tasks were measured: what they cast is in their time."""
+    moved_bytes = np.where(cast_bytes > 0, parameter_bytes + cast_bytes, 0.0)
+    return moved_bytes / tables.rates.memory_bytes_per_s * (tables.profile is None)
+
+
 def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     tables, schedule = fabric.tables, fabric.schedule
     costs = fabric.evaluator.alone(strategy.axes, strategy.storage)
@@ -216,8 +235,11 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     split = np.where(found.home >= 0, sizes, 1.0).prod(axis=1)
     shard_bytes = tables.tensor_bytes * np.array([t.copies for t in tables.graph.tensors], np.float32) / split
     copy_bytes, late = np.array(parts.copy_bytes), _may_sum_late(tables, strategy)
+    parameter_bytes = parts.stored_bytes / tables.state_copies
     gathered_bytes, gathers = np.zeros(len(tables.graph.parameters), np.float32), np.zeros(len(tables.edge_task), bool)
+    cast_bytes = np.zeros(len(parameter_bytes), np.float32)
     if fabric.has_sums:
+        cast_bytes = _cast_bytes(tables, strategy, parameter_bytes)
         once = _gathered_once(tables, found, strategy)
         firsts = {int(tables.edge_tensor[e]): e for e in np.flatnonzero(once)[::-1]}
         gathers[list(firsts.values())] = True
@@ -233,6 +255,6 @@ def _figures(fabric: Fabric, strategy: Strategy) -> Figures:
     return Figures(
         seconds=schedule.durations(durations), shard_bytes=shard_bytes, copy_bytes=copy_bytes, copy_since=copy_since,
         transient_bytes=parts.transient_bytes, merging_bytes=np.maximum(waiting - parts.held_bytes[:, None], 0.0) * (waiting > 0),
-        stored_bytes=parts.stored_bytes, parameter_bytes=parts.stored_bytes / tables.state_copies, may_sum_late=late,
-        gathered_bytes=gathered_bytes, gathers_once=gathers, layouts=found,
+        stored_bytes=parts.stored_bytes, parameter_bytes=parameter_bytes, may_sum_late=late, gathered_bytes=gathered_bytes,
+        gathers_once=gathers, cast_bytes=cast_bytes, cast_s=_cast_s(tables, parameter_bytes, cast_bytes), layouts=found,
     )  # fmt: skip

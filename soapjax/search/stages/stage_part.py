@@ -251,7 +251,8 @@ class StagePart:
             parameter_bytes=float(figures.parameter_bytes[owns].sum()),
             state_bytes=float((figures.stored_bytes + figures.gathered_bytes)[owns].sum() + figures.shard_bytes[copies].sum()),
             gradient_bytes=float(figures.shard_bytes[[*gradients, *sums]].sum()), inputs_s=self.seconds(BACKWARD, inputs),
-            weights_s=self.seconds(BACKWARD, self.weights),
+            weights_s=self.seconds(BACKWARD, self.weights), casts_s=float(figures.cast_s[owns].sum()),
+            casts_bytes=float(figures.cast_bytes[owns].sum()),
             kept_for_weights_bytes=sum(self._kept(self.weights).values()), **self._activations(),
         )  # fmt: skip
 

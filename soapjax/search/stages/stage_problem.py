@@ -27,7 +27,7 @@ from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
-from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, memory_of, predicted_times
+from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, keeping_casts, memory_of, predicted_times
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
 from soapjax.strategy.plan import StrategyFigures
@@ -208,10 +208,11 @@ class StageProblem:
         groups, num = len(choice.counts), choice.num_microbatches
         is_split = SCHEDULES[choice.schedule].splits_backward
         pass_s, again_s, busy_s = np.zeros(groups), np.zeros(groups), np.zeros(groups)
-        for i, load in enumerate(self._loads_of(choice)):
-            pass_s[i % groups] += load.forward_s + load.backward_s
+        loads = self._loads_of(choice)
+        for i, (load, stage) in enumerate(zip(loads, self._keeping_casts(outline(choice), loads).stages, strict=True)):
+            pass_s[i % groups] += load.forward_s + load.backward_s + 2 * load.casts_s * (not stage.keeps_casts)
             again_s[i % groups] += load.forward_s * choice.rematerialise[i]
-            busy_s[i % groups] += load.update_s
+            busy_s[i % groups] += load.update_s + load.casts_s * stage.keeps_casts
         busy_s += num * (pass_s + again_s)
         last = int(busy_s.argmax())
         idle_s = pass_s + again_s * is_split
@@ -227,8 +228,12 @@ class StageProblem:
             self._looked_at = choice, loads
         return self._looked_at[1]
 
+    def _keeping_casts(self, pipeline: Pipeline, loads: list[StageLoad]) -> Pipeline:
+        """Where they fit: a step is not slower for it."""
+        return keeping_casts(pipeline, loads, self.objective.memory_limit(self.usable_bytes))
+
     def _simulated(self, choice: Choice, loads: list[StageLoad]) -> Priced:
-        timeline = predicted_times(outline(choice), loads, self._transfers_of(choice))
+        timeline = predicted_times(self._keeping_casts(outline(choice), loads), loads, self._transfers_of(choice))
         memory = max(timeline.memory_bytes)
         sent = float(self._sent_bytes(choice).max()) if self.objective.limits_bytes or self.front is not None else 0.0
         scores = Scores(*(np.array([x], np.float64) for x in (timeline.step_time_s, memory, 0, sent)))
@@ -275,7 +280,7 @@ class StageProblem:
             for i in range(choice.num_stages)
         ]
         alone = [self.loads.load(*w, overlap=False) for w in where]
-        serial = predicted_times(outline(choice), alone, self._transfers_of(choice), overlap=False)
+        serial = predicted_times(self._keeping_casts(outline(choice), alone), alone, self._transfers_of(choice), overlap=False)
         sent = self._sent_bytes(choice)
         return StrategyFigures(
             step_time_s=priced.timeline.step_time_s, without_overlap_s=serial.step_time_s,
@@ -346,7 +351,8 @@ class StageProblem:
                     rematerialise=choice.rematerialise[i],
                 )
             )
-        return Pipeline(schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages))
+        made = Pipeline(schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages))
+        return self._keeping_casts(made, self._loads_of(choice))
 
 
 def outline(choice: Choice) -> Pipeline:
@@ -355,7 +361,8 @@ def outline(choice: Choice) -> Pipeline:
     for i in range(choice.num_stages):
         first, count, _ = choice.group(i)
         stages.append(Stage.model_construct(
-            operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=choice.rematerialise[i]
+            operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=choice.rematerialise[i],
+            keeps_casts=False,
         ))  # fmt: skip
     return Pipeline.model_construct(
         schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False, order=()
