@@ -15,6 +15,7 @@ from soapjax import progress
 from soapjax.execute.processes import jointly
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.execute.streams.microbatches import warn_anew
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.options import objective
@@ -50,6 +51,7 @@ class Maker:
         Args:
           runs: whether the step is run as it is made, so that a check of the plan may compile it.
         """
+        warn_anew()
         asked = self.request.but(static_argnums=static, donate=donate, check=self.request.check if runs else "none")
         if isinstance(asked.pipeline, Pipeline):
             return None, pipelined(

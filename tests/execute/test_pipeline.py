@@ -1,5 +1,6 @@
 """Pipelines give the single-device step's gradients, and hold no more than their schedules say."""
 
+import functools
 import importlib
 import time
 
@@ -337,17 +338,22 @@ def test_a_gradient_that_stays_in_a_loop_is_refused():
         soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(jnp.ones((4, 4)), jnp.ones((8, 4)))
 
 
-def test_an_update_that_reads_the_data_is_refused():
-    """Statistics of the observations, as agents keep them: they are no part of the loss."""
+def test_an_update_that_reads_the_data_reads_all_of_it():
+    """Statistics of the observations, as agents keep them: they are no part of the loss. Where a part of the batch makes another
+    step, nothing is known of what is the whole batch's, and such an update is refused."""
 
-    def step(state, batch):
-        loss, grads = jax.value_and_grad(lambda w: ((jnp.tanh(batch["x"] @ w["a"]) @ w["b"]) ** 2).mean())(state["w"])
+    def step(state, batch, like=None):
+        x = batch["x"] if like is None or len(batch["x"]) == like else jnp.sin(batch["x"])
+        loss, grads = jax.value_and_grad(lambda w: ((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2).mean())(state["w"])
         mean = 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)
         return {"w": jax.tree.map(lambda p, g: p - 0.01 * g, state["w"], grads), "mean": mean}, loss
 
     state = {"w": {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}, "mean": jnp.zeros(4)}
+    batch, how = {"x": jnp.arange(32.0).reshape(8, 4) / 32}, dict(topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)
+    wanted = jax.jit(step)(state, batch)[0]
+    np.testing.assert_allclose(soap_shard(step, **how)(state, batch)[0]["mean"], wanted["mean"], rtol=1e-6)
     with pytest.raises(SoapjaxError, match="argument batch.x: got read by an update.*in the loss.*without a pipeline"):
-        soap_shard(step, topology="cpu8", pipeline="1f1b", stages=1, microbatches=2)(state, {"x": jnp.ones((8, 4))})
+        soap_shard(functools.partial(step, like=8), **how)(state, batch)
 
 
 def test_complex_parameters_are_proven():

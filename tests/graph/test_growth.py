@@ -69,7 +69,8 @@ def test_samples_are_joined_and_counts_summed():
     for size, parts in ((8, 8), (8, 4), (2, 2)):
         micro = traced(step, size=size, parts=parts)
         how = {p: joining(micro, v, "mean") for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True)}
-        assert {p.rpartition(".")[2]: tuple(h) for p, h in how.items() if p != "out.0"} == {
+        assert {h.scale for h in how.values()} == {1}
+        assert {p.rpartition(".")[2]: tuple(h[:2]) for p, h in how.items() if p != "out.0"} == {
             "each": ("join", 0), "rows": ("join", 0), "count": ("sum", 0), "mean": ("mean", 0),
             "picked": ("join", 0),
         }  # fmt: skip

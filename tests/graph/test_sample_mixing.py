@@ -108,3 +108,35 @@ def test_it_is_found_where_gradients_differ(name, num):
     assert (mixing.by_number() is not None) == ("by number" in name)
     assert (mixing.pairs() is not None) == ("pairs" in name or "distances" in name or name == "contrastive")
     assert (mixing.fixed_rows() is not None) == ("fixed rows" in name)
+
+
+def paired(first, second):
+    return jnp.exp(first * second).mean()
+
+
+# Of micro-batches of several samples.
+REGROUPED = {
+    "neighbours": (lambda w, x: paired(*hidden(w, x).reshape(-1, 2, WIDTH).transpose(1, 0, 2)), False),
+    "every second": (lambda w, x: paired(hidden(w, x)[::2], hidden(w, x)[1::2]), False),
+    "joined, and taken apart": (lambda w, x: paired(*jnp.split(hidden(w, jnp.concatenate([x, 2 * x])), 2)), False),
+    "joined, and sliced": (lambda w, x: (lambda z: paired(z[: len(x)], z[len(x) :]))(hidden(w, jnp.concatenate([x, -x]))), False),
+    "time first, flattened and back": (
+        lambda w, x: (hidden(w, jnp.stack([x, 2 * x]).reshape(-1, WIDTH)).reshape(2, -1, WIDTH).mean(0) ** 3).mean(), False,
+    ),
+    "halves by a split": (lambda w, x: paired(*jnp.split(hidden(w, x), 2)), True),
+    "halves by slices": (lambda w, x: paired(hidden(w, x)[: len(x) // 2], hidden(w, x)[len(x) // 2 :]), True),
+    "halves by a reshape": (lambda w, x: paired(*hidden(w, x).reshape(2, -1, WIDTH)), True),
+    "means of halves": (lambda w, x: (hidden(w, x).reshape(2, -1, WIDTH).mean(0) ** 3).mean(), True),
+    "every fourth": (lambda w, x: paired(hidden(w, x)[::4], hidden(w, x)[1::4]), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REGROUPED)
+def test_samples_that_are_put_side_by_side_are_found(name):
+    loss, differs = REGROUPED[name]
+    w, x = (jax.random.normal(jax.random.key(k), shape) for k, shape in ((0, (WIDTH, WIDTH)), (1, (BATCH, WIDTH))))
+    whole = jax.grad(loss)(w, x)
+    parts = jnp.mean(jnp.stack([jax.grad(loss)(w, part) for part in jnp.split(x, PARTS)]), 0)
+    assert np.allclose(whole, parts, rtol=1e-4, atol=1e-6) != differs
+    micro = micro_step(lambda w, x: w - 0.1 * jax.grad(loss)(w, x), w, x, num_microbatches=PARTS)
+    assert (micro.growth.mixing(micro.step.program.outputs).any() is not None) == differs

@@ -73,11 +73,13 @@ class MicroBatched(abc.ABC):
         return self._outputs(results, leaves)[0], events
 
     def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        program, found, outputs = self.as_run.step.program, iter(results), []
+        program, whole, found, outputs = self.as_run.step.program, self.micro.full.program.outputs, iter(results), []
         batch = {program.inputs[k]: k for k in self.as_run.batch_leaves}
-        for out, result in zip(program.outputs, self.cut.results, strict=True):
+        of_whole = whole if len(whole) == len(program.outputs) else program.outputs  # layers' rows may have become stacks
+        for out, own, result in zip(program.outputs, of_whole, self.cut.results, strict=True):
             if not isinstance(out, int):
-                outputs.append(jnp.asarray(out.val, program.aval(out).dtype))
+                literal = out if isinstance(own, int) else own  # the size of the batch, say
+                outputs.append(jnp.asarray(literal.val, program.aval(out).dtype))
             else:
                 outputs.append(leaves[batch[result[1]]] if result[1] in batch else next(found))
         return outputs, list(found)

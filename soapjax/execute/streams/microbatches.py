@@ -31,8 +31,10 @@ from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.batch_scaling import UNKNOWN
 from soapjax.graph.trace.draws import draws_alike
 from soapjax.graph.trace.growth import Growth, growth_of
+from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.graph.trace.whole_batch import BatchStatistic
+from soapjax.graph.trace.whole_equations import whole_equations
 
 log = logging.getLogger("soapjax")
 Reduction = Literal["auto", "mean", "sum"]
@@ -58,6 +60,8 @@ class MicroStep:
     after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
     # Those that pass on numbers of the whole batch (graph/trace/whole_batch.py).
     whole: Mapping[str, BatchStatistic] = dataclasses.field(default_factory=dict)
+    # By the key of an equation what runs in its place once per step (graph/trace/whole_equations.py).
+    once: Mapping[str, FlatEqn] = dataclasses.field(default_factory=dict)
 
 
 class Joining(NamedTuple):
@@ -65,6 +69,7 @@ class Joining(NamedTuple):
 
     how: str
     dim: int = 0
+    scale: float = 1.0  # of what is joined: a gradient of every sample in a mean, which is over more samples
 
     @property
     def is_sum(self) -> bool:
@@ -73,7 +78,10 @@ class Joining(NamedTuple):
 
     def of(self, values: Sequence[jax.Array]) -> jax.Array:
         """The one of all micro-batches' values, where no running sum is kept."""
-        return jnp.concatenate(values, self.dim) if self.how == "join" else getattr(jnp, self.how)(jnp.stack(values), axis=0)
+        if self.how != "join":
+            return getattr(jnp, self.how)(jnp.stack(values), axis=0)
+        found = jnp.concatenate(values, self.dim)
+        return found if self.scale == 1 else (found * self.scale).astype(found.dtype)
 
 
 def micro_step(
@@ -126,9 +134,10 @@ def micro_step(
     grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
+    once = whole_equations(small.program, full.program, num_microbatches)
     return MicroStep(
         step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
-        full=full, growth=grows, draws=draws, after_means=grows.after_means(small.program.outputs), whole=whole,
+        full=full, growth=grows, draws=draws, after_means=grows.after_means(small.program.outputs), whole=whole, once=once,
     )  # fmt: skip
 
 
@@ -162,11 +171,14 @@ def _shared(sizes: Mapping[str, int], depth: int) -> set[int]:
     return {size for alike in found.values() if len(alike) == 1 for size in alike}
 
 
-def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str) -> str:
-    """How micro-batches' gradients (path, value) become the step's: "mean" or "sum". What cannot be told is trusted.
+def found_reduction(
+    micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str, *, is_asked_for: bool = True
+) -> str:  # fmt: skip
+    """How micro-batches' gradients (path, value) become the step's: "mean" or "sum".
 
     Args:
       reduction: what the loss is said to be of its batch; "auto": a sum where all gradients are known to be sums.
+      is_asked_for: whether somebody asked for micro-batches: what cannot be told is trusted then, with a warning.
     Raises: SoapjaxError naming the first gradients that are otherwise.
     """
     if reduction not in REDUCTIONS:
@@ -183,6 +195,19 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
         value = f"the gradient of {extremes[0]!r} (and {len(extremes) - 1} more) is the largest or least value of a batch"
         expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
         raise SoapjaxError(Problem(place, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if mixed := [path for path, s in found if s.is_mixed]:
+        value = f"the gradient of {mixed[0]!r} (and {len(mixed) - 1} more) adds up what grows with the batch and what does not"
+        expected = "a loss that is all a mean over the batch, or all a sum: a sum beside a penalty of the weights, say, is neither"
+        remedy = "take the mean, or divide the sum by the batch's own size (x.shape[0]); or use one micro-batch"
+        raise SoapjaxError(Problem(place, value, expected, remedy))
+    unknown = [path for path, s in found if s.power is None and not s.is_zero]
+    if unknown and micro.growth.is_known:
+        named = f"{unknown[0]!r}" + (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "")
+        if not is_asked_for:
+            value = f"how the gradient of {named} grows with the batch is not known"
+            remedy = "say how many micro-batches, if that will do"
+            raise SoapjaxError(Problem(place, value, "a mean over the batch, or a sum", remedy))
+        warn_once("how the gradient of %s grows with the batch is not known: that the loss is a mean over it is trusted", named)
     powers = {s.power for _, s in found if not s.is_zero}
     reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
     wanted = {"mean": 0.0, "sum": 1.0}[reduction]
@@ -221,7 +246,27 @@ def found_reduction(micro: MicroStep, gradients: Sequence[tuple[str, int]], redu
 
 @functools.lru_cache(256)  # a plan that is checked is made more than once
 def warn_once(message: str, *args: str) -> None:
+    """A warning, once until `warn_anew`."""
     log.warning(message, *args)
+
+
+def warn_anew() -> None:
+    """Another step is planned, which may have the same trouble."""
+    warn_once.cache_clear()
+
+
+def put_in_order(micro: MicroStep, gradients: Collection[int]) -> list[str]:
+    """Results, by path, that are otherwise of samples in another order, or of some of them, although gradients are not."""
+    if not micro.growth.is_known or micro.growth.mixing(list(gradients)).order() is not None:
+        return []
+    state = set(micro.step.state_pairs.values())
+    found = []
+    for k, (path, v) in enumerate(zip(micro.step.out_paths, micro.step.program.outputs, strict=True)):
+        if isinstance(v, int) and k not in state and v not in gradients:
+            mixing = micro.growth.mixing([v])
+            if mixing.order() is not None or mixing.joined() is not None or mixing.fixed_rows() is not None:
+                found.append(path)
+    return found
 
 
 def averaged_blindly(micro: MicroStep, averaged: Collection[int], gradients: Collection[int]) -> list[str]:
@@ -247,9 +292,11 @@ def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool =
         return Joining("sum")
     if is_gradient:
         return Joining(reduction)
-    if dims := micro.growth.sample_dims(value):
-        return Joining("join", dims[0]) if len(dims) == 1 else None
     scaling = micro.growth.of(value)
+    if dims := micro.growth.sample_dims(value):
+        is_number = jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact)
+        power = scaling.power if scaling is not None and is_number else 0.0
+        return Joining("join", dims[0], micro.num_microbatches ** (power or 0.0)) if len(dims) == 1 else None
     if scaling is not None and scaling.power == 1.0:
         return Joining("sum")
     if scaling is not None and scaling.extreme in ("max", "min") and value in micro.step.program.outputs:

@@ -4,6 +4,7 @@ Parameters go to where they are read; micro-batches pass through the stages in t
 update needs to running sums on its own devices; pipeline_updates.py goes on from there. What a dispatch reads and makes has a name:
 
     ("batch", value, stage)             all micro-batches of an argument
+    ("all", value, stage)               the whole batch of an argument, for an update
     ("value", value, stage, m)          a value on a stage; m is None of state, which all micro-batches share
     ("whole", value, stage)             a parameter that was gathered for all passes
     ("again", value, stage, m)          what is computed again for a backward pass
@@ -57,6 +58,7 @@ class PipelineStream:
         for part in self.cut.passes:
             for v in part.inputs:
                 self.moved_to.setdefault(v, []).append(part.place)
+        self.read_late = self._find_read_late()
         self.statistics = self._find_statistics()
         self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
         self.joined: list[Crossing] = []  # what is not summed
@@ -72,6 +74,20 @@ class PipelineStream:
             if keys := sorted({k for part in self.cut.passes if part.place == s for k in keys_in(part, micro.whole)}):
                 found[s] = BatchStatistics(self.staged.traced, keys, is_float64=place.is_float64)
         return found
+
+    def _find_read_late(self) -> dict[int, list[int]]:
+        """Stage -> arguments of the batch that its update reads: all of it, since it runs once."""
+        found: dict[int, set[int]] = {}
+        for part in (*self.cut.update, *self.cut.mixed):
+            if part is not None and (mine := self.batch.intersection(part.inputs)):
+                found.setdefault(part.place, set()).update(mine)
+        return {s: sorted(values) for s, values in found.items()}
+
+    def late_name(self, v: int, stage: int) -> tuple:
+        """Of what an update reads beside finished sums."""
+        if v in self.batch:
+            return ("all", v, stage)
+        return ("out", stage, v) if v in {c.value for c in self.joined} else self.name(v, stage, None)
 
     def _made_of(self, statistics: BatchStatistics) -> list[int]:
         """The parts of the batch that numbers of all of it are made of."""
@@ -100,6 +116,7 @@ class PipelineStream:
         self._programs()
         self._numbers()
         self._whole_batch()
+        self._all_of_batch()
         self._zeros()
         for action in dispatch_order(self.staged.pipeline):
             if action.kind == "update":
@@ -140,7 +157,8 @@ class PipelineStream:
         feeds: dict[int, list[int]] = {}
         for leaf in self.staged.micro.batch_leaves:
             of_all = [s for s, found in self.statistics.items() if self.program.inputs[leaf] in self._made_of(found)]
-            for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all]):
+            late = [s for s, values in self.read_late.items() if self.program.inputs[leaf] in values]
+            for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all, *late]):
                 feeds.setdefault(s, []).append(leaf)
         self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
         given = []
@@ -211,6 +229,12 @@ class PipelineStream:
             batch = [("batch", v, s) for v in self._made_of(found)]
             names = [("statistic", k, s) for k in found.keys]
             self.out.call(f"statistics {s}", self.track(s), found.jitted(self.places[s].whole), batch, names)
+
+    def _all_of_batch(self) -> None:
+        for s, values in self.read_late.items():
+            whole = (self.places[s].whole,) * len(values)
+            fn = jax.jit(lambda *stacked: tuple(x.reshape(-1, *x.shape[2:]) for x in stacked), out_shardings=whole)
+            self.out.call(f"batch {s}", self.track(s), fn, [("batch", v, s) for v in values], [("all", v, s) for v in values])
 
     def _zeros(self) -> None:
         for s, added in self.sums.items():

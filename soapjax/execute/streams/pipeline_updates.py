@@ -108,7 +108,7 @@ class _Updates:
         """The first round of a stage: its sums, finished, and what follows from them."""
         part, place = self.cut.update[s], self.places[s]
         crossings = [c for c in self.cut.crossings if c.site == s and c.value not in self.joined]
-        made = {c.value for c in crossings} | self.joined
+        made = {c.value for c in crossings}
         values = [v for v in part.inputs if v not in made]
         outputs = [v for v in part.outputs if v not in self.joined]
         finals = [v for t, v in self.cut.gradients if t == s] if self.with_gradients else []
@@ -135,7 +135,7 @@ class _Updates:
         donated = self._donated(s, values, outputs)
         shardings = [self._result_sharding(v, s) for v in outputs] + [place.sharding(v) for v in finals]
         jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
-        ins = [self.stream.name(v, s, None) for v in values] + [n for c in crossings for n in self._summands(c)]
+        ins = [self.stream.late_name(v, s) for v in values] + [n for c in crossings for n in self._summands(c)]
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
         taken = [ins[k] for k in donated]
         self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=taken, part=(place, part))
@@ -184,7 +184,7 @@ class _Updates:
             part = self.cut.mixed[s]
             if part is None:
                 continue
-            ins = [("out", s, v) if v in made else self.stream.name(v, s, None) for v in part.inputs]
+            ins = [("out", s, v) if v in made else self.stream.late_name(v, s) for v in part.inputs]
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
             donated = self._donated(s, part.inputs, part.outputs)
             fn = jit_part(self.places[s], part, out_shardings=shardings, donated=[part.inputs[k] for k in donated])

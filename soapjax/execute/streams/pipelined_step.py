@@ -15,7 +15,15 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.deferral import deferred_sums
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
-from soapjax.execute.streams.microbatches import Joining, MicroStep, averaged_blindly, found_reduction, joining, warn_once
+from soapjax.execute.streams.microbatches import (
+    Joining,
+    MicroStep,
+    averaged_blindly,
+    found_reduction,
+    joining,
+    put_in_order,
+    warn_once,
+)
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
@@ -52,6 +60,9 @@ class PipelineStep(MicroBatched):
         if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means, gradients)):
             names = ", ".join(averaged[:8])
             warn_once("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
+        if micro.num_microbatches > 1 and (moved := put_in_order(micro, gradients)):
+            names = ", ".join(moved[:8])
+            warn_once("read by the places of samples, or put in order, and of micro-batches put together otherwise: %s", names)
         self._defer([v for _, v in self.cut.gradients])
         self.as_run, self.pieces = micro, None
         if rolled := roll(micro, self.cut, places, self._joinings):
@@ -115,33 +126,57 @@ class PipelineStep(MicroBatched):
 
 
 def cut_and_joined(
-    micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str
+    micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str, *, is_asked_for: bool = True
 ) -> tuple[StageCut, dict[int, Joining], str]:  # fmt: skip
     """The parts of all stages, how micro-batches' values of what crosses into the update become one, and what the loss is.
 
     Args:
       graph, binding: of the micro-batched step.
+      is_asked_for: as for `found_reduction`.
     Raises: SoapjaxError where step, stages and reduction do not go together.
     """
-    cut = cut_stages(micro, graph, binding, pipeline)
+    cut = cut_stages(micro, graph, binding, pipeline).updating_as(micro.once)
     values = [v for _, v in cut.gradients]
     gradients = [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)]
-    reduction = found_reduction(micro, gradients, reduction)
-    problems, found = _read_late(micro, cut), {}
+    reduction = found_reduction(micro, gradients, reduction, is_asked_for=is_asked_for)
+    problems, found = _own_meshes(cut, pipeline), {}
+    problems += [] if micro.growth.is_known else _read_late(micro, cut)
     outputs = {v: k for k, v in reversed([*enumerate(micro.step.program.outputs)]) if isinstance(v, int)}
     for crossing in cut.crossings:
         v = crossing.value
         how = joining(micro, v, reduction, is_gradient=v in values)
-        place = micro.step.out_paths[outputs[v]] if v in outputs else f"a value of shape {micro.step.program.avals[v].shape}"
-        if how is None or (not how.is_sum and v not in outputs):
-            value = "neither a mean over the batch nor a count nor split by it"
+        if how is None or (not how.is_sum and v not in outputs and not micro.growth.is_known):
+            value = "neither a mean over the batch nor a count, nor split by it along one dim"
             remedy = "return it from the loss as a float mean, or use one micro-batch"
-            problems.append(Problem(place, value, "what micro-batches' values can be put together to", remedy))
+            problems.append(Problem(_place(micro, v), value, "what micro-batches' values can be put together to", remedy))
         else:
             found[v] = how
     if problems:
         raise SoapjaxError(problems)
     return cut, found, reduction
+
+
+def _place(micro: MicroStep, value: int) -> str:
+    """The result that it is, or the line that makes it."""
+    program = micro.step.program
+    if value in program.outputs:
+        return micro.step.out_paths[program.outputs.index(value)]
+    line = next((e.source for e in program.eqns if value in e.outputs), "")
+    shape = f"a value of shape {program.avals[value].shape}"
+    return f"{line}: {shape}" if line else shape
+
+
+def _own_meshes(cut: StageCut, pipeline: Pipeline) -> list[Problem]:
+    """What the step maps over more devices than the stage has where it runs."""
+    problems = []
+    for part in cut.passes:
+        num = len(pipeline.stages[part.place].devices)
+        for eqn in part.eqns:
+            if (mesh := eqn.params.get("mesh")) is not None and eqn.name == "shard_map" and mesh.size != num:
+                value, expected = f"a shard_map over {mesh.size} devices, in a stage of {num}", "a mesh of the stage's own devices"
+                remedy = "plan one program, or micro-batches of one; or leave the shard_map out: the plan splits its operators"
+                problems.append(Problem(eqn.source or f"stages[{part.place}]", value, expected, remedy))
+    return list(dict.fromkeys(problems))[:3]
 
 
 def _read_late(micro: MicroStep, cut: StageCut) -> list[Problem]:

@@ -24,6 +24,7 @@ from soapjax.graph.rules.light_rules import LIGHT
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.values import IDENTITIES
+from soapjax.graph.trace.whole_equations import as_whole
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.schedules import recomputes_apart, splits_backward
 
@@ -50,6 +51,14 @@ class StageCut:
     home: dict[int, int]  # input value -> the stage that holds it, for all but the batch
     results: tuple[tuple[int, int] | None, ...]  # of every output leaf: (stage, value); None for a literal
     gradients: tuple[tuple[int, int], ...]  # (stage, value) of every parameter's
+
+    def updating_as(self, whole: Mapping[str, FlatEqn]) -> StageCut:
+        """With updates of the whole batch's equations, where these are others."""
+
+        def part(p: Part | None) -> Part | None:
+            return p if p is None or not whole else dataclasses.replace(p, eqns=tuple(as_whole(e, whole) for e in p.eqns))
+
+        return dataclasses.replace(self, update=tuple(map(part, self.update)), mixed=tuple(map(part, self.mixed)))
 
     @property
     def passes(self) -> tuple[Part, ...]:

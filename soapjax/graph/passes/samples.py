@@ -115,7 +115,7 @@ def given_weights(
             own.update(dict.fromkeys(eqn.outputs, of.pop()))
         elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
             (tables if eqn.name == "gather" else found).update(of - {None})
-    return found | tables if found else found  # rows that are picked may be an embedding's, or nodes of a graph: the data's
+    return found | tables
 
 
 def _summed_in_gradients(

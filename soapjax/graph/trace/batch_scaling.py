@@ -24,6 +24,7 @@ class Scaling(NamedTuple):
       is_ratio: over a sum or mean of the data (a mean with weights).
       is_sum: of unknown power, but a sum over the data with something added, or a bound: a divisor that is kept from zero.
       extreme: "max" or "min", the largest or smallest of all samples, which no sum or mean of parts gives; "made" of such.
+      is_mixed: of the backward pass, a sum of what grows differently: of a sum over the batch and a penalty of the weights, say.
     """
 
     power: float | None = 0.0
@@ -31,6 +32,7 @@ class Scaling(NamedTuple):
     is_ratio: bool = False
     is_sum: bool = False
     extreme: str = ""
+    is_mixed: bool = False
 
 
 UNKNOWN = Scaling(None)
@@ -40,11 +42,14 @@ _KEEP = {
     "neg", "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze", "copy", "copy_p", "rev",
     "reduce_precision", "real", "imag", "name", "expand_dims", "abs", "reduce_max", "reduce_min",
     "stop_gradient", "sharding_constraint", "reduce_window_max", "split", "unstack", "conj", "sort", "tile", "cummax", "cummin",
-    "top_k",
+    "top_k", "fft",
 }  # fmt: skip
+_EACH = {"optimization_barrier", "device_put"}  # of many values, each as it was
+_OPAQUE = {"cond", "while", "triangular_solve"}
 _FIRST = {"gather", "dynamic_slice"}  # as the first operand; the others are indices
 _ALIKE = {
     "add", "sub", "add_any", "max", "min", "concatenate", "stack", "pad", "rem", "clamp", "dynamic_update_slice", "nextafter",
+    "complex",
 }  # fmt: skip
 _PASSED_ON = _KEEP | _FIRST | _ALIKE | {"select_n", "scatter"}
 _EXTREMES = {"reduce_max": "max", "reduce_min": "min"}
@@ -103,7 +108,7 @@ class _Scaler:
 
     def block(self, small: Program, large: Program) -> None:
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
-            if eqn.name == "optimization_barrier":  # of many values, each as it was
+            if eqn.name in _EACH:
                 self.found.update(zip(eqn.outputs, map(self.read, eqn.inputs, other.inputs), strict=True))
                 for some in (self.data, self.smooth):
                     some.update(o for o, a in zip(eqn.outputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
@@ -125,9 +130,9 @@ class _Scaler:
         """Values without a batch dim from which the forward pass goes on to values that have one."""
         found: set[int] = set()
         for eqn, _ in reversed([*self.small.walk()]):
-            if eqn.name == "optimization_barrier":  # of many values, each as it was
+            if eqn.name in _EACH:
                 found.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in found)
-            elif not _is_backward(eqn) and any(self.sample_dims(o) or o in found for o in eqn.outputs):
+            elif not is_backward(eqn) and any(self.sample_dims(o) or o in found for o in eqn.outputs):
                 found.update(a for a in eqn.inputs if isinstance(a, int) and not self.sample_dims(a))
         return found
 
@@ -162,7 +167,12 @@ class _Scaler:
             is_ratio=self.divides_by_data(eqn, inputs) or any(s.is_ratio for s in inputs),
             is_sum=found.power is None and (passes_on or scales) and any(sums),
             extreme=self.extreme(eqn, inputs),
+            is_mixed=any(s.is_mixed for s in inputs) or (is_backward(eqn) and self.adds_unlike(eqn, inputs)),
         )
+
+    def adds_unlike(self, eqn: FlatEqn, inputs: list[Scaling]) -> bool:
+        powers = {s.power for s in inputs if not s.is_zero}
+        return eqn.name in ("add", "sub", "add_any") and None not in powers and len(powers) > 1
 
     def extreme(self, eqn: FlatEqn, inputs: list[Scaling]) -> str:
         kind = _EXTREMES.get(eqn.name, "")
@@ -185,7 +195,7 @@ class _Scaler:
         if name in _KEEP or name in _FIRST:
             return alike([s.power for s in inputs[:1] if not s.is_zero])
         if name in _ALIKE:
-            return alike(powers)
+            return Scaling() if len(set(powers)) > 1 and self.is_index(eqn) else alike(powers)
         if name == "select_n":
             return alike([s.power for s in inputs[1:] if not s.is_zero])
         if name in _COMPARE:
@@ -207,8 +217,16 @@ class _Scaler:
             return alike([*([] if inputs[0].is_zero else [inputs[0].power]), *updates])
         if name == "select_and_scatter_add":
             return alike([s.power for s in inputs[:1] if not s.is_zero])
-        # What is not linear: alike in both where its operands are, unless it mixes samples.
-        return Scaling() if not any(powers) and not self.vanished(eqn) else UNKNOWN
+        if name in _OPAQUE and is_backward(eqn) and len(grown := {p for p in powers if p}) == 1 and not self.vanished(eqn):
+            return Scaling(grown.pop())  # linear in cotangents
+        # What is not linear: alike in both where its operands are, unless it mixes samples (to more than whether one does so).
+        mixes = self.vanished(eqn) and self.small.avals[eqn.outputs[0]].dtype != np.bool_
+        return Scaling() if not any(powers) and not mixes else UNKNOWN
+
+    def is_index(self, eqn: FlatEqn) -> bool:
+        """Whether every sample has a whole number: an index, counted from the end of the batch where it is below zero."""
+        aval = self.small.avals[eqn.outputs[0]]
+        return np.issubdtype(aval.dtype, np.integer) and bool(self.sample_dims(eqn.outputs[0]))
 
     def vanished(self, eqn: FlatEqn) -> bool:
         """Whether no result has the batch dim of the operands."""
@@ -229,7 +247,7 @@ class _Scaler:
         over = eqn.inputs[operand]
         if eqn.name == "div" and isinstance(over, int) and self.is_statistic(over) and over not in self.to_samples:
             number = eqn.inputs[0]
-            if _is_backward(eqn):
+            if is_backward(eqn):
                 return not self.sample_dims(number) or self.is_data_sum(over, inputs[1])
             is_smooth = isinstance(number, int) and number in self.smooth and not self.is_made_of(number, over)
             if "jvp(" in eqn.stack and is_smooth and self.is_statistic(number):
@@ -292,7 +310,7 @@ class _Scaler:
                 some.update(eqn.outputs)
 
 
-def _is_backward(eqn: FlatEqn) -> bool:
+def is_backward(eqn: FlatEqn) -> bool:
     """Whether an equation is of the backward pass, and not of what it computes again."""
     return "transpose(" in eqn.stack and "rematted_computation" not in eqn.stack
 

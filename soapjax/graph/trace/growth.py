@@ -156,36 +156,37 @@ def _power(found: Scaling, aval: Any) -> float | None:
     return power if power == 0.0 or jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) else None
 
 
-def corresponding(one: Program, two: Program) -> tuple[dict[int, int], dict[str, str]]:
-    """Values of `one` -> of `two`, and keys of equations of `two` -> of `one`: a step with one sample, and with two."""
+def corresponding(one: Program, two: Program, factor: int = 2) -> tuple[dict[int, int], dict[str, str]]:
+    """Values of `one` -> of `two`, and keys of equations of `two` -> of `one`: a step with one sample, and with `factor`."""
     values = dict(zip(one.inputs, two.inputs, strict=True)) if len(one.inputs) == len(two.inputs) else {}
     equations: dict[str, str] = {}
-    _follow(one, two, values, equations)
+    _follow(one, two, factor, values, equations)
     return values, equations
 
 
-def _follow(one: Program, two: Program, values: dict[int, int], equations: dict[str, str]) -> None:
+def _follow(one: Program, two: Program, factor: int, values: dict[int, int], equations: dict[str, str]) -> None:
     for a, b in _in_step(one.eqns, two.eqns):
         operands = list(zip(a.inputs, b.inputs, strict=False))
         if len(a.inputs) != len(b.inputs) or any(values.get(x, y) != y for x, y in operands if isinstance(x, int)):
             continue
-        if len(a.outputs) != len(b.outputs) or not all(map(_is_grown, _avals(one, a.outputs), _avals(two, b.outputs))):
+        made = zip(_avals(one, a.outputs), _avals(two, b.outputs), strict=False)
+        if len(a.outputs) != len(b.outputs) or not all(_is_grown(x, y, factor) for x, y in made):
             continue
         equations[b.key] = a.key
         values.update(zip(a.outputs, b.outputs, strict=True))
         if a.body is not None and b.body is not None:
             values.update(zip(a.body.inputs, b.body.inputs, strict=True))
-            _follow(a.body, b.body, values, equations)
+            _follow(a.body, b.body, factor, values, equations)
 
 
 def _avals(program: Program, values: Sequence[int]) -> list[Any]:
     return [program.avals[v] for v in values]
 
 
-def _is_grown(a: Any, b: Any) -> bool:
-    """Whether a value of one sample may be that of two: every dim as large, or twice as large."""
+def _is_grown(a: Any, b: Any, factor: int) -> bool:
+    """Whether a value of one sample may be that of several: every dim as large, or so many times as large."""
     alike = getattr(a, "dtype", None) == getattr(b, "dtype", None) and len(a.shape) == len(b.shape)
-    return alike and all(n in (m, 2 * m) for m, n in zip(a.shape, b.shape, strict=True))
+    return alike and all(n in (m, factor * m) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def _in_step(one: Sequence[FlatEqn], two: Sequence[FlatEqn]) -> Iterator[tuple[FlatEqn, FlatEqn]]:

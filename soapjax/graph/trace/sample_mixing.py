@@ -9,7 +9,9 @@ Gradients of micro-batches add up to the step's where the loss is a sum, or a me
 * where samples are read, or added to, by *numbers* that come with the batch: the nodes that the edges of a graph join, pairs that
   were chosen outside. They count samples of the whole batch. (A gather of a label's logit names samples by their place, and so does
   one of places within each sample: an `iota` is in the numbers then);
-* where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken.
+* where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken, or
+  halves put side by side (by a slice, a split, or a reshape to [2, half]). Neighbours may be put side by side, and what was joined
+  or flattened may be taken apart again.
 
 The step is traced with two sizes of its batch. Dims that grow with it are dims of samples; what has none and was made of the data
 is a statistic.
@@ -17,9 +19,11 @@ is a statistic.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator
 
+from soapjax.graph.trace.batch_scaling import is_backward
 from soapjax.graph.trace.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
@@ -52,7 +56,8 @@ class SampleMixing:
         self.small, self.large = small, large
         self.data = set(batch)
         _follow(small, self.data, frozenset(known))
-        self.needed = tuple(_needed(small, {v for v in wanted if isinstance(v, int)} - set(known)))
+        self.wanted = {v for v in wanted if isinstance(v, int)}
+        self.needed = tuple(_needed(small, self.wanted - set(known)))
         self.producer = {o: e for e in self.needed for o in e.outputs}
         self.own: dict[int, set[int]] = {}
 
@@ -86,6 +91,12 @@ class SampleMixing:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
         return next((e for e in self.needed if self._is_along_batch(e)), None)
 
+    def joined(self) -> FlatEqn | None:
+        """An equation that joins batches one behind the other, which are never taken apart; None where there is none."""
+        sizes = {self.small.avals[v].shape[d] for v in self.wanted for d in self._dims(v)}
+        joining = (e for e in self.needed if e.name == "concatenate" and not is_backward(e))
+        return next((e for e in joining if any(n in sizes for n, _ in self._joined_by(e))), None)
+
     def any(self) -> FlatEqn | None:
         return self.statistic() or self.pairs() or self.order()
 
@@ -113,14 +124,54 @@ class SampleMixing:
         source, p = data[0], eqn.params
         dims = self._dims(source)
         if eqn.name == "slice":
-            shape = self.small.avals[source].shape
-            strides = p["strides"] or (1,) * len(shape)
-            return any((p["start_indices"][d], p["limit_indices"][d], strides[d]) != (0, shape[d], 1) for d in dims)
+            return any(self._takes_some(eqn, d) for d in dims)
+        if eqn.name == "split":
+            return p["axis"] in dims and (self.small.avals[source].shape[p["axis"]], len(p["sizes"])) not in self._joined
+        if eqn.name == "reshape":
+            return not is_backward(eqn) and self._puts_side_by_side(eqn)
         if eqn.name in _WINDOWS:
             return any(p["window_dimensions"][d] > 1 for d in dims)
         along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
         named = eqn.name in _ALONG or eqn.name == "top_k"
         return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
+
+    def _takes_some(self, eqn: FlatEqn, d: int) -> bool:
+        """Whether a slice takes other samples than one of every so many neighbours, or than were joined to others before."""
+        p, size = eqn.params, self.small.aval(eqn.inputs[0]).shape[d]
+        start, limit, stride = p["start_indices"][d], p["limit_indices"][d], (p["strides"] or (1,) * (d + 1))[d]
+        if stride > 1:
+            return size % stride != 0 or start >= stride or -(-(limit - start) // stride) != size // stride
+        taken = max(limit - start, 1)
+        is_a_part = size % taken == 0 and start % taken == 0
+        return (start, limit) != (0, size) and not (is_a_part and (size, size // taken) in self._joined)
+
+    @functools.cached_property
+    def _joined(self) -> set[tuple[int, int]]:
+        """(size, number): dims of so many samples that are so many batches one behind the other: joined, or flattened."""
+        return {found for eqn in self.needed if not is_backward(eqn) for found in self._joined_by(eqn)}
+
+    def _joined_by(self, eqn: FlatEqn) -> Iterator[tuple[int, int]]:
+        out, dims = eqn.outputs[0], self._dims(eqn.outputs[0])
+        if eqn.name == "concatenate" and (d := eqn.params["dimension"]) in dims:
+            sizes = {self.small.aval(a).shape[d] if d in self._dims(a) else None for a in eqn.inputs}
+            if len(sizes) == 1 and None not in sizes:
+                yield self.small.avals[out].shape[d], len(eqn.inputs)
+        elif eqn.name == "reshape" and dims:
+            before, after = self._before_samples(eqn.inputs[0]), self._before_samples(out)
+            if before > after:
+                yield self.small.avals[out].shape[min(dims)], before // after
+
+    def _before_samples(self, atom: Atom) -> int:
+        """The product of the dims before that of samples; 0 where there is none."""
+        dims = self._dims(atom)
+        return math.prod(self.small.aval(atom).shape[: min(dims)]) if dims else 0
+
+    def _puts_side_by_side(self, eqn: FlatEqn) -> bool:
+        source, result = eqn.inputs[0], eqn.outputs[0]
+        before, after = self._before_samples(source), self._before_samples(result)
+        if not 0 < before < after:
+            return False
+        return (self.small.aval(source).shape[min(self._dims(source))], after // before) not in self._joined
 
     def _is_not_linear(self, eqn: FlatEqn) -> bool:
         own = [self._is_statistic(a) for a in eqn.inputs]

@@ -83,7 +83,7 @@ def require_same_result(fn: Any, *args: Any, step: TracedStep, **tracing: Any) -
 
 def require_runnable(
     fn: Any, *args: Any, pipeline: Pipeline, step: TracedStep, graph: OperatorGraph, reduction: str = "auto",
-    at_most: float = MOST_TASKS, **tracing: Any,
+    at_most: float = MOST_TASKS, is_asked_for: bool = True, **tracing: Any,
 ) -> MicroGraph | None:  # fmt: skip
     """The step with one micro-batch, which is known to add up to the whole; None of the largest steps: running them says it.
 
@@ -91,6 +91,7 @@ def require_runnable(
       step, graph: of the whole batch.
       reduction: what the loss is said to be of its batch.
       at_most: tasks of a step that is looked at.
+      is_asked_for: whether somebody asked for micro-batches.
       tracing: as for `trace`.
     Raises: SoapjaxError as running the stages would.
     """
@@ -109,5 +110,5 @@ def require_runnable(
         remedy = "choose another number, or another batch: its size may equal another dim's; or plan without a pipeline"
         raise SoapjaxError(Problem("microbatches", value, expected, remedy))
     with own_configuration():
-        cut_and_joined(micro, own, binding, pipeline, reduction)
+        cut_and_joined(micro, own, binding, pipeline, reduction, is_asked_for=is_asked_for)
     return MicroGraph(micro, own, binding)

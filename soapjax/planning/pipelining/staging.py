@@ -135,7 +135,7 @@ class _Planning(NamedTuple):
         at_most = MOST_TASKS if self.is_asked_for else math.inf
         of_micro = require_runnable(
             self.fn, *self.args, pipeline=found.times.pipeline, step=step, graph=graph, reduction=asked.microbatch_reduction,
-            at_most=at_most, **asked.tracing,
+            at_most=at_most, is_asked_for=self.is_asked_for, **asked.tracing,
         )  # fmt: skip
         return found._replace(of_micro=of_micro)
 

@@ -1,0 +1,178 @@
+"""What an update makes of the batch itself: of its size, and of what the network made of all samples, as without micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import soapjax
+from soapjax.errors import SoapjaxError
+from soapjax.execute.streams.microbatches import micro_step
+
+BATCH = 8
+TX = optax.sgd(1e-1)
+
+
+def net(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def welford(s, k, x, y):
+    """Running count, mean and sum of squares (Chan et al. 1979), as reinforcement learning keeps them of what it sees."""
+    n, mean, squares = s
+    both, delta = n + len(x), x.mean(0) - mean
+    return both, mean + delta * len(x) / both, squares + ((x - x.mean(0)) ** 2).sum(0) + delta**2 * n * len(x) / both
+
+
+EXTRAS = {
+    "samples seen": (lambda s, k, x, y: s + x.shape[0], np.int32(0)),
+    "tokens seen": (lambda s, k, x, y: s + np.float32(x.size), np.float32(0)),
+    "samples counted": (lambda s, k, x, y: s + jnp.ones(len(x)).sum(), np.float32(0)),
+    "metrics of logits and labels": (lambda s, k, x, y: s + (k.argmax(-1) == y.argmax(-1)).sum(), np.int32(0)),
+    "a queue": (lambda s, k, x, y: jnp.roll(s, -len(k), 0).at[-len(k) :].set(k), np.zeros((24, 5), np.float32)),
+    "a centre": (lambda s, k, x, y: 0.9 * s + 0.1 * k.mean(0), np.ones(5, np.float32)),
+    "a mean of inputs": (lambda s, k, x, y: 0.9 * s + 0.1 * x.mean(0), np.ones(16, np.float32)),
+    "a covariance": (lambda s, k, x, y: 0.9 * s + 0.1 * jnp.cov(k.T), np.eye(5, dtype=np.float32)),
+    "normalisers": (welford, (np.float32(2), np.ones(16, np.float32), np.ones(16, np.float32))),
+}  # fmt: skip
+
+
+def arguments(extra):
+    rng = np.random.default_rng(0)
+    p = {"a": rng.standard_normal((16, 24)) / 4, "b": rng.standard_normal((24, 5)) / 5}
+    p = jax.tree.map(np.float32, p)
+    batch = [np.float32(rng.standard_normal((BATCH, n))) for n in (16, 5)]
+    return {"p": p, "o": TX.init(p), "t": jax.tree.map(np.copy, p), "extra": extra}, *batch
+
+
+def step_with(extra):
+    def step(s, x, y):
+        k = net(s["t"], x)
+        loss, g = jax.value_and_grad(lambda p: ((net(p, x) - y) ** 2).mean())(s["p"])
+        u, o = TX.update(g, s["o"])
+        p = optax.apply_updates(s["p"], u)
+        return {"p": p, "o": o, "t": optax.incremental_update(p, s["t"], 0.1), "extra": extra(s["extra"], k, x, y)}, loss
+
+    return step
+
+
+def assert_as_plain(step, args, **how):
+    plain, ours = jax.jit(step), soapjax.soap_shard(step, topology="cpu8", proposals=8, check="none", **how)
+    wanted, found = args[0], args[0]
+    for _ in range(2):
+        (wanted, *results), (found, *others) = plain(wanted, *args[1:]), ours(found, *args[1:])
+        for a, b in zip(jax.tree.leaves((found, others)), jax.tree.leaves((wanted, results)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+PIPELINE = {"pipeline": "1f1b", "stages": 2, "microbatches": 2}
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 2}, {"microbatches": BATCH}, PIPELINE], ids=["two", "of one sample", "pipeline"])
+@pytest.mark.parametrize("name", EXTRAS)
+def test_state_is_that_of_the_whole_batch(name, how):
+    extra, begin = EXTRAS[name]
+    assert_as_plain(step_with(extra), arguments(begin), **how)
+
+
+DIVISORS = {
+    "the size": lambda x: x.shape[0],
+    "a fixed size": lambda x: BATCH,
+    "a count": lambda x: jnp.ones(len(x)).sum(),
+    "a root of the size": lambda x: np.sqrt(x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 4}, PIPELINE], ids=["four", "pipeline"])
+@pytest.mark.parametrize("name", DIVISORS)
+def test_a_gradient_may_be_divided_after_it_was_made(name, how):
+    def step(s, x, y):
+        loss, g = jax.value_and_grad(lambda p: ((net(p, x) - y) ** 2).sum())(s["p"])
+        u, o = TX.update(jax.tree.map(lambda v: v / DIVISORS[name](x) / 4, g), s["o"])
+        sizes = {"samples": x.shape[0], "numbers": jnp.float32(x.size)}
+        return {**s, "p": optax.apply_updates(s["p"], u), "o": o}, {"loss": loss, **sizes}
+
+    assert_as_plain(step, arguments(np.int32(0)), **how)
+
+
+def squares(p):
+    return sum((v**2).sum() for v in jax.tree.leaves(p))
+
+
+UNLIKE = {
+    "a sum and a penalty": lambda p, x, y: ((net(p, x) - y) ** 2).sum() + 0.1 * squares(p),
+    "a sum over a fixed size, and a penalty": lambda p, x, y: ((net(p, x) - y) ** 2).sum() / BATCH + 0.1 * squares(p),
+    "a mean and a sum": lambda p, x, y: ((net(p, x) - y) ** 2).mean() + 0.01 * jnp.abs(net(p, x)).sum(),
+    "a share of the data": lambda p, x, y: ((net(p, x) - y) ** 2).mean() + x.shape[0] / 100 * squares(p),
+    "a penalty of a mean's gradient": lambda p, x, y: ((net(p, x) - y) ** 2).mean()
+    + (jax.grad(lambda x: net(p, x).mean())(x) ** 2).sum(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused(name):
+    """Of gradients: those of micro-batches give it neither in the mean nor in the sum."""
+    (s, x, y), grad = arguments(np.int32(0)), jax.grad(UNLIKE[name])
+    parts = [grad(s["p"], *part) for part in zip(np.split(x, 2), np.split(y, 2), strict=True)]
+    added = jax.tree.map(lambda a, b: a + b, *parts)
+    for scale in (1, 0.5):
+        assert not np.allclose(grad(s["p"], x, y)["a"], scale * added["a"], rtol=1e-3)
+
+    def step(s, x, y):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grad(s, x, y))
+
+    with pytest.raises(SoapjaxError, match="adds up what grows with the batch and what does not"):
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
+
+
+def test_a_loss_of_unknown_growth_is_warned_of(caplog):
+    def step(p, x, y):
+        grads = jax.grad(lambda p: (((net(p, x) - y) ** 2).mean(-1) / jnp.log(x.shape[0])).mean())(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    s, x, y = arguments(np.int32(0))
+    for _ in range(2):  # of another step likewise
+        caplog.clear()
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
+        assert any("grows with the batch is not known" in r.getMessage() for r in caplog.records)
+
+
+BY_PLACE = {
+    "the first": lambda o, per: o[0], "the first two": lambda o, per: o[:2], "the last": lambda o, per: o[-1],
+    "two of each": lambda o, per: jnp.concatenate([per, 2 * per]), "sorted": lambda o, per: jnp.sort(per),
+    "halves": lambda o, per: per.reshape(2, -1), "their order": lambda o, per: jnp.argsort(per),
+    "a running sum": lambda o, per: jnp.cumsum(per),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_results_by_place_are_those_of_the_whole_batch_or_named(name, caplog):
+    def step(s, x, y):
+        def loss(p):
+            o = net(p, x)
+            per = ((o - y) ** 2).mean(-1)
+            return per.mean(), (o, per)
+
+        (_, found), g = jax.value_and_grad(loss, has_aux=True)(s["p"])
+        return {**s, "p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g)}, BY_PLACE[name](*found)
+
+    args = arguments(np.int32(0))
+    found = soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2, check="none")(*args)[1]
+    warned = any("places of samples" in r.getMessage() and "out.1" in r.getMessage() for r in caplog.records)
+    wanted = jax.jit(step)(*args)[1]
+    assert warned or (found.shape == wanted.shape and np.allclose(found, wanted, rtol=1e-4))
+
+
+def test_a_data_set_that_is_read_by_the_batch_is_not_cut():
+    rng = np.random.default_rng(1)
+    data = {"x": np.float32(rng.standard_normal((40, 16))), "y": np.float32(rng.standard_normal((40, 5)))}
+
+    def step(s, data, rows):
+        loss, g = jax.value_and_grad(lambda p: ((net(p, data["x"][rows]) - data["y"][rows]) ** 2).mean())(s["p"])
+        return {**s, "p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g)}, loss
+
+    args = arguments(np.int32(0))[0], data, rng.integers(0, 40, BATCH)
+    micro = micro_step(step, *args, num_microbatches=2)
+    assert [micro.step.in_paths[k] for k in micro.batch_leaves] == ["rows"]
+    assert_as_plain(step, args, microbatches=2)
