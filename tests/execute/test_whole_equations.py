@@ -9,6 +9,7 @@ import pytest
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.streams.microbatches import micro_step
+from soapjax.graph.trace import growth
 
 BATCH = 8
 TX = optax.sgd(1e-1)
@@ -147,7 +148,7 @@ BY_PLACE = {
 
 
 @pytest.mark.parametrize("name", BY_PLACE)
-def test_results_by_place_are_those_of_the_whole_batch_or_named(name, caplog):
+def test_results_by_place_are_those_of_the_whole_batch(name, caplog):
     def step(s, x, y):
         def loss(p):
             o = net(p, x)
@@ -157,11 +158,77 @@ def test_results_by_place_are_those_of_the_whole_batch_or_named(name, caplog):
         (_, found), g = jax.value_and_grad(loss, has_aux=True)(s["p"])
         return {**s, "p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g)}, BY_PLACE[name](*found)
 
-    args = arguments(np.int32(0))
-    found = soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2, check="none")(*args)[1]
-    warned = any("places of samples" in r.getMessage() and "out.1" in r.getMessage() for r in caplog.records)
-    wanted = jax.jit(step)(*args)[1]
-    assert warned or (found.shape == wanted.shape and np.allclose(found, wanted, rtol=1e-4))
+    assert_as_plain(step, arguments(np.int32(0)), **(PIPELINE if "halves" in name else {"microbatches": 2}))
+    assert not caplog.records
+
+
+def test_results_by_place_of_many_numbers_are_named(monkeypatch, caplog):
+    monkeypatch.setattr(growth, "_MOST_JOINED", BATCH - 1)
+
+    def step(p, x, y):
+        (_, per), g = jax.value_and_grad(lambda p: (((net(p, x) - y) ** 2).mean(), ((net(p, x) - y) ** 2).mean(1)), has_aux=True)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, g), {"sorted": jnp.sort(per), "each": per}
+
+    s, x, y = arguments(np.int32(0))
+    soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
+    (said,) = [r.getMessage() for r in caplog.records if "places of samples" in r.getMessage()]
+    assert said.endswith("out.1.sorted")
+
+
+MOST = {
+    "fewer keys": lambda p: {"p": p, "o": TX.init(p), "rate": np.float32(0.1), "name": None},
+    "another dtype": lambda p: {"p": p, "o": optax.adam(1e-2).init(p), "total": 0},
+    "an average of another dtype": lambda p: {"p": p, "o": optax.adam(1e-2).init(p), "mean": jax.tree.map(jnp.bfloat16, p)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_most_of_a_state_is_state(name):
+    """Parameters and moments are, where a step returns less than it is given, or one part with another dtype."""
+
+    def step(s, x, y):
+        g = jax.grad(lambda p: ((net(p, x) - y) ** 2).mean())(s["p"])
+        tx = TX if "rate" in s else optax.adam(1e-2)
+        u, o = tx.update(g, s["o"])
+        new = {"p": optax.apply_updates(s["p"], u), "o": o}
+        new |= {"total": s["total"] + 0.5} if "total" in s else {}
+        new |= {"mean": jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, s["mean"], new["p"])} if "mean" in s else {}
+        return new, g["a"].sum()
+
+    s, x, y = arguments(np.int32(0))
+    args = MOST[name](s["p"]), x, y
+    traced = soapjax.trace(step, *args)
+    paths = {traced.in_paths[k] for k in traced.state_pairs}
+    assert {"s.p.a", "s.p.b"} <= paths and not paths & {"s.rate", "s.total", "x", "y"}
+    fsdp = soapjax.soap_shard(step, topology="cpu8", planner="fsdp")
+    found, _ = fsdp(*args)
+    assert found["p"]["a"].sharding.num_devices == 8 and not found["p"]["a"].sharding.is_fully_replicated
+    found = soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_factors_of_a_merged_weight_do_not_hide_the_batch():
+    rng = np.random.default_rng(2)
+    w, a, b, v = (np.float32(rng.standard_normal(shape)) for shape in ((16, 24), (16, 4), (4, 24), (24, 5)))
+
+    def step(s, given, x, y):
+        loss, g = jax.value_and_grad(lambda s: ((jnp.tanh(x @ (given["w"] + s["a"] @ s["b"])) @ given["v"] - y) ** 2).mean())(s)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, s, g), loss
+
+    _, x, y = arguments(np.int32(0))
+    assert_as_plain(step, ({"a": a, "b": b}, {"w": w, "v": v}, x, y), microbatches=2)
+
+
+def test_a_state_with_a_row_per_sample_is_named():
+    def step(s, x, y):
+        g = jax.grad(lambda p: ((net(p, x) + s["carry"] - y) ** 2).mean())(s["p"])
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g), "carry": net(s["p"], x)}
+
+    s, x, y = arguments(np.int32(0))
+    args = {"p": s["p"], "carry": np.zeros((BATCH, 5), np.float32)}, x, y
+    with pytest.raises(SoapjaxError, match="state is not cut, and s.carry has 8 rows"):
+        soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(*args)
 
 
 def test_a_data_set_that_is_read_by_the_batch_is_not_cut():

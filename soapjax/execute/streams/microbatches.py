@@ -57,7 +57,10 @@ class MicroStep:
     full: TracedStep
     growth: Growth  # not known where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
-    after_means: frozenset[str] = frozenset()  # those that make state of means over the whole batch (graph/trace/batch_means.py)
+    # Those of the forward pass that wait for all micro-batches: they make state of means over the whole batch
+    # (graph/trace/batch_means.py), or results of samples by their place.
+    after_all: frozenset[str] = frozenset()
+    out_of_place: tuple[str, ...] = ()  # results of samples by their place that do not wait
     # Those that pass on numbers of the whole batch (graph/trace/whole_batch.py).
     whole: Mapping[str, BatchStatistic] = dataclasses.field(default_factory=dict)
     # By the key of an equation what runs in its place once per step (graph/trace/whole_equations.py).
@@ -128,16 +131,28 @@ def micro_step(
         except SoapjaxError as e:
             cut = ", ".join(full.in_paths[i] for i in leaves[:4]) + (", ..." if len(leaves) > 4 else "")
             of_part = f"traced with {samples} of {size} samples (of {cut}): "
-            raise SoapjaxError([p._replace(value=of_part + p.value) for p in e.problems]) from e
+            problems = [p._replace(value=of_part + p.value) for p in e.problems]
+            rows = [full.in_paths[i] for i in full.state_pairs if full.in_avals[i].shape[:1] == (size,)]
+            if rows:
+                may_be = f"state is not cut, and {rows[0]} has {size} rows: if they are the samples', pass it with the batch"
+                remedy = f"{may_be}, and return it as a result; else correct the step"
+                problems = [p._replace(remedy=remedy) for p in problems]
+            raise SoapjaxError(problems) from e
 
     small = with_samples(size // num_microbatches)
     grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     once = whole_equations(small.program, full.program, num_microbatches)
+    state = set(small.state_pairs.values())
+    outputs = list(enumerate(zip(small.out_paths, small.program.outputs, strict=True)))
+    results = {v: path for k, (path, v) in outputs if k not in state and isinstance(v, int)}
+    by_place = grows.from_places(list(results), [v for k, (_, v) in outputs if k in state])
     return MicroStep(
         step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
-        full=full, growth=grows, draws=draws, after_means=grows.after_means(small.program.outputs), whole=whole, once=once,
+        full=full, growth=grows, draws=draws, whole=whole, once=once,
+        after_all=grows.after_means(small.program.outputs).union(*by_place.values()),
+        out_of_place=tuple(results[v] for v, keys in by_place.items() if not keys),
     )  # fmt: skip
 
 
@@ -253,20 +268,6 @@ def warn_once(message: str, *args: str) -> None:
 def warn_anew() -> None:
     """Another step is planned, which may have the same trouble."""
     warn_once.cache_clear()
-
-
-def put_in_order(micro: MicroStep, gradients: Collection[int]) -> list[str]:
-    """Results, by path, that are otherwise of samples in another order, or of some of them, although gradients are not."""
-    if not micro.growth.is_known or micro.growth.mixing(list(gradients)).order() is not None:
-        return []
-    state = set(micro.step.state_pairs.values())
-    found = []
-    for k, (path, v) in enumerate(zip(micro.step.out_paths, micro.step.program.outputs, strict=True)):
-        if isinstance(v, int) and k not in state and v not in gradients:
-            mixing = micro.growth.mixing([v])
-            if mixing.order() is not None or mixing.joined() is not None or mixing.fixed_rows() is not None:
-                found.append(path)
-    return found
 
 
 def averaged_blindly(micro: MicroStep, averaged: Collection[int], gradients: Collection[int]) -> list[str]:

@@ -21,7 +21,6 @@ from soapjax.execute.streams.microbatches import (
     averaged_blindly,
     found_reduction,
     joining,
-    put_in_order,
     warn_once,
 )
 from soapjax.execute.streams.part_program import Place
@@ -60,8 +59,8 @@ class PipelineStep(MicroBatched):
         if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means, gradients)):
             names = ", ".join(averaged[:8])
             warn_once("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
-        if micro.num_microbatches > 1 and (moved := put_in_order(micro, gradients)):
-            names = ", ".join(moved[:8])
+        if micro.out_of_place:
+            names = ", ".join(micro.out_of_place[:8])
             warn_once("read by the places of samples, or put in order, and of micro-batches put together otherwise: %s", names)
         self._defer([v for _, v in self.cut.gradients])
         self.as_run, self.pieces = micro, None

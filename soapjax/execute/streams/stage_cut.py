@@ -107,12 +107,12 @@ class Cutter:
       num: how many places (stages, sub-meshes) there are.
       batch_leaves: input leaves that differ from micro-batch to micro-batch.
       draws: equations whose random numbers do.
-      after_means: equations that are evaluated on means over all micro-batches.
+      after_all: equations that are evaluated on what all micro-batches make.
     """
 
     def __init__(
         self, step: TracedStep, graph: OperatorGraph, binding: Binding, num: int, batch_leaves: Sequence[int],
-        draws: frozenset[str] = frozenset(), after_means: frozenset[str] = frozenset(),
+        draws: frozenset[str] = frozenset(), after_all: frozenset[str] = frozenset(),
     ):  # fmt: skip
         self.step, self.graph, self.binding, self.num = step, graph, binding, num
         self.program, self.values = step.program, binding.values
@@ -124,7 +124,7 @@ class Cutter:
         differs = self.of_batch | {e.key for e in self.program.eqns if any(o in of_draws for o in e.outputs)}
         # Of the forward pass what is the same for all micro-batches; what the update may evaluate: also what is made of all.
         self.same = {k for k, p in self.phase.items() if p == FORWARD and k not in differs}
-        self.once = self.same | {k for k, p in self.phase.items() if p == FORWARD and k in after_means}
+        self.once = self.same | {k for k, p in self.phase.items() if p == FORWARD and k in after_all}
         self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
         self.stage: dict[str, int] = {}  # of every forward and backward equation
         self.value_stage: dict[int, int] = {}
@@ -373,7 +373,7 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
         raise SoapjaxError(Problem("train step", value, expected, remedy))
     c = Cutter(
         step=step, graph=graph, binding=binding, num=len(pipeline.stages), batch_leaves=micro.batch_leaves, draws=micro.draws,
-        after_means=micro.after_means,
+        after_all=micro.after_all,
     )  # fmt: skip
     _assign(c, stage_of_operators(graph, pipeline))
     free = c.keys(None)

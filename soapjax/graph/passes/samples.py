@@ -12,6 +12,7 @@ from typing import NamedTuple
 from soapjax.graph.passes.dims import LabelCache
 from soapjax.graph.rules.light_rules import BLOCKED, MadeOf
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.sample_mixing import follow
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
 
@@ -97,7 +98,10 @@ def given_weights(
     Args:
       candidates: inputs that are no state. `gradients`: roots of the parameters' gradients.
     """
-    summed = _summed_in_gradients(program, values, labels, ties.uf, set(gradients))
+    candidates = list(candidates)
+    of_inputs = set(candidates)
+    follow(program, of_inputs)
+    summed = _summed_in_gradients(program, values, labels, ties.uf, set(gradients), of_inputs)
 
     def has_samples(atom: Atom) -> bool:
         nodes = (values.node(atom, d) for d in range(len(program.aval(atom).shape))) if isinstance(atom, int) else ()
@@ -119,11 +123,16 @@ def given_weights(
 
 
 def _summed_in_gradients(
-    program: Program, values: Values, labels: LabelCache, uf: UnionFind, gradients: set[int]
+    program: Program, values: Values, labels: LabelCache, uf: UnionFind, gradients: set[int], of_inputs: set[int]
 ) -> set[Hashable]:  # fmt: skip
-    """Classes of the dims over which many gradients are sums, and of those that these are made of: joined, cut, put in order."""
+    """Classes of the dims over which many gradients are sums, and of those that these are made of: joined, cut, put in order.
+
+    Args:
+      of_inputs: values that depend on inputs that are no state.
+    """
     producer = {values.original[o].root: eqn for eqn in program.leaves for o in eqn.outputs}
-    counts = collections.Counter(c for g in gradients for c in _summed_away(g, program, values, labels, uf, producer))
+    away = (_summed_away(g, program, values, labels, uf, producer, of_inputs) for g in gradients)
+    counts = collections.Counter(c for found in away for c in found)
     found = {c for c, n in counts.items() if n >= _OFTEN * len(gradients)}
     for eqn in reversed(program.leaves):
         for made in labels[eqn].made_of:
@@ -137,10 +146,14 @@ def _summed_in_gradients(
 
 
 def _summed_away(
-    gradient: int, program: Program, values: Values, labels: LabelCache, uf: UnionFind, producer: Mapping[int, FlatEqn]
-) -> set[Hashable]:
-    """Classes of the dims that are summed over where a gradient is made: of its last product or sum, and of all its summands."""
-    size, found, seen, queue = program.avals[gradient].size, set[Hashable](), set[int](), [gradient]
+    gradient: int, program: Program, values: Values, labels: LabelCache, uf: UnionFind, producer: Mapping[int, FlatEqn],
+    of_inputs: set[int],
+) -> set[Hashable]:  # fmt: skip
+    """Classes of the dims that are summed over where a gradient is made: of its last product or sum, and of all its summands.
+
+    Of a product with state alone the other operand counts: the gradient of a merged weight, where factors of it are trained.
+    """
+    found, seen, queue = set[Hashable](), set[int](), [gradient]
     while queue:
         root = queue.pop()
         eqn = producer.get(root)
@@ -150,9 +163,13 @@ def _summed_away(
         made = {lab for labs in labels[eqn].outputs for lab in labs}
         atoms = zip(eqn.inputs, labels[eqn].inputs, strict=True)
         summed = [(a, d) for a, labs in atoms if isinstance(a, int) for d, lab in enumerate(labs) if lab not in (*made, BLOCKED)]
-        if summed:
+        data = [a for a in eqn.inputs if isinstance(a, int) and a in of_inputs]
+        if summed and eqn.name == "dot_general" and len(data) == 1:
+            queue.append(values.original[data[0]].root)
+        elif summed:
             found |= {uf.find(node) for a, d in summed if (node := values.node(a, d)) is not None}
         else:
+            size = program.avals[eqn.outputs[0]].size
             queue += [values.original[a].root for a in eqn.inputs if isinstance(a, int) and program.avals[a].size == size]
     return found
 

@@ -16,13 +16,14 @@ import jax
 
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.batch_means import after_means
-from soapjax.graph.trace.batch_scaling import Scaling, sample_dims, scalings
+from soapjax.graph.trace.batch_scaling import UNKNOWN, Scaling, sample_dims, scalings
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.sample_mixing import SampleMixing
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.whole_batch import BatchStatistic, Read, passed_on, statistics_read, with_given
 
 _MOST_SKIPPED = 32  # equations of both programs between two that correspond
+_MOST_JOINED = 2**24  # numbers of a value that is kept of all samples, for results
 _IN_A_ROW = 3  # equations that correspond after some that do not
 
 
@@ -95,6 +96,29 @@ class Growth:
             return mixing.statistic() is not None or mixing.not_linear(after) is not None
 
         return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
+
+    def from_places(self, results: Sequence[int], state: Sequence[Atom]) -> dict[int, frozenset[str]]:
+        """Of the step's `results` those that are made of samples by their place, or in order, where `state` is not: of each the
+        equations that all samples together are to be given to; none where too much would be kept for that, or a loop does it."""
+        others = self.mixing(state)
+        if not self.is_known or others.order() is not None or others.fixed_rows() is not None:
+            return {}
+        kept = {e.key for e in others.needed}
+        found = {}
+        for v in results:
+            mixing = self.mixing([v])
+            if eqns := mixing.from_places_on():
+                keys = {e.key for e in eqns}
+                may_wait = keys.isdisjoint(kept) and not any("." in k for k in keys)
+                if self.equations is not None:
+                    keys = {self.equations.get(k, "") for k in keys}
+                may_wait = may_wait and "" not in keys and all(map(self._may_be_joined, mixing.read_by(eqns)))
+                found[v] = frozenset(keys) if may_wait else frozenset()
+        return found
+
+    def _may_be_joined(self, v: int) -> bool:
+        dims, scaling = sample_dims(self.small, self.large, v), self.scaling.get(v, UNKNOWN)
+        return len(dims) == 1 and scaling.power is not None and self.large.avals[v].size <= _MOST_JOINED
 
     def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
         """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from soapjax.graph.trace.batch_scaling import is_backward
 from soapjax.graph.trace.draws import is_key
@@ -55,7 +55,7 @@ class SampleMixing:
     ):  # fmt: skip
         self.small, self.large = small, large
         self.data = set(batch)
-        _follow(small, self.data, frozenset(known))
+        follow(small, self.data, frozenset(known))
         self.wanted = {v for v in wanted if isinstance(v, int)}
         self.needed = tuple(_needed(small, self.wanted - set(known)))
         self.producer = {o: e for e in self.needed for o in e.outputs}
@@ -91,11 +91,24 @@ class SampleMixing:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
         return next((e for e in self.needed if self._is_along_batch(e)), None)
 
-    def joined(self) -> FlatEqn | None:
-        """An equation that joins batches one behind the other, which are never taken apart; None where there is none."""
+    def from_places_on(self) -> list[FlatEqn]:
+        """The equations that read samples by their place, put them in order, or one batch behind another for good; and what is made
+        of that, in order."""
         sizes = {self.small.avals[v].shape[d] for v in self.wanted for d in self._dims(v)}
-        joining = (e for e in self.needed if e.name == "concatenate" and not is_backward(e))
-        return next((e for e in joining if any(n in sizes for n, _ in self._joined_by(e))), None)
+        made: set[int] = set()
+        found = []
+        for e in reversed(self.needed):
+            joins = e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e))
+            by_place = joins or self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
+            if by_place or not made.isdisjoint(a for a in e.inputs if isinstance(a, int)):
+                made.update(e.outputs)
+                found.append(e)
+        return found
+
+    def read_by(self, eqns: Sequence[FlatEqn]) -> set[int]:
+        """What equations read of the data that they do not make."""
+        made = {o for e in eqns for o in e.outputs}
+        return {a for e in eqns for a in e.inputs if isinstance(a, int) and a in self.data and a not in made}
 
     def any(self) -> FlatEqn | None:
         return self.statistic() or self.pairs() or self.order()
@@ -248,11 +261,11 @@ def _places(program: Program) -> set[int]:
     """Values that count along a dim, and what is made of them."""
     counted = {o for e in program.leaves if e.name in _COUNTS for o in e.outputs}
     found = counted | {v for v, x in program.consts.items() if getattr(x, "shape", ())}
-    _follow(program, found)
+    follow(program, found)
     return found
 
 
-def _follow(program: Program, data: set[int], stop: frozenset[int] = frozenset()) -> None:
+def follow(program: Program, data: set[int], stop: frozenset[int] = frozenset()) -> None:
     """Adds to `data` all that depends on it but for `stop`; what one trip of a loop makes, the next one reads."""
     for eqn in program.eqns:
         moved = [isinstance(a, int) and a in data for a in eqn.inputs]
@@ -269,7 +282,7 @@ def _follow(program: Program, data: set[int], stop: frozenset[int] = frozenset()
         before = -1
         while len(data) > before:
             before = len(data)
-            _follow(body, data, stop)
+            follow(body, data, stop)
             data.update(i for i, o in carried if isinstance(o, int) and o in data)
         made = zip(eqn.outputs, body.outputs, strict=True)
         data.update(o for o, inside in made if isinstance(inside, int) and inside in data and o not in stop)

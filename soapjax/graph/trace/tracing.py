@@ -252,7 +252,8 @@ def signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _state_pairs(args: Sequence[Any], leaves: Sequence[Any], out: Any, results: Sequence[Any]) -> dict[int, int]:
-    """An argument is state where an output, the whole output, or a part of an output, has its structure, shapes and dtypes.
+    """An argument is state where an output, the whole output, or a part of an output, has its structure, shapes and dtypes; most of
+    it is where these have most of it: a dict with fewer keys, a leaf of another dtype.
 
     Args:
       args, out: structures of the arguments, and of the output.
@@ -273,7 +274,32 @@ def _state_pairs(args: Sequence[Any], leaves: Sequence[Any], out: Any, results: 
                 taken.update(mine)
                 pairs.update({start + k: offset + k for k in range(n)})
                 break
+        else:
+            like = [_alike(start, a, offset, o, leaves, results) for is_member, offset, o in candidates if is_member and n > 1]
+            found = max(like, key=len, default={})
+            if len(found) > n / 2 and taken.isdisjoint(found.values()):
+                taken.update(found.values())
+                pairs.update(found)
     return pairs
+
+
+def _alike(start: int, a: Any, offset: int, o: Any, leaves: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
+    """Leaves of an argument, and of the output, at the same places of two trees, as far as these are the same."""
+    if a.num_leaves == o.num_leaves == 1 and not a.children() and not o.children():
+        return {start: offset} if leaves[start] == results[offset] else {}
+    mine, theirs = (dict(zip(_keys(t), _children(first, t), strict=True)) for first, t in ((start, a), (offset, o)))
+    if (a.node_data() or (None,))[0] is not (o.node_data() or (None,))[0] or not mine:
+        return {}
+    if (a.node_data() or (None,))[0] is not dict and a.node_data() != o.node_data():
+        return {}
+    both = ((mine[k], theirs[k]) for k in mine.keys() & theirs.keys())
+    return {i: j for (s, x), (t, y) in both for i, j in _alike(s, x, t, y, leaves, results).items()}
+
+
+def _keys(tree: Any) -> list[Any]:
+    """Of the children: a dict's keys, elsewhere their numbers."""
+    kind, data = tree.node_data() or (None, None)
+    return list(data) if kind is dict else list(range(len(tree.children())))
 
 
 def _parts_of(tree: Any) -> list[tuple[bool, int, Any]]:
