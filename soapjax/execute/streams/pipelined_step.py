@@ -7,9 +7,10 @@ dispatches (pipeline_stream.py, pipeline_updates.py); what runs at the same time
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.deferral import deferred_sums
@@ -53,10 +54,8 @@ class PipelineStep(MicroBatched):
         self.step = micro.step
         bound = places[0].bound
         self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
-        self.cut, self._joinings, self.reduction = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
-        gradients = {v for _, v in self.cut.gradients}
-        means = {v for v, how in self._joinings.items() if how.how == "mean"} - gradients
-        if micro.num_microbatches > 1 and (averaged := averaged_blindly(micro, means, gradients)):
+        self.cut, self._joinings, self.reduction, averaged = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
+        if averaged:
             names = ", ".join(averaged[:8])
             warn_once("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
         if micro.out_of_place:
@@ -124,23 +123,48 @@ class PipelineStep(MicroBatched):
         return [(leaf, self.places[s]) for leaf, s in self._built(False).feeds]
 
 
+class Joined(NamedTuple):
+    """The parts of all stages, how micro-batches' values of what crosses into the update become one, what the loss is of its batch,
+    and which results are averaged although they are not known to be means."""
+
+    cut: StageCut
+    joinings: dict[int, Joining]
+    reduction: str
+    averaged: list[str]
+
+
 def cut_and_joined(
     micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str, *, is_asked_for: bool = True
-) -> tuple[StageCut, dict[int, Joining], str]:  # fmt: skip
-    """The parts of all stages, how micro-batches' values of what crosses into the update become one, and what the loss is.
+) -> Joined:  # fmt: skip
+    """A step's parts. A result that is no mean, as a median, is made of all samples, once, where not too much is kept for that.
 
     Args:
       graph, binding: of the micro-batched step.
       is_asked_for: as for `found_reduction`.
     Raises: SoapjaxError where step, stages and reduction do not go together.
     """
+    first = _joined(micro, graph, binding, pipeline, reduction, is_asked_for)
+    outputs: dict[str, Any] = dict(zip(micro.step.out_paths, micro.step.program.outputs, strict=True))
+    state, averaged = [micro.step.program.outputs[k] for k in micro.step.state_pairs.values()], first.averaged
+    of_all = micro.growth.from_statistics([outputs[p] for p in averaged], state, [v for _, v in first.cut.gradients])
+    keys = frozenset().union(*of_all.values())
+    if not keys:
+        return first
+    again = dataclasses.replace(micro, after_all=micro.after_all | keys)
+    found = _joined(again, graph, binding, pipeline, reduction, is_asked_for)
+    return found._replace(averaged=[p for p in averaged if not of_all.get(outputs[p])])
+
+
+def _joined(
+    micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str, is_asked_for: bool
+) -> Joined:  # fmt: skip
     cut = cut_stages(micro, graph, binding, pipeline).updating_as(micro.once)
     values = [v for _, v in cut.gradients]
     gradients = [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)]
     reduction = found_reduction(micro, gradients, reduction, is_asked_for=is_asked_for)
     problems, found = _own_meshes(cut, pipeline), {}
     problems += [] if micro.growth.is_known else _read_late(micro, cut)
-    outputs = {v: k for k, v in reversed([*enumerate(micro.step.program.outputs)]) if isinstance(v, int)}
+    outputs = {v for v in micro.step.program.outputs if isinstance(v, int)}
     for crossing in cut.crossings:
         v = crossing.value
         how = joining(micro, v, reduction, is_gradient=v in values)
@@ -152,7 +176,9 @@ def cut_and_joined(
             found[v] = how
     if problems:
         raise SoapjaxError(problems)
-    return cut, found, reduction
+    means = {v for v, how in found.items() if how.how == "mean"} - set(values)
+    averaged = averaged_blindly(micro, means, values) if micro.num_microbatches > 1 else []
+    return Joined(cut, found, reduction, averaged)
 
 
 def _place(micro: MicroStep, value: int) -> str:

@@ -103,18 +103,29 @@ class Growth:
         others = self.mixing(state)
         if not self.is_known or others.order() is not None or others.fixed_rows() is not None:
             return {}
-        kept = {e.key for e in others.needed}
-        found = {}
-        for v in results:
-            mixing = self.mixing([v])
-            if eqns := mixing.from_places_on():
-                keys = {e.key for e in eqns}
-                may_wait = keys.isdisjoint(kept) and not any("." in k for k in keys)
-                if self.equations is not None:
-                    keys = {self.equations.get(k, "") for k in keys}
-                may_wait = may_wait and "" not in keys and all(map(self._may_be_joined, mixing.read_by(eqns)))
-                found[v] = frozenset(keys) if may_wait else frozenset()
-        return found
+        made = {v: (mixing := self.mixing([v]), mixing.from_places_on()) for v in results}
+        return {v: self._of_all(mixing, eqns, others) for v, (mixing, eqns) in made.items() if eqns}
+
+    def from_statistics(
+        self, results: Sequence[int], state: Sequence[Atom], gradients: Collection[int]
+    ) -> dict[int, frozenset[str]]:  # fmt: skip
+        """Of the step's `results` that are no means the equations that all samples together are to be given to, as `from_places`.
+
+        Args:
+          gradients: values that are known to be the whole batch's.
+        """
+        others, known = self.mixing(state), [w for w in map(self.value, gradients) if w is not None]
+        mixings = {v: SampleMixing(self.small, self.large, self.batch, [self.value(v)], known) for v in results}
+        return {v: self._of_all(mixing, mixing.from_statistics_on(), others) for v, mixing in mixings.items()}
+
+    def _of_all(self, mixing: SampleMixing, eqns: Sequence[FlatEqn], others: SampleMixing) -> frozenset[str]:
+        """The keys of equations of a result, in the step, if they may wait for all samples."""
+        keys = {e.key for e in eqns}
+        may_wait = keys.isdisjoint(e.key for e in others.needed) and not any("." in k for k in keys)
+        if self.equations is not None:
+            keys = {self.equations.get(k, "") for k in keys}
+        may_wait = may_wait and "" not in keys and all(map(self._may_be_joined, mixing.read_by(eqns)))
+        return frozenset(keys) if may_wait else frozenset()
 
     def _may_be_joined(self, v: int) -> bool:
         dims, scaling = sample_dims(self.small, self.large, v), self.scaling.get(v, UNKNOWN)

@@ -105,6 +105,18 @@ class SampleMixing:
                 found.append(e)
         return found
 
+    def from_statistics_on(self) -> list[FlatEqn]:
+        """The equations that make one value of all samples, and what is made of that, in order."""
+        made: set[int] = set()
+        found = []
+        for e in reversed(self.needed):
+            read = [a for a in e.inputs if isinstance(a, int)]
+            of_samples = any(a in self.data and self._dims(a) for a in read)
+            if (of_samples and not any(map(self._dims, e.outputs))) or not made.isdisjoint(read):
+                made.update(e.outputs)
+                found.append(e)
+        return found
+
     def read_by(self, eqns: Sequence[FlatEqn]) -> set[int]:
         """What equations read of the data that they do not make."""
         made = {o for e in eqns for o in e.outputs}
