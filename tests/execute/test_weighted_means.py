@@ -173,8 +173,8 @@ def test_it_runs_by_the_decorator():
 
 @pytest.mark.parametrize("most", [None, 8], ids=["of all samples", "too many"])
 def test_results_that_are_no_means_are_those_of_the_whole_batch(most, caplog, monkeypatch):
-    """A perplexity is that of the mean loss, not the mean of perplexities; what no mean tells is made of all samples at the end. Where
-    too much would be kept for that, it is averaged, and named."""
+    """A perplexity is that of the mean loss, not the mean of perplexities; what no mean tells is made of all samples at the end.
+    Where too much would be kept for that, it is averaged, and named."""
     if most is not None:
         monkeypatch.setattr(growth, "_MOST_JOINED", most)
 
