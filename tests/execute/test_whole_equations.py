@@ -243,3 +243,25 @@ def test_a_data_set_that_is_read_by_the_batch_is_not_cut():
     micro = micro_step(step, *args, num_microbatches=2)
     assert [micro.step.in_paths[k] for k in micro.batch_leaves] == ["rows"]
     assert_as_plain(step, args, microbatches=2)
+
+
+def test_what_is_given_for_every_sample_is_no_state_although_such_is_returned():
+    """A step of reinforcement learning that returns values and errors of the shape of its rewards."""
+
+    def step(s, seen, actions, rewards, done):
+        def loss(p):
+            values = net(p, seen)[jnp.arange(len(seen)), actions.squeeze(-1)]
+            errors = values - rewards * (1 - done)
+            return (errors**2).mean(), (values, errors)
+
+        (value, (values, errors)), g = jax.value_and_grad(loss, has_aux=True)(s["p"])
+        return {**s, "p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g)}, value, values, errors
+
+    rng = np.random.default_rng(3)
+    s, x, _ = arguments(np.int32(0))
+    args = s, x, rng.integers(0, 5, (BATCH, 1)), *(np.float32(rng.random(BATCH)) for _ in range(2))
+    traced = soapjax.trace(step, *args)
+    assert {traced.in_paths[k].partition(".")[0] for k in traced.state_pairs} == {"s"}
+    micro = micro_step(step, *args, num_microbatches=2)
+    assert [micro.step.in_paths[k] for k in micro.batch_leaves] == ["seen", "actions", "rewards", "done"]
+    assert_as_plain(step, args, microbatches=2)

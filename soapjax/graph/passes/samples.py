@@ -16,6 +16,7 @@ from soapjax.graph.trace.sample_mixing import follow
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
 
+_BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
 _OFTEN = 0.25  # of the gradients that sum a dim away, for it to be one of samples
 
 
@@ -112,14 +113,17 @@ def given_weights(
     if len(own) == len(shaped):
         return set()
     found: set[int] = set()
-    tables: set[int] = set()
+    of_something = set(program.inputs)
+    follow(program, of_something)
     for eqn in program.leaves:
-        of = {own.get(values.original[a].root) for a in eqn.inputs if isinstance(a, int)}
+        of = {own.get(values.original[a].root) for a in eqn.inputs if isinstance(a, int) and a in of_something}
         if len(of) == 1 and None not in of:
             own.update(dict.fromkeys(eqn.outputs, of.pop()))
         elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
-            (tables if eqn.name == "gather" else found).update(of - {None})
-    return found | tables
+            if eqn.name in _BY_NUMBER:  # numbers by which rows are picked are no weights, whatever they meet
+                of = {own.get(values.original[a].root) for a in eqn.inputs[:1] if isinstance(a, int)}
+            found |= of - {None}
+    return found
 
 
 def _summed_in_gradients(

@@ -57,7 +57,7 @@ class SampleMixing:
         self.data = set(batch)
         follow(small, self.data, frozenset(known))
         self.wanted = {v for v in wanted if isinstance(v, int)}
-        self.needed = tuple(_needed(small, self.wanted - set(known)))
+        self.needed = tuple(needed_for(small, self.wanted - set(known)))
         self.producer = {o: e for e in self.needed for o in e.outputs}
         self.own: dict[int, set[int]] = {}
 
@@ -300,7 +300,7 @@ def follow(program: Program, data: set[int], stop: frozenset[int] = frozenset())
         data.update(o for o, inside in made if isinstance(inside, int) and inside in data and o not in stop)
 
 
-def _needed(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:
+def needed_for(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:
     """The equations that `wanted` is made by, last ones first; of a loop all of its body."""
     for eqn in reversed(program.eqns):
         if wanted.isdisjoint(eqn.outputs):

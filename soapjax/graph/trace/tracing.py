@@ -19,9 +19,11 @@ import numpy as np
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.garbage import fewer_collections
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
+from soapjax.graph.trace.batch_scaling import is_backward
 from soapjax.graph.trace.explicit_axes import without_layouts
 from soapjax.graph.trace.one_program import for_one_program, noting_device_counts
 from soapjax.graph.trace.program import Program, flatten
+from soapjax.graph.trace.sample_mixing import follow, needed_for
 from soapjax.graph.trace.source_lines import line_of_error
 from soapjax.own_config import has_explicit_axes, without_mesh
 
@@ -186,6 +188,7 @@ def trace(
     apart = pairs if unroll == "rows" else None
     program = flatten(closed, unroll=bool(unroll), has_rule=is_known, apart=apart, elementwise=ELEMENTWISE)
     in_rows, out_rows = program.rows
+    pairs = _not_by_chance(pairs, trees, of_leaves, program)
     paths = tuple(p for n, a in zip(of_arguments, given, strict=True) for p in leaf_paths(a, n))
     return TracedStep(
         program, in_tree, made["tree"], paths, of_leaves, pairs, in_paths=_paths_of_rows(paths, in_rows),
@@ -281,6 +284,25 @@ def _state_pairs(args: Sequence[Any], leaves: Sequence[Any], out: Any, results: 
                 taken.update(found.values())
                 pairs.update(found)
     return pairs
+
+
+def _not_by_chance(pairs: dict[int, int], args: Sequence[Any], leaves: Sequence[Any], program: Program) -> dict[int, int]:
+    """Without single arrays, beside a larger state, that are as long as the data, and of which nothing trained comes back: a step
+    that returns a value for every sample is given rewards of that shape."""
+    starts = list(itertools.accumulate((a.num_leaves for a in args), initial=0))
+    singles = [k for k, a in zip(starts, args, strict=False) if a.num_leaves == 1 and k in pairs and leaves[k][0]]
+    if len(singles) == len(pairs):
+        return pairs
+    data = {shape[0] for k, (shape, _) in enumerate(leaves) if k not in pairs and shape}
+    ins, outs = (np.cumsum([0, *rows]).tolist() for rows in program.rows)
+    by_chance = set()
+    for k in singles:
+        v, out = program.inputs[ins[k]], program.outputs[outs[pairs[k]]]
+        if leaves[k][0][0] in data and isinstance(out, int):
+            follow(program, of_it := {v})
+            if out not in of_it or not any(map(is_backward, needed_for(program, {out}))):
+                by_chance.add(k)
+    return {k: o for k, o in pairs.items() if k not in by_chance}
 
 
 def _alike(start: int, a: Any, offset: int, o: Any, leaves: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
