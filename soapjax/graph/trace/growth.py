@@ -103,7 +103,9 @@ class Growth:
         others = self.mixing(state)
         if not self.is_known or others.order() is not None or others.fixed_rows() is not None:
             return {}
-        made = {v: (mixing := self.mixing([v]), mixing.from_places_on()) for v in results}
+        if not self.mixing(results).from_places_on():
+            return {}
+        made = {v: (mixing := others.of([self.value(v)]), mixing.from_places_on()) for v in results}
         return {v: self._of_all(mixing, eqns, others) for v, (mixing, eqns) in made.items() if eqns}
 
     def from_statistics(
@@ -115,7 +117,8 @@ class Growth:
           gradients: values that are known to be the whole batch's.
         """
         others, known = self.mixing(state), [w for w in map(self.value, gradients) if w is not None]
-        mixings = {v: SampleMixing(self.small, self.large, self.batch, [self.value(v)], known) for v in results}
+        all_of_them = SampleMixing(self.small, self.large, self.batch, (), known)
+        mixings = {v: all_of_them.of([self.value(v)]) for v in results}
         return {v: self._of_all(mixing, mixing.from_statistics_on(), others) for v, mixing in mixings.items()}
 
     def _of_all(self, mixing: SampleMixing, eqns: Sequence[FlatEqn], others: SampleMixing) -> frozenset[str]:

@@ -19,6 +19,7 @@ is a statistic.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -54,10 +55,20 @@ class SampleMixing:
         self, small: Program, large: Program, batch: Collection[int], wanted: Collection[Atom], known: Collection[int] = ()
     ):  # fmt: skip
         self.small, self.large = small, large
-        self.data = set(batch)
-        follow(small, self.data, frozenset(known))
+        self.data, self.known = set(batch), frozenset(known)
+        follow(small, self.data, self.known)
+        self._want(wanted)
+
+    def of(self, wanted: Collection[Atom]) -> SampleMixing:
+        """The same for the making of other values."""
+        found = copy.copy(self)
+        found.__dict__.pop("_joined", None)
+        found._want(wanted)
+        return found
+
+    def _want(self, wanted: Collection[Atom]) -> None:
         self.wanted = {v for v in wanted if isinstance(v, int)}
-        self.needed = tuple(needed_for(small, self.wanted - set(known)))
+        self.needed = tuple(needed_for(self.small, self.wanted - self.known))
         self.producer = {o: e for e in self.needed for o in e.outputs}
         self.own: dict[int, set[int]] = {}
 
