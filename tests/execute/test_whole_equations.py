@@ -265,3 +265,15 @@ def test_what_is_given_for_every_sample_is_no_state_although_such_is_returned():
     micro = micro_step(step, *args, num_microbatches=2)
     assert [micro.step.in_paths[k] for k in micro.batch_leaves] == ["seen", "actions", "rewards", "done"]
     assert_as_plain(step, args, microbatches=2)
+
+
+@pytest.mark.parametrize("how", [{"microbatches": 2}, PIPELINE], ids=["two", "pipeline"])
+def test_gradients_of_single_samples_may_be_clipped_and_summed_by_a_product(how):
+    def step(s, x, y):
+        g = jax.vmap(jax.grad(lambda p, x, y: ((net(p, x) - y) ** 2).mean()), (None, 0, 0))(s["p"], x, y)
+        norm = jnp.sqrt(sum((v.reshape(len(x), -1) ** 2).sum(1) for v in jax.tree.leaves(g)))
+        scale = jnp.minimum(1, 0.5 / norm) / len(x)
+        u, o = TX.update(jax.tree.map(lambda v: jnp.einsum("b,b...->...", scale, v), g), s["o"])
+        return {**s, "p": optax.apply_updates(s["p"], u), "o": o}, norm.mean()
+
+    assert_as_plain(step, arguments(np.int32(0)), **how)

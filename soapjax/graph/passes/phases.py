@@ -238,7 +238,8 @@ def _gradient_of(
         if phase[producer.key] == BACKWARD:
             return root, sums
         if phase[producer.key] == UPDATE:
-            if producer.name == "reduce_sum" and len(program.aval(producer.inputs[0]).shape) > len(shape):
+            rank = max((len(program.aval(a).shape) for a in producer.inputs), default=0)
+            if producer.name in ("reduce_sum", "dot_general") and rank > len(shape):
                 sums.append(root)
             fresh = [a for a in producer.inputs if isinstance(a, int) and a not in seen]
             fresh = [a for a in fresh if tuple(program.avals[a].shape) == shape]
