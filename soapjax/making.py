@@ -15,7 +15,7 @@ from soapjax import progress
 from soapjax.execute.processes import jointly
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.execute.streams.microbatches import warn_anew
+from soapjax.execute.streams.joinings import warn_anew
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.options import objective

@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 
 from soapjax.costs.measured.profile import Profile
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.microbatches import REDUCTIONS
+from soapjax.execute.streams.joinings import REDUCTIONS
 from soapjax.planning.compile_check import CHECKS
 from soapjax.planning.pipelining.pipelines import PIPELINES
 from soapjax.search.objective import OBJECTIVES, Objective, objective_problems

@@ -7,7 +7,8 @@ from test_batch_scaling import FUNCTIONS, LOSSES
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.execute.streams.microbatches import found_reduction, joining, micro_step
+from soapjax.execute.streams.joinings import found_reduction, joining
+from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.trace.growth import corresponding
 
 W = jax.random.normal(jax.random.key(0), (6, 3))

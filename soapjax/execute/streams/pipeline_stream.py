@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from soapjax.execute.streams.batch_statistics import BatchStatistics
 from soapjax.execute.streams.cut import Part
 from soapjax.execute.streams.gathered import gather_program
-from soapjax.execute.streams.microbatches import Joining, MicroStep
+from soapjax.execute.streams.joinings import Joining
+from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.execute.streams.part_program import Accumulated, Place, jit_numbers, jit_part, keys_in, sum_dtype
 from soapjax.execute.streams.stage_cut import Crossing, StageCut
 from soapjax.execute.streams.stream import StreamBuilder

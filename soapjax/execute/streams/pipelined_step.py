@@ -16,14 +16,8 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.spmd.deferral import deferred_sums
 from soapjax.execute.streams.batches import MicroBatched
 from soapjax.execute.streams.gathered import gathered_once
-from soapjax.execute.streams.microbatches import (
-    Joining,
-    MicroStep,
-    averaged_blindly,
-    found_reduction,
-    joining,
-    warn_once,
-)
+from soapjax.execute.streams.joinings import Joining, averaged_blindly, found_reduction, joining, warn_once
+from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream

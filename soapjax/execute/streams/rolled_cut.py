@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.execute.streams.cut import Part
-from soapjax.execute.streams.microbatches import Joining, MicroStep
+from soapjax.execute.streams.joinings import Joining
+from soapjax.execute.streams.microbatches import MicroStep
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.stacked_rows import StackedRows
 from soapjax.execute.streams.stacked_state import Pieces

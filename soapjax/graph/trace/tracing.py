@@ -183,12 +183,11 @@ def trace(
     of_arguments = (*names, *sorted(kwargs))
     given = [*dynamic, *(kwargs[k] for k in sorted(kwargs))]
     of_leaves = signature(leaves)[1]
-    trees = [jax.tree_util.tree_structure(a) for a in given]
+    trees = list(map(jax.tree_util.tree_structure, given))
     pairs = _state_pairs(trees, of_leaves, made["tree"], signature(results)[1])
     apart = pairs if unroll == "rows" else None
     program = flatten(closed, unroll=bool(unroll), has_rule=is_known, apart=apart, elementwise=ELEMENTWISE)
-    in_rows, out_rows = program.rows
-    pairs = _not_by_chance(pairs, trees, of_leaves, program)
+    (in_rows, out_rows), pairs = program.rows, _not_by_chance(pairs, trees, of_leaves, program)
     paths = tuple(p for n, a in zip(of_arguments, given, strict=True) for p in leaf_paths(a, n))
     return TracedStep(
         program, in_tree, made["tree"], paths, of_leaves, pairs, in_paths=_paths_of_rows(paths, in_rows),

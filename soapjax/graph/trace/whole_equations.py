@@ -19,7 +19,7 @@ from soapjax.graph.trace.program import Atom, FlatEqn, Program
 _PLAIN = (int, float, str, tuple, type(None))
 
 
-def whole_equations(step: Program, full: Program, factor: int) -> dict[str, FlatEqn]:
+def equations_of_whole(step: Program, full: Program, factor: int) -> dict[str, FlatEqn]:
     """By the key of an outermost equation of `step` what `full`, of a batch `factor` times as large, has in its place, where it is
     another: by a literal, a parameter, or the size of a result."""
     return {a.key: b for a, b in _pairs(step, full, factor) if _differs(step, full, a, b)}

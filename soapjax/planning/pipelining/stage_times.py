@@ -77,6 +77,20 @@ def _sums_of_replicas(graph: OperatorGraph, topology: DeviceTopology, stage: Sta
     return max(float(shares.sum()), 1.0)
 
 
+def _within_reach(transfers: list[Transfer], pipeline: Pipeline, topology: DeviceTopology) -> list[Transfer]:
+    """Between replicas of both sides, which may be anywhere on the stage's devices: over the slowest link between any two."""
+    reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
+    found = []
+    for t in transfers:
+        ends = [*reach[t.source], *reach[t.target]]
+        level = level_between(topology, min(ends), max(ends))
+        old, new = topology.levels[t.level], topology.levels[level]
+        ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
+        seconds = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in t.seconds)
+        found.append(t if level == t.level else Transfer(t.source, t.target, level, *seconds))
+    return found
+
+
 def simulated_stages(
     loads: StageLoads, pipeline: Pipeline, bounds: tuple[int, ...], strategies: Mapping[int, Strategy],
     casts_limit_bytes: float | None = None,
@@ -126,17 +140,7 @@ def simulated_stages(
         size, between = float(away[home, user]) * counts[home], (min(home, user), max(home, user))
         others = crossing.get(between, CrossingBytes())
         crossing[between] = others._replace(parameters=others.parameters + size, sums=others.sums + size)
-    transfers = transfers_of(crossing, topology, [f for f, _ in shares], counts)
-    # Replicas of both sides may be anywhere on the stage's devices: the slowest link between any two.
-    reach = [(min(s.devices), max(s.devices)) for s in pipeline.stages]
-    for k, t in enumerate(transfers):
-        ends = [*reach[t.source], *reach[t.target]]
-        level = level_between(topology, min(ends), max(ends))
-        if level != t.level:
-            old, new = topology.levels[t.level], topology.levels[level]
-            ratio = old.achieved_bytes_per_s / new.achieved_bytes_per_s
-            seconds = ((s - old.latency_s) * ratio + new.latency_s if s else 0.0 for s in t.seconds)
-            transfers[k] = Transfer(t.source, t.target, level, *seconds)
+    transfers = _within_reach(transfers_of(crossing, topology, [f for f, _ in shares], counts), pipeline, topology)
     if casts_limit_bytes is not None:
         pipeline = keeping_casts(pipeline, found, casts_limit_bytes)
     timeline = simulate_pipeline(pipeline, found, transfers)
