@@ -449,7 +449,7 @@ def test_statistics_of_layers_beside_the_loss(wrap, caplog):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(found[1]["load"], metrics["load"])
     np.testing.assert_allclose(found[1]["range"], metrics["range"], rtol=1e-5)
-    assert "averaged over micro-batches" not in caplog.text
+    assert "put together" not in caplog.text
 
 
 def test_what_ran_when():

@@ -171,7 +171,7 @@ def test_results_by_place_of_many_numbers_are_named(monkeypatch, caplog):
 
     s, x, y = arguments(np.int32(0))
     soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2)(s["p"], x, y)
-    (said,) = [r.getMessage() for r in caplog.records if "places of samples" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "put together" in r.getMessage()]
     assert said.endswith("out.1.sorted")
 
 

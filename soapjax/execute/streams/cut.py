@@ -10,7 +10,8 @@ their results evaluates them itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding
@@ -30,6 +31,7 @@ class Part:
     inputs: tuple[int, ...]  # value ids made elsewhere, or inputs of the step
     outputs: tuple[int, ...] = ()  # value ids that others read
     rows: frozenset[int] = frozenset()  # of what it makes as stacks (stacked_rows.py)
+    consts: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # in place of the program's
 
     @property
     def made(self) -> frozenset[int]:

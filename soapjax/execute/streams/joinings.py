@@ -152,20 +152,22 @@ def warn_anew() -> None:
     warn_once.cache_clear()
 
 
-def averaged_blindly(micro: MicroStep, averaged: Collection[int], gradients: Collection[int]) -> list[str]:
-    """Results that are averaged, or made of `averaged` values, and are no mean over the batch, or not known to be one."""
-    state = set(micro.step.state_pairs.values())
-    results = {
-        p: v for k, (p, v) in enumerate(zip(micro.step.out_paths, micro.step.program.outputs, strict=True))
-        if isinstance(v, int) and k not in state and not micro.growth.sample_dims(v)
+def averaged_blindly(micro: MicroStep, reduction: str, gradients: Collection[int]) -> dict[int, str]:
+    """Outputs, with their paths, that are averaged, or cannot be, and are no mean over the batch, or not known to be one."""
+    outputs = {
+        v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True)
+        if isinstance(v, int) and v not in gradients and not micro.growth.sample_dims(v)
     }  # fmt: skip
-    no_means = micro.growth.no_means(list(results.values()), gradients)
-    found = []
-    for path, v in results.items():
-        scaling = micro.growth.of(v) or UNKNOWN
-        is_other = not scaling.is_zero and (scaling.power != 0 or scaling.extreme or scaling.is_ratio)
-        if (v in averaged and is_other) or v in no_means:
-            found.append(path)
+    state = {v for k in micro.step.state_pairs.values() if (v := micro.step.program.outputs[k]) in outputs}
+    trained = state - micro.growth.of_data(list(state), gradients)
+    outputs = {v: p for v, p in outputs.items() if v not in trained}
+    no_means = micro.growth.no_means(list(outputs), gradients)
+    found = {}
+    for v, path in outputs.items():
+        scaling, how = micro.growth.of(v) or UNKNOWN, joining(micro, v, reduction)
+        is_other = not scaling.is_zero and (scaling.power != 0 or bool(scaling.extreme) or scaling.is_ratio)
+        if v in no_means or how is None or (how.how == "mean" and is_other):
+            found[v] = path
     return found
 
 

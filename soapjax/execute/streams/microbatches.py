@@ -28,7 +28,7 @@ from soapjax.graph.trace.growth import Growth, growth_of
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep, trace
 from soapjax.graph.trace.whole_batch import BatchStatistic
-from soapjax.graph.trace.whole_equations import equations_of_whole
+from soapjax.graph.trace.whole_equations import consts_of_whole, equations_of_whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,14 +42,14 @@ class MicroStep:
     full: TracedStep
     growth: Growth  # not known where there is one micro-batch
     draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/trace/draws.py)
-    # Those of the forward pass that wait for all micro-batches: they make state of means over the whole batch
-    # (graph/trace/batch_means.py), or results of samples by their place.
+    # Those of the forward pass that wait for all micro-batches: of means over the whole batch (graph/trace/batch_means.py), or of
+    # all samples.
     after_all: frozenset[str] = frozenset()
-    out_of_place: tuple[str, ...] = ()  # results of samples by their place that do not wait
     # Those that pass on numbers of the whole batch (graph/trace/whole_batch.py).
     whole: Mapping[str, BatchStatistic] = dataclasses.field(default_factory=dict)
     # By the key of an equation what runs in its place once per step (graph/trace/whole_equations.py).
     once: Mapping[str, FlatEqn] = dataclasses.field(default_factory=dict)
+    consts_once: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # likewise
 
 
 def micro_step(
@@ -101,15 +101,10 @@ def micro_step(
     draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
     program, whole = grows.with_whole(small.program, num_microbatches)
     once = equations_of_whole(small.program, full.program, num_microbatches)
-    state = set(small.state_pairs.values())
-    outputs = list(enumerate(zip(small.out_paths, small.program.outputs, strict=True)))
-    results = {v: path for k, (path, v) in outputs if k not in state and isinstance(v, int)}
-    by_place = grows.from_places(list(results), [v for k, (_, v) in outputs if k in state])
     return MicroStep(
         step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
-        full=full, growth=grows, draws=draws, whole=whole, once=once,
-        after_all=grows.after_means(small.program.outputs).union(*by_place.values()),
-        out_of_place=tuple(results[v] for v, keys in by_place.items() if not keys),
+        full=full, growth=grows, draws=draws, whole=whole, once=once, consts_once=consts_of_whole(small.program, full.program),
+        after_all=grows.after_means(small.program.outputs),
     )  # fmt: skip
 
 

@@ -48,13 +48,9 @@ class PipelineStep(MicroBatched):
         self.step = micro.step
         bound = places[0].bound
         self.gradient_paths = tuple(p.path for p in bound.binding.phases.parameters)
-        self.cut, self._joinings, self.reduction, averaged = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
-        if averaged:
-            names = ", ".join(averaged[:8])
-            warn_once("averaged over micro-batches, although not known to be a mean over the batch: %s", names)
-        if micro.out_of_place:
-            names = ", ".join(micro.out_of_place[:8])
-            warn_once("read by the places of samples, or put in order, and of micro-batches put together otherwise: %s", names)
+        self.cut, self._joinings, self.reduction, blindly = cut_and_joined(micro, bound.graph, bound.binding, pipeline, reduction)
+        if blindly:
+            warn_once("put together of micro-batches' own, although no mean or sum over the batch: %s", ", ".join(blindly[:8]))
         self._defer([v for _, v in self.cut.gradients])
         self.as_run, self.pieces = micro, None
         if rolled := roll(micro, self.cut, places, self._joinings):
@@ -119,50 +115,49 @@ class PipelineStep(MicroBatched):
 
 class Joined(NamedTuple):
     """The parts of all stages, how micro-batches' values of what crosses into the update become one, what the loss is of its batch,
-    and which results are averaged although they are not known to be means."""
+    and which outputs are put together although that is not known to be right."""
 
     cut: StageCut
     joinings: dict[int, Joining]
     reduction: str
-    averaged: list[str]
+    blindly: list[str]
 
 
 def cut_and_joined(
     micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str, *, is_asked_for: bool = True
 ) -> Joined:  # fmt: skip
-    """A step's parts. A result that is no mean, as a median, is made of all samples, once, where not too much is kept for that.
+    """A step's parts. An output that is no mean, as a median, is made of all samples, once, where not too much is kept for that.
 
     Args:
       graph, binding: of the micro-batched step.
       is_asked_for: as for `found_reduction`.
     Raises: SoapjaxError where step, stages and reduction do not go together.
     """
-    first = _joined(micro, graph, binding, pipeline, reduction, is_asked_for)
-    outputs: dict[str, Any] = dict(zip(micro.step.out_paths, micro.step.program.outputs, strict=True))
-    state, averaged = [micro.step.program.outputs[k] for k in micro.step.state_pairs.values()], first.averaged
-    of_all = micro.growth.from_statistics([outputs[p] for p in averaged], state, [v for _, v in first.cut.gradients])
-    keys = frozenset().union(*of_all.values())
-    if not keys:
-        return first
-    again = dataclasses.replace(micro, after_all=micro.after_all | keys)
-    found = _joined(again, graph, binding, pipeline, reduction, is_asked_for)
-    return found._replace(averaged=[p for p in averaged if not of_all.get(outputs[p])])
-
-
-def _joined(
-    micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline, reduction: str, is_asked_for: bool
-) -> Joined:  # fmt: skip
-    cut = cut_stages(micro, graph, binding, pipeline).updating_as(micro.once)
+    cut = cut_stages(micro, graph, binding, pipeline)
     values = [v for _, v in cut.gradients]
     gradients = [(p.path, v) for p, v in zip(binding.phases.parameters, values, strict=True)]
-    reduction = found_reduction(micro, gradients, reduction, is_asked_for=is_asked_for)
+    reduction, blindly = found_reduction(micro, gradients, reduction, is_asked_for=is_asked_for), dict[int, str]()
+    if micro.num_microbatches > 1:
+        blindly = averaged_blindly(micro, reduction, values)
+        outputs = {v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True) if isinstance(v, int)}
+        of_all = micro.growth.of_all_samples(list(outputs), values, blindly)
+        blindly |= {v: outputs[v] for v in of_all}
+        # Of state that layers read too, as of batch norm, the warning of `found_reduction` has told.
+        told = micro.step.state_pairs.values() if micro.growth.is_known and micro.growth.mixing(values).statistic() else ()
+        blindly = {v: p for v, p in blindly.items() if not of_all.get(v)}
+        left_out = {micro.step.program.outputs[k] for k in told if isinstance(micro.step.program.outputs[k], int)}
+        blindly = {v: p for v, p in blindly.items() if v not in left_out}
+        if keys := frozenset().union(*of_all.values()):
+            micro = dataclasses.replace(micro, after_all=micro.after_all | keys)
+            cut = cut_stages(micro, graph, binding, pipeline)
+    cut = cut.updating_as(micro.once, micro.consts_once)
     problems, found = _own_meshes(cut, pipeline), {}
     problems += [] if micro.growth.is_known else _read_late(micro, cut)
-    outputs = {v for v in micro.step.program.outputs if isinstance(v, int)}
+    results = {v for v in micro.step.program.outputs if isinstance(v, int)}
     for crossing in cut.crossings:
         v = crossing.value
         how = joining(micro, v, reduction, is_gradient=v in values)
-        if how is None or (not how.is_sum and v not in outputs and not micro.growth.is_known):
+        if how is None or (not how.is_sum and v not in results and not micro.growth.is_known):
             value = "neither a mean over the batch nor a count, nor split by it along one dim"
             remedy = "return it from the loss as a float mean, or use one micro-batch"
             problems.append(Problem(_place(micro, v), value, "what micro-batches' values can be put together to", remedy))
@@ -170,9 +165,7 @@ def _joined(
             found[v] = how
     if problems:
         raise SoapjaxError(problems)
-    means = {v for v, how in found.items() if how.how == "mean"} - set(values)
-    averaged = averaged_blindly(micro, means, values) if micro.num_microbatches > 1 else []
-    return Joined(cut, found, reduction, averaged)
+    return Joined(cut, found, reduction, list(blindly.values()))
 
 
 def _place(micro: MicroStep, value: int) -> str:

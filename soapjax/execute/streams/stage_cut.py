@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.streams.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
@@ -52,11 +52,11 @@ class StageCut:
     results: tuple[tuple[int, int] | None, ...]  # of every output leaf: (stage, value); None for a literal
     gradients: tuple[tuple[int, int], ...]  # (stage, value) of every parameter's
 
-    def updating_as(self, whole: Mapping[str, FlatEqn]) -> StageCut:
-        """With updates of the whole batch's equations, where these are others."""
+    def updating_as(self, whole: Mapping[str, FlatEqn], consts: Mapping[int, Any]) -> StageCut:
+        """With updates of the whole batch's equations and constants, where these are others."""
 
         def part(p: Part | None) -> Part | None:
-            return p if p is None or not whole else dataclasses.replace(p, eqns=tuple(as_whole(e, whole) for e in p.eqns))
+            return None if p is None else dataclasses.replace(p, eqns=tuple(as_whole(e, whole) for e in p.eqns), consts=consts)
 
         return dataclasses.replace(self, update=tuple(map(part, self.update)), mixed=tuple(map(part, self.mixed)))
 

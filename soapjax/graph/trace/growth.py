@@ -97,34 +97,41 @@ class Growth:
 
         return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
 
-    def from_places(self, results: Sequence[int], state: Sequence[Atom]) -> dict[int, frozenset[str]]:
-        """Of the step's `results` those that are made of samples by their place, or in order, where `state` is not: of each the
-        equations that all samples together are to be given to; none where too much would be kept for that, or a loop does it."""
-        others = self.mixing(state)
-        if not self.is_known or others.order() is not None or others.fixed_rows() is not None:
-            return {}
-        if not self.mixing(results).from_places_on():
-            return {}
-        made = {v: (mixing := others.of([self.value(v)]), mixing.from_places_on()) for v in results}
-        return {v: self._of_all(mixing, eqns, others) for v, (mixing, eqns) in made.items() if eqns}
-
-    def from_statistics(
-        self, results: Sequence[int], state: Sequence[Atom], gradients: Collection[int]
+    def of_all_samples(
+        self, outputs: Sequence[int], gradients: Collection[int], blindly: Collection[int]
     ) -> dict[int, frozenset[str]]:  # fmt: skip
-        """Of the step's `results` that are no means the equations that all samples together are to be given to, as `from_places`.
+        """Of the step's `outputs` those that are made otherwise than of sums or means over samples: of each the equations that all
+        samples together are to be given to; none where too much would be kept for that, or gradients, or a loop, need them.
 
         Args:
           gradients: values that are known to be the whole batch's.
+          blindly: outputs that are known to be made so.
         """
-        others, known = self.mixing(state), [w for w in map(self.value, gradients) if w is not None]
-        all_of_them = SampleMixing(self.small, self.large, self.batch, (), known)
-        mixings = {v: all_of_them.of([self.value(v)]) for v in results}
-        return {v: self._of_all(mixing, mixing.from_statistics_on(), others) for v, mixing in mixings.items()}
+        mixing, found = self._beside(gradients), {}
+        mine = {v: w for v in outputs if (w := self.value(v)) is not None and w in mixing.data}
+        if not self.is_known or not mine:
+            return {}
+        trained = {e.key for e in self.mixing(list(gradients)).needed}
+        for v, w in mine.items():
+            making = mixing.of([w])
+            statistics = v in blindly or making.statistic() is not None or making.pairs() is not None
+            if eqns := making.of_all_on(statistics=statistics):
+                found[v] = self._of_all(making, eqns, trained)
+        return found
 
-    def _of_all(self, mixing: SampleMixing, eqns: Sequence[FlatEqn], others: SampleMixing) -> frozenset[str]:
-        """The keys of equations of a result, in the step, if they may wait for all samples."""
+    def of_data(self, outputs: Sequence[int], gradients: Collection[int]) -> set[int]:
+        """Those of the step's `outputs` that are made of the data otherwise than by gradients; none where nothing is known."""
+        data = self._beside(gradients).data if self.is_known else ()
+        return {v for v in outputs if self.value(v) in data}
+
+    def _beside(self, gradients: Collection[int]) -> SampleMixing:
+        known = [w for w in map(self.value, gradients) if w is not None]
+        return SampleMixing(self.small, self.large, self.batch, (), known)
+
+    def _of_all(self, mixing: SampleMixing, eqns: Sequence[FlatEqn], trained: Collection[str]) -> frozenset[str]:
+        """The keys of equations of an output, in the step, if they may wait for all samples."""
         keys = {e.key for e in eqns}
-        may_wait = keys.isdisjoint(e.key for e in others.needed) and not any("." in k for k in keys)
+        may_wait = keys.isdisjoint(trained) and not any("." in k for k in keys)
         if self.equations is not None:
             keys = {self.equations.get(k, "") for k in keys}
         may_wait = may_wait and "" not in keys and all(map(self._may_be_joined, mixing.read_by(eqns)))

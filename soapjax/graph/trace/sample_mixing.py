@@ -24,6 +24,8 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
+
 from soapjax.graph.trace.batch_scaling import is_backward
 from soapjax.graph.trace.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -38,6 +40,7 @@ _LINEAR = {
     "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
     "slice", "split", "concatenate", "stack", "pad", "rev",
 }  # fmt: skip
+_BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "sort"}
 _COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
 _WINDOWS = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
 
@@ -54,7 +57,7 @@ class SampleMixing:
     def __init__(
         self, small: Program, large: Program, batch: Collection[int], wanted: Collection[Atom], known: Collection[int] = ()
     ):  # fmt: skip
-        self.small, self.large = small, large
+        self.small, self.large, self.batch = small, large, batch
         self.data, self.known = set(batch), frozenset(known)
         follow(small, self.data, self.known)
         self._want(wanted)
@@ -102,31 +105,30 @@ class SampleMixing:
         """An equation that moves, sorts or accumulates along the batch; None where there is none."""
         return next((e for e in self.needed if self._is_along_batch(e)), None)
 
-    def from_places_on(self) -> list[FlatEqn]:
-        """The equations that read samples by their place, put them in order, or one batch behind another for good; and what is made
-        of that, in order."""
+    def of_all_on(self, *, statistics: bool) -> list[FlatEqn]:
+        """The equations that read samples by their place, put them in order, or one batch behind another for good (`statistics`:
+        also those that make one value of all samples), and what is made of that, in order."""
         sizes = {self.small.avals[v].shape[d] for v in self.wanted for d in self._dims(v)}
-        made: set[int] = set()
-        found = []
-        for e in reversed(self.needed):
-            joins = e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e))
-            by_place = joins or self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
-            if by_place or not made.isdisjoint(a for a in e.inputs if isinstance(a, int)):
-                made.update(e.outputs)
-                found.append(e)
-        return found
-
-    def from_statistics_on(self) -> list[FlatEqn]:
-        """The equations that make one value of all samples, and what is made of that, in order."""
         made: set[int] = set()
         found = []
         for e in reversed(self.needed):
             read = [a for a in e.inputs if isinstance(a, int)]
             of_samples = any(a in self.data and self._dims(a) for a in read)
-            if (of_samples and not any(map(self._dims, e.outputs))) or not made.isdisjoint(read):
+            starts = statistics and of_samples and not any(map(self._dims, e.outputs))
+            starts = starts or (e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e)))
+            starts = starts or (of_samples and not all(map(self._is_even, e.outputs)))
+            starts = starts or self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
+            if starts or not made.isdisjoint(read):
                 made.update(e.outputs)
                 found.append(e)
         return found
+
+    def _is_even(self, atom: Atom) -> bool:
+        """Whether dims of samples are as many batches each, as they are not where a fixed number of rows was added."""
+        v = next(iter(self.batch))
+        a, b = self.small.avals[v].shape, self.large.avals[v].shape
+        shapes = (self.small.aval(atom).shape, self.large.aval(atom).shape)
+        return all(n * a[0] == m * b[0] for d, (m, n) in enumerate(zip(*shapes, strict=True)) if d in self._dims(atom))
 
     def read_by(self, eqns: Sequence[FlatEqn]) -> set[int]:
         """What equations read of the data that they do not make."""
@@ -157,6 +159,8 @@ class SampleMixing:
         data = [a for a in eqn.inputs if isinstance(a, int) and a in self.data and self._dims(a)]
         if not data:
             return False
+        if self._meets_places(eqn):
+            return True
         source, p = data[0], eqn.params
         dims = self._dims(source)
         if eqn.name == "slice":
@@ -170,6 +174,23 @@ class SampleMixing:
         along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
         named = eqn.name in _ALONG or eqn.name == "top_k"
         return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
+
+    def _meets_places(self, eqn: FlatEqn) -> bool:
+        """Whether numbers of samples meet numbers that count them, as a mask of the first ones does. (Indices may.)"""
+        made = [self.small.avals[o] for o in eqn.outputs]
+        if eqn.name in _BY_NUMBER or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
+            return False
+        return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.inputs if isinstance(a, int))
+
+    @functools.cached_property
+    def _counted(self) -> set[int]:
+        """What counts samples, and what is made of that; not random numbers of a key each."""
+        small = self.small
+        counted = {o for e in small.leaves if e.name == "iota" for o in e.outputs} | {v for v in small.consts if self._dims(v)}
+        drawn = {o for e in small.leaves if e.name.startswith(("random_", "threefry")) for o in e.outputs}
+        counted = {v for v in counted if self._dims(v)}
+        follow(small, counted, frozenset(drawn))
+        return counted
 
     def _takes_some(self, eqn: FlatEqn, d: int) -> bool:
         """Whether a slice takes other samples than one of every so many neighbours, or than were joined to others before."""

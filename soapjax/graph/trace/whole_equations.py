@@ -25,6 +25,18 @@ def equations_of_whole(step: Program, full: Program, factor: int) -> dict[str, F
     return {a.key: b for a, b in _pairs(step, full, factor) if _differs(step, full, a, b)}
 
 
+def consts_of_whole(step: Program, full: Program) -> dict[int, Any]:
+    """Arrays that the step closes over, as the whole batch has them, where their shape follows its size."""
+    if not _are_alike(step, full):
+        return {}
+    return {k: full.consts[k] for k, x in step.consts.items() if k in full.consts and np.shape(x) != np.shape(full.consts[k])}
+
+
+def _are_alike(step: Program, full: Program) -> bool:
+    mine, theirs = ([(e.name, e.outputs, len(e.inputs)) for e, _ in p.walk()] for p in (step, full))
+    return mine == theirs
+
+
 def as_whole(eqn: FlatEqn, whole: Mapping[str, FlatEqn]) -> FlatEqn:
     """An equation of a part, with the literals and parameters of the whole batch's."""
     other = whole.get(eqn.key)
@@ -35,8 +47,7 @@ def as_whole(eqn: FlatEqn, whole: Mapping[str, FlatEqn]) -> FlatEqn:
 
 
 def _pairs(step: Program, full: Program, factor: int) -> Iterator[tuple[FlatEqn, FlatEqn]]:
-    mine, theirs = ([(e.name, e.outputs, len(e.inputs)) for e, _ in p.walk()] for p in (step, full))
-    if mine == theirs:
+    if _are_alike(step, full):
         yield from zip(step.eqns, full.eqns, strict=True)
         return
     _, keys = corresponding(step, full, factor)
