@@ -153,6 +153,13 @@ class _Unlike(Exception):
     """Two blocks of equal operators read other things."""
 
 
+class _Numbers(dict[int, int]):
+    """Of what is kept, by the old ones."""
+
+    def __missing__(self, old: int) -> int:
+        raise _Unlike
+
+
 class _Condensing:
     def __init__(self, graph: OperatorGraph, blocks: BlockRun, kept: tuple[int, int]):
         self.graph, self.blocks = graph, blocks
@@ -206,7 +213,7 @@ class _Condensing:
         self.gone = self._gone_tensors()
         self.kept_task = [not self.is_removed[t.operator] and t.parameter not in self.gone_parameters for t in graph.tasks]
         self.operator, self.task, self.tensor, self.parameter = (
-            {old: new for new, old in enumerate(kept)}
+            _Numbers({old: new for new, old in enumerate(kept)})
             for kept in (
                 [n for n in range(graph.num_operators) if not self.is_removed[n]],
                 [k for k, is_kept in enumerate(self.kept_task) if is_kept],

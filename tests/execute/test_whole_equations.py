@@ -8,7 +8,10 @@ import pytest
 
 import soapjax
 from soapjax.errors import SoapjaxError
+from soapjax.execute.compiled.pipeline_proof import verify_pipeline
+from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.streams.stage_programs import step_of_plan
 from soapjax.graph.trace import growth
 
 BATCH = 8
@@ -277,3 +280,93 @@ def test_gradients_of_single_samples_may_be_clipped_and_summed_by_a_product(how)
         return {**s, "p": optax.apply_updates(s["p"], u), "o": o}, norm.mean()
 
     assert_as_plain(step, arguments(np.int32(0)), **how)
+
+
+def test_state_that_is_made_inside_the_loss_is_of_all_samples():
+    def step(s, x, y):
+        def loss(p):
+            o = net(p, x)
+            per = ((o - y) ** 2).mean(-1)
+            new = {"median": jnp.median(per), "first": y[0], "queue": jnp.concatenate([o, s["queue"]])[:16]}
+            new |= {"most": jnp.maximum(s["most"], o.max(0)), "spread": 0.9 * s["spread"] + 0.1 * o.var(0)}
+            new["counts"] = s["counts"] + jnp.histogram(o, bins=3, range=(-2, 2))[0]
+            return per.mean(), (new, per)
+
+        (value, (new, per)), g = jax.value_and_grad(loss, has_aux=True)(s["p"])
+        shares = new["counts"] / new["counts"].sum()
+        results = {"entropy": -(shares * jnp.log(shares + 1e-9)).sum(), "scores": (per - per.mean()) / per.std(), "last": per[-1]}
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g), **new}, value, results
+
+    s, x, y = arguments(np.int32(0))
+    begin = {"counts": np.zeros(3, np.float32), "most": np.full(5, -9, np.float32), "queue": np.zeros((16, 5), np.float32)}
+    begin |= {"spread": np.ones(5, np.float32), "median": np.float32(0), "first": np.zeros(5, np.float32)}
+    for how in ({"microbatches": 2}, PIPELINE):
+        assert_as_plain(step, ({"p": s["p"], **begin}, x, y), **how)
+
+
+BY_SIZE = {
+    "given": lambda n: np.linspace(0, 1, n, dtype=np.float32),
+    "counted": lambda n: jnp.arange(n) / n,
+    "a mask": lambda n: jnp.arange(n) < 5,
+}
+
+
+@pytest.mark.parametrize("made", BY_SIZE.values(), ids=BY_SIZE)
+def test_arrays_as_long_as_the_batch_are_those_of_the_whole(made):
+    def step(s, x, y):
+        def loss(p):
+            per = ((net(p, x) - y) ** 2).mean(-1)
+            return per.mean(), per
+
+        (_, per), g = jax.value_and_grad(loss, has_aux=True)(s["p"])
+        weighed = (per * made(len(per))).sum()
+        return {"p": jax.tree.map(lambda p, g: p - 0.1 * g, s["p"], g), "total": s["total"] + weighed}, weighed
+
+    s, x, y = arguments(np.int32(0))
+    assert_as_plain(step, ({"p": s["p"], "total": np.float32(0)}, x, y), microbatches=2)
+
+
+def test_a_mask_of_the_first_samples_is_warned_of(caplog):
+    """A padded batch: every micro-batch would count from its own first sample."""
+
+    def step(p, x, y):
+        grads = jax.grad(lambda p: jnp.where(jnp.arange(len(x)) < 5, ((net(p, x) - y) ** 2).mean(-1), 0.0).sum() / 5)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    s, x, y = arguments(np.int32(0))
+    soapjax.soap_shard(step, topology="cpu8", proposals=8, microbatches=2, check="none")(s["p"], x, y)
+    assert any("reads them by their place" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("layers, how", [(4, {"pipeline": "interleaved", "stages": 4, "microbatches": 4}), (24, PIPELINE)])
+def test_a_target_network_of_scanned_layers_makes_a_result(layers, how):
+    """Stages on the same devices have one array of what both read, whose memory no update of either takes; blocks that are read by
+    a second network do not repeat."""
+    rng = np.random.default_rng(0)
+    p = {"w": np.float32(rng.standard_normal((layers, 16, 16)) / 4), "b": np.zeros((layers, 16), np.float32)}
+    p["o"] = np.float32(rng.standard_normal((16, 5)) / 4)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, momentum=0.9))
+
+    def deep(p, x):
+        return jax.lax.scan(lambda h, w: (h + 0.3 * jnp.tanh(h @ w[0] + w[1]), None), x, (p["w"], p["b"]))[0] @ p["o"]
+
+    def step(s, x, y):
+        g = jax.grad(lambda p: ((deep(p, x) - y) ** 2).mean())(s["p"])
+        u, o = tx.update(g, s["o"])
+        p = optax.apply_updates(s["p"], u)
+        return {"p": p, "o": o, "t": optax.incremental_update(p, s["t"], 0.1)}, ((deep(s["t"], x) - y) ** 2).mean()
+
+    _, x, y = arguments(np.int32(0))
+    assert_as_plain(step, ({"p": p, "o": tx.init(p), "t": jax.tree.map(np.copy, p)}, x, y), **how)
+
+
+def test_products_of_an_update_over_all_samples_are_no_reason_to_doubt_a_plan():
+    step, args = step_with(EXTRAS["a covariance"][0]), arguments(EXTRAS["a covariance"][1])
+    plan = soapjax.plan_pipeline(step, *args, topology="cpu8", proposals=8, **PIPELINE)[0]
+
+    def made(is_float64):
+        return step_of_plan(step, *args, plan=plan, donate=False, is_float64=is_float64).streamed
+
+    run = made(False)
+    ops = inspect_stream(run.dispatches(), run.argument_structs()).ops
+    assert verify_pipeline(made, jax.tree.leaves(args), ops).numbers.is_proven

@@ -22,6 +22,7 @@ from soapjax.execute.compiled.inspection import compiler_messages, rematerialise
 from soapjax.execute.streams.cut import Part, keys_of
 from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.stream import Dispatch, Stream
+from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.own_config import compiled_as_planned
 
 
@@ -120,11 +121,19 @@ def _compile(entry: Dispatch, ins: Sequence[jax.ShapeDtypeStruct]) -> _Compiled:
 def _inspected(place: Place, part: Part, text: str, rematerialised: tuple[str, ...]) -> InspectedPart:
     keys = {k for e in part.eqns for k in keys_of(e)}
     tasks = [k for k, task in enumerate(place.bound.graph.tasks) if task.equations.heavy in keys]
+    if part.consts is not None:  # once per step: products over samples are over those of all micro-batches
+        tasks = [k for k in tasks if not _is_of_samples(place.bound.graph, k)]
     return InspectedPart(
         name=part.name, place=part.place, num_devices=place.mesh.size, runs=0, ops=check_ops(place.bound, text, tasks),
         collectives=tuple(collectives_of(text, place.mesh.size)), rematerialised=rematerialised,
         replicated=tuple(replicated_tasks(place.bound, text)),
     )  # fmt: skip
+
+
+def _is_of_samples(graph: OperatorGraph, k: int) -> bool:
+    task = graph.tasks[k]
+    dims = graph.operators[task.operator].dims
+    return any(dims[d].kind == "S" for one in task.equations.operand_dims for d in one if d != NOT_SPLIT)
 
 
 def moved_bytes(source: jax.ShapeDtypeStruct, target: Any) -> int:

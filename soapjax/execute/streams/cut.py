@@ -31,7 +31,7 @@ class Part:
     inputs: tuple[int, ...]  # value ids made elsewhere, or inputs of the step
     outputs: tuple[int, ...] = ()  # value ids that others read
     rows: frozenset[int] = frozenset()  # of what it makes as stacks (stacked_rows.py)
-    consts: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # in place of the program's
+    consts: Mapping[int, Any] | None = None  # of what runs once per step: in place of the program's
 
     @property
     def made(self) -> frozenset[int]:

@@ -194,7 +194,8 @@ def evaluate_part(
       is_pass: a forward or backward pass, which reads gathered parameters.
     """
     evaluator, program = place.pass_evaluator if is_pass else place.evaluator, place.bound.step.program
-    env = RowsAndStacks({k: evaluator.lift(part.consts.get(k, v)) for k, v in program.consts.items()}, place.stacks)
+    consts = {**program.consts, **(part.consts or {})}
+    env = RowsAndStacks({k: evaluator.lift(v) for k, v in consts.items()}, place.stacks)
     env.update({v: evaluator.lift(x) for v, x in inputs.items()})
     evaluator.enter(env)
     with evaluator.of_micro_batch(own or OfMicroBatch()):

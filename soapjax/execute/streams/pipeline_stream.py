@@ -66,6 +66,7 @@ class PipelineStream:
         self._find_sums()
         self.version = {(a.value, s): 0 for s, added in self.sums.items() for a in added}
         self.updated: list[int] = []
+        self.shared: set[int] = set()  # state that two stages on the same devices read
         self.given = self._emit()
 
     def _find_statistics(self) -> dict[int, BatchStatistics]:
@@ -186,6 +187,8 @@ class PipelineStream:
                 moves.setdefault((self.cut.home[v], s), []).append(v)
         for (source, target), values in moves.items():
             self.move(values, source, target, None)
+            if set(self.places[source].mesh.devices.flat) == set(self.places[target].mesh.devices.flat):
+                self.shared.update(values)  # moving them moves nothing: both stages have one array
 
     def _gather(self) -> None:
         """Parameters that all passes of a stage read in one copy."""

@@ -153,7 +153,7 @@ class _Updates:
         given = {v for k in leaves for v in (traced[k], *(stacks.holding(traced[k]) if stacks else ()))}
         own = {v for v in given if self.cut.home.get(v) == s}
         replaced = {self.replaces[o] for o in outputs if o in self.replaces}
-        replaced -= {o for o in self.program.outputs if isinstance(o, int)}  # what is returned too stays
+        replaced -= {o for o in self.program.outputs if isinstance(o, int)} | self.stream.shared  # what is returned too stays
         free = [n not in self.out.lent for n in (self.stream.name(v, s, None) for v in values)]
         return [k for k, v in enumerate(values) if v in own & replaced and free[k]]
 
