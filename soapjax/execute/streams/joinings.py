@@ -158,9 +158,9 @@ def averaged_blindly(micro: MicroStep, reduction: str, gradients: Collection[int
         v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True)
         if isinstance(v, int) and v not in gradients and not micro.growth.sample_dims(v)
     }  # fmt: skip
-    state = {v for k in micro.step.state_pairs.values() if (v := micro.step.program.outputs[k]) in outputs}
-    trained = state - micro.growth.of_data(list(state), gradients)
-    outputs = {v: p for v, p in outputs.items() if v not in trained}
+    state = {v for k in micro.step.state_pairs.values() if isinstance(v := micro.step.program.outputs[k], int)}
+    of_data = micro.growth.of_data(list(outputs), gradients) if micro.growth.is_known else outputs.keys() - state
+    outputs = {v: p for v, p in outputs.items() if v in of_data}
     no_means = micro.growth.no_means(list(outputs), gradients)
     found = {}
     for v, path in outputs.items():
