@@ -89,11 +89,11 @@ class Growth:
         """
         known = [w for w in map(self.value, gradients) if w is not None]
         mine = {v: w for v in values if self.is_known and (w := self.value(v)) is not None}
-        after = self._after_means(values)
+        after, trained = self._after_means(values), {e.key for e in self.mixing(list(gradients)).needed}
 
         def is_other(wanted: Collection[int]) -> bool:
             mixing = SampleMixing(self.small, self.large, self.batch, wanted, known)
-            return mixing.statistic() is not None or mixing.not_linear(after) is not None
+            return mixing.statistic(trained) is not None or mixing.not_linear({*after, *trained}) is not None
 
         return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
 
@@ -114,7 +114,8 @@ class Growth:
         trained = {e.key for e in self.mixing(list(gradients)).needed}
         for v, w in mine.items():
             making = mixing.of([w])
-            statistics = v in blindly or making.statistic() is not None or making.pairs() is not None
+            # Statistics that layers read, as of batch norm, are the micro-batches' for all that follows.
+            statistics = v in blindly or making.statistic(trained) is not None or making.pairs() is not None
             if eqns := making.of_all_on(statistics=statistics):
                 found[v] = self._of_all(making, eqns, trained)
         return found

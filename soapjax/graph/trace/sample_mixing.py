@@ -79,9 +79,9 @@ class SampleMixing:
         """An equation whose result has every sample with every other; None where there is none."""
         return next((e for e in self.needed if self._makes_pairs(e)), None)
 
-    def statistic(self) -> FlatEqn | None:
-        """An equation that brings a statistic of the batch to its samples; None where there is none."""
-        brings = (e for e in self.needed if e.name != "concatenate")  # which puts some samples beside others
+    def statistic(self, besides: Collection[str] = ()) -> FlatEqn | None:
+        """An equation that brings a statistic of the batch to its samples, and is none of `besides` (keys); or None."""
+        brings = (e for e in self.needed if e.name != "concatenate" and e.key not in besides)  # which puts some beside others
         return next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
 
     def not_linear(self, after: Collection[str] = ()) -> FlatEqn | None:
