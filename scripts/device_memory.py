@@ -1,7 +1,7 @@
 """Less and less memory on one device: what is planned, predicted, and measured on the device at hand.
 
     python scripts/device_memory.py --seconds 20
-    python scripts/device_memory.py --models "llama bfloat16" --limits 1 0.6 --results /tmp/out
+    python scripts/device_memory.py --models "gpt3 350M, 6 layers" --limits 1 0.6 --results /tmp/out
 
 Each step runs first as it is. Then its device is said to have a part of the memory that this takes, and `soap_shard` plans it as
 anybody's step: what it keeps, recomputes or adds up over micro-batches is its own choice. Beside it the same step with
@@ -48,7 +48,7 @@ RUNS, QUEUED = 5, 4
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(STEPS))
+    parser.add_argument("--models", nargs="+", choices=STEPS, default=list(STEPS))
     of_whole = "parts of the memory that the step as it is takes"
     parser.add_argument("--limits", nargs="+", type=float, default=[1, 0.75, 0.5, 0.35], help=of_whole)
     parser.add_argument("--seconds", type=float, default=20, help="of every plan")

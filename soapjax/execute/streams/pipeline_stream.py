@@ -85,12 +85,6 @@ class PipelineStream:
                 found.setdefault(part.place, set()).update(mine)
         return {s: sorted(values) for s, values in found.items()}
 
-    def late_name(self, v: int, stage: int) -> tuple:
-        """Of what an update reads beside finished sums."""
-        if v in self.batch:
-            return ("all", v, stage)
-        return ("out", stage, v) if v in {c.value for c in self.joined} else self.name(v, stage, None)
-
     def _made_of(self, statistics: BatchStatistics) -> list[int]:
         """The parts of the batch that numbers of all of it are made of."""
         return [self.staged.traced.step.program.inputs[leaf] for leaf in statistics.leaves]

@@ -135,10 +135,16 @@ class _Updates:
         donated = self._donated(s, values, outputs)
         shardings = [self._result_sharding(v, s) for v in outputs] + [place.sharding(v) for v in finals]
         jitted = jax.jit(fn, out_shardings=tuple(shardings), donate_argnums=tuple(donated))
-        ins = [self.stream.late_name(v, s) for v in values] + [n for c in crossings for n in self._summands(c)]
+        ins = [self._name(v, s) for v in values] + [n for c in crossings for n in self._summands(c)]
         outs = [("out", s, v) for v in outputs] + [("final", s, v) for v in finals]
         taken = [ins[k] for k in donated]
         self.out.call(f"update {s}", self.stream.track(s), jitted, ins, outs, takes=taken, part=(place, part))
+
+    def _name(self, v: int, s: int) -> tuple:
+        """Of what an update reads beside finished sums."""
+        if v in self.stream.batch:
+            return ("all", v, s)
+        return ("out", s, v) if v in self.joined else self.stream.name(v, s, None)
 
     def _dtype(self, v: int, is_float64: bool) -> Any:
         dtype = self.program.avals[v].dtype
@@ -184,7 +190,7 @@ class _Updates:
             part = self.cut.mixed[s]
             if part is None:
                 continue
-            ins = [("out", s, v) if v in made else self.stream.late_name(v, s) for v in part.inputs]
+            ins = [("out", s, v) if v in made else self._name(v, s) for v in part.inputs]
             shardings = {v: self._result_sharding(v, s) for v in part.outputs}
             donated = self._donated(s, part.inputs, part.outputs)
             fn = jit_part(self.places[s], part, out_shardings=shardings, donated=[part.inputs[k] for k in donated])

@@ -142,11 +142,11 @@ def cut_and_joined(
         outputs = {v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True) if isinstance(v, int)}
         of_all = micro.growth.of_all_samples(list(outputs), values, blindly)
         blindly |= {v: outputs[v] for v in of_all}
-        # Of state that layers read too, as of batch norm, the warning of `found_reduction` has told.
-        told = micro.step.state_pairs.values() if micro.growth.is_known and micro.growth.mixing(values).statistic() else ()
         blindly = {v: p for v, p in blindly.items() if not of_all.get(v)}
-        left_out = {micro.step.program.outputs[k] for k in told if isinstance(micro.step.program.outputs[k], int)}
-        blindly = {v: p for v, p in blindly.items() if v not in left_out}
+        if blindly and micro.growth.is_known and micro.growth.mixing(values).statistic() is not None:
+            # Of state that layers read too, as of batch norm, the warning of `found_reduction` has told.
+            told = {micro.step.out_paths[k] for k in micro.step.state_pairs.values()}
+            blindly = {v: p for v, p in blindly.items() if p not in told}
         if keys := frozenset().union(*of_all.values()):
             micro = dataclasses.replace(micro, after_all=micro.after_all | keys)
             cut = cut_stages(micro, graph, binding, pipeline)

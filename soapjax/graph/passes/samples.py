@@ -12,11 +12,10 @@ from typing import NamedTuple
 from soapjax.graph.passes.dims import LabelCache
 from soapjax.graph.rules.light_rules import BLOCKED, MadeOf
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
-from soapjax.graph.trace.sample_mixing import follow
+from soapjax.graph.trace.sample_mixing import BY_NUMBER, follow
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values
 
-_BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
 _OFTEN = 0.25  # of the gradients that sum a dim away, for it to be one of samples
 
 
@@ -120,7 +119,7 @@ def given_weights(
         if len(of) == 1 and None not in of:
             own.update(dict.fromkeys(eqn.outputs, of.pop()))
         elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
-            if eqn.name in _BY_NUMBER:  # numbers by which rows are picked are no weights, whatever they meet
+            if eqn.name in BY_NUMBER:  # numbers by which rows are picked are no weights, whatever they meet
                 of = {own.get(values.original[a].root) for a in eqn.inputs[:1] if isinstance(a, int)}
             found |= of - {None}
     return found

@@ -74,12 +74,16 @@ def scalings(
       known: powers of values that nothing makes: statistics of the whole batch. What divides by these, or by what every sample has
         of them and of the inputs `batch` alone, makes no ratio.
     """
+    return _Scaler(small, large, factor, known or {}, batch).run() if are_alike(small, large) else {}
+
+
+def are_alike(small: Program, large: Program) -> bool:
+    """Whether two traces have the same equations, by name, with the same values."""
     ours, theirs = list(small.walk()), list(large.walk())
-    alike = len(ours) == len(theirs) and all(
+    return len(ours) == len(theirs) and all(
         (a.name, a.outputs, len(a.inputs)) == (b.name, b.outputs, len(b.inputs))
         for (a, _), (b, _) in zip(ours, theirs, strict=True)
     )
-    return _Scaler(small, large, factor, known or {}, batch).run() if alike else {}
 
 
 def sample_dims(small: Program, large: Program, atom: Atom) -> tuple[int, ...]:

@@ -87,12 +87,11 @@ class Growth:
         Args:
           gradients: values that are known to be the whole batch's.
         """
-        known = [w for w in map(self.value, gradients) if w is not None]
         mine = {v: w for v in values if self.is_known and (w := self.value(v)) is not None}
-        after, trained = self._after_means(values), {e.key for e in self.mixing(list(gradients)).needed}
+        after, trained, beside = self._after_means(values), self._trained(gradients), self._beside(gradients)
 
         def is_other(wanted: Collection[int]) -> bool:
-            mixing = SampleMixing(self.small, self.large, self.batch, wanted, known)
+            mixing = beside.of(wanted)
             return mixing.statistic(trained) is not None or mixing.not_linear({*after, *trained}) is not None
 
         return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
@@ -111,7 +110,7 @@ class Growth:
         mine = {v: w for v in outputs if (w := self.value(v)) is not None and w in mixing.data}
         if not self.is_known or not mine:
             return {}
-        trained = {e.key for e in self.mixing(list(gradients)).needed}
+        trained = self._trained(gradients)
         for v, w in mine.items():
             making = mixing.of([w])
             # Statistics that layers read, as of batch norm, are the micro-batches' for all that follows.
@@ -124,6 +123,10 @@ class Growth:
         """Those of the step's `outputs` that are made of the data otherwise than by gradients; none where nothing is known."""
         data = self._beside(gradients).data if self.is_known else ()
         return {v for v in outputs if self.value(v) in data}
+
+    def _trained(self, gradients: Collection[int]) -> set[str]:
+        """The equations that gradients are made by."""
+        return {e.key for e in self.mixing(list(gradients)).needed}
 
     def _beside(self, gradients: Collection[int]) -> SampleMixing:
         known = [w for w in map(self.value, gradients) if w is not None]

@@ -40,7 +40,7 @@ _LINEAR = {
     "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
     "slice", "split", "concatenate", "stack", "pad", "rev",
 }  # fmt: skip
-_BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "sort"}
+BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
 _COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
 _WINDOWS = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
 
@@ -178,7 +178,7 @@ class SampleMixing:
     def _meets_places(self, eqn: FlatEqn) -> bool:
         """Whether numbers of samples meet numbers that count them, as a mask of the first ones does. (Indices may.)"""
         made = [self.small.avals[o] for o in eqn.outputs]
-        if eqn.name in _BY_NUMBER or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
+        if eqn.name in {*BY_NUMBER, "sort"} or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
             return False
         return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.inputs if isinstance(a, int))
 

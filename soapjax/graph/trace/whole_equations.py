@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from soapjax.graph.trace.batch_scaling import are_alike
 from soapjax.graph.trace.growth import corresponding
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
@@ -27,14 +28,9 @@ def equations_of_whole(step: Program, full: Program, factor: int) -> dict[str, F
 
 def consts_of_whole(step: Program, full: Program) -> dict[int, Any]:
     """Arrays that the step closes over, as the whole batch has them, where their shape follows its size."""
-    if not _are_alike(step, full):
+    if not are_alike(step, full):
         return {}
     return {k: full.consts[k] for k, x in step.consts.items() if k in full.consts and np.shape(x) != np.shape(full.consts[k])}
-
-
-def _are_alike(step: Program, full: Program) -> bool:
-    mine, theirs = ([(e.name, e.outputs, len(e.inputs)) for e, _ in p.walk()] for p in (step, full))
-    return mine == theirs
 
 
 def as_whole(eqn: FlatEqn, whole: Mapping[str, FlatEqn]) -> FlatEqn:
@@ -47,7 +43,7 @@ def as_whole(eqn: FlatEqn, whole: Mapping[str, FlatEqn]) -> FlatEqn:
 
 
 def _pairs(step: Program, full: Program, factor: int) -> Iterator[tuple[FlatEqn, FlatEqn]]:
-    if _are_alike(step, full):
+    if are_alike(step, full):
         yield from zip(step.eqns, full.eqns, strict=True)
         return
     _, keys = corresponding(step, full, factor)
