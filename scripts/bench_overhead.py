@@ -21,7 +21,7 @@ from paper_tables import ROOT, guarded
 sys.path.insert(0, str(ROOT))  # models/
 
 import soapjax
-from soapjax.sourced_models import concrete_model, model_source
+from soapjax.steps.sourced_models import concrete_model, model_source
 
 
 def one_device() -> soapjax.DeviceTopology:

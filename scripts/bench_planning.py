@@ -43,7 +43,7 @@ def measured(model: str, topology: str, seconds: float, seed: int, tiny: bool) -
     import soapjax
     from soapjax.jit import programs
     from soapjax.search.chain.engine import Engine
-    from soapjax.sourced_models import abstract_model
+    from soapjax.steps.sourced_models import abstract_model
     from soapjax.strategy.plan import ModelSource
 
     compiling, walked = [], []

@@ -64,7 +64,7 @@ from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.event import simulate
 from soapjax.simulate.event_delta import DeltaSimulation
 from soapjax.simulate.simulator import BATCH
-from soapjax.sourced_models import abstract_model, parse_settings
+from soapjax.steps.sourced_models import abstract_model, parse_settings
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import ModelSource
 

@@ -16,7 +16,7 @@ from cluster_timing import shared
 
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.measured.profile_parts import Calibration
-from soapjax.files import read_text, write_text_atomic
+from soapjax.helpers.files import read_text, write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, PlanningProblem

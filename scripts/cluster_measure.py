@@ -31,18 +31,18 @@ from cluster_timing import Timer, in_rounds, shared
 import soapjax
 import soapjax.distributed
 from soapjax.costs.measured.profile import profile_of
-from soapjax.csv_files import read_table
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.collectives import collectives_of
 from soapjax.execute.processes.agreement import agree
 from soapjax.execute.processes.coordination import store
 from soapjax.execute.processes.jointly import agree_on_program
-from soapjax.execute.spmd.arrivals import place
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.files import write_text_atomic
+from soapjax.execute.transfers.arrivals import place
+from soapjax.helpers.csv_files import read_table
+from soapjax.helpers.files import write_text_atomic
 from soapjax.search.problem import PlanningProblem
-from soapjax.sourced_models import concrete_model
+from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology
 

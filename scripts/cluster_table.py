@@ -26,8 +26,8 @@ from typing import Annotated, Any, NamedTuple
 
 import pydantic
 
-from soapjax.csv_files import Bytes, CsvRow, Name, Positive, read_rows
 from soapjax.errors import SoapjaxError
+from soapjax.helpers.csv_files import Bytes, CsvRow, Name, Positive, read_rows
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"

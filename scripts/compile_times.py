@@ -27,7 +27,7 @@ import jax
 from paper_tables import ROOT, guarded
 
 from soapjax import plan, soap_shard
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp", dict(batch=64, width=64)),

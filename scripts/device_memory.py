@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))  # models/
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.inspection import peak_memory_bytes
-from soapjax.files import write_text_atomic
-from soapjax.sourced_models import concrete_model
+from soapjax.helpers.files import write_text_atomic
+from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology.local import local_topology
 

@@ -32,13 +32,13 @@ from soapjax.execute.compiled.device_times import seconds_of_calls
 from soapjax.execute.compiled.timing import example_arguments, time_steps, training
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import BoundStep, bind_plan
-from soapjax.files import write_text_atomic
 from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.planning.profiling import measure_profile
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import Evaluation, PlanningProblem
-from soapjax.sourced_models import abstract_model, concrete_model
+from soapjax.steps.sourced_models import abstract_model, concrete_model
 from soapjax.strategy.plan import ModelSource
 from soapjax.topology import DeviceTopology, load_topology, local_topology
 

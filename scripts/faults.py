@@ -27,7 +27,7 @@ from fault_worker import NUM_STEPS, PHASES
 from paper_tables import ROOT, Rows, guarded, markdown, note, parser_of, positive_float, positive_int
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 
 SIGNALS = {
     "death": signal.SIGKILL, "stop": signal.SIGSTOP, "silence": signal.SIGHUP, "exception": signal.SIGUSR1, "exit 0": signal.SIGUSR2

@@ -146,7 +146,7 @@ def table(cases: list[Any], options: argparse.Namespace) -> None:
 def write_report(rows: Any, skipped: dict[str, str], options: argparse.Namespace) -> None:
     import foreign_report
 
-    from soapjax.files import write_text_atomic
+    from soapjax.helpers.files import write_text_atomic
 
     write_text_atomic(options.results / "foreign_models.md", foreign_report.text(rows.rows, skipped))
 

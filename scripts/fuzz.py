@@ -36,7 +36,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from soapjax.errors import SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 
 HANG_S, MEMORY_BYTES = 10.0, 2**30
 COMMAND_EVERY = 100
@@ -178,7 +178,7 @@ class Plans(Kind):
     def made(self) -> list[Any]:
         from soapjax.planning import entry
         from soapjax.planning.pipelining import staging
-        from soapjax.sourced_models import abstract_model
+        from soapjax.steps.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 
         model = abstract_model(ModelSource(path="soapjax.models.mlp", settings=TINY))
@@ -267,7 +267,7 @@ class Topologies(Kind):
 class Profiles(Kind):
     def made(self) -> list[Any]:
         from soapjax.graph.trace.tracing import trace
-        from soapjax.sourced_models import abstract_model
+        from soapjax.steps.sourced_models import abstract_model
         from soapjax.strategy.plan import ModelSource
 
         model = abstract_model(ModelSource(path="soapjax.models.mlp", settings=TINY))
@@ -346,7 +346,7 @@ class Csvs(Kind):
         return mutated_bytes(draw, draw(st.sampled_from(self.examples)))
 
     def read(self, path: Path) -> None:
-        from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows, read_table
+        from soapjax.helpers.csv_files import Count, CsvRow, Name, Positive, read_rows, read_table
 
         class Published(CsvRow):
             model: Name

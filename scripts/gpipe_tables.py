@@ -32,11 +32,11 @@ import jax
 from paper_tables import PUBLISHED_FILES, guarded, markdown, note, show
 
 from models import transformer_lm
-from soapjax.csv_files import Count, CsvRow, Name, Positive, read_rows
-from soapjax.files import write_text_atomic
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
+from soapjax.helpers.csv_files import Count, CsvRow, Name, Positive, read_rows
+from soapjax.helpers.files import write_text_atomic
 from soapjax.search.stages.gpipe import balanced_partition
 from soapjax.search.stages.stage_problem import Choice, StageProblem
 from soapjax.topology import DeviceTopology

@@ -25,13 +25,13 @@ from megatron_table import planned
 from paper_tables import Rows, guarded, note
 
 from models import bert, gnmt, vgg
-from soapjax.files import write_text_atomic
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
+from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.pipelining.pipelines import times_as_it_runs
 from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.stage_problem import StageProblem
-from soapjax.sourced_models import abstract_model
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 from soapjax.topology import load_topology
 

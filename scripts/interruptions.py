@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from soapjax.costs.measured.profile import load_profile
 from soapjax.errors import SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import Plan
 
 MODEL = "soapjax.models.mlp"

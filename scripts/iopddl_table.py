@@ -23,8 +23,8 @@ import pydantic
 from paper_tables import PUBLISHED_FILES, guarded
 
 from soapjax.additive.iopddl import load_problem
-from soapjax.csv_files import CsvRow, Positive, read_rows
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import CsvRow, Positive, read_rows
+from soapjax.helpers.files import write_text_atomic
 
 SOLVER = Path(__file__).with_name("solve_iopddl.py")
 HEAD = "| instance | seconds | cost | ratio to best team | violations | over limit | bound / cost |\n|---|---|---|---|---|---|---|"

@@ -33,7 +33,7 @@ import jax
 import soapjax
 import soapjax.distributed
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.sourced_models import concrete_model, parse_settings
+from soapjax.steps.sourced_models import concrete_model, parse_settings
 from soapjax.strategy.plan import ModelSource
 
 TERM_S = 5.0

@@ -29,8 +29,8 @@ from typing import Any, Literal
 
 from paper_tables import PUBLISHED_FILES, Rows, guarded, note
 
-from soapjax.csv_files import Count, CsvRow, read_rows
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import Count, CsvRow, read_rows
+from soapjax.helpers.files import write_text_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQ, VOCAB = 2048, 51_200
@@ -118,10 +118,10 @@ def by_hand(row: Row, node: str) -> dict[str, Any]:
     """What the simulator says of the published configuration."""
     import jax
 
-    from soapjax.factories import find_factory
     from soapjax.graph.passes.build import build_graph
     from soapjax.graph.trace.tracing import trace
     from soapjax.search.stages.stage_problem import Choice, StageProblem
+    from soapjax.steps.factories import find_factory
     from soapjax.topology import load_topology
 
     made: list[Any] = []

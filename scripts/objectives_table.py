@@ -22,8 +22,8 @@ from foreign.registry import Made, all_cases  # noqa: E402
 from paper_tables import BUDGET_COLUMNS, Rows, budget_of, guarded, markdown, note, parser_of  # noqa: E402
 
 import soapjax  # noqa: E402
-from soapjax.files import write_text_atomic  # noqa: E402
-from soapjax.sizes import size  # noqa: E402
+from soapjax.helpers.files import write_text_atomic  # noqa: E402
+from soapjax.helpers.sizes import size  # noqa: E402
 from soapjax.strategy.plan import Plan  # noqa: E402
 
 CASES = ("flax_vae", "flax_mnist_nnx")

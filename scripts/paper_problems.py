@@ -28,10 +28,10 @@ import numpy as np
 
 from models import gnmt, nasnet
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
+from soapjax.helpers.files import read_text, write_text_atomic
 from soapjax.search.experts.baselines import replicate_all
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget, Evaluation, PlanningProblem, SearchResult

@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from soapjax.csv_files import read_table
 from soapjax.errors import SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import read_table
+from soapjax.helpers.files import write_text_atomic
 from soapjax.search.problem import Budget
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -30,8 +30,8 @@ import pydantic
 from paper_tables import PUBLISHED_FILES, guarded, markdown, note, positive_float, show
 
 from soapjax.costs.measured.pipedream_profile import read_profile
-from soapjax.csv_files import Count, CsvRow, Name, read_rows
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import Count, CsvRow, Name, read_rows
+from soapjax.helpers.files import write_text_atomic
 from soapjax.search.stages.pipedream_stages import Memory, StagePlan, data_parallel_s, pipedream
 from soapjax.topology import DeviceTopology
 

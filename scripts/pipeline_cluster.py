@@ -21,9 +21,9 @@ from typing import Annotated, NamedTuple
 import pydantic
 from cluster_table import APART, FITTED, by_case, nothing_measured, on_hosts, sections
 
-from soapjax.csv_files import CsvRow, Name, Positive
 from soapjax.errors import SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import CsvRow, Name, Positive
+from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 
 FOLDER = Path(__file__).resolve().parent

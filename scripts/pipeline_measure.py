@@ -29,7 +29,7 @@ from pipeline_cluster import FIELDS, MODELS, ONE_PROGRAM
 import soapjax
 import soapjax.distributed
 from soapjax.planning.plan_files import recost
-from soapjax.sourced_models import concrete_model
+from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of as planned_strategy
 

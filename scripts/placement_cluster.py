@@ -25,9 +25,9 @@ from typing import Annotated
 import pydantic
 from cluster_table import by_case, nothing_measured, on_hosts, sections
 
-from soapjax.csv_files import CsvRow, Name, Positive
 from soapjax.errors import SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import CsvRow, Name, Positive
+from soapjax.helpers.files import write_text_atomic
 from soapjax.strategy.plan import ModelSource
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

@@ -39,7 +39,7 @@ from soapjax.search.experts.placement import model_parallel_strategy, placed
 from soapjax.search.learned.learned_planners import HIERARCHICAL, TRINITY, learned
 from soapjax.search.objective import Objective
 from soapjax.search.problem import Budget, PlanningProblem
-from soapjax.sourced_models import concrete_model
+from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import Plan
 

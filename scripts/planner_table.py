@@ -20,7 +20,7 @@ from paper_problems import PAPER_MODELS, WORKLOADS, BestKnown, Case, cluster, se
 from paper_tables import BUDGET_COLUMNS, CASE_COLUMNS, Rows, budget_of, guarded, markdown, note, parser_of, positive_float, show
 
 from soapjax.errors import SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 from soapjax.search.planners import BASELINES, PLACEMENT_PLANNERS, PLANNERS
 from soapjax.search.problem import Budget
 from soapjax.search.proofs.bound import lower_bound

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paper_tables import markdown
 
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("jax", "jaxlib", "flax", "numpy")

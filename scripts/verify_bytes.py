@@ -32,16 +32,16 @@ import numpy as np
 from verify_matrix import MODELS
 
 import soapjax
-from soapjax.csv_files import read_table
-from soapjax.devices import devices_of_target
+from soapjax.execute.compiled.devices import devices_of_target
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.files import write_text_atomic
+from soapjax.helpers.csv_files import read_table
+from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
-from soapjax.sourced_models import abstract_model
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 
 # Enough work for 64 devices, and activations that outweigh constants.

@@ -22,14 +22,14 @@ import jax
 import numpy as np
 
 import soapjax
-from soapjax.devices import start_devices
+from soapjax.execute.compiled.devices import start_devices
 from soapjax.execute.compiled.proof import FLOAT64_BOUND, reference, verify
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
-from soapjax.sourced_models import concrete_model
+from soapjax.steps.sourced_models import concrete_model
 from soapjax.strategy.plan import ModelSource
 
 # Small enough for two cores, with every operator of the full size.

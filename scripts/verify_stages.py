@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from paper_tables import Rows, guarded, note
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 LM = {"layers": 8, "width": 2048, "heads": 16, "seq": 2048, "vocab": 51_200, "batch": 64}

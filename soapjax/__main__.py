@@ -2,7 +2,7 @@
 
 import sys
 
-from soapjax import interrupts
+from soapjax.helpers import interrupts
 
 
 def main() -> None:

@@ -19,22 +19,23 @@ from typing import Any
 
 import jax
 
-from soapjax import nnx_steps, progress
-from soapjax.call_checks import check_planned, check_run, planned_tree
-from soapjax.calling import CallForm, Calling, listed
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes import jointly
-from soapjax.execute.spmd.arrivals import on_context_mesh, place_all
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.streams.stream import Event
 from soapjax.execute.streams.stream_step import StreamStep
+from soapjax.execute.transfers.arrivals import on_context_mesh, place_all
 from soapjax.graph.trace.tracing import argument_names, leaf_paths, signature, trace
-from soapjax.making import Maker
-from soapjax.options import check as check_options
-from soapjax.options import check_step
-from soapjax.own_config import has_explicit_axes
+from soapjax.helpers import progress
+from soapjax.helpers.own_config import has_explicit_axes
 from soapjax.planning.compile_check import over_memory
+from soapjax.planning.options import check as check_options
+from soapjax.planning.options import check_step
 from soapjax.planning.request import PlanRequest, takes_options
+from soapjax.steps import nnx_steps
+from soapjax.steps.call_checks import check_planned, check_run, planned_tree
+from soapjax.steps.calling import CallForm, Calling, listed
+from soapjax.steps.making import Maker
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import Plan
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from soapjax.additive.additive_problem import FORBIDDEN, AdditiveProblem
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_bytes, too_large
+from soapjax.helpers.files import read_bytes, too_large
 from soapjax.topology.table_reader import shown
 
 MAX_BYTES = 256 * 2**20  # of a problem, unpacked: the contest's largest have 150 MB

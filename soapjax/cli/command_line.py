@@ -19,10 +19,10 @@ from typing import Any
 import rich.progress
 import tyro
 
-from soapjax import files, interrupts
 from soapjax.cli import terminal
 from soapjax.cli.arguments import COMMANDS, PlanCommand, ProfileCommand, VerifyCommand
 from soapjax.errors import InfeasibleError, Problem, SoapjaxError
+from soapjax.helpers import files, interrupts
 
 
 def main(argv: list[str] | None = None) -> None:

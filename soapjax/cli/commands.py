@@ -23,7 +23,7 @@ from soapjax.cli.arguments import (
 )
 from soapjax.cli.results import Progress, Result, output_problems
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.options import OPTIONS
+from soapjax.planning.options import OPTIONS
 
 
 def run(command: Any, progress: Progress) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from soapjax.own_config import on_cpu
+from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.report.difference import Alone, PlanDifference
 from soapjax.simulate.simulator import BATCH

@@ -14,7 +14,7 @@ import numpy as np
 
 from soapjax.costs.by_operator import owners
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.own_config import on_cpu
+from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.planning.timelines import TaskNames
 from soapjax.report.explanation import (

@@ -13,9 +13,9 @@ from soapjax.cli.comparing import with_costs
 from soapjax.cli.explaining import explain, explain_operator
 from soapjax.cli.results import Result, output_problems, plain, with_output
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import write_text_atomic
-from soapjax.own_config import on_cpu
-from soapjax.page_data import extras_of, pipeline_extras
+from soapjax.helpers.files import write_text_atomic
+from soapjax.helpers.own_config import on_cpu
+from soapjax.planning.page_data import extras_of, pipeline_extras
 from soapjax.planning.plan_files import Opened, opened_alone, reopened
 from soapjax.report.difference import difference_of, difference_report
 from soapjax.report.explanation import explanation_report, operator_report

@@ -13,8 +13,6 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import interrupts
-from soapjax.call_checks import check_planned
 from soapjax.cli.arguments import CalibrateCommand, ProfileCommand
 from soapjax.cli.results import Result, closing, loaded, output_problems, wanted_topology
 from soapjax.cli.step_source import required_source
@@ -23,16 +21,18 @@ from soapjax.costs.measured.profile import Profile, merged, profile_of, save_pro
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.timing import time_steps
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.files import write_text_atomic
 from soapjax.graph.trace.tracing import argument_names, trace
-from soapjax.own_config import on_cpu
+from soapjax.helpers import interrupts
+from soapjax.helpers.files import write_text_atomic
+from soapjax.helpers.own_config import on_cpu
 from soapjax.planning import plan_files
 from soapjax.planning.profiling import calibrated, communicates, measure_profile, require_kind, scaled_prediction
 from soapjax.planning.request import find_profile
 from soapjax.planning.verify_top import require_real_devices
 from soapjax.report.plan_tables import seconds
 from soapjax.report.text_table import TextTable
-from soapjax.sourced_models import abstract_model, model_source
+from soapjax.steps.call_checks import check_planned
+from soapjax.steps.sourced_models import abstract_model, model_source
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import strategy_of, topology_of
 

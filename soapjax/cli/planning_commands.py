@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from soapjax import interrupts
 from soapjax.cli import terminal
 from soapjax.cli.arguments import PlanCommand, SimulateCommand
 from soapjax.cli.results import Progress, Result, closing, opened, output_problems, plan_result, wanted_topology, with_output
 from soapjax.cli.step_source import chosen_source
-from soapjax.devices import devices_of_backend, devices_of_target
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled.devices import devices_of_backend, devices_of_target
+from soapjax.helpers import interrupts
 from soapjax.planning import plan_files
 from soapjax.planning.choosing import Chosen, as_asked
 from soapjax.planning.request import PlanRequest
@@ -23,7 +23,7 @@ from soapjax.report.perfetto import write_trace
 from soapjax.report.plan_tables import plan_report
 from soapjax.search.objective import Objective, objective_of
 from soapjax.search.planners import get_planner
-from soapjax.sourced_models import abstract_model, model_source
+from soapjax.steps.sourced_models import abstract_model, model_source
 from soapjax.strategy.plan import Plan
 from soapjax.topology import DeviceTopology, load_topology
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from soapjax import files, interrupts
 from soapjax.cli.arguments import PlanCommand, ProfileCommand
 from soapjax.errors import Problem
 from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.helpers import files, interrupts
 from soapjax.planning import plan_files
 from soapjax.report.plan_tables import gains
-from soapjax.sourced_models import Model, abstract_model, with_arrays
+from soapjax.steps.sourced_models import Model, abstract_model, with_arrays
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
 

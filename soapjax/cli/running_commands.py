@@ -15,24 +15,24 @@ from rich.console import Group
 from rich.text import Text
 
 from soapjax.cli.arguments import DemoCommand, RunCommand, VerifyCommand
+from soapjax.cli.program_proofs import ProgramsVerified, verify_programs
 from soapjax.cli.results import Result, loaded, plan_result
 from soapjax.cli.step_source import required_source
-from soapjax.devices import devices_of_target, start_devices
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled.devices import devices_of_target, start_devices
 from soapjax.execute.compiled.inspection import inspect as inspect_program
 from soapjax.execute.compiled.proof import verify
 from soapjax.execute.compiled.traffic import compare_by_kind, differences
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.spmd.planned_evaluator import bind_plan, not_executable
 from soapjax.execute.streams.stream_step import StreamStep, compile_step
-from soapjax.factories import OWN_MODELS
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.planning import entry
 from soapjax.planning.pipelining.given_pipeline import planned_pipeline
-from soapjax.program_proofs import ProgramsVerified, verify_programs
 from soapjax.report.plan_tables import overlap_words, plan_report, seconds
 from soapjax.report.verification import compiled_report, numeric_lines, programs_report
-from soapjax.sourced_models import Model, abstract_model, with_arrays
+from soapjax.steps.factories import OWN_MODELS
+from soapjax.steps.sourced_models import Model, abstract_model, with_arrays
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceTopology, load_topology

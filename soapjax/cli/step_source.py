@@ -11,7 +11,7 @@ import shlex
 
 from soapjax.cli.arguments import COMMANDS, StepOptions
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.sourced_models import model_source, setting_pairs
+from soapjax.steps.sourced_models import model_source, setting_pairs
 from soapjax.strategy.plan import ModelSource, Plan
 
 MOST_TYPED = 1000  # characters of a command line that is printed

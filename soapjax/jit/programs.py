@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import jaxlib
 from jax.experimental import serialize_executable
 
-from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
-from soapjax.files import cached
-from soapjax.garbage import fewer_collections
+from soapjax.helpers.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
+from soapjax.helpers.files import cached
+from soapjax.helpers.garbage import fewer_collections
 from soapjax.jit.kept_programs import drop_program, read_program, write_program
 
 # LLVM's first level of optimisation: a tenth less to compile, and no slower.

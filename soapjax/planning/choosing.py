@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soapjax import options
 from soapjax.costs.evaluate import forget_results
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
 from soapjax.execute.streams.stage_programs import MicroGraph
 from soapjax.execute.streams.stream_step import StreamStep
-from soapjax.garbage import fewer_collections
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
-from soapjax.planning import entry
+from soapjax.helpers.garbage import fewer_collections
+from soapjax.planning import entry, options
 from soapjax.planning.compile_check import PlannedStages
 from soapjax.planning.fronts import joined_rows, rows_of_pipelines, rows_of_planned
 from soapjax.planning.pipelining import staging

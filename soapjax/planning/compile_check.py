@@ -20,10 +20,10 @@ from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.execute.streams.placed_step import PlacedStep
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.helpers.sizes import size
 from soapjax.planning.pipelining.pipelines import FoundPipeline
 from soapjax.planning.searching import AGAIN, Search, Searched, least_memory
 from soapjax.search.objective import Objective
-from soapjax.sizes import size
 from soapjax.strategy.plan import CompiledFigures, Plan
 from soapjax.strategy.plan_strategy import topology_of
 from soapjax.topology import DeviceKind, DeviceTopology

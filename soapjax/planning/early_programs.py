@@ -15,8 +15,8 @@ from soapjax.costs.tables.arrays import bucket_for, need_of
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
+from soapjax.helpers.own_config import on_cpu
 from soapjax.jit.programs import threads
-from soapjax.own_config import on_cpu
 from soapjax.simulate.simulator import Simulator
 from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh

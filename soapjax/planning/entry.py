@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax import interrupts
-from soapjax.call_checks import check_planned
 from soapjax.costs.by_operator import operator_costs
 from soapjax.costs.measured.profile import Profile, carried
 from soapjax.errors import Problem, SoapjaxError
@@ -24,10 +22,12 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep, Unroll, argument_names, trace
-from soapjax.own_config import on_cpu, own_configuration
-from soapjax.page_data import extras_of
+from soapjax.helpers import interrupts
+from soapjax.helpers.own_config import on_cpu, own_configuration
+from soapjax.helpers.sizes import size
 from soapjax.planning.compile_check import checked, compiled_plan, devices_to_compile_for
 from soapjax.planning.early_programs import prepare_simulator
+from soapjax.planning.page_data import extras_of
 from soapjax.planning.profiling import compute_figures
 from soapjax.planning.remarks import repeated_remarks, structure_remarks
 from soapjax.planning.request import PlanRequest, Understood, takes_options
@@ -40,7 +40,7 @@ from soapjax.search.objective import LEAST_VIOLATING, TIME, Objective
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Evaluation, PlanningProblem, SearchResult
 from soapjax.search.recomputation import Recomputing
-from soapjax.sizes import size
+from soapjax.steps.call_checks import check_planned
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import CompiledFigures, ModelSource, Plan, Provenance, TimedStep

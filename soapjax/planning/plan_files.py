@@ -16,7 +16,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.recompute import recomputing
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.own_config import on_cpu
+from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.entry import plan_of_strategy
 from soapjax.planning.pipelining.pipeline_files import recost_pipeline
 from soapjax.planning.pipelining.stage_times import StageTimes

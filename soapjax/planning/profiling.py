@@ -18,7 +18,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from soapjax import interrupts
 from soapjax.costs.measured.fit import fitted_link, fitted_rates
 from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, figures_of, local_task
 from soapjax.costs.measured.profile import Profile, installed_versions, is_same_kind, merged
@@ -34,6 +33,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.helpers import interrupts
 from soapjax.jit.programs import threads
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.planners import BASELINES, get_planner

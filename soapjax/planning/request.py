@@ -1,7 +1,7 @@
 """What is asked of planning, as one value: the place where an option has its name, its default and its meaning.
 
 `soapjax.plan`, `soapjax.plan_pipeline`, `soap_shard` and the command line make one and hand it on. A new option is a field here,
-a row in the table of what options may be (soapjax/options.py), and an argument of the command line (soapjax/cli/arguments.py).
+a row in the table of what options may be (options.py), and an argument of the command line (soapjax/cli/arguments.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from soapjax import options
-from soapjax.calling import listed
 from soapjax.costs.measured.profile import Profile, cache_folder, cached_profile, load_profile, mismatches, other_versions
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.planning import options
 from soapjax.planning.profiling import device_at_hand
 from soapjax.search.objective import TIME, Objective
+from soapjax.steps.calling import listed
 from soapjax.strategy.pipeline import Pipeline, ScheduleName
 from soapjax.strategy.plan import ModelSource, Plan
 from soapjax.topology import DeviceTopology, load_topology
@@ -113,7 +113,7 @@ class PlanRequest:
         return {name: getattr(self, name) for name in ("unroll", "static_argnums", "axis_name", "strip_constraints")}
 
     def problems(self) -> list[Problem]:
-        """What does not go together with a pipeline or micro-batches; of each value by itself soapjax/options.py says it."""
+        """What does not go together with a pipeline or micro-batches; of each value by itself options.py says it."""
         numbers = {"microbatches": self.num_microbatches, "stages": self.num_stages}
         given = [name for name, value in numbers.items() if value is not None]
         problems = []

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from soapjax import interrupts
+from soapjax.helpers import interrupts
 from soapjax.search.chain.mcmc_planner import prepare_chains
 from soapjax.search.descent.plainest import simplified
 from soapjax.search.front import Front, FrontPoint

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from soapjax.helpers.sizes import size
 from soapjax.report.plan_tables import comparison_table, gain_lines, percent, seconds
 from soapjax.report.text_table import TextTable
-from soapjax.sizes import size
 from soapjax.strategy.plan import OperatorCost, Plan
 
 MOST_ROWS = 12

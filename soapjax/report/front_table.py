@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from soapjax.helpers.sizes import size
 from soapjax.report.plan_tables import seconds
 from soapjax.report.text_table import TextTable
-from soapjax.sizes import size
 
 MOST_ROWS = 16
 WIDTH, HEIGHT = 56, 12  # of a plot, in characters

@@ -3,7 +3,7 @@
 The page's text, tables and bars are there without scripts; a script of its own draws the timeline, memory over the step and the
 operators' graph on canvas and SVG from the data that the page carries. Names are data: they are escaped wherever they stand.
 
-    page(plan, extras)      a file of its own; `extras` has what the plan file lacks (soapjax/page_data.py)
+    page(plan, extras)      a file of its own; `extras` has what the plan file lacks (soapjax/planning/page_data.py)
     fragment(plan)          tables alone, for the output of a notebook's cell; `Plan._repr_html_` gives it
 """
 
@@ -15,10 +15,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from soapjax.helpers.sizes import size
 from soapjax.report.explanation import limit_lines, totals_of
 from soapjax.report.plan_tables import FOLDED, gains, operator_rows, percent, seconds, short_storage, split_of
 from soapjax.report.plan_tables import caveat as caveat_of
-from soapjax.sizes import size
 from soapjax.strategy.plan import Plan
 
 MOST_SPLITS = 8  # that get a colour of their own; "other" is one more

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import write_text_atomic
+from soapjax.helpers.files import write_text_atomic
 
 
 class TraceEvent(NamedTuple):

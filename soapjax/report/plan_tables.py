@@ -9,8 +9,8 @@ from typing import NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from soapjax.helpers.sizes import size
 from soapjax.report.text_table import TextTable
-from soapjax.sizes import size
 from soapjax.strategy.plan import OperatorPart, Plan
 from soapjax.strategy.plan_strategy import topology_of
 

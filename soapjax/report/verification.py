@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from soapjax.helpers.sizes import size
 from soapjax.report.text_table import TextTable
-from soapjax.sizes import size
 from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
 

@@ -37,9 +37,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.helpers.sizes import size, size_of
 from soapjax.jit.array_types import Array
 from soapjax.simulate.simulator import Scores
-from soapjax.sizes import size, size_of
 from soapjax.topology.table_reader import shown
 
 OBJECTIVES = ("time", "mdpe")

@@ -15,8 +15,8 @@ import numpy as np
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.tables.arrays import Bucket
 from soapjax.costs.tables.problem_tables import cost_tables
-from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import OperatorGraph
+from soapjax.helpers.garbage import fewer_collections
 from soapjax.jit.array_types import Array
 from soapjax.search.front import Front
 from soapjax.search.objective import TIME, Objective

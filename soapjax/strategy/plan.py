@@ -21,10 +21,10 @@ import numpy as np
 import pydantic
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.file_numbers import read_float, read_int
-from soapjax.files import read_text, write_text_atomic
 from soapjax.graph.figures import figures_of, figures_sha256, figures_text
 from soapjax.graph.operators import OperatorGraph
+from soapjax.helpers.file_numbers import read_float, read_int
+from soapjax.helpers.files import read_text, write_text_atomic
 from soapjax.strategy import plan_words
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.pipeline import Pipeline, Stage

@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem
-from soapjax.file_numbers import LARGEST
+from soapjax.helpers.file_numbers import LARGEST
 
 
 class KeyUnit(NamedTuple):

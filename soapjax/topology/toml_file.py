@@ -78,7 +78,7 @@ import tomllib
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text
+from soapjax.helpers.files import read_text
 from soapjax.topology.device_topology import DeviceTopology, LinkLevel
 from soapjax.topology.nodes import machine, node_and_network
 from soapjax.topology.shipped import remedy_with_names, shipped_descriptions, shipped_files

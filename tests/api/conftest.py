@@ -2,11 +2,11 @@
 
 import pytest
 
-from soapjax import making
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.choosing import Chosen
 from soapjax.planning.pipelining.stage_strategies import plan_on
+from soapjax.steps import making
 from soapjax.strategy.plan import Plan, Prediction, graph_parts
 from soapjax.topology import factor_mesh
 

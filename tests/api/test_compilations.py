@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax import soap_shard
-from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.transfers.arrivals import place_all
 
 pytestmark = pytest.mark.usefixtures("no_search")
 TX = optax.adam(1e-2)

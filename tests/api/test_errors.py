@@ -9,9 +9,10 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from soapjax import SoapjaxError, progress, soap_shard
+from soapjax import SoapjaxError, soap_shard
 from soapjax.graph.trace.source_lines import line_of_equation
 from soapjax.graph.trace.tracing import trace
+from soapjax.helpers import progress
 
 X = np.ones((16, 8), np.float32)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from soapjax import SoapjaxError, soap_shard, trace
 from soapjax.graph.passes.build import build_graph
-from soapjax.own_config import on_cpu
+from soapjax.helpers.own_config import on_cpu
 from soapjax.planning import entry
 
 pytestmark = pytest.mark.usefixtures("no_search")

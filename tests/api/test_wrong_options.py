@@ -12,7 +12,7 @@ import soapjax
 from soapjax import SoapjaxError, soap_shard
 from soapjax.cli import arguments, commands, planning_commands
 from soapjax.costs.measured.profile import load_profile
-from soapjax.options import OPTIONS
+from soapjax.planning.options import OPTIONS
 from soapjax.strategy.plan import Plan
 from soapjax.topology import load_topology
 

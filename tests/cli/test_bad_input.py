@@ -291,8 +291,8 @@ def test_a_file_that_is_no_plan_is_refused(make, command, folder, monkeypatch):
     if make is huge:
         begin = time.monotonic()
         with monkeypatch.context() as patched:
-            patched.setattr("soapjax.files.open", lambda *a: pytest.fail("a file of this size must not be opened"), raising=False)
-            ended = call(command, "plan.json")
+            patched.setattr("soapjax.helpers.files.open", lambda *a: pytest.fail("a huge file must not be opened"), raising=False)
+        ended = call(command, "plan.json")
         assert ended.status == 2 and all(word in ended.err for word in FILES[huge]) and time.monotonic() - begin < 1
     refused(command, "plan.json", words=FILES[make])
 

@@ -8,7 +8,7 @@ import pytest
 from command_line import call, done, plan_text
 
 from soapjax import Plan, load_topology, plan
-from soapjax.sourced_models import abstract_model
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 
 

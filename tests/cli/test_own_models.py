@@ -12,7 +12,7 @@ from command_line import call
 import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.graph.trace.closures import holds_tracers
-from soapjax.sourced_models import abstract_model, with_arrays
+from soapjax.steps.sourced_models import abstract_model, with_arrays
 from soapjax.strategy.plan import ModelSource
 
 MODULE = """

@@ -188,7 +188,7 @@ def test_the_measured_best_wins_and_the_table_is_kept():
 
 @pytest.mark.slow
 def test_a_gain_below_the_calibrated_error_takes_the_simpler_plan(some_profile):
-    from soapjax.sourced_models import abstract_model
+    from soapjax.steps.sourced_models import abstract_model
     from soapjax.strategy.plan import ModelSource
 
     pairs = (x.split("=") for x in TINY[1::2])

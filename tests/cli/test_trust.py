@@ -11,8 +11,8 @@ from command_line import call, done, plan_text, step_of
 
 from soapjax import Plan
 from soapjax.errors import SoapjaxError
-from soapjax.factories import find_factory
-from soapjax.sourced_models import model_source, setting_pairs
+from soapjax.steps.factories import find_factory
+from soapjax.steps.sourced_models import model_source, setting_pairs
 
 TRAP = """
 from pathlib import Path
@@ -56,7 +56,7 @@ STRANGERS = {
     "pack.inner": {},
     "pack.inner:make": {},
     "numpy:save": {"file": "owned", "arr": 1},
-    "soapjax.files:write_text_atomic": {"path": "owned", "text": "x"},
+    "soapjax.helpers.files:write_text_atomic": {"path": "owned", "text": "x"},
     "soapjax.distributed:leave": {"status": 0},
     "os:system": {"command": "touch owned"},
     "builtins:exec": {"object": "open('owned', 'w')"},
@@ -82,7 +82,7 @@ def test_commands_that_need_a_step_say_what_to_type(path):
 
 REFUSED = {
     "numpy:save": "installed package that declares factories",
-    "soapjax.files:write_text_atomic": "installed package that declares factories",
+    "soapjax.helpers.files:write_text_atomic": "installed package that declares factories",
     "soapjax.distributed:leave": "installed package that declares factories",
     "os:system": "installed package that declares factories",
     "builtins:exec": "a module of the standard library",

@@ -28,13 +28,13 @@ import pytest
 
 import soapjax
 from soapjax.costs.compilers.of_backend import compiler_of
-from soapjax.devices import devices_of_target
+from soapjax.execute.compiled.devices import devices_of_target
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.spmd.planned_evaluator import bind_plan
 from soapjax.planning.entry import plan_of_strategy, planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
-from soapjax.sourced_models import abstract_model
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import ModelSource
 

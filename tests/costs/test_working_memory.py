@@ -18,7 +18,7 @@ from soapjax.graph.passes.build import build_graph
 from soapjax.planning.entry import planning_problem
 from soapjax.search.planners import get_planner
 from soapjax.search.problem import Budget
-from soapjax.sourced_models import abstract_model
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 
 LIMIT = 1000.0

@@ -11,7 +11,7 @@ from balanced import balanced_pipeline
 
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
-from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.parts.microbatches import micro_step
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage

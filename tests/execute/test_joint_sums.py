@@ -13,9 +13,9 @@ from planned import Case, data_parallel, plain_leaves
 
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.execute.compiled.collectives import collectives_of
+from soapjax.execute.parts.cut import make_part
+from soapjax.execute.parts.part_program import Place, jit_part
 from soapjax.execute.spmd.planned_evaluator import bind_plan
-from soapjax.execute.streams.cut import make_part
-from soapjax.execute.streams.part_program import Place, jit_part
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import trace
 from soapjax.simulate.simulator import Simulator

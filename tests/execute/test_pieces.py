@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from soapjax.execute.streams.pieces import on_every_process, pieces_of, piecewise
+from soapjax.execute.transfers.pieces import on_every_process, pieces_of, piecewise
 
 SHAPE = (8, 4)
 

@@ -12,7 +12,7 @@ from balanced import forward_runs
 from soapjax.api import soap_shard
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.parts.microbatches import micro_step
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.stage_programs import places_of
 from soapjax.graph.passes.build import build_graph

@@ -17,8 +17,8 @@ from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
 from soapjax.execute.compiled.stream_inspection import inspect_stream
+from soapjax.execute.parts.microbatches import micro_step
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
-from soapjax.execute.streams.microbatches import micro_step
 from soapjax.graph.microbatch import sample_divisor
 from soapjax.graph.passes.build import build_graph
 from soapjax.planning.pipelining.given_pipeline import pipelined

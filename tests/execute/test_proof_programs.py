@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.execute.compiled import proof_programs
 from soapjax.execute.compiled.proof import reference, verify
 from soapjax.execute.spmd.planned_evaluator import bind_plan
+from soapjax.helpers.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 
 
 def step(w, x):

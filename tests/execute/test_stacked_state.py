@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import soapjax
 from models import transformer_lm
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.streams.stacked_state import Stack
 from soapjax.execute.streams.stage_programs import step_of_plan
+from soapjax.execute.transfers.stacked_state import Stack
 from soapjax.graph.trace.tracing import trace
 from soapjax.planning.pipelining.pipelines import NOT_EVEN
 from soapjax.planning.plan_files import recost

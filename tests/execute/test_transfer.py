@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from soapjax.execute.streams.transfer import is_alike, mover
+from soapjax.execute.transfers.transfer import is_alike, mover
 
 
 def sharding(devices, shape, names, spec):

@@ -9,12 +9,12 @@ import pytest
 import soapjax
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.stream_inspection import inspect_stream
+from soapjax.execute.parts import rolled_cut
+from soapjax.execute.parts.cut import Part, make_part
+from soapjax.execute.parts.stacked_rows import RowsAndStacks, StackedRows
+from soapjax.execute.parts.trip_loops import Irregular, Rolled, TripLoop, runs_of_rows
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
-from soapjax.execute.streams import rolled_cut
-from soapjax.execute.streams.cut import Part, make_part
-from soapjax.execute.streams.stacked_rows import RowsAndStacks, StackedRows
 from soapjax.execute.streams.stage_programs import step_of_plan
-from soapjax.execute.streams.trip_loops import Irregular, Rolled, TripLoop, runs_of_rows
 from soapjax.graph.trace.tracing import trace
 
 

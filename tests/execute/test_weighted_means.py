@@ -14,9 +14,9 @@ from soapjax import soap_shard
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.proof import OpsCheck
-from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.parts.microbatches import micro_step
+from soapjax.graph.batch import growth
 from soapjax.graph.passes.build import build_graph
-from soapjax.graph.trace import growth
 from soapjax.planning.pipelining.given_pipeline import pipelined
 from soapjax.strategy.pipeline import Pipeline, Stage
 

@@ -10,9 +10,9 @@ import soapjax
 from soapjax.errors import SoapjaxError
 from soapjax.execute.compiled.pipeline_proof import verify_pipeline
 from soapjax.execute.compiled.stream_inspection import inspect_stream
-from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.parts.microbatches import micro_step
 from soapjax.execute.streams.stage_programs import step_of_plan
-from soapjax.graph.trace import growth
+from soapjax.graph.batch import growth
 
 BATCH = 8
 TX = optax.sgd(1e-1)

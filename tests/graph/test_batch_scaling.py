@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import soapjax
-from soapjax.graph.trace.batch_scaling import scalings
+from soapjax.graph.batch.batch_scaling import scalings
 
 FACTOR = 4
 

@@ -7,9 +7,9 @@ from test_batch_scaling import FUNCTIONS, LOSSES
 
 import soapjax
 from soapjax.errors import SoapjaxError
-from soapjax.execute.streams.joinings import found_reduction, joining
-from soapjax.execute.streams.microbatches import micro_step
-from soapjax.graph.trace.growth import corresponding
+from soapjax.execute.parts.joinings import found_reduction, joining
+from soapjax.execute.parts.microbatches import micro_step
+from soapjax.graph.batch.growth import corresponding
 
 W = jax.random.normal(jax.random.key(0), (6, 3))
 ALL = FUNCTIONS | {name: loss for name, (loss, _) in LOSSES.items()}

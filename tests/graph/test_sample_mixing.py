@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from soapjax.execute.streams.microbatches import micro_step
+from soapjax.execute.parts.microbatches import micro_step
 
 BATCH, WIDTH, PARTS = 12, 4, 3
 

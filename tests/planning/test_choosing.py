@@ -10,7 +10,7 @@ from soapjax.planning.pipelining import staging
 from soapjax.planning.pipelining.pipelines import Beaten
 from soapjax.planning.request import PlanRequest
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
-from soapjax.sourced_models import abstract_model
+from soapjax.steps.sourced_models import abstract_model
 from soapjax.strategy.plan import ModelSource
 
 SECONDS = 40.0

@@ -10,8 +10,8 @@ import pytest
 from command_line import call
 
 from soapjax import InfeasibleError, Plan, load_topology, soap_shard, trace
-from soapjax.devices import devices_of_target
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.compiled.devices import devices_of_target
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import bind_plan
@@ -189,9 +189,9 @@ def staged(topology, **options):
 
 @pytest.mark.parametrize("options", STAGES)
 def test_stages_are_compiled_once_and_the_plan_says_what_they_take(options, monkeypatch):
-    import soapjax.making
+    import soapjax.steps.making
 
-    monkeypatch.setattr(soapjax.making, "planned_pipeline", None)  # what was checked is what runs
+    monkeypatch.setattr(soapjax.steps.making, "planned_pipeline", None)  # what was checked is what runs
     sharded = soap_shard(step, topology=cpu8(2**30), proposals=16, **options)
     weights, _ = sharded(*arguments())
     (figures,) = sharded.plan.provenance.compiled

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import cluster_experts  # noqa: E402
 
 from models import alexnet, rnnlm, transformer_lm  # noqa: E402
-from soapjax.execute.spmd.arrivals import place  # noqa: E402
+from soapjax.execute.transfers.arrivals import place  # noqa: E402
 
 SMALL = {
     "alexnet": (alexnet, {"batch": 8, "image": 67, "width": 0.0625, "classes": 16, "dropout": 0.0}),

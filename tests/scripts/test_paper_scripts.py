@@ -29,8 +29,8 @@ import trinity_tables
 from paper_problems import BestKnown, Case, cluster
 from paper_tables import PUBLISHED_FILES, Rows
 
-from soapjax.csv_files import read_rows
 from soapjax.errors import SoapjaxError
+from soapjax.helpers.csv_files import read_rows
 from soapjax.search.experts.baselines import data_parallel_strategy, replicate_all
 from soapjax.search.planners import PLANNERS
 from soapjax.search.problem import Budget, SearchResult

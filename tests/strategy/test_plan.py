@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import PROBLEMS, SLOW, case, case_with
 
-from soapjax import files
 from soapjax.errors import SoapjaxError
+from soapjax.helpers import files
 from soapjax.strategy import plan as plans
 from soapjax.strategy.configs import PIN
 from soapjax.strategy.layout import degree, divides, layout_of, spec_of

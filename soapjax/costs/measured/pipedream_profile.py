@@ -18,7 +18,7 @@ import numpy as np
 
 from soapjax.costs.measured.layer_graph import LayerGraph
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.files import read_text
+from soapjax.helpers.files import read_text
 
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 MAX_REPORTED = 20

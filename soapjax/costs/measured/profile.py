@@ -23,8 +23,8 @@ import pydantic
 from soapjax.costs.measured.fit import fitted_rates
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement, ProfilePart, Rates
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.file_numbers import read_float, read_int
-from soapjax.files import cached, read_text, write_new_text
+from soapjax.helpers.file_numbers import read_float, read_int
+from soapjax.helpers.files import cached, read_text, write_new_text
 from soapjax.topology import DeviceKind
 
 MAX_PROFILE_BYTES = 16 * 2**20  # some 30,000 measurements

@@ -25,9 +25,9 @@ from soapjax.execute.compiled.proof import (
     run_stream,
 )
 from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, in_precision
-from soapjax.execute.streams.batch_statistics import BatchStatistics
-from soapjax.execute.streams.joinings import joining
-from soapjax.execute.streams.microbatches import MicroStep
+from soapjax.execute.parts.batch_statistics import BatchStatistics
+from soapjax.execute.parts.joinings import joining
+from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.graph.passes.build import build_graph
 

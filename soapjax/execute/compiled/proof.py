@@ -25,7 +25,7 @@ from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedR
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.execute.streams.stacked_state import as_pieces, as_rows
+from soapjax.execute.transfers.stacked_state import as_pieces, as_rows
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.tracing import TracedStep
 

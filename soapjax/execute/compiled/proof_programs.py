@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from soapjax.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 from soapjax.execute.spmd.evaluator import OfMicroBatch, ProgramEvaluator
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.spmd.promotion import high, is_low
 from soapjax.graph.trace.program import Program
 from soapjax.graph.trace.tracing import TracedStep
+from soapjax.helpers.compiler_options import LEVEL, OLDER_EMITTERS, compiled_with
 
 # Machine code that is run once or twice needs no polishing: the dots, convolutions and collectives that are read are the same.
 _QUICKLY = {**OLDER_EMITTERS, LEVEL: 0}

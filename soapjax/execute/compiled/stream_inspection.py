@@ -19,11 +19,11 @@ import jax
 from soapjax.execute.compiled.collectives import KINDS, Collective, collectives_of
 from soapjax.execute.compiled.hlo import OpsCheck, check_ops, replicated_tasks
 from soapjax.execute.compiled.inspection import compiler_messages, rematerialised_in
-from soapjax.execute.streams.cut import Part, keys_of
-from soapjax.execute.streams.part_program import Place
+from soapjax.execute.parts.cut import Part, keys_of
+from soapjax.execute.parts.part_program import Place
 from soapjax.execute.streams.stream import Dispatch, Stream
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
-from soapjax.own_config import compiled_as_planned
+from soapjax.helpers.own_config import compiled_as_planned
 
 
 class InspectedPart(NamedTuple):

@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 import jax
 
-_NOT_THE_USERS = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)), "<")
+from soapjax.helpers.files import OWN_FOLDER
+
+_NOT_THE_USERS = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__), str(OWN_FOLDER), "<")
 NUM_RECENT = 8
 DISPATCHING, RUNNING, WAITING = "dispatching", "running", "waiting for"
 

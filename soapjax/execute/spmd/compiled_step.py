@@ -16,10 +16,10 @@ import jax
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.inspection import compiled_for, peak_memory_bytes
-from soapjax.execute.spmd.arrivals import place_all, require_arrays
 from soapjax.execute.spmd.planned_evaluator import BoundStep
+from soapjax.execute.transfers.arrivals import place_all, require_arrays
 from soapjax.graph.trace.tracing import check_leaves, signature
-from soapjax.own_config import compiled_as_planned
+from soapjax.helpers.own_config import compiled_as_planned
 
 # Of every leaf at every call.
 _IS_DELETED, _COMMITTED = operator.methodcaller("is_deleted"), operator.attrgetter("committed")

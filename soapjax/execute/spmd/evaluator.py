@@ -18,11 +18,11 @@ import numpy as np
 from soapjax.execute.spmd.max_pool import pool_gradient
 from soapjax.execute.spmd.promotion import high, promote, promoted_bind
 from soapjax.execute.spmd.slicing import block_slice
+from soapjax.graph.batch.draws import is_key
 from soapjax.graph.passes.phases import module_path
 from soapjax.graph.rules.pools import is_made_of_choices
-from soapjax.graph.trace.draws import is_key
 from soapjax.graph.trace.program import Atom, FlatEqn, Program, flatten
-from soapjax.own_config import on_plans_mesh
+from soapjax.helpers.own_config import on_plans_mesh
 
 # Values by id (no literal is a key), and by name what an evaluator keeps beside them.
 Env = dict[Atom | str, Any]

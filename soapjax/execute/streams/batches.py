@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.arrivals import place, place_all
-from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.execute.streams.part_program import Place
-from soapjax.execute.streams.replicas import blocks_as
-from soapjax.execute.streams.stacked_state import Pieces
-from soapjax.execute.streams.stage_cut import StageCut
+from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.execute.parts.part_program import Place
+from soapjax.execute.parts.stage_cut import StageCut
 from soapjax.execute.streams.stream import Event, Stream
+from soapjax.execute.transfers.arrivals import place, place_all
+from soapjax.execute.transfers.on_meshes import blocks_as
+from soapjax.execute.transfers.stacked_state import Pieces
 
 
 class MicroBatched(abc.ABC):

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.parts.cut import Part, make_part, phase_of
+from soapjax.execute.parts.joinings import joining
+from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_numbers, jit_part, keys_in
+from soapjax.execute.parts.stage_cut import cut_stages
 from soapjax.execute.streams.batches import MicroBatched
-from soapjax.execute.streams.cut import Part, make_part, phase_of
-from soapjax.execute.streams.joinings import joining
-from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.execute.streams.part_program import Place, evaluate_part, finished, jit_numbers, jit_part, keys_in
 from soapjax.execute.streams.replicas import Replicas
-from soapjax.execute.streams.stage_cut import cut_stages
 from soapjax.execute.streams.stream import Name, Stream, StreamBuilder
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.pipeline import Action, Pipeline

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from soapjax.execute.streams.batch_statistics import BatchStatistics
-from soapjax.execute.streams.cut import Part
-from soapjax.execute.streams.gathered import gather_program
-from soapjax.execute.streams.joinings import Joining
-from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.execute.streams.part_program import Accumulated, Place, jit_numbers, jit_part, keys_in, sum_dtype
-from soapjax.execute.streams.stage_cut import Crossing, StageCut
+from soapjax.execute.parts.batch_statistics import BatchStatistics
+from soapjax.execute.parts.cut import Part
+from soapjax.execute.parts.gathered import gather_program
+from soapjax.execute.parts.joinings import Joining
+from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.execute.parts.part_program import Accumulated, Place, jit_numbers, jit_part, keys_in, sum_dtype
+from soapjax.execute.parts.stage_cut import Crossing, StageCut
 from soapjax.execute.streams.stream import StreamBuilder
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import dispatch_order

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from soapjax.execute.parts.part_program import evaluate_part, finished, jit_part
+from soapjax.execute.parts.stage_cut import Crossing
 from soapjax.execute.spmd.promotion import high
-from soapjax.execute.streams.part_program import evaluate_part, finished, jit_part
 from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged
-from soapjax.execute.streams.stage_cut import Crossing
 from soapjax.execute.streams.stream import Stream
 
 

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.deferral import deferred_sums
+from soapjax.execute.parts.deferral import deferred_sums
+from soapjax.execute.parts.gathered import gathered_once
+from soapjax.execute.parts.joinings import Joining, averaged_blindly, found_reduction, joining, warn_once
+from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.execute.parts.part_program import Place
+from soapjax.execute.parts.rolled_cut import roll
+from soapjax.execute.parts.stage_cut import StageCut, cut_stages
 from soapjax.execute.streams.batches import MicroBatched
-from soapjax.execute.streams.gathered import gathered_once
-from soapjax.execute.streams.joinings import Joining, averaged_blindly, found_reduction, joining, warn_once
-from soapjax.execute.streams.microbatches import MicroStep
-from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipeline_stream import Staged
 from soapjax.execute.streams.pipeline_updates import StepStream, step_stream
-from soapjax.execute.streams.rolled_cut import roll
-from soapjax.execute.streams.stage_cut import StageCut, cut_stages
 from soapjax.execute.streams.stream import Stream
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.arrivals import place_all
+from soapjax.execute.parts.cut import Part, make_part, tasks_of, with_outputs
+from soapjax.execute.parts.part_program import Place, jit_part
+from soapjax.execute.parts.stage_cut import Cutter, cut_updates
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.cut import Part, make_part, tasks_of, with_outputs
-from soapjax.execute.streams.part_program import Place, jit_part
-from soapjax.execute.streams.stacked_state import Pieces
-from soapjax.execute.streams.stage_cut import Cutter, cut_updates
 from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
+from soapjax.execute.transfers.arrivals import place_all
+from soapjax.execute.transfers.stacked_state import Pieces
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.plan import MeshPlan
 

@@ -7,21 +7,21 @@ the state, as in data parallelism (Narayanan et al. 2019, section 3.2: replicas 
     passes of replica q     mesh d=2            state [n, m]       share of a gradient [1, n, m]
     update of the stage     mesh replica=3 d=2  state [n, m]       gradients [3, n, m], split by replica
 
-Arrays change between these meshes without a copy (`regrouped`): every device keeps its block.
+Arrays change between these meshes without a copy (transfers/on_meshes.py): every device keeps its block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
+from soapjax.execute.parts.part_program import Place
 from soapjax.execute.spmd.on_blocks import partition_spec
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.part_program import Place
+from soapjax.execute.transfers.on_meshes import together
 from soapjax.strategy.layout import Spec
 
 
@@ -57,34 +57,3 @@ class Replicas:
         in_specs = tuple(partition_spec(self._round_spec(v)) for v in values)
         out_specs = tuple(partition_spec(self.place.spec(v)) for v in values)
         return jax.shard_map(body, mesh=self.place.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*rounds)
-
-
-def regrouped(targets: Sequence[NamedSharding]) -> Callable[..., list[jax.Array]]:
-    """A function of as many arrays per target: the blocks that they have on its devices, joined along the leading dim.
-
-    Nothing is copied or sent: with one array per target, the target's devices hold the same blocks of both.
-    """
-
-    def regroup(*arrays: jax.Array) -> list[jax.Array]:
-        each = len(arrays) // len(targets)
-        found: list[jax.Array] = []
-        for k, target in enumerate(targets):
-            mine = arrays[k * each : (k + 1) * each]
-            found.append(blocks_as(mine, mine[0].shape if each == 1 else (each, *mine[0].shape[1:]), target))
-        return found
-
-    return regroup
-
-
-def together(meshes: Sequence[Mesh], axis: str) -> Mesh:
-    """Meshes of one shape as one, along a first axis of that name, or of the next that is free."""
-    first = meshes[0]
-    while axis in first.axis_names:
-        axis += "_"
-    return Mesh(np.stack([mesh.devices for mesh in meshes]), (axis, *first.axis_names))
-
-
-def blocks_as(arrays: Sequence[jax.Array], shape: tuple[int, ...], target: NamedSharding) -> jax.Array:
-    """The blocks that arrays have on the target's devices, as one array: nothing is copied."""
-    blocks = [s.data for x in arrays for s in x.addressable_shards if s.device in target.device_set]
-    return jax.make_array_from_single_device_arrays(shape, target, blocks, dtype=arrays[0].dtype)

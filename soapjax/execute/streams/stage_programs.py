@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.parts.microbatches import MicroStep, micro_step
+from soapjax.execute.parts.part_program import Place
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.microbatches import MicroStep, micro_step
-from soapjax.execute.streams.part_program import Place
 from soapjax.execute.streams.pipedream import PipeDreamStep
 from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.execute.streams.stream_step import StreamStep

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.execute.streams.cut import Part
-from soapjax.execute.streams.part_program import Place
-from soapjax.execute.streams.replicas import regrouped
-from soapjax.execute.streams.transfer import mover, processes_of
+from soapjax.execute.parts.cut import Part
+from soapjax.execute.parts.part_program import Place
+from soapjax.execute.transfers.on_meshes import regrouped
+from soapjax.execute.transfers.transfer import mover, processes_of
 
 Name = Hashable
 

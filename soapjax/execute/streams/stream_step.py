@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.spmd.arrivals import place_all, require_arrays
+from soapjax.execute.parts.part_program import Place
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.part_program import Place
-from soapjax.execute.streams.pieces import on_every_process, piecewise
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.execute.streams.stacked_state import Pieces, StackedState
 from soapjax.execute.streams.stream import Event, Stream
+from soapjax.execute.transfers.arrivals import place_all, require_arrays
+from soapjax.execute.transfers.pieces import on_every_process, piecewise
+from soapjax.execute.transfers.stacked_state import Pieces, StackedState
 from soapjax.graph.trace.tracing import TracedStep, signature
-from soapjax.own_config import compiled_as_planned
+from soapjax.helpers.own_config import compiled_as_planned
 
 
 class Streamed(Protocol):

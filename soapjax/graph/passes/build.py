@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from soapjax.garbage import fewer_collections
 from soapjax.graph.operators import (
     NOT_SPLIT,
     Access,
@@ -44,6 +43,7 @@ from soapjax.graph.rules.light_rules import BLOCKED, shard_map_axes, user_spec
 from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.values import Values
+from soapjax.helpers.garbage import fewer_collections
 
 DimsOf = Callable[[Task, FlatEqn], tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]
 

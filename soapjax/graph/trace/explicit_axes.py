@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType, NamedSharding
 
 from soapjax.graph.trace.one_program import in_nested
-from soapjax.own_config import NO_MESH
+from soapjax.helpers.own_config import NO_MESH
 
 _LAYOUTS = "sharding", "out_sharding"  # parameters that say how a result lies
 _CASTS = {"mesh_cast"}  # of a type alone

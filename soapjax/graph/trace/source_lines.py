@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from soapjax.helpers.files import OWN_FOLDER
+
 _PATHS = sysconfig.get_paths()
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "")
+_OWN = os.path.join(OWN_FOLDER, "")
 # Neither the standard library nor what is installed; this package may lie elsewhere.
 _NOT_THE_USERS = tuple(os.path.join(os.path.realpath(_PATHS[k]), "") for k in ("stdlib", "purelib", "platlib")) + (_OWN,)
 

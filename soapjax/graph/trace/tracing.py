@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.garbage import fewer_collections
+from soapjax.graph.batch.batch_scaling import is_backward
+from soapjax.graph.batch.sample_mixing import follow, needed_for
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
-from soapjax.graph.trace.batch_scaling import is_backward
 from soapjax.graph.trace.explicit_axes import without_layouts
 from soapjax.graph.trace.one_program import for_one_program, noting_device_counts
 from soapjax.graph.trace.program import Program, flatten
-from soapjax.graph.trace.sample_mixing import follow, needed_for
 from soapjax.graph.trace.source_lines import line_of_error
-from soapjax.own_config import has_explicit_axes, without_mesh
+from soapjax.helpers.garbage import fewer_collections
+from soapjax.helpers.own_config import has_explicit_axes, without_mesh
 
 Unroll = bool | Literal["rows"]  # loops stay, are unrolled, or are unrolled with the stacked state that they read taken apart
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.streams.microbatches import batch_leaves, micro_step
+from soapjax.execute.parts.microbatches import batch_leaves, micro_step
 from soapjax.execute.streams.pipelined_step import cut_and_joined
 from soapjax.execute.streams.stage_programs import MicroGraph, places_of, staged_step, step_of_plan
 from soapjax.execute.streams.stream_step import StreamStep
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.own_config import own_configuration
+from soapjax.helpers.own_config import own_configuration
 from soapjax.planning.pipelining.stage_strategies import plans_of_stages
 from soapjax.strategy.pipeline import Pipeline
 from soapjax.strategy.plan import MeshPlan, Plan

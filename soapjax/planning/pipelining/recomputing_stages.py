@@ -20,7 +20,7 @@ from soapjax.errors import SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.recompute import Recomputation
 from soapjax.graph.trace.tracing import TracedStep
-from soapjax.own_config import on_cpu
+from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.pipelining.pipelines import Beaten, FoundPipeline, NoneFits
 from soapjax.planning.request import Understood
 from soapjax.planning.searching import AGAIN

@@ -10,7 +10,7 @@ from soapjax.costs.evaluate import costs_of
 from soapjax.costs.tables.problem_tables import cost_tables
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.own_config import own_configuration
+from soapjax.helpers.own_config import own_configuration
 from soapjax.search.experts.baselines import data_parallel_strategy
 from soapjax.search.problem import PlanningProblem
 from soapjax.search.stages.stage_figures import part_of

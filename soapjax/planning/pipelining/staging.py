@@ -12,7 +12,7 @@ from soapjax.graph.condensing import loops_over_layers, reads_rows
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import build_graph
 from soapjax.graph.trace.tracing import TracedStep, trace
-from soapjax.own_config import on_cpu, own_configuration
+from soapjax.helpers.own_config import on_cpu, own_configuration
 from soapjax.planning.compile_check import PlannedStages, checked_stages, devices_to_compile_for
 from soapjax.planning.entry import given_arguments, require_operators, versions
 from soapjax.planning.pipelining.given_pipeline import MOST_TASKS, planned_pipeline, require_runnable

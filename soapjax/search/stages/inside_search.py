@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from soapjax import interrupts
+from soapjax.helpers import interrupts
 from soapjax.search.descent.assignments import Assignments
 from soapjax.search.descent.descending import Descent
 from soapjax.search.problem import Evaluation

@@ -25,8 +25,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from soapjax import interrupts
 from soapjax.errors import Problem, SoapjaxError
+from soapjax.helpers import interrupts
 from soapjax.search.stages.grid import Grid
 from soapjax.search.stages.inside_search import searched_inside
 from soapjax.search.stages.pipedream_stages import Memory, pipedream

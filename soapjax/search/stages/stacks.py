@@ -1,6 +1,6 @@
 """Stacked state that a pipeline cuts: which cuts leave every stage as many rows of it.
 
-A loop over layers keeps a row per layer in one array, and between steps it is one array again (execute/streams/stacked_state.py).
+A loop over layers keeps a row per layer in one array, and between steps it is one array again (execute/transfers/stacked_state.py).
 Only where every stage that has rows has equally many, on devices of its own, can that array lie where its rows are used. So the
 search cuts such loops evenly, as people do; where no even cut exists, and for some small arrays, the array lies on the stage of its
 first row, and the others' rows, with their optimizer state, go there and back in every step.

@@ -181,7 +181,7 @@ def _resharded_again(tables: CostTables, found: Layouts) -> np.ndarray:
 
 
 def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
-    """bool [P]: as execute/spmd/deferral.py decides; of what a loop makes only where it is stored as used."""
+    """bool [P]: as execute/parts/deferral.py decides; of what a loop makes only where it is stored as used."""
     storage, graph = strategy.storage[tables.parameter_op], tables.graph
     in_loops = {a.tensor for task in graph.tasks if task.scope for a in task.writes}
     is_alone = np.array([p.gradient not in in_loops for p in graph.parameters], bool)
@@ -191,7 +191,7 @@ def _may_sum_late(tables: CostTables, strategy: Strategy) -> np.ndarray:
 
 
 def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np.ndarray:
-    """bool [E]: reshards that read what is kept once it is gathered (execute/streams/gathered.py), all of a parameter's."""
+    """bool [E]: reshards that read what is kept once it is gathered (execute/parts/gathered.py), all of a parameter's."""
     space, graph = tables.space, tables.graph
     once = np.zeros(len(tables.edge_task), bool)
     kept = np.array([any(s.axes) and not s.regathers for s in space.storages])[strategy.storage[tables.parameter_op]]
@@ -205,7 +205,7 @@ def _gathered_once(tables: CostTables, found: Layouts, strategy: Strategy) -> np
 
 
 def _cast_bytes(tables: CostTables, strategy: Strategy, parameter_bytes: np.ndarray) -> np.ndarray:
-    """[P]: of what is stored as it is used; what is gathered for all passes is cast before that (execute/streams/gathered.py)."""
+    """[P]: of what is stored as it is used; what is gathered for all passes is cast before that (execute/parts/gathered.py)."""
     share = np.zeros(len(parameter_bytes), np.float32)
     as_used = np.array([not any(s.axes) for s in tables.space.storages])[strategy.storage[tables.parameter_op]]
     for p, (_, cast) in single_readers(tables.graph).items():

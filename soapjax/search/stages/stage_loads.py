@@ -259,7 +259,7 @@ def flows_between(graph: OperatorGraph, stage: np.ndarray) -> list[Flow]:
     """What crosses between stages [N] of operators; every tensor once per stage that reads it.
 
     A parameter that several stages read lives on the first of them; what the others add to its gradient is summed over their
-    micro-batches before it comes there (execute/streams/stage_cut.py).
+    micro-batches before it comes there (execute/parts/stage_cut.py).
     """
     made = {a.tensor: task for task in graph.tasks for a in task.writes}
     tied = {i for s in graph.accumulations for i in (*s.summands, *s.running, s.total)}

@@ -1,0 +1,41 @@
+"""Gradients of a stage that are summed over its devices once per step: until then every device keeps a running sum of its own.
+
+A gradient is deferred unless its parameter is gathered for each pass, or its sums are to be sharded: the total is then summed over
+devices with the update, or reduce-scattered to where a sharded parameter is stored (ZeRO-1). The others' gradients (ZeRO-2 and 3)
+are reduce-scattered once per micro-batch, into a running sum that is sharded too.
+"""
+
+from __future__ import annotations
+
+from soapjax.execute.parts.cut import Part
+from soapjax.execute.parts.part_program import Place
+from soapjax.execute.spmd.gradient_sums import DeferredSum
+from soapjax.strategy.configs import StorageName
+
+
+def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[int, DeferredSum]:
+    """Which of the `gradients` (value -> parameter) that a stage's backward part makes wait for the update, by value."""
+    bound, binding, graph = place.bound, place.bound.binding, place.bound.graph
+    if place.mesh.size == 1:
+        return {}
+    read = {a for e in part.eqns for a in e.inputs if isinstance(a, int)}
+    made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+    writes = {a.tensor: (task, a) for task in graph.tasks for a in task.writes}
+    found = {}
+    for value, parameter in gradients.items():
+        owner = bound.plan.operators[graph.operators[graph.parameters[parameter].owner].name]
+        tensor = binding.tensor_of.get(value, -1)
+        is_alone = value in made and value not in read and binding.values.of(value).root == value
+        storage = StorageName.parse(owner.storage)
+        if storage.again or storage.scatters or not is_alone or tensor not in writes or writes[tensor][0].scope:
+            continue
+        task, access = writes[tensor]
+        operator = graph.operators[task.operator]
+        chosen = bound.plan.operators[operator.name].axes
+        names = [[a for a in place.mesh.axis_names if chosen.get(a) == d.name] for d in operator.dims]
+        axes = {a for d in access.reduced for a in names[d]}
+        if axes:
+            spec = tuple(() if d < 0 else tuple(names[d]) for d in access.dims)
+            ordered = tuple(a for a in place.mesh.axis_names if a in axes)
+            found[value] = DeferredSum(value, ordered, spec, place.spec(value))
+    return found

@@ -1,0 +1,189 @@
+"""How what micro-batches make becomes what the whole batch would have made: gradients, and all that crosses into the update.
+
+A gradient that is a mean over the batch is the mean of the micro-batches' gradients; one that is a sum is their sum. Which it is,
+the step itself tells (graph/batch/growth.py); where it is neither, or samples are mixed, that is refused or warned of.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling
+
+log = logging.getLogger("soapjax")
+Reduction = Literal["auto", "mean", "sum"]
+REDUCTIONS: tuple[Reduction, ...] = ("auto", "mean", "sum")
+_STATISTIC = (
+    "%s brings a mean, or another statistic of the batch, back to its samples: each micro-batch has its own, as of batch norm, and "
+    "gradients differ by that from the whole batch's"
+)
+_ORDER = "%s puts samples in order, or reads them by their place: each micro-batch does so with its own alone"
+_UNKNOWN = "how the gradient of %s grows with the batch is not known: that the loss is a mean over it is trusted"
+_PLACE = "microbatch_reduction"
+
+
+class Joining(NamedTuple):
+    """How the values of micro-batches become one: "mean", "sum", "max", "min", or "join" along `dim`."""
+
+    how: str
+    dim: int = 0
+    scale: float = 1.0  # of what is joined: a gradient of every sample in a mean, which is over more samples
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether a running sum is all that is kept; of the others every micro-batch's value is."""
+        return self.how in ("mean", "sum")
+
+    def of(self, values: Sequence[jax.Array]) -> jax.Array:
+        """The one of all micro-batches' values, where no running sum is kept."""
+        if self.how != "join":
+            return getattr(jnp, self.how)(jnp.stack(values), axis=0)
+        found = jnp.concatenate(values, self.dim)
+        return found if self.scale == 1 else (found * self.scale).astype(found.dtype)
+
+
+def found_reduction(
+    micro: MicroStep, gradients: Sequence[tuple[str, int]], reduction: str, *, is_asked_for: bool = True
+) -> str:  # fmt: skip
+    """How micro-batches' gradients (path, value) become the step's: "mean" or "sum".
+
+    Args:
+      reduction: what the loss is said to be of its batch; "auto": a sum where all gradients are known to be sums.
+      is_asked_for: whether somebody asked for micro-batches: what cannot be told is trusted then, with a warning.
+    Raises: SoapjaxError naming the first gradients that are otherwise.
+    """
+    if reduction not in REDUCTIONS:
+        expected = " or ".join(map(repr, REDUCTIONS))
+        raise SoapjaxError(Problem(_PLACE, repr(reduction), expected, "choose one of these"))
+    found = [(path, s) for path, v in gradients if (s := micro.growth.of(v)) is not None]
+    _check_growth(found, is_asked_for=is_asked_for or not micro.growth.is_known)
+    powers = {s.power for _, s in found if not s.is_zero}
+    reduction = ("sum" if powers == {1.0} else "mean") if reduction == "auto" else reduction
+    wanted = {"mean": 0.0, "sum": 1.0}[reduction]
+    if not micro.growth.is_known and micro.num_microbatches > 1:
+        part = f"{micro.batch_size // micro.num_microbatches} of {micro.batch_size} samples"
+        warn_once("with %s the step is another program: that its micro-batches add up to the whole batch is trusted", part)
+    if micro.growth.is_known:
+        _check_samples(micro, [v for _, v in gradients])
+    other = [(path, s.power) for path, s in found if s.power is not None and not s.is_zero and s.power != wanted]
+    if other and reduction == "mean" and all(p == 0.0 or p == 1.0 for _, p in other):
+        value = f"'mean', and the gradient of {other[0][0]!r} (and {len(other) - 1} more) is a sum over the batch"
+        raise SoapjaxError(Problem(_PLACE, value, "a loss that is a mean over the batch", f"say {_PLACE}='sum', or take the mean"))
+    if other:
+        value = f"{reduction!r}, and the gradient of {other[0][0]!r} (and {len(other) - 1} more) grows as batch^{other[0][1]:g}"
+        remedy = "say 'mean'" if all(p == 0.0 for _, p in other) else "make the loss a mean over the batch, or use one micro-batch"
+        raise SoapjaxError(Problem(_PLACE, value, f"a loss that is a {reduction} over the batch", remedy))
+    return reduction
+
+
+def _check_growth(found: Sequence[tuple[str, Scaling]], *, is_asked_for: bool) -> None:
+    """Refuses gradients (path, scaling) that do not add up, and warns of what is not known.
+
+    Raises: SoapjaxError.
+    """
+
+    def named(paths: Sequence[str]) -> str:
+        return f"{paths[0]!r}" + (f" (and {len(paths) - 1} more)" if len(paths) > 1 else "")
+
+    if ratios := [path for path, s in found if s.is_ratio]:
+        value = f"the gradient of {named(ratios)} is divided by a sum over the batch's results"
+        expected = "a loss divided by a constant, or by what is made of the batch alone, as a sum of its weights is"
+        remedy = "divide by a fixed count (the batch size, say), or use one micro-batch"
+        raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
+    if extremes := [path for path, s in found if s.extreme]:
+        value = f"the gradient of {named(extremes)} is the largest or least value of a batch"
+        expected = "gradients that add up: micro-batches have other ones (as fp8's scales)"
+        raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if mixed := [path for path, s in found if s.is_mixed]:
+        value = f"the gradient of {named(mixed)} adds up what grows with the batch and what does not"
+        expected = "a loss that is all a mean over the batch, or all a sum: a sum beside a penalty of the weights, say, is neither"
+        remedy = "take the mean, or divide the sum by the batch's own size (x.shape[0]); or use one micro-batch"
+        raise SoapjaxError(Problem(_PLACE, value, expected, remedy))
+    if unknown := [path for path, s in found if s.power is None and not s.is_zero]:
+        if not is_asked_for:
+            value = f"how the gradient of {named(unknown)} grows with the batch is not known"
+            remedy = "say how many micro-batches, if that will do"
+            raise SoapjaxError(Problem(_PLACE, value, "a mean over the batch, or a sum", remedy))
+        warn_once(_UNKNOWN, named(unknown))
+
+
+def _check_samples(micro: MicroStep, gradients: Sequence[int]) -> None:
+    """Refuses, or warns of, what mixes samples in the making of gradients (graph/batch/sample_mixing.py).
+
+    Raises: SoapjaxError.
+    """
+    mixing = micro.growth.mixing(gradients)
+    if (pairs := mixing.pairs()) is not None:
+        value = f"the loss is made of a value of shape {list(mixing.shape(pairs))}, every sample with every other"
+        expected = "a loss of every sample by itself, or a mean: micro-batches have fewer pairs"
+        raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if (fixed := mixing.fixed_rows()) is not None:
+        value = f"the loss joins a fixed number of samples to others ({fixed.source}: {list(mixing.shape(fixed))})"
+        expected = "a share of the batch: of a micro-batch a fixed number is a larger share"
+        raise SoapjaxError(Problem(_PLACE, value, expected, "slice by the batch's own size, or use one micro-batch"))
+    if (read := mixing.by_number()) is not None:
+        at = f"{read.source}: {list(mixing.shape(read))}"
+        value = f"samples are read, or added to, by numbers that come with the batch ({at})"
+        expected = "a loss of every sample by itself: the numbers count those of the whole batch"
+        raise SoapjaxError(Problem(_PLACE, value, expected, "use one micro-batch, or plan without a pipeline"))
+    if (statistic := mixing.statistic()) is not None:
+        warn_once(_STATISTIC, f"{statistic.source or statistic.name} ({list(mixing.shape(statistic))})")
+    if (moved := mixing.order()) is not None:
+        warn_once(_ORDER, f"{moved.source or moved.name} ({moved.name}: {list(mixing.shape(moved))})")
+
+
+@functools.lru_cache(256)  # a plan that is checked is made more than once
+def warn_once(message: str, *args: str) -> None:
+    """A warning, once until `warn_anew`."""
+    log.warning(message, *args)
+
+
+def warn_anew() -> None:
+    """Another step is planned, which may have the same trouble."""
+    warn_once.cache_clear()
+
+
+def averaged_blindly(micro: MicroStep, reduction: str, gradients: Collection[int]) -> dict[int, str]:
+    """Outputs, with their paths, that are averaged, or cannot be, and are no mean over the batch, or not known to be one."""
+    outputs = {
+        v: p for p, v in zip(micro.step.out_paths, micro.step.program.outputs, strict=True)
+        if isinstance(v, int) and v not in gradients and not micro.growth.sample_dims(v)
+    }  # fmt: skip
+    state = {v for k in micro.step.state_pairs.values() if isinstance(v := micro.step.program.outputs[k], int)}
+    of_data = micro.growth.of_data(list(outputs), gradients) if micro.growth.is_known else outputs.keys() - state
+    outputs = {v: p for v, p in outputs.items() if v in of_data}
+    no_means = micro.growth.no_means(list(outputs), gradients)
+    found = {}
+    for v, path in outputs.items():
+        scaling, how = micro.growth.of(v) or UNKNOWN, joining(micro, v, reduction)
+        is_other = not scaling.is_zero and (scaling.power != 0 or bool(scaling.extreme) or scaling.is_ratio)
+        if v in no_means or how is None or (how.how == "mean" and is_other):
+            found[v] = path
+    return found
+
+
+def joining(micro: MicroStep, value: int, reduction: str, *, is_gradient: bool = False) -> Joining | None:
+    """How one value of every micro-batch becomes the value of the step; None where that is not known."""
+    if micro.num_microbatches == 1:
+        return Joining("sum")
+    if is_gradient:
+        return Joining(reduction)
+    scaling = micro.growth.of(value)
+    if dims := micro.growth.sample_dims(value):
+        is_number = jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact)
+        power = scaling.power if scaling is not None and is_number else 0.0
+        return Joining("join", dims[0], micro.num_microbatches ** (power or 0.0)) if len(dims) == 1 else None
+    if scaling is not None and scaling.power == 1.0:
+        return Joining("sum")
+    if scaling is not None and scaling.extreme in ("max", "min") and value in micro.step.program.outputs:
+        return Joining(scaling.extreme)
+    return Joining("mean") if jax.dtypes.issubdtype(micro.step.program.avals[value].dtype, np.inexact) else None

@@ -1,0 +1,151 @@
+"""From a step to its micro-batches: which arguments are split, and how its values grow with the batch.
+
+What comes out is put together again by joinings.py. Semantics, as in GPipe (Huang et al. 2019, section 2.3):
+
+- batch statistics are those of each micro-batch, and moving averages move once per step: a mean, and a variance E[x²] - E[x]², by
+  those of the whole batch (graph/batch/batch_means.py); a variance E[(x - E[x])²] by the mean of the micro-batches' variances;
+- metrics are averaged, counts (what grows with the batch) are summed, what has a batch dim is joined along it, and of what is the
+  largest or least of all samples the largest or least is taken;
+- every micro-batch draws random numbers of its own: its number is folded into the key where numbers are drawn, whatever the
+  schedule; a key that comes with the data stays as it is (graph/batch/draws.py);
+- numbers of the batch alone, such as what a mean with weights divides by, are the whole batch's (graph/batch/whole_batch.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.graph.batch.draws import draws_alike
+from soapjax.graph.batch.growth import Growth, growth_of
+from soapjax.graph.batch.whole_batch import BatchStatistic
+from soapjax.graph.batch.whole_equations import consts_of_whole, equations_of_whole
+from soapjax.graph.passes.build import build_graph
+from soapjax.graph.recompute import recomputing
+from soapjax.graph.trace.program import FlatEqn
+from soapjax.graph.trace.tracing import TracedStep, trace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicroStep:
+    """A step traced with one micro-batch, and how its values grow with the batch."""
+
+    step: TracedStep
+    batch_leaves: tuple[int, ...]  # input leaves whose leading dim is the batch
+    num_microbatches: int
+    batch_size: int
+    full: TracedStep
+    growth: Growth  # not known where there is one micro-batch
+    draws: frozenset[str] = frozenset()  # equations (keys) that draw random numbers for each micro-batch (graph/batch/draws.py)
+    # Those of the forward pass that wait for all micro-batches: of means over the whole batch (graph/batch/batch_means.py), or of
+    # all samples.
+    after_all: frozenset[str] = frozenset()
+    # Those that pass on numbers of the whole batch (graph/batch/whole_batch.py).
+    whole: Mapping[str, BatchStatistic] = dataclasses.field(default_factory=dict)
+    # By the key of an equation what runs in its place once per step (graph/batch/whole_equations.py).
+    once: Mapping[str, FlatEqn] = dataclasses.field(default_factory=dict)
+    consts_once: Mapping[int, Any] = dataclasses.field(default_factory=dict)  # likewise
+
+
+def micro_step(
+    fn: Any, *args: Any, num_microbatches: int, static_argnums: Sequence[int] = (), full: TracedStep | None = None,
+    recomputed: Collection[str] = (), **tracing: Any,
+) -> MicroStep:  # fmt: skip
+    """Traces `fn` with one micro-batch, and with the whole batch where that (`full`) is not given.
+
+    Args:
+      recomputed: operators that the backward pass computes again, in `full` too.
+      tracing: as for `trace`.
+    Raises: SoapjaxError where the batch is not to be found, micro-batches do not divide it, or an operator cannot be recomputed.
+    """
+
+    def traced(*given: Any) -> TracedStep:
+        return recomputing(trace(fn, *given, static_argnums=static_argnums, **tracing), recomputed)
+
+    full = traced(*args) if full is None else full
+    if num_microbatches < 1:
+        problem = Problem("microbatches", str(num_microbatches), "at least 1", "choose 1 or more micro-batches")
+        raise SoapjaxError(problem)
+    leaves = batch_leaves(full)
+    size = full.in_avals[leaves[0]].shape[0]
+    if size % num_microbatches:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        near = sorted(divisors, key=lambda d: (abs(d - num_microbatches), d))[:3]
+        expected = f"a divisor of the batch of {size} ({full.in_paths[leaves[0]]})"
+        raise SoapjaxError(
+            Problem("microbatches", str(num_microbatches), expected, f"choose {' or '.join(map(str, sorted(near)))}")
+        )
+    if num_microbatches == 1:
+        return MicroStep(full, leaves, 1, size, full, Growth(full.program, full.program, {}, frozenset()))
+    static = {i % len(args) for i in static_argnums} if args else set()
+    dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+
+    def with_samples(samples: int) -> TracedStep:
+        flat, tree = jax.tree_util.tree_flatten(dynamic)
+        for i in leaves:
+            aval = full.in_avals[i]
+            flat[full.leaf_of[i]] = jax.ShapeDtypeStruct((samples, *aval.shape[1:]), aval.dtype)
+        rest = iter(jax.tree_util.tree_unflatten(tree, flat))
+        try:
+            return traced(*(a if i in static else next(rest) for i, a in enumerate(args)))
+        except SoapjaxError as e:
+            raise SoapjaxError(_of_part(full, leaves, samples, e.problems)) from e
+
+    small = with_samples(size // num_microbatches)
+    grows = growth_of(small, full, leaves, num_microbatches, with_samples=with_samples)
+    draws = draws_alike(small.program, {small.program.inputs[k] for k in leaves})
+    program, whole = grows.with_whole(small.program, num_microbatches)
+    once = equations_of_whole(small.program, full.program, num_microbatches)
+    return MicroStep(
+        step=dataclasses.replace(small, program=program), batch_leaves=leaves, num_microbatches=num_microbatches, batch_size=size,
+        full=full, growth=grows, draws=draws, whole=whole, once=once, consts_once=consts_of_whole(small.program, full.program),
+        after_all=grows.after_means(small.program.outputs),
+    )  # fmt: skip
+
+
+def _of_part(full: TracedStep, leaves: Sequence[int], samples: int, problems: Sequence[Problem]) -> list[Problem]:
+    """What is wrong with a part of the batch, although it is not with all of it."""
+    size = full.in_avals[leaves[0]].shape[0]
+    cut = ", ".join(full.in_paths[i] for i in leaves[:4]) + (", ..." if len(leaves) > 4 else "")
+    found = [p._replace(value=f"traced with {samples} of {size} samples (of {cut}): {p.value}") for p in problems]
+    if rows := [full.in_paths[i] for i in full.state_pairs if full.in_avals[i].shape[:1] == (size,)]:
+        may_be = f"state is not cut, and {rows[0]} has {size} rows: if they are the samples', pass it with the batch"
+        found = [p._replace(remedy=f"{may_be}, and return it as a result; else correct the step") for p in found]
+    return found
+
+
+def batch_leaves(step: TracedStep) -> tuple[int, ...]:
+    """The input leaves, beside the training state, whose leading dim is the batch: the size that most of those share that are read.
+
+    Not weights that are given beside the state (graph/passes/samples.py). Arguments, or parts of them, whose leaves all have one
+    come before those that hold others too; one sample is no batch where there are others.
+
+    Raises: SoapjaxError where no argument has a leading dim.
+    """
+    given = build_graph(step)[1].given
+    others = {i for i, v in enumerate(step.program.inputs) if v in given or i in step.state_pairs}
+    shapes = {i: a.shape for i, a in enumerate(step.in_avals) if i not in others and a.shape}
+    if not shapes:
+        expected = "an argument beside the training state with a leading batch dim"
+        remedy = "pass the batch as an argument of the step; the state is what the step returns anew"
+        raise SoapjaxError(Problem("train step", "no batch among its arguments", expected, remedy))
+    read = {i: s[0] for i, s in shapes.items() if step.is_read[i]} or {i: s[0] for i, s in shapes.items()}
+    sizes = collections.Counter(read.values())
+    of_arguments, of_parts = (_shared({step.in_paths[i]: n for i, n in read.items()}, depth) for depth in (1, 2))
+    size = max(sizes, key=lambda n: (n > 1, n in of_arguments, n in of_parts, sizes[n], n))
+    return tuple(i for i, s in shapes.items() if s[0] == size)
+
+
+def _shared(sizes: Mapping[str, int], depth: int) -> set[int]:
+    """Sizes, by path, that are those of all paths with which they begin alike, for so many names."""
+    found = collections.defaultdict(set)
+    for path, size in sizes.items():
+        found[tuple(path.split(".")[:depth])].add(size)
+    return {size for alike in found.values() if len(alike) == 1 for size in alike}
+
+

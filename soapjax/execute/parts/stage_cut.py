@@ -1,0 +1,429 @@
+"""Cutting a micro-batched step into stages: forward and backward parts, and updates.
+
+Forward and backward tasks run on the stage of their operator. What crosses into the update (gradients, the loss, batch
+statistics) is summed over micro-batches where it is made. A parameter's gradient that is a sum over several stages (tied
+embeddings) is summed per stage first, and added up once, where the parameter lives. The update runs on the stage that
+holds the parameter; what mixes gradients of several stages (the norm of all gradients) is evaluated in a second round, by
+every stage that needs it, from what the first round made of each stage's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from soapjax.errors import Problem, SoapjaxError
+from soapjax.execute.parts.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
+from soapjax.execute.parts.microbatches import MicroStep
+from soapjax.graph.batch.whole_equations import as_whole
+from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
+from soapjax.graph.operators import OperatorGraph
+from soapjax.graph.passes.build import Binding
+from soapjax.graph.passes.phases import BACKWARD, FORWARD, UPDATE
+from soapjax.graph.rules.light_rules import LIGHT
+from soapjax.graph.trace.program import FlatEqn
+from soapjax.graph.trace.tracing import TracedStep
+from soapjax.graph.trace.values import IDENTITIES
+from soapjax.strategy.pipeline import Pipeline
+from soapjax.strategy.schedules import recomputes_apart, splits_backward
+
+
+class Crossing(NamedTuple):
+    """A value of forward or backward parts that the update reads (or the step returns)."""
+
+    value: int
+    site: int  # the stage that needs it, or makes it
+    summands: tuple[tuple[int, int], ...]  # (stage, value): what is summed over micro-batches, and then added up
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageCut:
+    """The parts of all stages."""
+
+    forward: tuple[Part, ...]
+    backward: tuple[Part, ...]
+    weights: tuple[Part | None, ...]  # by stage, what of the backward pass may wait, where the schedule puts it off
+    recompute: tuple[Part | None, ...]  # by stage, what makes again what the backward pass reads, where nothing is kept
+    update: tuple[Part, ...]  # first round, by stage
+    mixed: tuple[Part | None, ...]  # second round, by stage
+    crossings: tuple[Crossing, ...]
+    home: dict[int, int]  # input value -> the stage that holds it, for all but the batch
+    results: tuple[tuple[int, int] | None, ...]  # of every output leaf: (stage, value); None for a literal
+    gradients: tuple[tuple[int, int], ...]  # (stage, value) of every parameter's
+
+    def updating_as(self, whole: Mapping[str, FlatEqn], consts: Mapping[int, Any]) -> StageCut:
+        """With updates of the whole batch's equations and constants, where these are others."""
+
+        def part(p: Part | None) -> Part | None:
+            return None if p is None else dataclasses.replace(p, eqns=tuple(as_whole(e, whole) for e in p.eqns), consts=consts)
+
+        return dataclasses.replace(self, update=tuple(map(part, self.update)), mixed=tuple(map(part, self.mixed)))
+
+    @property
+    def passes(self) -> tuple[Part, ...]:
+        """What runs for every micro-batch."""
+        return (*self.forward, *self.backward, *(p for p in (*self.weights, *self.recompute) if p is not None))
+
+
+def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:
+    """The stage of every operator.
+
+    Raises: SoapjaxError naming operators that are unknown, missing or in two stages, and stages without any.
+    """
+    index = {op.name: n for n, op in enumerate(graph.operators)}
+    stage = [-1] * graph.num_operators
+    problems = []
+    trained = [n for n, op in enumerate(graph.operators) if any(graph.tasks[t].phase != UPDATE for t in op.tasks)]
+    if len(pipeline.stages) > len(trained):
+        value, expected = f"{len(pipeline.stages)} stages", f"at most {len(trained)}, the operators of this step"
+        problems.append(Problem("stages", value, expected, "use fewer stages"))
+    for i, part in enumerate(pipeline.stages):
+        if not part.operators:
+            problems.append(Problem(f"stages[{i}].operators", "none", "at least one operator", "use fewer stages"))
+        for name in part.operators:
+            place = f"stages[{i}].operators"
+            if name not in index:
+                expected = "operators of this step, traced with one micro-batch"
+                problems.append(Problem(place, repr(name), expected, "plan the stages anew for this step"))
+            elif stage[index[name]] >= 0:
+                value, expected = f"{name!r}, which is in stage {stage[index[name]]} too", "each operator in one stage"
+                problems.append(Problem(place, value, expected, "drop it from one of them"))
+            else:
+                stage[index[name]] = i
+    missing = [graph.operators[n].name for n in trained if stage[n] < 0]
+    if missing and not problems:
+        value = f"{len(missing)} operators in no stage ({', '.join(missing[:3])}, ...)"
+        problems.append(Problem("stages", value, "every operator in a stage", "add them to the stages that read their results"))
+    if problems:
+        raise SoapjaxError(problems)
+    return stage
+
+
+class Cutter:
+    """What is known of a step before it is cut: the phase of every equation, and where those of both passes run.
+
+    Args:
+      num: how many places (stages, sub-meshes) there are.
+      batch_leaves: input leaves that differ from micro-batch to micro-batch.
+      draws: equations whose random numbers do.
+      after_all: equations that are evaluated on what all micro-batches make.
+    """
+
+    def __init__(
+        self, step: TracedStep, graph: OperatorGraph, binding: Binding, num: int, batch_leaves: Sequence[int],
+        draws: frozenset[str] = frozenset(), after_all: frozenset[str] = frozenset(),
+    ):  # fmt: skip
+        self.step, self.graph, self.binding, self.num = step, graph, binding, num
+        self.program, self.values = step.program, binding.values
+        self.phase = {e.key: phase_of(e, graph, binding) for e in self.program.eqns}
+        of_batch = depends_on(self.program, {self.program.inputs[i] for i in batch_leaves})
+        self.of_batch = {e.key for e in self.program.eqns if any(o in of_batch for o in e.outputs)}
+        drawn = {o for e in self.program.eqns if not draws.isdisjoint(keys_of(e)) for o in e.outputs} if draws else ()
+        of_draws = depends_on(self.program, drawn)
+        differs = self.of_batch | {e.key for e in self.program.eqns if any(o in of_draws for o in e.outputs)}
+        # Of the forward pass what is the same for all micro-batches; what the update may evaluate: also what is made of all.
+        self.same = {k for k, p in self.phase.items() if p == FORWARD and k not in differs}
+        self.once = self.same | {k for k, p in self.phase.items() if p == FORWARD and k in after_all}
+        self.made_by = {o: e for e in self.program.eqns for o in e.outputs}
+        self.stage: dict[str, int] = {}  # of every forward and backward equation
+        self.value_stage: dict[int, int] = {}
+
+    def source(self, value: int) -> int:
+        """What it is, behind barriers and names, which run wherever their results are read."""
+        eqn = self.made_by.get(value)
+        while eqn is not None and eqn.name in IDENTITIES:
+            of = eqn.inputs[eqn.outputs.index(value)]
+            if not isinstance(of, int):
+                break
+            value, eqn = of, self.made_by.get(of)
+        return value
+
+    def set_free(self, value: int) -> bool:
+        """Has every part that reads a value make it, and what it is made of: where that is the same for all micro-batches."""
+        found: dict[str, FlatEqn] = {}
+        queue = [value]
+        while queue:
+            eqn = self.made_by.get(queue.pop())
+            if eqn is not None and eqn.key not in found and self.phase[eqn.key] is not None:
+                if eqn.key not in self.same or eqn.body is not None:
+                    return False
+                found[eqn.key] = eqn
+                queue += [a for a in eqn.inputs if isinstance(a, int)]
+        for key, eqn in found.items():
+            self.phase[key] = None
+            self.stage.pop(key, None)
+            for o in eqn.outputs:
+                self.value_stage.pop(o, None)
+        return True
+
+    def keys(self, phase: int | None, stage: int | None = None) -> set[str]:
+        return {k for k, p in self.phase.items() if p == phase and (stage is None or self.stage[k] == stage)}
+
+    def gradient_values(self) -> list[int]:
+        """The outermost value of every parameter's gradient."""
+        at = {self.values.of(o).root: o for e in reversed(self.program.eqns) for o in e.outputs}
+        if inside := [p.path for p in self.binding.phases.parameters if p.gradient not in at]:
+            value = f"the gradient of {inside[0]!r} (and {len(inside) - 1} more) stays inside a loop of the step's own"
+            expected = "gradients that one backward pass makes: micro-batches are added up by the pipeline"
+            raise SoapjaxError(Problem("train step", value, expected, "leave the accumulation out, or plan without a pipeline"))
+        return [at[p.gradient] for p in self.binding.phases.parameters]
+
+    def summands(self, value: int) -> list[int]:
+        """A sum of gradients, taken apart as long as its terms come from several stages."""
+        eqn = self.made_by.get(value)
+        if eqn is not None and eqn.name in ("add_any", "add") and all(isinstance(a, int) for a in eqn.inputs):
+            terms = [t for a in eqn.inputs for t in self.summands(a)]
+            if len({self.value_stage.get(t) for t in terms}) > 1 and all(t in self.value_stage for t in terms):
+                return terms
+        return [value]
+
+    def between_stages(self) -> set[str]:
+        """The additions of gradients' terms from several stages: the update adds them up, once per step."""
+        found: set[str] = set()
+        waiting = [v for v in self.gradient_values() if self.summands(v) != [v]]
+        while waiting:
+            v = waiting.pop()
+            if self.summands(v) != [v]:
+                found.add(self.made_by[v].key)
+                waiting += [a for a in self.made_by[v].inputs if isinstance(a, int)]
+        return found
+
+
+def _assign(c: Cutter, stage_of: Sequence[int]) -> None:
+    """Stages of equations: forward never reads from a later stage; a backward one that would moves down."""
+    problems = []
+    for eqn in c.program.eqns:
+        phase = c.phase[eqn.key]
+        if phase not in (FORWARD, BACKWARD):
+            continue
+        operators = {c.graph.tasks[k].operator for k in tasks_of(eqn, c.graph, c.binding)}
+        found = {stage_of[n] for n in operators} - {-1}
+        names = sorted(c.graph.operators[n].name for n in operators)
+        if len(found) > 1:
+            value = f"a loop over {', '.join(names[:3])}, ... in stages {sorted(found)}"
+            remedy = "unroll the loop (unroll=True, --unroll), or keep it in one stage"
+            problems.append(Problem("stages", value, "loops that are in one stage", remedy))
+        stage = min(found, default=0)
+        read = [c.source(a) for a in eqn.inputs if isinstance(a, int)]
+        for a in read if phase == FORWARD else ():
+            if c.value_stage.get(a, 0) > stage:
+                c.set_free(a)  # a random key that a later stage passes on, say
+        before = [(c.value_stage[a], a) for a in read if a in c.value_stage]
+        if phase == FORWARD and any(s > stage for s, _ in before):
+            value = f"{names[0]!r} in stage {stage} reads what stage {max(before)[0]} makes"
+            problems.append(Problem("stages", value, "results that flow from stage to stage", "move it to the later stage"))
+        if phase == BACKWARD:
+            stage = min([stage, *(s for s, a in before if c.phase[c.made_by[a].key] == BACKWARD)])
+        c.stage[eqn.key] = stage
+        c.value_stage.update(dict.fromkeys(eqn.outputs, stage))
+    if problems:
+        raise SoapjaxError(problems[:5])
+
+
+class Updates(NamedTuple):
+    update: tuple[Part, ...]
+    mixed: tuple[Part | None, ...]
+    crossings: tuple[Crossing, ...]
+    home: dict[int, int]
+    results: tuple[tuple[int, int] | None, ...]
+    gradients: tuple[tuple[int, int], ...]
+
+
+def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | None = None) -> Updates:
+    """The parts of the update, by place, and what crosses into them from `passes` (forward and backward parts).
+
+    Args:
+      owners: input leaf of a parameter -> the place that keeps and updates it; by default the first that reads it.
+    """
+    program, phases = c.program, c.binding.phases
+    free = c.keys(None) | c.keys(UPDATE) | (c.once & c.stage.keys())
+    readers: dict[int, list[int]] = {}
+    for part in passes:
+        for v in part.inputs:
+            readers.setdefault(v, []).append(part.place)
+    gradients = c.gradient_values()
+    owner: dict[int, int] = {}  # input leaf -> stage
+    site: dict[int, int] = {}
+    for parameter, gradient in zip(phases.parameters, gradients, strict=True):
+        stage = min(readers.get(parameter.value, [0])) if owners is None else owners[parameter.leaf]
+        owner.update(dict.fromkeys((parameter.leaf, *parameter.state_leaves), stage))
+        site[gradient] = stage
+    # On which stages' gradients every value of the update depends.
+    depends: dict[int, frozenset[int]] = {}
+    for eqn in program.eqns:
+        if eqn.key in free:
+            found = [depends[a] if a in depends else _at(c, site, a) for a in eqn.inputs if isinstance(a, int)]
+            depends.update(dict.fromkeys(eqn.outputs, frozenset().union(*found)))
+
+    def stages_of(v: int) -> frozenset[int]:
+        return depends[v] if v in depends else _at(c, site, v)
+
+    inverse = {o: i for i, o in c.step.state_pairs.items()}
+    home: dict[int, int] = {}
+    results: list[tuple[int, int] | None] = []
+    for leaf, value in enumerate(program.inputs):
+        out = program.outputs[c.step.state_pairs[leaf]] if leaf in c.step.state_pairs else None
+        made = sorted(stages_of(out)) if isinstance(out, int) and out not in program.inputs else []
+        home[value] = owner.get(leaf, made[0] if made else min(readers.get(value, [0])))
+    wanted: list[list[int]] = [[] for _ in range(c.num)]
+    for leaf, out in enumerate(program.outputs):
+        if not isinstance(out, int):
+            results.append(None)
+            continue
+        at = home[program.inputs[inverse[leaf]]] if leaf in inverse else max(stages_of(out), default=home.get(out, 0))
+        results.append((at, out))
+        if out not in home and out not in wanted[at]:
+            wanted[at].append(out)
+    single = {v for v in (*depends, *site) if len(stages_of(v)) == 1}
+    update, mixed = _update_parts(c, free, wanted, home, stages_of, stop=single - set(program.inputs))
+    crossing = {}
+    for part in update:
+        for v in part.inputs:
+            if v not in home:
+                terms = c.summands(v) if v in site else [v]
+                crossing[v] = Crossing(v, part.place, tuple((c.value_stage[t], t) for t in terms))
+    for v in gradients:  # also those that no update reads
+        if v in c.value_stage:
+            crossing.setdefault(v, Crossing(v, site[v], tuple((c.value_stage[t], t) for t in c.summands(v))))
+    return Updates(
+        tuple(update), tuple(mixed), tuple(crossing.values()), home, tuple(results), tuple((site[v], v) for v in gradients)
+    )  # fmt: skip
+
+
+def _update_parts(
+    c: Cutter, free: Collection[str], wanted: Sequence[Sequence[int]], home: Mapping[int, int],
+    stages_of: Callable[[int], frozenset[int]], *, stop: Collection[int],
+) -> tuple[list[Part], list[Part | None]]:  # fmt: skip
+    """Of every stage the part that depends on its own gradients alone, and where something `wanted` needs others' a part for that.
+
+    Args:
+      home: input -> the stage that keeps it.
+      stop: values that such a mixed part is given.
+    """
+    program = c.program
+    alone = [[v for v in wanted[s] if stages_of(v) <= {s}] for s in range(c.num)]
+    rest = [[v for v in wanted[s] if v not in alone[s]] for s in range(c.num)]
+    mixed = [
+        make_part(f"update {s} mixed", s, program, (), free, rest[s], stop=stop) if rest[s] else None for s in range(c.num)
+    ]
+    for part in mixed:
+        for v in part.inputs if part is not None else ():
+            if v not in home:
+                (t,) = stages_of(v)
+                alone[t] += [v] if v not in alone[t] else []
+    return [make_part(f"update {s}", s, program, (), free, alone[s]) for s in range(c.num)], mixed
+
+
+def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
+    """The stage of a value that crosses into the update; none of an input of the step."""
+    stage = site.get(value, c.value_stage.get(value))
+    return frozenset() if stage is None else frozenset({stage})
+
+
+def _kept_tensors(c: Cutter) -> dict[int, set[int]]:
+    """What the forward pass hands on to the backward pass, and what that one stores."""
+    graph, lives, maker = c.graph, lifetimes(c.graph), makers(c.graph)
+    kept = kept_between_passes(graph, lives, maker, range(len(graph.tasks)), lambda task: True)
+    own_results = (kept_for_result(graph, lives, graph.tasks[maker[t]]) for t in kept if lives.is_stand_in[t])
+    backward = {a.tensor for task in graph.tasks if task.phase == BACKWARD for a in task.writes if lives.is_stored[a.tensor]}
+    return {FORWARD: {t for t in kept if not lives.is_stand_in[t]}.union(*own_results), BACKWARD: backward}
+
+
+class _Light(NamedTuple):
+    """Of one pass what later programs evaluate themselves."""
+
+    equations: set[str]
+    given: set[int]  # values that they read although such equations make them
+
+
+def _computed_again(c: Cutter) -> dict[int, _Light]:
+    """The light equations of each pass, by phase.
+
+    A stage keeps what one program would keep for that (graph/lifespans.py): the compiler fuses the derivative of an activation
+    into its readers, which it cannot across programs. What does not depend on the batch is made anew by every program.
+    """
+    found, kept = {}, _kept_tensors(c)
+    for phase in (FORWARD, BACKWARD):
+        mine = [e for e in c.program.eqns if c.phase[e.key] == phase]
+        light = {e.key for e in mine if e.name in LIGHT or e.key not in c.of_batch}
+        made = (o for e in mine if e.key in c.of_batch for o in e.outputs)
+        found[phase] = _Light(light, {o for o in made if c.binding.tensor_of.get(o) in kept[phase]})
+    return found
+
+
+def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipeline: Pipeline) -> StageCut:
+    """Cuts a step that was traced with one micro-batch.
+
+    Raises: SoapjaxError where the gradient boundary is not found, or the stages do not fit the step.
+    """
+    if not binding.phases.parameters or binding.phases.is_single_phase:
+        several = binding.phases.is_single_phase
+        value = "gradients that depend on an update (more than one gradient per step)" if several else "no gradient found"
+        expected = "one gradient of one loss, then one update"
+        remedy = "use jax.grad, or soapjax.value_and_grad where gradients are computed another way; or plan without a pipeline"
+        raise SoapjaxError(Problem("train step", value, expected, remedy))
+    step = micro.step
+    if not any("transpose(" in e.stack for e in step.program.eqns):
+        value, expected = "a backward pass without the marks of jax.grad", "equations that can be told to be backward"
+        remedy = "compute gradients by jax.grad, or plan without a pipeline"
+        if any("transpose(" in inner.stack for inner in step.program.leaves):
+            value = "a gradient that is made inside a loop of the step's own, as of its gradient accumulation"
+            expected, remedy = "gradients that one backward pass makes", "leave the accumulation out: microbatches= is that"
+        raise SoapjaxError(Problem("train step", value, expected, remedy))
+    c = Cutter(
+        step=step, graph=graph, binding=binding, num=len(pipeline.stages), batch_leaves=micro.batch_leaves, draws=micro.draws,
+        after_all=micro.after_all,
+    )  # fmt: skip
+    _assign(c, stage_of_operators(graph, pipeline))
+    free = c.keys(None)
+    light = _computed_again(c)
+    apart = c.between_stages()
+    put_off = _put_off(c, free) if splits_backward(pipeline) else set()
+    forward, backward, weights, recompute = [], [], [], []
+    for s, stage in enumerate(pipeline.stages):
+        own, is_apart = c.keys(FORWARD, s), recomputes_apart(pipeline, s)
+        forward.append(make_part(f"forward {s}", s, step.program, own, free))
+        again, stop = own & light[FORWARD].equations, light[FORWARD].given
+        if stage.rematerialise and not is_apart:
+            again, stop = own, set()
+        mine = c.keys(BACKWARD, s) - apart
+        backward.append(make_part(f"backward {s}", s, step.program, mine - put_off, free | again, stop=stop))
+        if mine & put_off:
+            late, others = mine & put_off, (mine - put_off) & light[BACKWARD].equations
+            given = {v for v in light[BACKWARD].given if c.made_by[v].key not in late} | stop
+            weights.append(make_part(f"weights {s}", s, step.program, late, free | again | others, stop=given))
+        if is_apart and (made := [v for v in backward[s].inputs if v in c.made_by and c.made_by[v].key in own]):
+            recompute.append(make_part(f"recompute {s}", s, step.program, (), free | own, made))
+    passes = [*forward, *backward, *weights, *recompute]
+    updates = cut_updates(c, passes)
+    # What is computed again the forward pass does not hand on.
+    again_of = {f"backward {p.place}": set(p.outputs) for p in recompute}
+    reads = [dataclasses.replace(p, inputs=tuple(v for v in p.inputs if v not in again_of.get(p.name, ()))) for p in passes]
+    done = {p.name: dataclasses.replace(p, inputs=q.inputs) for p, q in zip(with_outputs(reads), passes, strict=True)}
+    kinds = ("forward", "backward", "weights", "recompute")
+    return StageCut(*(tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds), *updates)
+
+
+def _put_off(c: Cutter, free: Collection[str]) -> set[str]:
+    """The backward equations that no earlier stage waits for, not through `free` ones either: gradients of weights, on every stage
+    but the first."""
+    own_sums = {t for v in c.gradient_values() for t in c.summands(v)} | set(c.gradient_values())
+    found: set[str] = set()
+    for s in range(1, c.num):
+        mine = c.keys(BACKWARD, s)
+        read = {
+            a for e in c.program.eqns if c.phase[e.key] == BACKWARD and c.stage[e.key] != s for a in e.inputs if isinstance(a, int)
+        }
+        for eqn in reversed([e for e in c.program.eqns if e.key in free]):  # a barrier between layers that are computed again, say
+            if read.intersection(eqn.outputs):
+                read |= {a for a in eqn.inputs if isinstance(a, int)}
+        needed = {o for e in c.program.eqns if e.key in mine for o in e.outputs if o in read and o not in own_sums}
+        if not needed:
+            continue
+        for eqn in reversed([e for e in c.program.eqns if e.key in mine or e.key in free]):
+            if needed & set(eqn.outputs):
+                needed |= {a for a in eqn.inputs if isinstance(a, int)}
+            elif eqn.key in mine:
+                found.add(eqn.key)
+    return found

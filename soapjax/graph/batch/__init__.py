@@ -1,0 +1,1 @@
+"""How a step's values depend on its batch: means, sums, statistics, and where samples mix."""

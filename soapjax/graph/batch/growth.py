@@ -1,0 +1,259 @@
+"""How the values of a micro-batched step grow with its batch, where it has one sample, too.
+
+What grows is told by two traces of the step that are alike, equation by equation (batch_scaling.py). Traced with one sample, a step
+has other equations than with two: JAX drops sums over one, and reshapes where it would gather. It is then held against the step
+with two samples: equations in order, the same primitive in the same scope, with operands that correspond where these have
+counterparts. A value without one is of unknown growth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from soapjax.errors import SoapjaxError
+from soapjax.graph.batch.batch_means import after_means
+from soapjax.graph.batch.batch_scaling import UNKNOWN, Scaling, sample_dims, scalings
+from soapjax.graph.batch.sample_mixing import SampleMixing
+from soapjax.graph.batch.whole_batch import BatchStatistic, Read, passed_on, statistics_read, with_given
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.tracing import TracedStep
+
+_MOST_SKIPPED = 32  # equations of both programs between two that correspond
+_MOST_JOINED = 2**24  # numbers of a value that is kept of all samples, for results
+_IN_A_ROW = 3  # equations that correspond after some that do not
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Growth:
+    """Of the values of one step.
+
+    small, large: the step with two sizes of its batch, alike equation by equation.
+    scaling: of the values of `small`; empty where it could not be told.
+    counterpart: value of the step -> value of `small`; None where the step is `small`.
+    equations: key of an equation of `small` -> key of the step's; None likewise.
+    batch: the inputs of `small` that are data.
+    whole: where `small` reads a number that is to be the whole batch's -> its value, and the power by which it grows. In `small`
+      and `large` others, which nothing makes, stand for these.
+    """
+
+    small: Program
+    large: Program
+    scaling: dict[int, Scaling]
+    batch: frozenset[int]
+    counterpart: dict[int, int] | None = None
+    equations: dict[str, str] | None = None
+    whole: Mapping[Read, tuple[int, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.scaling)
+
+    def value(self, v: Atom) -> int | None:
+        """What stands for a value of the step in `small`; None where nothing does."""
+        if not isinstance(v, int):
+            return None
+        return v if self.counterpart is None else self.counterpart.get(v)
+
+    def of(self, v: Atom) -> Scaling | None:
+        mine = self.value(v)
+        return None if mine is None else self.scaling.get(mine)
+
+    def sample_dims(self, v: Atom) -> tuple[int, ...]:
+        """Dims of a value of the step that grow with the batch."""
+        mine = self.value(v)
+        return sample_dims(self.small, self.large, mine) if self.is_known and mine is not None else ()
+
+    def mixing(self, wanted: Sequence[Atom]) -> SampleMixing:
+        """Where samples are mixed in the making of values of the step."""
+        return SampleMixing(self.small, self.large, self.batch, [v for v in map(self.value, wanted) if v is not None])
+
+    def after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
+        """Equations of the step between means over the batch and what they make of its values `wanted` (batch_means.py)."""
+        found = self._after_means(wanted)
+        return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
+
+    def _after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
+        mine = [v for v in map(self.value, wanted) if v is not None]
+        found = after_means(self.small, self.large, self.scaling, self.batch, mine)
+        return found if self.equations is None else found & self.equations.keys()
+
+    def no_means(self, values: Sequence[int], gradients: Collection[int]) -> set[int]:
+        """Those of the step's `values` that are made of the batch otherwise than means are, and not of means of the whole batch.
+
+        Args:
+          gradients: values that are known to be the whole batch's.
+        """
+        mine = {v: w for v in values if self.is_known and (w := self.value(v)) is not None}
+        after, trained, beside = self._after_means(values), self._trained(gradients), self._beside(gradients)
+
+        def is_other(wanted: Collection[int]) -> bool:
+            mixing = beside.of(wanted)
+            return mixing.statistic(trained) is not None or mixing.not_linear({*after, *trained}) is not None
+
+        return {v for v, w in mine.items() if is_other([w])} if mine and is_other(mine.values()) else set()
+
+    def of_all_samples(
+        self, outputs: Sequence[int], gradients: Collection[int], blindly: Collection[int]
+    ) -> dict[int, frozenset[str]]:  # fmt: skip
+        """Of the step's `outputs` those that are made otherwise than of sums or means over samples: of each the equations that all
+        samples together are to be given to; none where too much would be kept for that, or gradients, or a loop, need them.
+
+        Args:
+          gradients: values that are known to be the whole batch's.
+          blindly: outputs that are known to be made so.
+        """
+        mixing, found = self._beside(gradients), {}
+        mine = {v: w for v in outputs if (w := self.value(v)) is not None and w in mixing.data}
+        if not self.is_known or not mine:
+            return {}
+        trained = self._trained(gradients)
+        for v, w in mine.items():
+            making = mixing.of([w])
+            # Statistics that layers read, as of batch norm, are the micro-batches' for all that follows.
+            statistics = v in blindly or making.statistic(trained) is not None or making.pairs() is not None
+            if eqns := making.of_all_on(statistics=statistics):
+                found[v] = self._of_all(making, eqns, trained)
+        return found
+
+    def of_data(self, outputs: Sequence[int], gradients: Collection[int]) -> set[int]:
+        """Those of the step's `outputs` that are made of the data otherwise than by gradients; none where nothing is known."""
+        data = self._beside(gradients).data if self.is_known else ()
+        return {v for v in outputs if self.value(v) in data}
+
+    def _trained(self, gradients: Collection[int]) -> set[str]:
+        """The equations that gradients are made by."""
+        return {e.key for e in self.mixing(list(gradients)).needed}
+
+    def _beside(self, gradients: Collection[int]) -> SampleMixing:
+        known = [w for w in map(self.value, gradients) if w is not None]
+        return SampleMixing(self.small, self.large, self.batch, (), known)
+
+    def _of_all(self, mixing: SampleMixing, eqns: Sequence[FlatEqn], trained: Collection[str]) -> frozenset[str]:
+        """The keys of equations of an output, in the step, if they may wait for all samples."""
+        keys = {e.key for e in eqns}
+        may_wait = keys.isdisjoint(trained) and not any("." in k for k in keys)
+        if self.equations is not None:
+            keys = {self.equations.get(k, "") for k in keys}
+        may_wait = may_wait and "" not in keys and all(map(self._may_be_joined, mixing.read_by(eqns)))
+        return frozenset(keys) if may_wait else frozenset()
+
+    def _may_be_joined(self, v: int) -> bool:
+        dims, scaling = sample_dims(self.small, self.large, v), self.scaling.get(v, UNKNOWN)
+        return len(dims) == 1 and scaling.power is not None and self.large.avals[v].size <= _MOST_JOINED
+
+    def with_whole(self, program: Program, num: int) -> tuple[Program, dict[str, BatchStatistic]]:
+        """The step's program, in which the numbers of `whole` are passed on; by equation (key) what it hands to `num` parts."""
+        mine = {(k if self.equations is None else self.equations[k], j): found for (k, j), found in self.whole.items()}
+        made, keys = passed_on(program, mine)
+        return made, {keys[read]: BatchStatistic(value, num**-power) for read, (value, power) in mine.items()}
+
+
+def growth_of(
+    step: TracedStep, full: TracedStep, batch_leaves: Sequence[int], factor: int, *, with_samples: Callable[[int], TracedStep]
+) -> Growth:  # fmt: skip
+    """How the values of `step` grow with its batch.
+
+    Args:
+      full: the step with a batch `factor` times as large.
+      batch_leaves: inputs that are data.
+      with_samples: traces the step with a number of samples; called where `step` has one, and is not like `full` therefore.
+    """
+
+    def between(small: TracedStep, large: TracedStep, factor: float, equations: dict[str, str] | None = None) -> Growth:
+        one, more = small.program, large.program
+        batch = frozenset(one.inputs[k] for k in batch_leaves)
+        found = scalings(one, more, factor)
+        if not found:
+            return Growth(one, more, found, batch, equations=equations)
+        known = {v for v, scaling in found.items() if scaling.is_sum or scaling.power is not None}
+        reads = statistics_read(one, batch, lambda a: bool(sample_dims(one, more, a)), known.__contains__)
+        whole = {
+            read: (value, power) for read, value in reads.items()
+            if (power := _power(found[value], one.avals[value])) is not None and (equations is None or read[0] in equations)
+        }  # fmt: skip
+        first = max(max(one.avals), max(more.avals)) + 1
+        ids = {value: first + k for k, value in enumerate(dict.fromkeys(v for v, _ in whole.values()))}
+        given = {read: ids[value] for read, (value, _) in whole.items()}
+        one, more = with_given(one, given), with_given(more, given)
+        powers = {ids[value]: power for value, power in whole.values()}
+        return Growth(one, more, scalings(one, more, factor, powers, batch), batch, equations=equations, whole=whole)
+
+    found = between(step, full, factor)
+    if found.is_known or step.in_avals[batch_leaves[0]].shape[0] > 1:
+        return found
+    try:
+        two = with_samples(2)
+        more = full if factor > 2 else with_samples(4)
+    except SoapjaxError:  # a step of this one size: nothing is known of it, as of one that has other equations for every size
+        return found
+    if len(step.program.outputs) != len(two.program.outputs):
+        return found
+    values, equations = corresponding(step.program, two.program)
+    ends = zip(step.program.outputs, two.program.outputs, strict=True)
+    values |= {v: w for v, w in ends if isinstance(v, int) and isinstance(w, int)}
+    samples = more.in_avals[batch_leaves[0]].shape[0]
+    return dataclasses.replace(between(two, more, samples / 2, equations), counterpart=values)
+
+
+def _power(found: Scaling, aval: Any) -> float | None:
+    """By which power of the batch a statistic of the data grows; None where it is none, or a count of which there are no parts."""
+    power = 1.0 if found.is_sum else found.power
+    return power if power == 0.0 or jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) else None
+
+
+def corresponding(one: Program, two: Program, factor: int = 2) -> tuple[dict[int, int], dict[str, str]]:
+    """Values of `one` -> of `two`, and keys of equations of `two` -> of `one`: a step with one sample, and with `factor`."""
+    values = dict(zip(one.inputs, two.inputs, strict=True)) if len(one.inputs) == len(two.inputs) else {}
+    equations: dict[str, str] = {}
+    _follow(one, two, factor, values, equations)
+    return values, equations
+
+
+def _follow(one: Program, two: Program, factor: int, values: dict[int, int], equations: dict[str, str]) -> None:
+    for a, b in _in_step(one.eqns, two.eqns):
+        operands = list(zip(a.inputs, b.inputs, strict=False))
+        if len(a.inputs) != len(b.inputs) or any(values.get(x, y) != y for x, y in operands if isinstance(x, int)):
+            continue
+        made = zip(_avals(one, a.outputs), _avals(two, b.outputs), strict=False)
+        if len(a.outputs) != len(b.outputs) or not all(_is_grown(x, y, factor) for x, y in made):
+            continue
+        equations[b.key] = a.key
+        values.update(zip(a.outputs, b.outputs, strict=True))
+        if a.body is not None and b.body is not None:
+            values.update(zip(a.body.inputs, b.body.inputs, strict=True))
+            _follow(a.body, b.body, factor, values, equations)
+
+
+def _avals(program: Program, values: Sequence[int]) -> list[Any]:
+    return [program.avals[v] for v in values]
+
+
+def _is_grown(a: Any, b: Any, factor: int) -> bool:
+    """Whether a value of one sample may be that of several: every dim as large, or so many times as large."""
+    alike = getattr(a, "dtype", None) == getattr(b, "dtype", None) and len(a.shape) == len(b.shape)
+    return alike and all(n in (m, factor * m) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _in_step(one: Sequence[FlatEqn], two: Sequence[FlatEqn]) -> Iterator[tuple[FlatEqn, FlatEqn]]:
+    """Pairs of equations in order, each the same by name and scope; what has no partner is passed over."""
+    a, b = ([(eqn.name, eqn.stack) for eqn in eqns] for eqns in (one, two))
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            yield one[i], two[j]
+            i, j = i + 1, j + 1
+            continue
+        skips = ((k, n - k) for n in range(1, _MOST_SKIPPED) for k in range(n + 1))
+        found = next(((k, m) for k, m in skips if _meet(a, i + k, b, j + m)), None)
+        if found is None:
+            return
+        i, j = i + found[0], j + found[1]
+
+
+def _meet(a: Sequence[tuple], i: int, b: Sequence[tuple], j: int) -> bool:
+    row = min(_IN_A_ROW, len(a) - i, len(b) - j)
+    return row > 0 and a[i : i + row] == b[j : j + row]

@@ -1,0 +1,347 @@
+"""Where a step mixes the samples of its batch: there micro-batches compute something else than the whole batch does.
+
+Gradients of micro-batches add up to the step's where the loss is a sum, or a mean, of what each sample gives by itself. They do not
+
+* where every sample meets every other, as in a contrastive loss: micro-batches have fewer *pairs*, n²/M of n²;
+* where a *statistic* of the batch comes back to its samples: batch norm, the root of a mean, a balance over experts. It is the
+  micro-batch's then, which people accept of batch norm (GPipe does), but want to know;
+* where a *fixed number* of samples stands beside all others, treated otherwise: of a micro-batch they are a larger share;
+* where samples are read, or added to, by *numbers* that come with the batch: the nodes that the edges of a graph join, pairs that
+  were chosen outside. They count samples of the whole batch. (A gather of a label's logit names samples by their place, and so does
+  one of places within each sample: an `iota` is in the numbers then);
+* where samples are put *in order*, or read by their place: sorted, shifted, summed up one after the other, half of them taken, or
+  halves put side by side (by a slice, a split, or a reshape to [2, half]). Neighbours may be put side by side, and what was joined
+  or flattened may be taken apart again.
+
+The step is traced with two sizes of its batch. Dims that grow with it are dims of samples; what has none and was made of the data
+is a statistic.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from soapjax.graph.batch.batch_scaling import is_backward
+from soapjax.graph.batch.draws import is_key
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
+
+# Primitives along dims, and which of their parameters says so.
+_ALONG = {
+    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
+    "cumlogsumexp": "axis",
+}  # fmt: skip
+_LINEAR = {
+    "add", "sub", "add_any", "neg", "reduce_sum", "cumsum", "real", "imag", "conj", "convert_element_type", "stop_gradient", "name",
+    "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
+    "slice", "split", "concatenate", "stack", "pad", "rev",
+}  # fmt: skip
+BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
+_COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
+_WINDOWS = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
+
+
+class SampleMixing:
+    """Of a step traced with two sizes of its batch, equation by equation alike.
+
+    Args:
+      batch: the inputs of `small` that are data.
+      wanted: values whose making counts.
+      known: values that are known to be the whole batch's, as gradients are: their making does not.
+    """
+
+    def __init__(
+        self, small: Program, large: Program, batch: Collection[int], wanted: Collection[Atom], known: Collection[int] = ()
+    ):  # fmt: skip
+        self.small, self.large, self.batch = small, large, batch
+        self.data, self.known = set(batch), frozenset(known)
+        follow(small, self.data, self.known)
+        self._want(wanted)
+
+    def of(self, wanted: Collection[Atom]) -> SampleMixing:
+        """The same for the making of other values."""
+        found = copy.copy(self)
+        found.__dict__.pop("_joined", None)
+        found._want(wanted)
+        return found
+
+    def _want(self, wanted: Collection[Atom]) -> None:
+        self.wanted = {v for v in wanted if isinstance(v, int)}
+        self.needed = tuple(needed_for(self.small, self.wanted - self.known))
+        self.producer = {o: e for e in self.needed for o in e.outputs}
+        self.own: dict[int, set[int]] = {}
+
+    def pairs(self) -> FlatEqn | None:
+        """An equation whose result has every sample with every other; None where there is none."""
+        return next((e for e in self.needed if self._makes_pairs(e)), None)
+
+    def statistic(self, besides: Collection[str] = ()) -> FlatEqn | None:
+        """An equation that brings a statistic of the batch to its samples, and is none of `besides` (keys); or None."""
+        brings = (e for e in self.needed if e.name != "concatenate" and e.key not in besides)  # which puts some beside others
+        return next((e for e in brings if any(map(self._dims, e.outputs)) and any(map(self._is_statistic, e.inputs))), None)
+
+    def not_linear(self, after: Collection[str] = ()) -> FlatEqn | None:
+        """An equation that makes a statistic of others, and not as means of it are made of means of them; None where there is none.
+
+        Args:
+          after: equations (keys) that are evaluated on means over the whole batch.
+        """
+        return next((e for e in self.needed if e.key not in after and self._is_not_linear(e)), None)
+
+    def fixed_rows(self) -> FlatEqn | None:
+        """An equation that puts a fixed number of the batch's rows beside as many as it has, or takes them out of all; or None."""
+        return next((e for e in self.needed if self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)), None)
+
+    def by_number(self) -> FlatEqn | None:
+        """An equation that reads samples, or adds to them, by numbers that come with the batch; None where there is none."""
+        placed = _places(self.small)
+        return next((e for e in self.needed if self._reads_by_number(e, placed)), None)
+
+    def order(self) -> FlatEqn | None:
+        """An equation that moves, sorts or accumulates along the batch; None where there is none."""
+        return next((e for e in self.needed if self._is_along_batch(e)), None)
+
+    def of_all_on(self, *, statistics: bool) -> list[FlatEqn]:
+        """The equations that read samples by their place, put them in order, or one batch behind another for good (`statistics`:
+        also those that make one value of all samples), and what is made of that, in order."""
+        sizes = {self.small.avals[v].shape[d] for v in self.wanted for d in self._dims(v)}
+        made: set[int] = set()
+        found = []
+        for e in reversed(self.needed):
+            read = [a for a in e.inputs if isinstance(a, int)]
+            of_samples = any(a in self.data and self._dims(a) for a in read)
+            starts = statistics and of_samples and not any(map(self._dims, e.outputs))
+            starts = starts or (e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e)))
+            starts = starts or (of_samples and not all(map(self._is_even, e.outputs)))
+            starts = starts or self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
+            if starts or not made.isdisjoint(read):
+                made.update(e.outputs)
+                found.append(e)
+        return found
+
+    def _is_even(self, atom: Atom) -> bool:
+        """Whether dims of samples are as many batches each, as they are not where a fixed number of rows was added."""
+        v = next(iter(self.batch))
+        a, b = self.small.avals[v].shape, self.large.avals[v].shape
+        shapes = (self.small.aval(atom).shape, self.large.aval(atom).shape)
+        return all(n * a[0] == m * b[0] for d, (m, n) in enumerate(zip(*shapes, strict=True)) if d in self._dims(atom))
+
+    def read_by(self, eqns: Sequence[FlatEqn]) -> set[int]:
+        """What equations read of the data that they do not make."""
+        made = {o for e in eqns for o in e.outputs}
+        return {a for e in eqns for a in e.inputs if isinstance(a, int) and a in self.data and a not in made}
+
+    def any(self) -> FlatEqn | None:
+        return self.statistic() or self.pairs() or self.order()
+
+    def shape(self, eqn: FlatEqn) -> tuple[int, ...]:
+        """Of its largest value, with the larger batch."""
+        values = (a for a in (*eqn.inputs, *eqn.outputs) if isinstance(a, int))
+        return max((tuple(self.large.avals[v].shape) for v in values), key=math.prod)
+
+    def _dims(self, atom: Atom) -> set[int]:
+        """Dims of samples."""
+        if not isinstance(atom, int):
+            return set()
+        a, b = self.small.avals[atom].shape, self.large.avals[atom].shape
+        return {d for d, (m, n) in enumerate(zip(a, b, strict=False)) if m != n}
+
+    def _is_statistic(self, atom: Atom) -> bool:
+        if not isinstance(atom, int) or atom not in self.data:
+            return False
+        return not is_key(self.small.avals[atom]) and not self._dims(atom)
+
+    def _is_along_batch(self, eqn: FlatEqn) -> bool:
+        data = [a for a in eqn.inputs if isinstance(a, int) and a in self.data and self._dims(a)]
+        if not data:
+            return False
+        if self._meets_places(eqn):
+            return True
+        source, p = data[0], eqn.params
+        dims = self._dims(source)
+        if eqn.name == "slice":
+            return any(self._takes_some(eqn, d) for d in dims)
+        if eqn.name == "split":
+            return p["axis"] in dims and (self.small.avals[source].shape[p["axis"]], len(p["sizes"])) not in self._joined
+        if eqn.name == "reshape":
+            return not is_backward(eqn) and self._puts_side_by_side(eqn)
+        if eqn.name in _WINDOWS:
+            return any(p["window_dimensions"][d] > 1 for d in dims)
+        along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
+        named = eqn.name in _ALONG or eqn.name == "top_k"
+        return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
+
+    def _meets_places(self, eqn: FlatEqn) -> bool:
+        """Whether numbers of samples meet numbers that count them, as a mask of the first ones does. (Indices may.)"""
+        made = [self.small.avals[o] for o in eqn.outputs]
+        if eqn.name in {*BY_NUMBER, "sort"} or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
+            return False
+        return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.inputs if isinstance(a, int))
+
+    @functools.cached_property
+    def _counted(self) -> set[int]:
+        """What counts samples, and what is made of that; not random numbers of a key each."""
+        small = self.small
+        counted = {o for e in small.leaves if e.name == "iota" for o in e.outputs} | {v for v in small.consts if self._dims(v)}
+        drawn = {o for e in small.leaves if e.name.startswith(("random_", "threefry")) for o in e.outputs}
+        counted = {v for v in counted if self._dims(v)}
+        follow(small, counted, frozenset(drawn))
+        return counted
+
+    def _takes_some(self, eqn: FlatEqn, d: int) -> bool:
+        """Whether a slice takes other samples than one of every so many neighbours, or than were joined to others before."""
+        p, size = eqn.params, self.small.aval(eqn.inputs[0]).shape[d]
+        start, limit, stride = p["start_indices"][d], p["limit_indices"][d], (p["strides"] or (1,) * (d + 1))[d]
+        if stride > 1:
+            return size % stride != 0 or start >= stride or -(-(limit - start) // stride) != size // stride
+        taken = max(limit - start, 1)
+        is_a_part = size % taken == 0 and start % taken == 0
+        return (start, limit) != (0, size) and not (is_a_part and (size, size // taken) in self._joined)
+
+    @functools.cached_property
+    def _joined(self) -> set[tuple[int, int]]:
+        """(size, number): dims of so many samples that are so many batches one behind the other: joined, or flattened."""
+        return {found for eqn in self.needed if not is_backward(eqn) for found in self._joined_by(eqn)}
+
+    def _joined_by(self, eqn: FlatEqn) -> Iterator[tuple[int, int]]:
+        out, dims = eqn.outputs[0], self._dims(eqn.outputs[0])
+        if eqn.name == "concatenate" and (d := eqn.params["dimension"]) in dims:
+            sizes = {self.small.aval(a).shape[d] if d in self._dims(a) else None for a in eqn.inputs}
+            if len(sizes) == 1 and None not in sizes:
+                yield self.small.avals[out].shape[d], len(eqn.inputs)
+        elif eqn.name == "reshape" and dims:
+            before, after = self._before_samples(eqn.inputs[0]), self._before_samples(out)
+            if before > after:
+                yield self.small.avals[out].shape[min(dims)], before // after
+
+    def _before_samples(self, atom: Atom) -> int:
+        """The product of the dims before that of samples; 0 where there is none."""
+        dims = self._dims(atom)
+        return math.prod(self.small.aval(atom).shape[: min(dims)]) if dims else 0
+
+    def _puts_side_by_side(self, eqn: FlatEqn) -> bool:
+        source, result = eqn.inputs[0], eqn.outputs[0]
+        before, after = self._before_samples(source), self._before_samples(result)
+        if not 0 < before < after:
+            return False
+        return (self.small.aval(source).shape[min(self._dims(source))], after // before) not in self._joined
+
+    def _is_not_linear(self, eqn: FlatEqn) -> bool:
+        own = [self._is_statistic(a) for a in eqn.inputs]
+        if not any(own) or any(map(self._dims, eqn.outputs)) or eqn.name in _LINEAR:
+            return False
+        if eqn.name in ("mul", "dot_general"):
+            return all(own)
+        if eqn.name == "select_n":
+            return own[0]
+        return not (eqn.name in ("div", "gather", "dynamic_slice") and not any(own[1:]))
+
+    def _takes_all_of_a_part(self, eqn: FlatEqn) -> bool:
+        """Whether a slice takes all of a micro-batch, and of the whole batch only as much."""
+        if eqn.name not in ("slice", "split") or not isinstance(source := eqn.inputs[0], int) or source not in self.data:
+            return False
+        shape, dims = self.small.avals[source].shape, self._dims(source)
+        made = [(self.small.avals[o].shape, self._dims(o)) for o in eqn.outputs]
+        return any(found[d] == shape[d] > 1 and d not in own for found, own in made for d in dims)
+
+    def _reads_by_number(self, eqn: FlatEqn, placed: Collection[int]) -> bool:
+        if eqn.name == "gather":
+            over = eqn.params["dimension_numbers"].start_index_map
+        elif eqn.name.startswith("scatter"):
+            over = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        else:
+            return False
+        source, numbers = eqn.inputs[0], eqn.inputs[1]
+        is_of_batch = isinstance(numbers, int) and numbers in self.data and numbers not in placed
+        return is_of_batch and not self._dims(source).isdisjoint(over)
+
+    def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
+        if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):
+            return False
+        operands = [a for a in eqn.inputs if isinstance(a, int)]
+        sliced = [e for a in operands if (e := self.producer.get(a)) is not None and e.name == "slice"]
+        if len(sliced) == len(eqn.inputs) and len({e.inputs[0] for e in sliced}) == 1:
+            return False  # slices of one value, as of a batch that is rolled
+        return any(a in self.data and eqn.params["dimension"] not in self._dims(a) for a in operands)
+
+    def _makes_pairs(self, eqn: FlatEqn) -> bool:
+        if eqn.name == "dot_general":
+            contracted, batched = eqn.params["dimension_numbers"]
+            one, other = (
+                (a in self.data, self._dims(a) & set(c), self._dims(a) - {*c, *b})
+                for a, c, b in zip(eqn.inputs, contracted, batched, strict=True)
+            )
+            # A matrix of all samples by all, the same whatever they are, such as the cotangent of a mean over pairs.
+            mixes = any(not x[0] and x[1] and x[2] and y[0] for x, y in ((one, other), (other, one)))
+            return mixes or all(x[0] and x[2] for x in (one, other))
+        if len(self._dims(eqn.outputs[0])) < 2:
+            return False
+        own = [self._own_dims(a) for a in eqn.inputs if isinstance(a, int) and a in self.data]
+        return any(a and b and not a & b for i, a in enumerate(own) for b in own[:i])
+
+    def _own_dims(self, atom: int) -> set[int]:
+        """Dims of samples that a value has from what was broadcast to it, and computed element by element from that."""
+        if atom not in self.own:
+            eqn = self.producer.get(atom)
+            self.own[atom] = self._dims(atom) if eqn is None else self._made_own(eqn, atom)
+        return self.own[atom]
+
+    def _made_own(self, eqn: FlatEqn, atom: int) -> set[int]:
+        operands = [a for a in eqn.inputs if isinstance(a, int)]
+        if eqn.name == "broadcast_in_dim":
+            to = eqn.params["broadcast_dimensions"]
+            return {to[d] for d in self._own_dims(operands[0])}
+        shape = self.small.avals[atom].shape
+        if any(self.small.avals[a].shape != shape for a in operands) or eqn.name in _ALONG:
+            return self._dims(atom)
+        return set().union(*(self._own_dims(a) for a in operands if a in self.data))
+
+
+def _places(program: Program) -> set[int]:
+    """Values that count along a dim, and what is made of them."""
+    counted = {o for e in program.leaves if e.name in _COUNTS for o in e.outputs}
+    found = counted | {v for v, x in program.consts.items() if getattr(x, "shape", ())}
+    follow(program, found)
+    return found
+
+
+def follow(program: Program, data: set[int], stop: frozenset[int] = frozenset()) -> None:
+    """Adds to `data` all that depends on it but for `stop`; what one trip of a loop makes, the next one reads."""
+    for eqn in program.eqns:
+        moved = [isinstance(a, int) and a in data for a in eqn.inputs]
+        if not any(moved):
+            continue
+        if eqn.body is None:
+            if eqn.name != "optimization_barrier":  # of many values, each as it was
+                moved = [True] * len(eqn.outputs)
+            data.update(o for o, m in zip(eqn.outputs, moved, strict=True) if m and o not in stop)
+            continue
+        body, first = eqn.body, eqn.params["num_consts"]
+        data.update(i for i, m in zip(body.inputs, moved, strict=True) if m)
+        carried = list(zip(body.inputs[first : first + eqn.params["num_carry"]], body.outputs, strict=False))
+        before = -1
+        while len(data) > before:
+            before = len(data)
+            follow(body, data, stop)
+            data.update(i for i, o in carried if isinstance(o, int) and o in data)
+        made = zip(eqn.outputs, body.outputs, strict=True)
+        data.update(o for o, inside in made if isinstance(inside, int) and inside in data and o not in stop)
+
+
+def needed_for(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:
+    """The equations that `wanted` is made by, last ones first; of a loop all of its body."""
+    for eqn in reversed(program.eqns):
+        if wanted.isdisjoint(eqn.outputs):
+            continue
+        if eqn.name == "optimization_barrier":
+            wanted.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in wanted)
+            continue
+        wanted.update(a for a in eqn.inputs if isinstance(a, int))
+        if eqn.body is None:
+            yield eqn
+        else:
+            yield from eqn.body.leaves

@@ -1,0 +1,130 @@
+"""Statistics of the data: with the whole batch's, micro-batches of a loss that reads them add up.
+
+A loss `sum(w * errors) / sum(w)` (padded tokens have weight 0, say) is no mean of its micro-batches': each divides by the weights
+that it happens to have. With the weights of all of them it is one:
+
+    mean over m of  sum_m(w * errors) / (sum(w) / M)  =  sum(w * errors) / sum(w)
+
+So does one with weights that are divided by their largest, or inputs that are normalised by their mean. Where an equation reads a
+number that is made of the batch alone, and is no sample's, that may be computed of the whole batch before the passes begin: the
+M-th part of a sum, all of a mean or of a largest value. What depends on parameters (an overlap of classes) is known only after the
+forward pass, and has a derivative of its own; what is drawn is drawn for every micro-batch: neither is offered. Nor is what is read
+within loops, but for what the loop is given.
+
+In the program such a number is read through an equation that changes nothing, by which executors find it again: where nothing is
+given for it, an equation reads its own batch's number, as the step says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from soapjax.graph.batch.draws import is_key
+from soapjax.graph.trace.program import Atom, FlatEqn, Program
+
+# What makes one number of all samples; others pick some of them, the first, say, of which a part has not a part.
+_OVER_SAMPLES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "dot_general", "scatter-add"}
+
+
+class BatchStatistic(NamedTuple):
+    """A number of the whole batch that micro-batches read, as what they divide by.
+
+    value: what it is, in the program of the whole batch; `scale` times that is read.
+    """
+
+    value: Atom
+    scale: float
+
+
+Read = tuple[str, int]  # an equation's key, and which of its operands
+
+
+def statistics_read(
+    program: Program, batch: Collection[int], has_samples: Callable[[Atom], bool], is_known: Callable[[int], bool]
+) -> dict[Read, int]:
+    """Where outermost equations read statistics of the inputs `batch` alone, and which, but to make others of them.
+
+    Args:
+      is_known: of a value, whether it is known how it grows: of a statistic of which that is not, what it is made of is read.
+    """
+    made: dict[int, bool] = dict.fromkeys(batch, True)  # of the batch and constants alone -> whether of the batch
+    sorted_: set[int] = set()  # of these what is in order, of which the one at a place is a quantile
+    found: dict[Read, int] = {}
+    for eqn in program.eqns:
+        values = [a for a in eqn.inputs if isinstance(a, int) and a not in program.consts]
+        is_drawn = any(is_key(program.aval(a)) for a in (*eqn.inputs, *eqn.outputs))
+        is_picked = any(map(has_samples, values)) and not any(map(has_samples, eqn.outputs)) and eqn.name not in _OVER_SAMPLES
+        if eqn.name == "sort" or not sorted_.isdisjoint(values):
+            sorted_.update(eqn.outputs)
+            is_picked = False
+        is_alone = all(v in made for v in values) and not (is_drawn or is_picked)
+        if is_alone:
+            made.update(dict.fromkeys(eqn.outputs, any(made[v] for v in values)))
+        if is_alone and not any(map(has_samples, eqn.outputs)):
+            if all(map(is_known, eqn.outputs)) or not any(made[v] for v in values):
+                continue
+            made.update(dict.fromkeys(eqn.outputs, False))
+        found.update({
+            (eqn.key, j): a for j, a in enumerate(eqn.inputs)
+            if isinstance(a, int) and made.get(a) and not has_samples(a) and a not in batch
+        })  # fmt: skip
+    return found
+
+
+def with_given(program: Program, given: Mapping[Read, int]) -> Program:
+    """The program where equations read other values, which nothing makes."""
+    operands: dict[str, dict[int, int]] = {}
+    for (key, j), v in given.items():
+        operands.setdefault(key, {})[j] = v
+
+    def changed(eqn: FlatEqn) -> FlatEqn:
+        own = operands.get(eqn.key)
+        return eqn if own is None else dataclasses.replace(eqn, inputs=tuple(own.get(j, a) for j, a in enumerate(eqn.inputs)))
+
+    avals = dict(program.avals)
+    values = {e.key: e for e in program.eqns}
+    avals.update({v: program.aval(values[key].inputs[j]) for (key, j), v in given.items()})
+    return dataclasses.replace(program, eqns=tuple(map(changed, program.eqns)), avals=avals)
+
+
+def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, set[int]]:
+    """The outermost equations of a program that make `values`, and the inputs that these read."""
+    needed, eqns = {v for v in values if isinstance(v, int)}, []
+    for eqn in reversed(program.eqns):
+        if not needed.isdisjoint(eqn.outputs):
+            eqns.append(eqn)
+            needed.update(a for a in eqn.inputs if isinstance(a, int))
+    return dataclasses.replace(program, eqns=tuple(reversed(eqns)), outputs=tuple(values)), needed & set(program.inputs)
+
+
+def passed_on(program: Program, reads: Collection[Read]) -> tuple[Program, dict[Read, str]]:
+    """The program where equations read some operands through one more, and the keys: where it is read -> that equation."""
+    avals, eqns, through, keys = dict(program.avals), [], dict[Atom, FlatEqn](), dict[Read, str]()
+    wanted = set(reads)
+    for eqn in program.eqns:
+        for j in [j for j in range(len(eqn.inputs)) if (eqn.key, j) in wanted]:
+            over = eqn.inputs[j]
+            if over not in through:
+                made = max(avals) + 1
+                avals[made] = program.aval(over)
+                address, params = (len(program.eqns) + len(through),), {"name": "of the whole batch"}
+                through[over] = dataclasses.replace(
+                    eqn, address=address, primitive=_name(), params=params, inputs=(over,), outputs=(made,), body=None, trip=None
+                )  # fmt: skip
+                eqns.append(through[over])
+            keys[eqn.key, j] = through[over].key
+        inputs = (*(through[a].outputs[0] if (eqn.key, j) in wanted else a for j, a in enumerate(eqn.inputs)),)
+        eqns.append(dataclasses.replace(eqn, inputs=inputs) if inputs != eqn.inputs else eqn)
+    return dataclasses.replace(program, eqns=tuple(eqns), avals=avals), keys
+
+
+@functools.cache
+def _name() -> Any:
+    """The primitive of `checkpoint_name`: it says something of a value, and changes nothing."""
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, "x"))(1.0).eqns[0].primitive
