@@ -8,7 +8,8 @@ import pytest
 from problems import case
 
 from soapjax.planning import entry
-from soapjax.search.chain.engine import Engine
+from soapjax.search.chain.chain_programs import COMPILING, chain_programs
+from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.mcmc_planner import mcmc
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.planners import PLACEMENT_PLANNERS, PLANNERS
@@ -85,3 +86,35 @@ def test_a_search_too_short_to_compile_chains_compiles_none(problem, monkeypatch
     assert short.best.is_feasible and short.best.cost < start
     mcmc(jax.random.key(0), problem, Budget(seconds=20.0, num_proposals=300))
     assert len(prepared) == 1
+
+
+def test_chains_are_compiled_beside_descents_or_after_them(problem, monkeypatch):
+    """At once where a number of proposals ends the search; where time does, they would keep it from being good soon."""
+    told, prepared = [], []
+    monkeypatch.setattr(Engine, "prepare", lambda self: prepared.append(len(told)))
+    monkeypatch.setattr(Engine, "is_at_hand", lambda self: False)
+
+    def progress(done, best, elapsed_s):
+        told.append(done)
+        if prepared:
+            raise KeyboardInterrupt
+
+    for budget, is_late in ((Budget(num_proposals=10**6), False), (Budget(seconds=1e9), True)):
+        told.clear(), prepared.clear()
+        found = mcmc(jax.random.key(0), problem, budget._replace(progress=progress))
+        assert found.stopped_by == "interrupted" and len(prepared) == 1
+        assert (prepared[0] > 10) == is_late
+
+
+@pytest.mark.parametrize("budget, latest", [
+    (Budget(), 0.0), (Budget(num_proposals=9, seconds=1.0), 0.0), (Budget(seconds=1e9), 0.7), (Budget(seconds=40.0), 0.45),
+    (Budget(seconds=15.0), None),
+])  # fmt: skip
+def test_chains_are_compiled_at_the_latest_when_they_still_have_their_share(problem, budget, latest, monkeypatch):
+    monkeypatch.setattr(Engine, "is_at_hand", lambda self: False)
+    monkeypatch.setattr(problem.simulator, "compile_s", 10.0 / COMPILING)
+    problem.simulator.prepare()
+    programs = chain_programs(engine_of(problem), budget)
+    assert programs is latest is None or programs.latest == pytest.approx(latest)
+    monkeypatch.setattr(Engine, "is_at_hand", lambda self: True)
+    assert latest is not None or chain_programs(engine_of(problem), budget).latest == 0.0

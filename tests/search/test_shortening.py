@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -130,15 +130,14 @@ def test_what_is_found_is_judged_in_the_whole_graph(monkeypatch):
 
     monkeypatch.setattr(descents.FewerBlocks, "evaluate", too_low)
     fewer, key = fewer_blocks(problem), jax.random.key(0)
-    ready: Future[None] = Future()
-    ready.set_result(None)
+    programs = SimpleNamespace(is_ready=True, is_compiling=False, begin=lambda: None, begin_by=lambda spent: None)
 
     def found():
         begun = starts(key, problem, Budget())
         record = Record(Budget(num_proposals=600), time.monotonic(), begun[0])
         fewer.usable_memory_bytes = problem.usable_memory_bytes
         with threads(2) as pool:
-            return descents.with_fewer_blocks(descents.SearchRun(key, record, pool, ready), fewer, begun), record
+            return descents.with_fewer_blocks(descents.SearchRun(key, record, pool, programs), fewer, begun), record
 
     (one, record), (other, _) = found(), found()
     assert one[0].is_feasible and min(tried) < max(tried)

@@ -6,12 +6,13 @@ A step of many equal blocks descends with few of them first (shortening.py), and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from soapjax.jit.array_types import Array
+from soapjax.search.chain.chain_programs import CHAINS_FROM, ChainPrograms
 from soapjax.search.chain.record import Record
 from soapjax.search.chain.starting_points import numpy_rng
 from soapjax.search.descent.assignments import Assignments
@@ -28,7 +29,7 @@ PERTURBATIONS = (("moved",), ("leaner", "exchanged", "reranked"))  # small ones 
 STARTING_DRAWS = 64  # of all axes ranked anew in the whole graph: the best of them is where the descent from a random start begins
 # Of the budget: until when starts may descend, and be perturbed. Chains judge ten times as many strategies a second, so that of a
 # budget in seconds they need less. Where none walk, a rest is for the whole step after one with fewer blocks.
-OF_PROPOSALS, OF_SECONDS, ALONE = (0.3, 0.4), (0.6, 0.7), (0.8, 0.85)
+OF_PROPOSALS, OF_SECONDS, ALONE = (0.3, 0.4), (0.6, CHAINS_FROM), (0.8, 0.85)
 WHOLE_AFTER_FEWER = 0.006  # of the budget: what the descent of the whole step may take after one with fewer blocks
 TIGHTENED = 0.05  # of the budget: what going on with less memory may take, where the whole step takes more
 MOST_TIGHTENED = 3  # times
@@ -44,16 +45,16 @@ class SearchRun(NamedTuple):
     key: Array
     record: Record
     pool: ThreadPoolExecutor  # of two threads
-    ready: Future[None] | None  # the chains' programs; None where there is no time for chains
+    programs: ChainPrograms | None  # None where there is no time for chains
 
     @property
     def is_ready(self) -> bool:
         """Whether chains can walk."""
-        return self.ready is not None and self.ready.done()
+        return self.programs is not None and self.programs.is_ready
 
     @property
     def is_compiling(self) -> bool:
-        return self.ready is not None and not self.ready.done()
+        return self.programs is not None and self.programs.is_compiling
 
 
 class Descents:
@@ -71,7 +72,7 @@ class Descents:
     ):  # fmt: skip
         self.problem = problem
         self.search, self.record = run, run.record
-        self.until = ALONE if run.ready is None else OF_SECONDS if run.record.limit is None else OF_PROPOSALS
+        self.until = ALONE if run.programs is None else OF_SECONDS if run.record.limit is None else OF_PROPOSALS
         self.moves, self.for_whole, self.number = Assignments(space), for_whole, number
         self.leaner = Leaner()  # of all descents, not of perturbations
 
@@ -84,6 +85,8 @@ class Descents:
         begun = sorted(begun, key=lambda e: e.rank)
         ends = self._descended([begun[0], self._ranked(begun[-1])], until=self.until[0])
         perturbed = self._perturbed(min(ends, key=lambda e: e.cost), until=self.until[1])
+        if self.search.programs is not None:
+            self.search.programs.begin()
         if self.record.limit is None and self.record.spent() >= self.until[1]:
             self.record.time_decides()
         return self._all([perturbed, *ends, *begun])
@@ -143,6 +146,8 @@ class Descents:
     def _one_round(self, members: Sequence[Descent | Perturbations]) -> None:
         record = self.record
         limits = [min(BATCH, (record.left() + i) // len(members)) for i in range(len(members))]
+        if self.search.programs is not None:
+            self.search.programs.begin_by(record.spent())
         # While the chains' programs are compiled, one of two cores is left to that.
         run = map if self.search.is_compiling else self.search.pool.map
         record.done += sum(run(lambda d, limit: d.round(limit), members, limits))

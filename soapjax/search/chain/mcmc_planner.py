@@ -13,8 +13,9 @@ better for long starts again elsewhere. Costs are scaled by the best start, so t
 
 First the best start and a random one *descend* in moves of whole groups, and the better is *perturbed* (descending.py). Starts
 are the baselines, the additive optimum (dynamic_program.py) where it can be had in time, and random ones. Meanwhile the chains'
-programs are compiled, where no problem of the same sizes has needed them before, and the chains walk when perturbations no longer
-help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes on with perturbations.
+programs are compiled (chain_programs.py), where no problem of the same sizes has needed them before, and the chains walk when
+perturbations no longer help, or their share of the time is over (descents.py); a search too short for that compiles none, and goes
+on with perturbations.
 A space with pins is searched without them first: pins tell devices apart, and a simulation takes several times as long. Time is
 looked at between rounds only, so a run that time ended is replayed by its number of proposals, unless its notes say that time
 decided what was judged.
@@ -34,6 +35,7 @@ import numpy as np
 from soapjax.jit.array_types import Array
 from soapjax.jit.programs import threads
 from soapjax.search.chain.block_steps import Walker, exchange
+from soapjax.search.chain.chain_programs import chain_programs
 from soapjax.search.chain.descents import WHOLE_AFTER_FEWER, Descents, SearchRun, with_fewer_blocks
 from soapjax.search.chain.engine import Engine, engine_of
 from soapjax.search.chain.moves import State
@@ -50,9 +52,6 @@ BLOCKS_PER_ROUND = 16  # per chain
 ROUNDS_PER_LEAP = 8  # a leap costs as much as a hundred candidates of a block: more often, they would take half of the time
 PATIENCE = 24  # rounds without an own improvement, after which a chain starts again elsewhere
 WITHOUT_PINS = 0.4  # of the budget
-PREPARING = 3.3  # times as long as the simulator's programs those of the chains take to compile, while descents run
-PREPARING_S = 8.0  # at least, where the simulator's come from disk: on two cores at 3 GHz or so
-READY_BY = 0.5  # of the budget's seconds, or chains are left out
 FIRST_CHAIN = 1000  # of the numbers of generators: descents and perturbations have those before
 ADDITIVE_WITHIN, ADDITIVE_UNTIL = 0.15, 0.2  # of the budget's seconds: what the additive optimum may take, and when it is given up
 
@@ -61,8 +60,9 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
     """Searches until the budget is spent, or until half of it brought no improvement (as in the paper)."""
     begin = time.monotonic()
     engine = engine_of(problem)
-    pool, preparing = threads(2), threads(1)
-    ready = preparing.submit(engine.prepare) if _may_walk(engine, budget) else None
+    pool, programs = threads(2), chain_programs(engine, budget)
+    if programs is not None:
+        programs.begin_by(0.0)
     begun = starts(rng_key, problem, budget)
     record = Record(budget, begin, begun[0])
     try:
@@ -70,7 +70,7 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         begun += [*_without_pins(rng_key, problem, record), *_additive(problem, fewer, record)]
         best = min(begun, key=lambda e: e.rank)
         record.offer(best.strategy, best.cost)
-        run = SearchRun(rng_key, record, pool, ready)
+        run = SearchRun(rng_key, record, pool, programs)
         descents = Descents(run, problem, problem.space)
         if fewer is None:
             begun, stopped_by = descents.run(begun)
@@ -81,34 +81,16 @@ def mcmc(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         if stopped_by is None and record.limit is None and not run.is_ready:
             record.time_decides()
             begun, stopped_by = descents.go_on(begun)
-        if stopped_by is None and ready is not None:
-            ready.result()
+        if stopped_by is None and programs is not None:
+            programs.wait()
             stopped_by = _walked(rng_key, engine.relative_to(begun[0].cost), begun, record, pool)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
     finally:
         pool.shutdown(wait=True)
-        preparing.shutdown(wait=False)
     good = sorted(problem.evaluate(record.candidates[-BATCH:] + record.candidates[:1]), key=lambda e: e.rank)
     history, notes = tuple(record.history), tuple(record.notes)
     return SearchResult(good[0], record.done, record.elapsed, stopped_by, history, notes, candidates=tuple(good))
-
-
-def prepare_chains(problem: PlanningProblem, budget: Budget) -> None:
-    """Begins to compile, or to load, the chains' programs for a search to come, beside what else is to be done before it."""
-    if not problem.space.offers_pins and _may_walk(engine := engine_of(problem), budget):
-        pool = threads(1)
-        pool.submit(engine.prepare)
-        pool.shutdown(wait=False)
-
-
-def _may_walk(engine: Engine, budget: Budget) -> bool:
-    """Whether chains would have time to walk: compiling them takes a core, and what is traced for it the lock of all threads."""
-    if budget.seconds is None or budget.num_proposals is not None:
-        return True
-    engine.problem.simulator.prepare()
-    compile_s = max(PREPARING * engine.problem.simulator.compile_s, PREPARING_S)
-    return compile_s <= READY_BY * budget.seconds or engine.is_at_hand()
 
 
 def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[Evaluation]:
