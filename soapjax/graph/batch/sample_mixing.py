@@ -28,6 +28,7 @@ import numpy as np
 
 from soapjax.graph.batch.batch_scaling import is_backward
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
 # Primitives along dims, and which of their parameters says so.
@@ -307,41 +308,3 @@ def _places(program: Program) -> set[int]:
     found = counted | {v for v, x in program.consts.items() if getattr(x, "shape", ())}
     follow(program, found)
     return found
-
-
-def follow(program: Program, data: set[int], stop: frozenset[int] = frozenset()) -> None:
-    """Adds to `data` all that depends on it but for `stop`; what one trip of a loop makes, the next one reads."""
-    for eqn in program.eqns:
-        moved = [isinstance(a, int) and a in data for a in eqn.inputs]
-        if not any(moved):
-            continue
-        if eqn.body is None:
-            if eqn.name != "optimization_barrier":  # of many values, each as it was
-                moved = [True] * len(eqn.outputs)
-            data.update(o for o, m in zip(eqn.outputs, moved, strict=True) if m and o not in stop)
-            continue
-        body, first = eqn.body, eqn.params["num_consts"]
-        data.update(i for i, m in zip(body.inputs, moved, strict=True) if m)
-        carried = list(zip(body.inputs[first : first + eqn.params["num_carry"]], body.outputs, strict=False))
-        before = -1
-        while len(data) > before:
-            before = len(data)
-            follow(body, data, stop)
-            data.update(i for i, o in carried if isinstance(o, int) and o in data)
-        made = zip(eqn.outputs, body.outputs, strict=True)
-        data.update(o for o, inside in made if isinstance(inside, int) and inside in data and o not in stop)
-
-
-def needed_for(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:
-    """The equations that `wanted` is made by, last ones first; of a loop all of its body."""
-    for eqn in reversed(program.eqns):
-        if wanted.isdisjoint(eqn.outputs):
-            continue
-        if eqn.name == "optimization_barrier":
-            wanted.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in wanted)
-            continue
-        wanted.update(a for a in eqn.inputs if isinstance(a, int))
-        if eqn.body is None:
-            yield eqn
-        else:
-            yield from eqn.body.leaves

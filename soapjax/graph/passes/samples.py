@@ -9,9 +9,10 @@ import collections
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from soapjax.graph.batch.sample_mixing import BY_NUMBER, follow
+from soapjax.graph.batch.sample_mixing import BY_NUMBER
 from soapjax.graph.passes.dims import LabelCache
 from soapjax.graph.rules.light_rules import BLOCKED, MadeOf
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import Values

@@ -18,8 +18,8 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.batch.batch_scaling import is_backward
-from soapjax.graph.batch.sample_mixing import follow, needed_for
 from soapjax.graph.rules.light_rules import ELEMENTWISE, is_known
+from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.explicit_axes import without_layouts
 from soapjax.graph.trace.one_program import for_one_program, noting_device_counts
 from soapjax.graph.trace.program import Program, flatten
