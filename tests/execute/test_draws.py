@@ -43,6 +43,20 @@ def scanned(params, batch, key, fold):
     return x, masks[-1]
 
 
+def checkpointed(params, batch, key, fold):
+    """What is not kept is drawn again in the backward pass."""
+
+    @jax.checkpoint
+    def layer(x, w, key):
+        mask = drawn(fold(key), x.shape)
+        return jnp.where(mask, jnp.tanh(x @ w), 0), mask
+
+    x = batch["x"]
+    for k, key in enumerate(jax.random.split(key, LAYERS)):
+        x, mask = layer(x, params[k], key)
+    return x, mask
+
+
 def branched(params, batch, key, fold):
     """A branch that JAX keeps closed draws for a layer."""
 
@@ -105,6 +119,8 @@ CASES = [  # schedule, stages, micro-batches, stages per group, forward pass, wh
     ("1f1b", 1, 2, 1, scanned, True),
     ("gpipe", 1, 4, 1, scanned, False),
     ("1f1b", 2, 4, 1, branched, False),
+    ("1f1b", 2, 4, 1, checkpointed, False),
+    ("gpipe", 1, 2, 1, checkpointed, True),
 ]
 
 

@@ -10,11 +10,12 @@ Loops that JAX keeps closed (`while`, `cond`) are given keys that have the numbe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import jax
 
+from soapjax.graph.trace.dataflow import follow
 from soapjax.graph.trace.program import Program
 
 _DRAWS = {"random_bits", "random_gamma"}
@@ -27,27 +28,10 @@ def is_key(aval: Any) -> bool:
 
 def draws_alike(program: Program, batch: Collection[int]) -> frozenset[str]:
     """Keys of the equations, at every level, that draw by a key which does not depend on the values `batch`."""
-    return frozenset(_draws(program, set(batch)))
-
-
-def _draws(program: Program, varying: set[int]) -> Iterator[str]:
-    """As `draws_alike`; `varying` grows by what depends on it."""
-    for eqn in program.eqns:
-        moved = [isinstance(a, int) and a in varying for a in eqn.inputs]
-        if eqn.body is not None:
-            first, inner = eqn.params["num_consts"], {i for i, m in zip(eqn.body.inputs, moved, strict=True) if m}
-            carry = eqn.body.inputs[first : first + eqn.params["num_carry"]]
-            before = -1
-            while len(inner) > before:  # what one trip makes, the next one reads
-                before, found = len(inner), set(inner)
-                drawn = list(_draws(eqn.body, found))
-                inner |= {i for i, o in zip(carry, eqn.body.outputs, strict=False) if isinstance(o, int) and o in found}
-            yield from drawn
-            made = zip(eqn.outputs, eqn.body.outputs, strict=True)
-            varying.update(o for o, inside in made if isinstance(inside, int) and inside in found)
-            continue
-        keys = [m for m, a in zip(moved, eqn.inputs, strict=True) if is_key(program.aval(a))]
+    follow(program, varying := set(batch))
+    found = set()
+    for eqn in program.leaves:
+        keys = [isinstance(a, int) and a in varying for a in eqn.inputs if is_key(program.aval(a))]
         if eqn.name in _DRAWS | _CLOSED and keys and not all(keys):
-            yield eqn.key
-        if any(moved):
-            varying.update(eqn.outputs)
+            found.add(eqn.key)
+    return frozenset(found)
