@@ -235,14 +235,8 @@ class _Flattener:
             carry = results[:num_carry]
             for column, y in zip(ys, results[num_carry:], strict=True):
                 column.append(y)
-        stacked = []
-        for column in ys:
-            ordered = column[::-1] if p["reverse"] else column
-            stacked.append(self._stack(ordered, path, out))
-        return [*carry, *stacked]
-
-    def _stack(self, parts: list[Atom], path: str, out: list[dict]) -> Atom:
-        return self._traced(lambda *p: jax.numpy.stack(p), parts, path, out)[0]
+        ordered = [column[::-1] if p["reverse"] else column for column in ys]
+        return [*carry, *(self._traced(lambda *rows: jax.numpy.stack(rows), column, path, out)[0] for column in ordered)]
 
 
 def loop_params(params: dict[str, Any]) -> dict[str, Any]:
@@ -304,7 +298,7 @@ def flatten(
     inputs, outputs = (tuple(a for rows in leaves for a in rows) for leaves in (found.inputs, found.outputs))
     values = {r["const"]: r["value"] for r in found.records if "const" in r}
     records = _own_casts(found.records, set(inputs), f)
-    eqns = _finish([r for r in records if "const" not in r], {a for a in outputs if isinstance(a, int)}, (), f.avals, values)
+    eqns = _finish([r for r in records if "const" not in r], _values(outputs), (), f.avals)
     rows = tuple(map(len, found.inputs)), tuple(map(len, found.outputs))
     return Program(inputs, outputs, eqns, values, f.avals, rows=rows)
 
@@ -340,26 +334,15 @@ def _own_casts(records: list[dict], inputs: set[int], f: _Flattener) -> list[dic
     return out
 
 
-def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], avals, consts) -> tuple[FlatEqn, ...]:
-    """Drops dead equations (last to first) and numbers the rest."""
-    alive = []
-    for r in reversed(records):
-        if r["effects"] or any(o in needed for o in r["outputs"]):
-            needed.update(a for a in r["inputs"] if isinstance(a, int))
-            if r["body"] is not None:
-                args, results, inner = r["body"]
-                body_needed = {a for a in results if isinstance(a, int)}
-                live_inner = _collect_needed(inner, body_needed)
-                needed.update(live_inner - set(args))
-            alive.append(r)
-    alive.reverse()
+def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], avals: dict[int, Any]) -> tuple[FlatEqn, ...]:
+    """Drops dead equations and numbers the rest; `needed`: what is read of them from outside."""
     eqns = []
-    for i, r in enumerate(alive):
+    for i, r in enumerate(_alive(records, needed)):
         address = (*prefix, i)
         body = None
         if r["body"] is not None:
             args, results, inner = r["body"]
-            inner_eqns = _finish(inner, {a for a in results if isinstance(a, int)}, address, avals, consts)
+            inner_eqns = _finish(inner, _values(results), address, avals)
             body = Program(tuple(args), tuple(results), inner_eqns, {}, avals)
         eqns.append(
             FlatEqn(
@@ -370,12 +353,20 @@ def _finish(records: list[dict], needed: set[int], prefix: tuple[int, ...], aval
     return tuple(eqns)
 
 
-def _collect_needed(records: list[dict], needed: set[int]) -> set[int]:
-    """All value ids that a body reads, nested bodies included (its own and those of outer levels)."""
+def _alive(records: list[dict], needed: set[int]) -> list[dict]:
+    """Those that have effects or make something that is needed, from last to first; `needed` grows by all that they read."""
+    alive = []
     for r in reversed(records):
         if r["effects"] or any(o in needed for o in r["outputs"]):
-            needed.update(a for a in r["inputs"] if isinstance(a, int))
+            needed.update(_values(r["inputs"]))
             if r["body"] is not None:
                 args, results, inner = r["body"]
-                needed |= _collect_needed(inner, {a for a in results if isinstance(a, int)}) - set(args)
-    return needed
+                read = _values(results)
+                _alive(inner, read)
+                needed.update(read - set(args))
+            alive.append(r)
+    return alive[::-1]
+
+
+def _values(atoms: Sequence[Atom]) -> set[int]:
+    return {a for a in atoms if isinstance(a, int)}
