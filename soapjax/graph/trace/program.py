@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 
 from soapjax.graph.trace.source_lines import line_of_equation
 from soapjax.graph.trace.trips import Trip
-from soapjax.graph.trace.unstacking import Unstacked, unstacked
+from soapjax.graph.trace.unstacking import Unstacked, Unstacking
 
 # Primitives whose sub-jaxpr is inlined. Not "whatever has a sub-jaxpr": scatter carries one too.
 CALL_PRIMITIVES = {
@@ -294,7 +294,7 @@ def flatten(
     results = f.inline(closed.jaxpr, list(consts), list(args), "", records)
     found = Unstacked(records, [(a,) for a in args], [(a,) for a in results])
     if apart is not None:
-        found = unstacked(records, args, results, apart, avals=f.avals, elementwise=elementwise, traced=f._traced)
+        found = Unstacking(records, args, results, apart, avals=f.avals, elementwise=elementwise, traced=f._traced).run()
     inputs, outputs = (tuple(a for rows in leaves for a in rows) for leaves in (found.inputs, found.outputs))
     values = {r["const"]: r["value"] for r in found.records if "const" in r}
     records = _own_casts(found.records, set(inputs), f)

@@ -51,10 +51,7 @@ class _RowWise(NamedTuple):
     folds: Callable[..., Any] | None = None
 
 
-def unstacked(
-    records: list[Record], inputs: Sequence[int], outputs: Sequence[Any], state: Mapping[int, int], *, avals: dict[int, Any],
-    elementwise: Container[str], traced: Traced,
-) -> Unstacked:  # fmt: skip
+class Unstacking:
     """Takes state apart that is read row by row.
 
     Args:
@@ -64,16 +61,9 @@ def unstacked(
       elementwise: names of primitives whose operands have the shape of the result, or none.
       traced: appends the equations of a small function of atoms to a list of records (`_Flattener`).
     """
-    return _Unstacking(
-        records=records, inputs=inputs, outputs=outputs, state=state, avals=avals, elementwise=elementwise, traced=traced,
-    ).run()  # fmt: skip
-
-
-class _Unstacking:
-    """Arguments: as of `unstacked`."""
 
     def __init__(
-        self, records: list[Record], inputs: Sequence[int], outputs: Sequence[Any], state: Mapping[int, int],
+        self, records: list[Record], inputs: Sequence[int], outputs: Sequence[Any], state: Mapping[int, int], *,
         avals: dict[int, Any], elementwise: Container[str], traced: Traced,
     ):  # fmt: skip
         self.records, self.inputs, self.outputs, self.state = records, inputs, outputs, state
