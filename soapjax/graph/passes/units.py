@@ -10,13 +10,14 @@ takes them apart.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Hashable, Set
 
 from soapjax.graph.passes.order import Unit, ordered, without_circles
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.rules import linalg_rules
 from soapjax.graph.rules.light_rules import is_known
 from soapjax.graph.trace.program import FlatEqn, Program
+from soapjax.graph.trace.union_find import UnionFind
 from soapjax.graph.trace.values import IDENTITIES, Uses, Values
 
 HEAVY = {
@@ -170,14 +171,7 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
     inputs = set(program.inputs)
     prepared = _sink_preparations(light, keys, values, inputs | generated, heavy_unit)
     light = [(e, t) for e, t in light if e.key not in prepared]
-    parent = {eqn.key: eqn.key for eqn, _ in light}
-
-    def find(k: str) -> str:
-        while parent[k] != k:
-            parent[k] = parent[parent[k]]
-            k = parent[k]
-        return k
-
+    together = UnionFind()  # keys of equations
     makers: dict[int, str] = {o: eqn.key for eqn, _ in light for o in eqn.outputs}
     readers: dict[tuple, str] = {}
     scalars: dict[tuple, str] = {}
@@ -185,7 +179,7 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         key = keys[eqn.key]
         is_update = key[0] == UPDATE
         if is_update and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
-            parent[find(eqn.key)] = find(scalars.setdefault(key, eqn.key))  # bias corrections, counts, rates
+            together.union(eqn.key, scalars.setdefault(key, eqn.key))  # bias corrections, counts, rates
         for root in values.reads[eqn.key]:
             if root in generated:
                 continue
@@ -193,13 +187,12 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
                 continue  # a norm or a bias correction does not make one region of all parameters' updates
             maker = makers.get(root)
             if maker is not None and keys[maker] == key:
-                parent[find(eqn.key)] = find(maker)
+                together.union(eqn.key, maker)
             elif root in heavy_unit and depth[root] == key[2]:
-                other = readers.setdefault((root, key), eqn.key)
-                parent[find(eqn.key)] = find(other)
-    groups: dict[str, list[tuple[FlatEqn, int]]] = {}
+                together.union(eqn.key, readers.setdefault((root, key), eqn.key))
+    groups: dict[Hashable, list[tuple[FlatEqn, int]]] = {}
     for eqn, trips in light:
-        groups.setdefault(find(eqn.key), []).append((eqn, trips))
+        groups.setdefault(together.find(eqn.key), []).append((eqn, trips))
     units = []
     for members in groups.values():
         eqns, trips = [e for e, _ in members], members[0][1]
