@@ -35,7 +35,7 @@ from soapjax.graph.passes.dims import DimClasses, LabelCache
 from soapjax.graph.passes.naming import grouped, operator_names
 from soapjax.graph.passes.pairing import Pairing
 from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
-from soapjax.graph.passes.samples import given_weights, sample_nodes, tied_nodes
+from soapjax.graph.passes.samples import SampleDims
 from soapjax.graph.passes.tasks import EqnDims, TaskBuilder, readers_of
 from soapjax.graph.passes.units import Unit, find_units, generated_values
 from soapjax.graph.passes.updates import update_work
@@ -108,9 +108,9 @@ class _Builder:
         self.labels = LabelCache(self.program)
         trained = {self.program.inputs[i] for p in self.phases.parameters for i in (p.leaf, *p.state_leaves)}
         data, walkers = self._data(trained)
-        of = self.program, self.values, self.labels, tied_nodes(self.program, self.values, self.labels)
-        self.given = given_weights(*of, candidates=data, gradients=self.phases.by_gradient.keys())
-        self.samples = sample_nodes(*of, data=data - self.given, walkers=walkers, trained=trained)
+        dims = SampleDims(self.program, self.values, self.labels)
+        self.given = dims.given_weights(data, self.phases.by_gradient.keys())
+        self.samples = dims.nodes_of(data=data - self.given, walkers=walkers, trained=trained)
         self.parameter_values = {p.value for p in self.phases.parameters}
         readers = readers_of(self.units, self.updates, self.program, self.values)
         self.tasks = TaskBuilder(self.units, self.program, self.values, self.labels, self.generated, readers)
