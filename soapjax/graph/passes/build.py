@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from soapjax.graph.operators import (
 from soapjax.graph.passes import accumulation as traced
 from soapjax.graph.passes import joint_sums as joint
 from soapjax.graph.passes.checks import check_graph, check_operators, check_phases, check_program, check_units
-from soapjax.graph.passes.dims import DimClasses, LabelCache
+from soapjax.graph.passes.dims import DimClasses, LabelCache, OperatorDims
 from soapjax.graph.passes.naming import grouped, operator_names
 from soapjax.graph.passes.pairing import Pairing
 from soapjax.graph.passes.phases import UPDATE, Phases, find_phases
@@ -44,8 +44,6 @@ from soapjax.graph.trace.program import FlatEqn
 from soapjax.graph.trace.tracing import TracedStep
 from soapjax.graph.trace.values import Values
 from soapjax.helpers.garbage import fewer_collections
-
-DimsOf = Callable[[Task, FlatEqn], tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class Binding:
     joint_sums: list[joint.TracedJointSum]  # as in the graph
     dims_of: dict[str, EqnDims]  # equation key -> op dims of its operands and results
     partial_of: dict[str, int]  # key of an equation whose result is partial up to the task's result -> the latter's root
-    local_dims: DimsOf  # (task, equation of it) -> op dims of every operand and result, in their own shapes
+    local_dims: Callable[[Task, FlatEqn], EqnDims]  # (task, equation of it) -> as `dims_of`, in their own shapes
     given: frozenset[int]  # inputs that are neither state nor data (samples.py)
 
 
@@ -132,16 +130,11 @@ class _Builder:
         for members in pairing.operators:
             operators += self._split_unmatched(sorted(members, key=lambda i: (self.units[i].phase, i)))
         check_operators([members for members, _ in operators], len(self.units))
-        op_of_unit = {i: k for k, (members, _) in enumerate(operators) for i in members}
-        # Operators in the order of their first unit.
-        order = sorted(range(len(operators)), key=lambda k: min(operators[k][0]))
-        rank = {k: n for n, k in enumerate(order)}
-        dims = [self._dims(*operators[k]) for k in order]
-        tasks = [
-            self.tasks.task(i, rank[op_of_unit[i]], operators[op_of_unit[i]][1], dims[rank[op_of_unit[i]]][1])
-            for i in range(len(self.units))
-        ]
-        names = operator_names([self.units[operators[k][0][0]] for k in order], self.values, self.phases)
+        operators.sort(key=lambda operator: min(operator[0]))  # in the order of their first unit
+        dims = [self._dims(members, classes) for members, classes in operators]
+        operator_of = {i: n for n, (members, _) in enumerate(operators) for i in members}
+        tasks = [self.tasks.task(i, operator_of[i], dims[operator_of[i]]) for i in range(len(self.units))]
+        names = operator_names([self.units[members[0]] for members, _ in operators], self.values, self.phases)
         parameters, update_tasks = self._parameters(tasks)
         tasks = self._ordered([*tasks, *update_tasks])
         entries = self._entries()
@@ -149,21 +142,21 @@ class _Builder:
         joint_sums = self._joint_sums(tasks)
         self._mark_outputs()
         self._mark_summands(accumulations)
-        tasks_of: list[list[int]] = [[] for _ in order]
+        tasks_of: list[list[int]] = [[] for _ in operators]
         for t, task in enumerate(tasks):
             tasks_of[task.operator].append(t)
-        owned: list[list[int]] = [[] for _ in order]
+        owned: list[list[int]] = [[] for _ in operators]
         for p, parameter in enumerate(parameters):
             owned[parameter.owner].append(p)
         built = []
-        for n, k in enumerate(order):
-            first = self.units[operators[k][0][0]]
-            fixed, fixed_mesh = _fixed(first, operators[k][1], dims[n][1])
-            is_recomputed = any(self.units[i].eqns[0].outputs[0] in self.program.repeats for i in operators[k][0])
+        for n, (members, _) in enumerate(operators):
+            first = self.units[members[0]]
+            fixed, fixed_mesh = _fixed(first, dims[n])
+            is_recomputed = any(self.units[i].eqns[0].outputs[0] in self.program.repeats for i in members)
             built.append(
                 Operator(
-                    name=names[n], kind=first.kind, dims=dims[n][0], tasks=tuple(tasks_of[n]), parameters=tuple(owned[n]), group=0,
-                    fixed=fixed, fixed_mesh=fixed_mesh, is_recomputed=is_recomputed,
+                    name=names[n], kind=first.kind, dims=dims[n].dims, tasks=tuple(tasks_of[n]), parameters=tuple(owned[n]),
+                    group=0, fixed=fixed, fixed_mesh=fixed_mesh, is_recomputed=is_recomputed,
                 )  # fmt: skip
             )
         return OperatorGraph(
@@ -213,7 +206,7 @@ class _Builder:
             for d, (n, label) in enumerate(zip(sizes, labelled, strict=True))
         )
 
-    def _dims(self, members: list[int], classes: DimClasses) -> tuple[tuple[Dim, ...], dict[Hashable, int]]:
+    def _dims(self, members: list[int], classes: DimClasses) -> OperatorDims:
         """Names and orders the dims: those of the main result first, then those that it sums over."""
         first = self.units[members[0]]
         main = (first.heavy or max(first.eqns, key=lambda e: math.prod(self.program.avals[e.outputs[0]].shape))).outputs[0]
@@ -236,7 +229,7 @@ class _Builder:
             spatial = any(n in classes.spatial_nodes for n in nodes)
             sizes = [classes.sizes[n] for n in nodes]
             dims.append(Dim(name + ("_in" if is_reduced else ""), max(sizes), classes.divisor(nodes), kind, is_reduced, spatial))
-        return tuple(dims), {c: k for k, c in enumerate(ordered)}
+        return OperatorDims(tuple(dims), classes, {c: k for k, c in enumerate(ordered)})
 
     def _parameters(self, tasks: list[Task]) -> tuple[list[Parameter], list[Task]]:
         first_reader: dict[int | None, int] = {}  # root -> operator, of a loop-carried parameter too
@@ -330,13 +323,14 @@ def _is_key(aval: Any) -> bool:
     return is_typed or (str(aval.dtype), aval.shape) == ("uint32", (2,))
 
 
-def _fixed(unit: Unit, classes: DimClasses, index: dict[Hashable, int]) -> tuple[tuple[tuple[str, ...], ...] | None, Any]:
+def _fixed(unit: Unit, dims: OperatorDims) -> tuple[tuple[tuple[str, ...], ...] | None, Any]:
     """A user's own layout: axis names per dim (of the tensor, or of the operator for a shard_map), and the axes of their mesh."""
     if unit.kind == "shard_map":
-        names: list[tuple[str, ...]] = [()] * len(index)
+        names: list[tuple[str, ...]] = [()] * len(dims.dims)
+        of_labels = dims.of_labels(unit.heavy)
         for label, axes in enumerate(shard_map_axes(unit.heavy)):
-            if (c := classes.of_label(unit.heavy, label)) is not None:
-                names[index[c]] = axes
+            if label in of_labels:
+                names[of_labels[label]] = axes
         return tuple(names), tuple(unit.heavy.params["mesh"].shape.items())
     sharding = user_spec(unit.heavy) if unit.kind == "constraint" else None
     if sharding is None:

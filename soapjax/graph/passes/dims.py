@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple
 
+from soapjax.graph.operators import NOT_SPLIT, Dim
 from soapjax.graph.passes.phases import FORWARD, Phases, is_recompute, module_path
 from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
 from soapjax.graph.rules import control_rules
@@ -229,9 +231,6 @@ class DimClasses:
     def of(self, node: tuple[int, int] | None) -> Hashable | None:
         return self._class_of.get(node)
 
-    def of_label(self, eqn: FlatEqn, label: int) -> Hashable | None:
-        return self.of_labels(eqn).get(label)
-
     def of_labels(self, eqn: FlatEqn) -> dict[int, Hashable]:
         """Label -> class, of the equation's labels that have one."""
         return self._of_labels.get(eqn.key, {})
@@ -257,3 +256,19 @@ class DimClasses:
     def touched(self, unit: Unit) -> set[Hashable]:
         """Classes of the values that a unit reads or makes."""
         return set(self.in_order([unit]))
+
+
+class OperatorDims(NamedTuple):
+    """The dims of an operator, and the classes that they are."""
+
+    dims: tuple[Dim, ...]
+    classes: DimClasses
+    number: dict[Hashable, int]  # class -> its dim
+
+    def of(self, node: tuple[int, int] | None) -> int:
+        """The dim that splits a (root, dim), or NOT_SPLIT."""
+        return self.number.get(self.classes.of(node), NOT_SPLIT)
+
+    def of_labels(self, eqn: FlatEqn) -> dict[int, int]:
+        """Label -> dim, of the equation's labels that have one."""
+        return {lab: self.number[c] for lab, c in self.classes.of_labels(eqn).items()}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from soapjax.graph.operators import HEAVY_RESULT, NOT_SPLIT, Access, Halo, InnerSum, Task, TaskEquations, TaskMemory, Tensor, Work
-from soapjax.graph.passes.dims import DimClasses, LabelCache
+from soapjax.graph.passes.dims import LabelCache, OperatorDims
 from soapjax.graph.passes.loss_gradients import adds_to_sum
 from soapjax.graph.passes.structure import dtype_name, structure_of
 from soapjax.graph.passes.units import Unit, is_relayout
@@ -91,9 +90,9 @@ class TaskBuilder:
         self.dims_of: dict[str, EqnDims] = {}  # equation key -> op dims of its operands and results
         self.partial_of: dict[str, int] = {}  # key of an equation partial up to the task's result -> the latter's root
         self.with_halos: set[tuple] = set()  # images with halos that an earlier task needs too
-        self.places: dict[str, tuple[DimClasses, dict[Hashable, int]]] = {}  # a task's first equation -> its operator's dims
+        self.places: dict[str, OperatorDims] = {}  # a task's first equation -> its operator's dims
 
-    def task(self, i: int, op: int, classes: DimClasses, index: dict[Hashable, int]) -> Task:
+    def task(self, i: int, op: int, dims: OperatorDims) -> Task:
         unit = self.units[i]
         alias, generated = self.values.alias, self.generated
         inside = {o for e in unit.eqns for o in e.outputs}
@@ -114,32 +113,32 @@ class TaskBuilder:
                 if math.prod(self.program.avals[root].shape) <= 1:
                     continue
                 if is_heavy:
-                    access = self._heavy_access(e, k, classes, index, is_result=False)
+                    access = self._heavy_access(e, k, dims, is_result=False)
                 else:
-                    access = self._access(a, classes, index)
+                    access = self._access(a, dims)
                 reads.setdefault((access.tensor, access.dims), access)
         for e in unit.eqns:
             found = self.labels[e]
-            dims = {lab: index[c] for lab, c in classes.of_labels(e).items()}
+            split = dims.of_labels(e)
             self.dims_of[e.key] = EqnDims(
-                tuple([tuple([dims.get(lab, NOT_SPLIT) for lab in labs]) for labs in found.inputs]),
-                tuple([tuple([dims.get(lab, NOT_SPLIT) for lab in labs]) for labs in found.outputs]),
+                tuple([tuple([split.get(lab, NOT_SPLIT) for lab in labs]) for labs in found.inputs]),
+                tuple([tuple([split.get(lab, NOT_SPLIT) for lab in labs]) for labs in found.outputs]),
             )
         sums: list[InnerSum] = []
-        partial = self._partial_results(unit, classes, index, results, sums)
+        partial = self._partial_results(unit, dims, results, sums)
         writes = []
         for o in results:
             reduced = partial.get(o, ())
             if unit.heavy is not None and o in unit.heavy.outputs:
                 k = unit.heavy.outputs.index(o)
-                writes.append(self._heavy_access(unit.heavy, k, classes, index, is_result=True, reduced=reduced))
+                writes.append(self._heavy_access(unit.heavy, k, dims, is_result=True, reduced=reduced))
             else:
-                writes.append(self._access(o, classes, index, reduced))
+                writes.append(self._access(o, dims, reduced))
         main = unit.heavy or unit.eqns[0]
         floats = [dtype_name(self.program.aval(a).dtype) for a in (*main.inputs, *main.outputs)]
         dtype = next((t for t in floats if t.startswith(("float", "bfloat"))), floats[0] if floats else "float32")
         kind = unit.kind if unit.kind in ("dot", "conv") else "other"
-        self.places[unit.eqns[0].key] = classes, index
+        self.places[unit.eqns[0].key] = dims
         heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
         memory = TaskMemory(
             self._result_bytes(unit), tuple(self._recomputed_from(unit, o, results) for o in results),
@@ -148,7 +147,7 @@ class TaskBuilder:
         )  # fmt: skip
         keys, heavy_key = tuple(e.key for e in unit.eqns), unit.heavy.key if unit.heavy else ""
         return Task(
-            operator=op, phase=unit.phase, kind=kind, dtype=dtype, work=self._work(unit, classes, index),
+            operator=op, phase=unit.phase, kind=kind, dtype=dtype, work=self._work(unit, dims),
             reads=tuple(reads.values()), writes=tuple(writes), sums=tuple(sums),
             trip_count=unit.trip_count, scope="/".join(unit.scope), structure=self.structure(unit.eqns),
             halos=self._halos(unit, op), casts=self._casts(unit, {access.tensor for access in reads.values()}),
@@ -209,34 +208,35 @@ class TaskBuilder:
         labelled = self.dims_of[eqn.key]
         if eqn.key == task.equations.heavy:
             return labelled
-        classes, index = self.places[task.equations.keys[0]]
+        of_operator = self.places[task.equations.keys[0]]
 
         def dims(atom: object, as_labelled: tuple[int, ...]) -> tuple[int, ...]:
             if not isinstance(atom, int):
                 return (NOT_SPLIT,) * len(as_labelled)
             if self.values.of(atom).root in self.generated:  # made on each device, as the equation wants it
                 return as_labelled
-            return tuple(index.get(classes.of(self.values.node(atom, d)), NOT_SPLIT) for d in range(len(as_labelled)))
+            return tuple(of_operator.of(self.values.node(atom, d)) for d in range(len(as_labelled)))
 
         return EqnDims(tuple(map(dims, eqn.inputs, labelled.operands)), tuple(map(dims, eqn.outputs, labelled.results)))
 
-    def _access(self, atom: int, classes: DimClasses, index: dict, reduced=(), operand: int = -1) -> Access:
+    def _access(self, atom: int, dims: OperatorDims, reduced: tuple[int, ...] = ()) -> Access:
         alias = self.values.tensor(atom)
         rank = len(self.program.avals[alias.root].shape)
         nodes = [self.values.node(atom, d + alias.shift) if d + alias.shift >= 0 else None for d in range(rank)]
-        dims = tuple(index.get(classes.of(node), NOT_SPLIT) for node in nodes)
-        return Access(self.tensors.index(alias.root), dims, tuple(reduced), operand, self._trips(atom, alias.shift))
+        split = tuple(map(dims.of, nodes))
+        return Access(self.tensors.index(alias.root), split, reduced, trips=self._trips(atom, alias.shift))
 
-    def _heavy_access(self, eqn: FlatEqn, k: int, classes: DimClasses, index: dict, *, is_result: bool, reduced=()) -> Access:
+    def _heavy_access(
+        self, eqn: FlatEqn, k: int, dims: OperatorDims, *, is_result: bool, reduced: tuple[int, ...] = ()
+    ) -> Access:  # fmt: skip
         atom = eqn.outputs[k] if is_result else eqn.inputs[k]
         labs = (self.labels[eqn].outputs if is_result else self.labels[eqn].inputs)[k]
         alias = self.values.tensor(atom)
-        dims = [NOT_SPLIT] * len(self.program.avals[alias.root].shape)
+        split, of_labels = [NOT_SPLIT] * len(self.program.avals[alias.root].shape), dims.of_labels(eqn)
         for d, lab in enumerate(labs):
-            c = classes.of_label(eqn, lab)
-            if c is not None and d >= alias.shift:
-                dims[d - alias.shift] = index[c]
-        return Access(self.tensors.index(alias.root), tuple(dims), tuple(reduced), k, self._trips(atom, alias.shift))
+            if lab in of_labels and d >= alias.shift:
+                split[d - alias.shift] = of_labels[lab]
+        return Access(self.tensors.index(alias.root), tuple(split), reduced, k, self._trips(atom, alias.shift))
 
     def _trips(self, atom: Atom, shift: int) -> int:
         """Of how many trips a value stacks what a loop makes."""
@@ -270,7 +270,9 @@ class TaskBuilder:
                     queue.append(root)
         return tuple(found)
 
-    def _partial_results(self, unit: Unit, classes, index, results: list[int], sums: list[InnerSum]) -> dict[int, tuple[int, ...]]:
+    def _partial_results(
+        self, unit: Unit, dims: OperatorDims, results: list[int], sums: list[InnerSum]
+    ) -> dict[int, tuple[int, ...]]:  # fmt: skip
         """Op dims over which each result is a sum of parts; sums whose value is used inside the unit go to `sums`."""
         readers: dict[int, list[FlatEqn]] = {}
         for e in unit.eqns:
@@ -281,7 +283,8 @@ class TaskBuilder:
             found = self.labels[e]
             kept = {BLOCKED, *(lab for labs in found.outputs for lab in labs)}
             gone = {lab for labs in found.inputs for lab in labs if lab not in kept}
-            reduced = tuple(index[c] for c in dict.fromkeys(classes.of_label(e, lab) for lab in sorted(gone)) if c is not None)
+            split = dims.of_labels(e)
+            reduced = tuple(dict.fromkeys(split[lab] for lab in sorted(gone) if lab in split))
             if not reduced or e.name == "shard_map":  # which sums over devices itself
                 continue
             out = e.outputs[0]
@@ -295,9 +298,9 @@ class TaskBuilder:
             else:
                 root = e.outputs[0]
                 aval = self.program.avals[root]
-                dims = {index.get(classes.of_label(e, lab), NOT_SPLIT) for lab in found.outputs[0]}
+                own = {split[lab] for lab in found.outputs[0] if lab in split}
                 size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-                sums.append(InnerSum(float(size), tuple(sorted(dims - {NOT_SPLIT})), reduced))
+                sums.append(InnerSum(float(size), tuple(sorted(own)), reduced))
         return partial
 
     def _halos(self, unit: Unit, op: int) -> tuple[Halo, ...]:
@@ -324,12 +327,12 @@ class TaskBuilder:
             Halo(float(size), tuple(sorted({*dims} - {*along, NOT_SPLIT})), tuple(along)) for size, along in edges.items()
         )
 
-    def _work(self, unit: Unit, classes: DimClasses, index: dict) -> tuple[Work, ...]:
+    def _work(self, unit: Unit, dims: OperatorDims) -> tuple[Work, ...]:
         total: dict[tuple[int, ...], float] = {}
         for e in unit.eqns:
             flops = flops_of(e, self.program)
             if flops or e is unit.heavy:
-                key = tuple(sorted({index[c] for c in classes.of_labels(e).values()}))
+                key = tuple(sorted(set(dims.of_labels(e).values())))
                 total[key] = total.get(key, 0.0) + flops
         return tuple(Work(f, d) for d, f in sorted(total.items()))
 
