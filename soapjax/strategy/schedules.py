@@ -125,23 +125,15 @@ class Held(NamedTuple):
 
 def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
     """The most micro-batches that each stage holds: their forward pass has run there, their (whole) backward pass has not."""
-    return _most(pipeline, 0)
+    return most_held(pipeline, "kept")
 
 
-def most_put_off(pipeline: Pipeline) -> tuple[int, ...]:
-    """The most micro-batches of each stage whose gradients of weights are still to come, those of inputs not."""
-    return _most(pipeline, 1)
-
-
-def most_recomputed(pipeline: Pipeline) -> tuple[int, ...]:
-    """The most micro-batches of each stage that were computed again and are still to be differentiated."""
-    return _most(pipeline, 2)
-
-
-def _most(pipeline: Pipeline, what: int) -> tuple[int, ...]:
+def most_held(pipeline: Pipeline, what: str) -> tuple[int, ...]:
+    """The most micro-batches of each stage that count as `what`, one of the fields of `Held`, each action's own among them."""
     found = [0] * len(pipeline.stages)
+    field = Held._fields.index(what) - 1
     for group, (_, _, held) in zip(groups_of(pipeline), _held(_shape(pipeline)), strict=True):
-        for i, most in zip(group, held[:, :, what].max(0, initial=0).tolist(), strict=True):
+        for i, most in zip(group, held[:, :, field].max(0, initial=0).tolist(), strict=True):
             found[i] = most
     return tuple(found)
 

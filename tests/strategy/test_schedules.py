@@ -6,7 +6,7 @@ import pytest
 
 from soapjax.errors import SoapjaxError
 from soapjax.strategy.pipeline import Pipeline, Stage
-from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, most_put_off, most_recomputed, needs
+from soapjax.strategy.schedules import actions, dispatch_order, groups_of, in_flight, most_held, needs
 
 
 def pipeline(schedule, num_stages, num_microbatches, *, num_groups=None, replicas=None):
@@ -117,7 +117,7 @@ def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(num_stages, num)
     """Qi et al. 2023, section 2.3: ZB-H1 needs the memory of 1F1B; stage i puts i micro-batches off, and one that is computed."""
     p = pipeline("zb-h1", num_stages, num)
     assert max(in_flight(p)) <= min(num, num_stages)
-    assert most_put_off(p) == tuple(min(i + 1, num) for i in range(num_stages))
+    assert most_held(p, "put_off") == tuple(min(i + 1, num) for i in range(num_stages))
 
 
 def own(order, *, num=2, stages=2, groups=None, again=False):
@@ -137,7 +137,7 @@ def test_recomputation_is_an_action_before_the_backward_pass():
         for order in again:
             before = [order[k - 1] for k, a in enumerate(order) if a.kind == "backward"]
             assert before == [a._replace(kind="recompute") for a in order if a.kind == "backward"]
-        assert most_recomputed(recomputed(p)) == (1,) * 4 and most_recomputed(p) == (0,) * 4
+        assert most_held(recomputed(p), "recomputed") == (1,) * 4 and most_held(p, "recomputed") == (0,) * 4
         assert in_flight(p) == in_flight(recomputed(p))
     for schedule in ("zb-h1", "pipedream"):  # one program of the backward pass does it
         assert actions(pipeline(schedule, 4, 4)) == actions(recomputed(pipeline(schedule, 4, 4)))
@@ -150,7 +150,7 @@ def test_an_own_order_is_what_it_says():
         words = tuple(tuple(f"{letters[a.kind]}{a.microbatch}" for a in o if a.kind != "update") for o in actions(named))
         assert actions(own(words, num=4, stages=3)) == actions(named)
     early = own((("F0", "F1", "R0", "R1", "B0", "B1"), ("F0", "B0", "F1", "B1")), again=True)
-    assert most_recomputed(early) == (2, 1)
+    assert most_held(early, "recomputed") == (2, 1)
     assert "".join(a.kind[0] for a in actions(early)[1]) == "frbfrbu"  # right before the backward pass, if not said
     shared = own((("F0.0", "F0.2", "B0.2", "B0"), ("F0.1", "B0.1")), num=1, stages=3, groups=2)
     passes = [str(a.stage) + a.kind[0] for a in dispatch_order(shared) if a.kind != "update"]
