@@ -28,7 +28,7 @@ from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.build import Binding, build_graph
 from soapjax.graph.passes.phases import BACKWARD, FORWARD, RECOMPUTED, module_path
 from soapjax.graph.segments import Value, cuts
-from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program, bytes_of
 from soapjax.graph.trace.tracing import TracedStep
 
 # Not repeated: loops and programs of their own, and what is said of a value rather than computed.
@@ -147,7 +147,7 @@ class _Forward:
         for e in forward:
             self.last_read.update((o, place[e.key]) for o in self.read(e) if o in self.makers)
         self.by_backward = {o for e in program.eqns if self.phase_of(e) == BACKWARD for o in self.read(e) if o in self.makers}
-        facts = [Value(place[e.key], max(self.last_read[o], place[e.key]), _bytes(program, o), o in self.by_backward)
+        facts = [Value(place[e.key], max(self.last_read[o], place[e.key]), bytes_of(program.avals[o]), o in self.by_backward)
                  for o, e in self.makers.items()]  # fmt: skip
         ends = cuts(facts, len(forward))
         self.segment, segment = {}, 0
@@ -180,11 +180,6 @@ class _Forward:
 
     def _may_repeat(self, eqn: FlatEqn) -> bool:
         return eqn.body is None and eqn.name not in _ONCE and eqn.key in self.binding.task_of
-
-
-def _bytes(program: Program, value: int) -> float:
-    aval = program.avals[value]
-    return float(aval.size * getattr(aval.dtype, "itemsize", 4))
 
 
 class _Repeater:

@@ -16,7 +16,7 @@ from soapjax.graph.rules.flops import flops_of
 from soapjax.graph.rules.heavy_rules import border_rows, conv_results
 from soapjax.graph.rules.light_rules import BLOCKED, LIGHT
 from soapjax.graph.rules.pools import IMAGE, is_made_of_choices
-from soapjax.graph.trace.program import Atom, FlatEqn, Program
+from soapjax.graph.trace.program import Atom, FlatEqn, Program, bytes_of
 from soapjax.graph.trace.values import Values
 
 
@@ -141,7 +141,8 @@ class TaskBuilder:
         self.places[unit.eqns[0].key] = dims
         heavy = self.dims_of[unit.heavy.key] if unit.heavy is not None else EqnDims((), ((),))
         memory = TaskMemory(
-            self._result_bytes(unit), tuple(self._recomputed_from(unit, o, results) for o in results),
+            0.0 if unit.heavy is None else bytes_of(self.program.aval(unit.heavy.outputs[0])),
+            tuple(self._recomputed_from(unit, o, results) for o in results),
             self._image(unit.heavy), unit.heavy is not None and adds_to_sum(unit.heavy, self.values, self.uses),
             self._costly_bytes(unit), not _costly(unit) or self._is_read_itself(unit, results),
         )  # fmt: skip
@@ -153,12 +154,6 @@ class TaskBuilder:
             halos=self._halos(unit, op), casts=self._casts(unit, {access.tensor for access in reads.values()}),
             memory=memory, equations=TaskEquations(keys, heavy_key, heavy.operands, heavy.results[0]),
         )  # fmt: skip
-
-    def _result_bytes(self, unit: Unit) -> float:
-        if unit.heavy is None:
-            return 0.0
-        aval = self.program.aval(unit.heavy.outputs[0])
-        return float(math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4))
 
     def _costly_bytes(self, unit: Unit) -> float:
         made = [self.program.aval(e.outputs[0]) for e in _costly(unit)]
@@ -296,11 +291,8 @@ class TaskBuilder:
                 self.partial_of[e.key] = out
                 self.tensors.sum_as(self.values.of(out).root, self.program.aval(e.outputs[0]).dtype)
             else:
-                root = e.outputs[0]
-                aval = self.program.avals[root]
                 own = {split[lab] for lab in found.outputs[0] if lab in split}
-                size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-                sums.append(InnerSum(float(size), tuple(sorted(own)), reduced))
+                sums.append(InnerSum(bytes_of(self.program.avals[e.outputs[0]]), tuple(sorted(own)), reduced))
         return partial
 
     def _halos(self, unit: Unit, op: int) -> tuple[Halo, ...]:

@@ -108,6 +108,11 @@ class Program:
         return self.avals[atom] if isinstance(atom, int) else atom.aval
 
 
+def bytes_of(aval: Any) -> float:
+    """Of a value, 4 an element where its type does not say."""
+    return float(aval.size * getattr(aval.dtype, "itemsize", 4))
+
+
 class _Flattener:
     def __init__(self, unroll: bool, has_rule: Callable[[str], bool]):
         self.unroll, self.has_rule = unroll, has_rule
