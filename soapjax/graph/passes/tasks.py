@@ -112,10 +112,7 @@ class TaskBuilder:
                 root = self.values.tensor(a).root
                 if math.prod(self.program.avals[root].shape) <= 1:
                     continue
-                if is_heavy:
-                    access = self._heavy_access(e, k, dims, is_result=False)
-                else:
-                    access = self._access(a, dims)
+                access = self._heavy_access(e, k, dims, is_result=False) if is_heavy else self._access(a, dims)
                 reads.setdefault((access.tensor, access.dims), access)
         for e in unit.eqns:
             found = self.labels[e]
