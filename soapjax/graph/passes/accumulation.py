@@ -29,7 +29,7 @@ class TracedAccumulation:
 
 
 def find_accumulations(
-    program: Program, values: Values, phases: Phases, generated: Set[int] = frozenset()
+    program: Program, values: Values, phases: Phases, generated: Set[int]
 ) -> dict[int, TracedAccumulation]:
     """Parameter index -> how its gradient is summed up, where there is more than one summand.
 

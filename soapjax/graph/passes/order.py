@@ -24,7 +24,6 @@ class Unit:
     scope: tuple[str, ...]
     kind: str  # a value of units.HEAVY, "fused", or "unknown"
     heavy: FlatEqn | None = None
-    trip_count: int = 1
 
 
 def ordered(units: list[Unit], values: Values) -> list[Unit]:
@@ -88,7 +87,7 @@ def _split(unit: Unit, level: dict[str, int]) -> list[Unit]:
     for eqns in found.values():
         is_heavy = unit.heavy in eqns
         kind, heavy = (unit.kind, unit.heavy) if is_heavy else ("fused", None)
-        parts.append(Unit(eqns, unit.phase, unit.scope, kind, heavy, unit.trip_count))
+        parts.append(Unit(eqns, unit.phase, unit.scope, kind, heavy))
     return parts
 
 

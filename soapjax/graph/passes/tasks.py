@@ -35,7 +35,6 @@ class Tensors:
         self.all: list[Tensor] = []
         self.of_root: dict[int, int] = {}
         self._leaves = {v: i for i, v in enumerate(program.inputs)}
-        self._trips = {e.key: e.params["length"] for e, _ in program.walk() if e.body is not None}
 
     def index(self, root: int) -> int:
         if root not in self.of_root:
@@ -44,7 +43,7 @@ class Tensors:
             producer = self.values.producer.get(root)
             copies = 1
             if producer is not None and root in self.values.stacked:
-                copies = math.prod(self._trips[k] for k in self.values.scope[producer.key])
+                copies = self.values.trips[self.values.scope[producer.key]]
             itemsize = getattr(aval.dtype, "itemsize", 4)
             self.all.append(Tensor(root, tuple(aval.shape), dtype_name(aval.dtype), itemsize, copies, self._leaves.get(root, -1)))
         return self.of_root[root]
@@ -147,7 +146,7 @@ class TaskBuilder:
         return Task(
             operator=op, phase=unit.phase, kind=kind, dtype=dtype, work=self._work(unit, dims),
             reads=tuple(reads.values()), writes=tuple(writes), sums=tuple(sums),
-            trip_count=unit.trip_count, scope="/".join(unit.scope), structure=self.structure(unit.eqns),
+            trip_count=self.values.trips[unit.scope], scope="/".join(unit.scope), structure=self.structure(unit.eqns),
             halos=self._halos(unit, op), casts=self._casts(unit, {access.tensor for access in reads.values()}),
             memory=memory, equations=TaskEquations(keys, heavy_key, heavy.operands, heavy.results[0]),
         )  # fmt: skip

@@ -65,7 +65,7 @@ def kind_of(eqn: FlatEqn) -> str | None:
 
 
 def find_units(
-    program: Program, values: Values, phases: Phases, generated: set[int], additions: frozenset[str] = frozenset()
+    program: Program, values: Values, phases: Phases, generated: set[int], additions: frozenset[str]
 ) -> tuple[list[Unit], list[FlatEqn]]:
     """Units in program order, and the update equations, which are grouped by parameter elsewhere.
 
@@ -77,18 +77,18 @@ def find_units(
     depth: dict[int, int] = {}
     keys: dict[str, tuple] = {}
     updates: list[FlatEqn] = []
-    light: list[tuple[FlatEqn, int]] = []
+    light: list[FlatEqn] = []
     units: list[Unit] = []
     heavy_unit: dict[int, Unit] = {}  # root -> the unit of the heavy equation that makes it
     again: dict[int, FlatEqn] = {}  # value -> the equation that repeats it
     read = _read_by_units(program, values, phases)
 
-    def visit(p: Program, trips: int, base: int) -> int:
+    def visit(p: Program, base: int) -> int:
         deepest = base
         for eqn in p.eqns:
             d = max([base, *[depth.get(root, 0) for root in values.reads[eqn.key]]])
             if eqn.body is not None:
-                inner = visit(eqn.body, trips * eqn.params["length"], d + 1) + 1
+                inner = visit(eqn.body, d + 1) + 1
                 for out in eqn.outputs:
                     depth[values.of(out).root] = inner
                 deepest = max(deepest, inner)
@@ -104,20 +104,20 @@ def find_units(
             if phase == UPDATE and kind is None and read.isdisjoint(eqn.outputs):
                 updates.append(eqn)
             elif eqn.key in additions:
-                units.append(Unit([eqn], phase, scope, "fused", None, trips))
+                units.append(Unit([eqn], phase, scope, "fused"))
             elif kind is not None:
                 d += 1
-                unit = Unit([eqn], phase, scope, kind, eqn, trips)
+                unit = Unit([eqn], phase, scope, kind, eqn)
                 units.append(unit)
                 heavy_unit.update(dict.fromkeys(eqn.outputs, unit))
             else:
                 keys[eqn.key] = (phase, scope, d)
-                light.append((eqn, trips))
+                light.append(eqn)
             depth.update(dict.fromkeys(eqn.outputs, d))
             deepest = max(deepest, d)
         return deepest
 
-    visit(program, 1, 0)
+    visit(program, 0)
     _sink_additions(light, keys, values, values.uses)
     units += _regions(light, keys, depth, values, generated, heavy_unit, program)
     units += _repeated(units, again, phases) if again else []
@@ -134,7 +134,7 @@ def _repeated(units: list[Unit], again: dict[int, FlatEqn], phases: Phases) -> l
         if eqns:
             heavy = again.get(unit.heavy.outputs[0]) if unit.heavy is not None else None
             kind = "fused" if heavy is None else unit.kind
-            found.append(Unit(eqns, phases.phase[eqns[0].key], unit.scope, kind, heavy, unit.trip_count))
+            found.append(Unit(eqns, phases.phase[eqns[0].key], unit.scope, kind, heavy))
     return found
 
 
@@ -170,12 +170,12 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
     """Connected regions of light equations; those that only prepare or finish a heavy equation join its unit."""
     inputs = set(program.inputs)
     prepared = _sink_preparations(light, keys, values, inputs | generated, heavy_unit)
-    light = [(e, t) for e, t in light if e.key not in prepared]
+    light = [e for e in light if e.key not in prepared]
     together = UnionFind()  # keys of equations
-    makers: dict[int, str] = {o: eqn.key for eqn, _ in light for o in eqn.outputs}
+    makers: dict[int, str] = {o: eqn.key for eqn in light for o in eqn.outputs}
     readers: dict[tuple, str] = {}
     scalars: dict[tuple, str] = {}
-    for eqn, _ in light:
+    for eqn in light:
         key = keys[eqn.key]
         is_update = key[0] == UPDATE
         if is_update and all(program.aval(a).size <= 1 for a in (*eqn.inputs, *eqn.outputs)):
@@ -190,18 +190,17 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
                 together.union(eqn.key, maker)
             elif root in heavy_unit and depth[root] == key[2]:
                 together.union(eqn.key, readers.setdefault((root, key), eqn.key))
-    groups: dict[Hashable, list[tuple[FlatEqn, int]]] = {}
-    for eqn, trips in light:
-        groups.setdefault(together.find(eqn.key), []).append((eqn, trips))
+    groups: dict[Hashable, list[FlatEqn]] = {}
+    for eqn in light:
+        groups.setdefault(together.find(eqn.key), []).append(eqn)
     units = []
-    for members in groups.values():
-        eqns, trips = [e for e, _ in members], members[0][1]
+    for eqns in groups.values():
         phase, scope, _ = keys[eqns[0].key]
         inside = {o for e in eqns for o in e.outputs}
         read = {root for e in eqns for root in values.reads[e.key] if root not in inside and root not in generated}
-        hosts = {id(heavy_unit[r]): heavy_unit[r] for r in read if r in heavy_unit}
+        hosts = {heavy_unit[r] for r in read if r in heavy_unit}
         is_one = len(hosts) == 1 and all(r in heavy_unit or r in inputs for r in read)
-        host = next(iter(hosts.values())) if is_one else None
+        host = hosts.pop() if is_one else None
         kinds = ("dot", "ragged_dot", "conv", "gather", "scatter")
         finishes = host is not None and (host.phase, host.scope) == (phase, scope) and host.kind in kinds
         if finishes and (host.kind == "scatter" or (phase != FORWARD and not is_recompute(eqns[0]))):
@@ -211,7 +210,7 @@ def _regions(light, keys, depth, values: Values, generated, heavy_unit, program:
         if finishes and not any(e.name.startswith(_NO_EPILOGUE) for e in eqns):
             host.eqns += eqns
         else:
-            units.append(Unit(eqns, phase, scope, "fused", None, trips))
+            units.append(Unit(eqns, phase, scope, "fused"))
     return units
 
 
@@ -229,7 +228,7 @@ def _meets_its_transpose(host: Unit, eqns: list[FlatEqn], program: Program) -> b
 
 def _sink_additions(light, keys, values: Values, uses: Uses) -> None:
     """Sums of many values are added up by one region, the last: what comes early waits there (joint_sums.py)."""
-    additions = {e.outputs[0]: e for e, _ in light if e.name in ADDITIONS}
+    additions = {e.outputs[0]: e for e in light if e.name in ADDITIONS}
     for eqn in reversed(additions.values()):
         for a in eqn.inputs:
             before = additions.get(a) if isinstance(a, int) else None
@@ -246,17 +245,17 @@ def _sink_preparations(light, keys, values: Values, inputs: set[int], heavy_unit
     with the unit.
     """
     only_inputs: set[int] = set()
-    for e, _ in light:
+    for e in light:
         if all(root in inputs or root in only_inputs for root in values.reads[e.key]):
             only_inputs.update(e.outputs)
     readers: dict[int, list[FlatEqn]] = {}
-    heavy_units = {id(u): u for u in heavy_unit.values()}.values()
+    heavy_units = dict.fromkeys(heavy_unit.values())
     host_of = {u.heavy.key: u for u in heavy_units}
-    for e in [*(e for e, _ in light), *(u.heavy for u in heavy_units)]:
+    for e in (*light, *(u.heavy for u in heavy_units)):
         for root in values.reads[e.key]:
             readers.setdefault(root, []).append(e)
     gone: dict[str, Unit] = {}
-    for e, _ in reversed(light):
+    for e in reversed(light):
         if only_inputs.isdisjoint(e.outputs):
             continue
         same = [r for o in e.outputs for r in readers.get(o, ()) if values.scope[r.key] == values.scope[e.key]]

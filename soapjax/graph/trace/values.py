@@ -60,7 +60,8 @@ class Values:
         self.producer: dict[int, FlatEqn] = {}  # root -> the equation that makes it
         self.carries: dict[int, Carry] = {}  # body argument -> its carry
         self.order: dict[str, int] = {}  # equation key -> position in program order, bodies in place
-        self.scope: dict[str, tuple[str, ...]] = {}
+        self.scope: dict[str, tuple[str, ...]] = {}  # equation key -> the loops around it
+        self.trips: dict[tuple[str, ...], int] = {(): 1}  # such loops -> how often what is in them runs in a step
         self.stacked: set[int] = set()  # roots of which a loop keeps every trip's value, as its argument or as its result
         self._sources: dict[str, set[int]] = {}  # of equations that were asked for
         self.reads: dict[str, tuple[int, ...]] = {}  # equation key -> roots of the values that it reads, in order
@@ -95,6 +96,7 @@ class Values:
     def _loop(self, eqn: FlatEqn, scope: tuple[str, ...]) -> None:
         body, p = eqn.body, eqn.params
         num_consts, num_carry = p["num_consts"], p["num_carry"]
+        self.trips[scope] = self.trips[scope[:-1]] * p["length"]
         for k, (arg, outer) in enumerate(zip(body.inputs, eqn.inputs, strict=True)):
             found = self.of(outer)
             if num_consts <= k < num_consts + num_carry:
