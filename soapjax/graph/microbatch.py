@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.graph.operators import NOT_SPLIT, Access, Operator, OperatorGraph, TaskMemory
+from soapjax.graph.operators import NOT_SPLIT, Access, OperatorGraph, TaskMemory
 
 
 def sample_divisor(graph: OperatorGraph) -> int:
@@ -63,7 +63,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
     shapes = [list(t.shape) for t in graph.tensors]
     shrunk: set[tuple[int, int]] = set()
 
-    def shrink(operator: Operator, n: int, access: Access) -> None:
+    def shrink(n: int, access: Access) -> None:
         for d, dim in enumerate(access.dims):
             if dim != NOT_SPLIT and is_sample[n][dim] and (access.tensor, d) not in shrunk:
                 shrunk.add((access.tensor, d))
@@ -79,7 +79,7 @@ def micro_batch(graph: OperatorGraph, num: int) -> OperatorGraph:
             tasks.append(task)
             continue
         for access in (*task.reads, *task.writes):
-            shrink(graph.operators[n], n, access)
+            shrink(n, access)
         tasks.append(
             task._replace(
                 work=tuple(w._replace(flops=w.flops / share(n, w.dims)) for w in task.work),

@@ -142,16 +142,13 @@ def topology_of(plan: Plan, *, place: str = "plan") -> tuple[DeviceTopology, Fac
     topology = DeviceTopology.from_dict(plan.topology, place=f"{place}: topology")
     mesh = factor_mesh(topology)
     found, wanted = (plan.mesh.axis_names, plan.mesh.axis_sizes), (mesh.axis_names, mesh.axis_sizes)
-    problems = []
     if found != wanted:
         value, expected = (f"{names} of {sizes}" for names, sizes in (found, wanted))
         remedy = f"restore it, or plan anew for {topology.num_devices} devices"
-        problems.append(Problem(f"{place}: mesh", value, f"{expected}, the topology's", remedy))
-    elif sorted(plan.mesh.device_order) != list(range(mesh.num_devices)):
+        raise SoapjaxError(Problem(f"{place}: mesh", value, f"{expected}, the topology's", remedy))
+    if sorted(plan.mesh.device_order) != list(range(mesh.num_devices)):
         order, expected = str(plan.mesh.device_order), f"a permutation of 0 to {mesh.num_devices - 1}"
-        problems.append(Problem(f"{place}: mesh.device_order", order, expected, "restore it, or plan anew"))
-    if problems:
-        raise SoapjaxError(problems)
+        raise SoapjaxError(Problem(f"{place}: mesh.device_order", order, expected, "restore it, or plan anew"))
     return topology, mesh
 
 

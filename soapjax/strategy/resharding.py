@@ -27,7 +27,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from soapjax.strategy.layout import PARTIAL, REPLICATED
+from soapjax.strategy.layout import PARTIAL, REPLICATED, degree
 
 Order = tuple[tuple[int, ...], ...]  # per tensor dim: the axes that split it, major first
 
@@ -88,11 +88,7 @@ def is_permute(source: Sequence[int], target: Sequence[int], sizes: Sequence[int
     if any(s != t and min(s, t) < REPLICATED for s, t in zip(source, target, strict=True)):
         return False
     dims = {d for d in (*source, *target) if d >= 0}
-
-    def parts(layout: Sequence[int], dim: int) -> int:
-        return math.prod(n for n, d in zip(sizes, layout, strict=True) if d == dim)
-
-    return tuple(source) != tuple(target) and all(parts(source, d) == parts(target, d) for d in dims)
+    return tuple(source) != tuple(target) and all(degree(source, d, sizes) == degree(target, d, sizes) for d in dims)
 
 
 def gathered_first(

@@ -104,7 +104,7 @@ class _Scaler:
         self.data = {i for i in small.inputs if self.sample_dims(i)}
         self.smooth = set(self.data)  # of the data's values, not only of how they compare
         self.to_samples = self.read_by_samples()
-        self.made_by = {o: eqn for eqn, _ in small.walk() if eqn.body is None for o in eqn.outputs}
+        self.made_by = {o: eqn for eqn in small.leaves for o in eqn.outputs}
 
     def run(self) -> dict[int, Scaling]:
         self.block(self.small, self.large)

@@ -74,7 +74,7 @@ class Growth:
     def after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
         """Equations of the step between means over the batch and what they make of its values `wanted` (batch_means.py)."""
         found = self._after_means(wanted)
-        return found if self.equations is None else frozenset(self.equations[k] for k in found if k in self.equations)
+        return found if self.equations is None else frozenset(self.equations[k] for k in found)
 
     def _after_means(self, wanted: Sequence[Atom]) -> frozenset[str]:
         mine = [v for v in map(self.value, wanted) if v is not None]

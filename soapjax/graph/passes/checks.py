@@ -56,9 +56,8 @@ def check_program(program: Program) -> None:
 def check_phases(program: Program, values: Values, phases: Phases) -> None:
     """Every equation has a phase; where there are phases, nothing reads what a later one makes."""
     found = Findings("the phases")
-    leaves = [eqn for eqn, _ in program.walk() if eqn.body is None]
-    made_in = {o: phases.phase.get(eqn.key, -1) for eqn in leaves for o in eqn.outputs}
-    for eqn in leaves:
+    made_in = {o: phases.phase.get(eqn.key, -1) for eqn in program.leaves for o in eqn.outputs}
+    for eqn in program.leaves:
         own = phases.phase.get(eqn.key)
         if own is None:
             found.wrong(f"equation {eqn.key} ({eqn.name})", "no phase", "one of " + ", ".join(PHASE_NAMES))

@@ -75,9 +75,8 @@ class _Body:
     def add(self, program: Program, ends: Ends) -> None:
         self.count += 1
         values = Values(program)
-        for eqn, _ in program.walk():
-            if eqn.body is None:
-                self._equation(eqn, program, values)
+        for eqn in program.leaves:
+            self._equation(eqn, program, values)
         for carry in values.carries.values():
             for d in range(len(program.aval(carry.argument).shape)):
                 nodes = [self._node(values, a, d) for a in (carry.argument, carry.init, carry.result) if isinstance(a, int)]
