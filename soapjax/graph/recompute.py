@@ -172,7 +172,7 @@ class _Forward:
 
     def read(self, eqn: FlatEqn) -> list[int]:
         """The values that an equation reads, names and barriers seen through."""
-        return [self.root(a) for a in eqn.inputs if isinstance(a, int)]
+        return [self.root(a) for a in eqn.read]
 
     def root(self, atom: int) -> int:
         alias = self.values.of(atom)

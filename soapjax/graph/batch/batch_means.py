@@ -43,7 +43,7 @@ def after_means(
     for eqn in reversed(small.eqns):
         if eqn.key in steps.after and not needed.isdisjoint(eqn.outputs):
             found.add(eqn.key)
-            needed.update(a for a in eqn.inputs if isinstance(a, int))
+            needed.update(eqn.read)
     return frozenset(found)
 
 
@@ -57,7 +57,7 @@ class _Steps:
         self.known: set[int] = set()  # means, and what follows from them
         self.after: set[str] = set()
         for eqn, other in zip(small.eqns, large.eqns, strict=True):
-            mine = [a for a in eqn.inputs if isinstance(a, int) and a in self.of_batch]
+            mine = [a for a in eqn.read if a in self.of_batch]
             if not mine:
                 continue
             self.of_batch.update(eqn.outputs)

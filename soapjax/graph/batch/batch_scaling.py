@@ -117,7 +117,7 @@ class _Scaler:
                 for some in (self.data, self.smooth):
                     some.update(o for o, a in zip(eqn.outputs, eqn.inputs, strict=True) if isinstance(a, int) and a in some)
                 continue
-            if any(isinstance(a, int) and a in self.data for a in eqn.inputs):
+            if not self.data.isdisjoint(eqn.read):
                 self.data.update(eqn.outputs)
             if all(not isinstance(a, int) or a in self.own or a in self.small.consts for a in eqn.inputs):
                 self.own.update(o for o in eqn.outputs if self.own and self.sample_dims(o))
@@ -137,7 +137,7 @@ class _Scaler:
             if eqn.name in _EACH:
                 found.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in found)
             elif not is_backward(eqn) and any(self.sample_dims(o) or o in found for o in eqn.outputs):
-                found.update(a for a in eqn.inputs if isinstance(a, int) and not self.sample_dims(a))
+                found.update(a for a in eqn.read if not self.sample_dims(a))
         return found
 
     def sample_dims(self, atom: Atom) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class _Scaler:
 
     def extreme(self, eqn: FlatEqn, inputs: list[Scaling]) -> str:
         kind = _EXTREMES.get(eqn.name, "")
-        if kind and self.vanished(eqn) and any(isinstance(a, int) and a in self.data for a in eqn.inputs):
+        if kind and self.vanished(eqn) and not self.data.isdisjoint(eqn.read):
             return kind
         found = [s.extreme for s in inputs if s.extreme] if eqn.name in _PASSED_ON else []
         is_same = len(inputs) == 1 and (eqn.name in _IN_ORDER or kind in found)

@@ -113,13 +113,12 @@ class SampleMixing:
         made: set[int] = set()
         found = []
         for e in reversed(self.needed):
-            read = [a for a in e.inputs if isinstance(a, int)]
-            of_samples = any(a in self.data and self._dims(a) for a in read)
+            of_samples = any(a in self.data and self._dims(a) for a in e.read)
             starts = statistics and of_samples and not any(map(self._dims, e.outputs))
             starts = starts or (e.name == "concatenate" and not is_backward(e) and any(n in sizes for n, _ in self._joined_by(e)))
             starts = starts or (of_samples and not all(map(self._is_even, e.outputs)))
             starts = starts or self._is_along_batch(e) or self._joins_fixed_rows(e) or self._takes_all_of_a_part(e)
-            if starts or not made.isdisjoint(read):
+            if starts or not made.isdisjoint(e.read):
                 made.update(e.outputs)
                 found.append(e)
         return found
@@ -134,14 +133,14 @@ class SampleMixing:
     def read_by(self, eqns: Sequence[FlatEqn]) -> set[int]:
         """What equations read of the data that they do not make."""
         made = {o for e in eqns for o in e.outputs}
-        return {a for e in eqns for a in e.inputs if isinstance(a, int) and a in self.data and a not in made}
+        return {a for e in eqns for a in e.read if a in self.data and a not in made}
 
     def any(self) -> FlatEqn | None:
         return self.statistic() or self.pairs() or self.order()
 
     def shape(self, eqn: FlatEqn) -> tuple[int, ...]:
         """Of its largest value, with the larger batch."""
-        values = (a for a in (*eqn.inputs, *eqn.outputs) if isinstance(a, int))
+        values = (*eqn.read, *eqn.outputs)
         return max((tuple(self.large.avals[v].shape) for v in values), key=math.prod)
 
     def _dims(self, atom: Atom) -> set[int]:
@@ -157,7 +156,7 @@ class SampleMixing:
         return not is_key(self.small.avals[atom]) and not self._dims(atom)
 
     def _is_along_batch(self, eqn: FlatEqn) -> bool:
-        data = [a for a in eqn.inputs if isinstance(a, int) and a in self.data and self._dims(a)]
+        data = [a for a in eqn.read if a in self.data and self._dims(a)]
         if not data:
             return False
         if self._meets_places(eqn):
@@ -181,7 +180,7 @@ class SampleMixing:
         made = [self.small.avals[o] for o in eqn.outputs]
         if eqn.name in {*BY_NUMBER, "sort"} or all(is_key(a) or np.issubdtype(a.dtype, np.integer) for a in made):
             return False
-        return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.inputs if isinstance(a, int))
+        return any(a in self._counted and a not in self.data and self._dims(a) for a in eqn.read)
 
     @functools.cached_property
     def _counted(self) -> set[int]:
@@ -263,11 +262,10 @@ class SampleMixing:
     def _joins_fixed_rows(self, eqn: FlatEqn) -> bool:
         if eqn.name != "concatenate" or eqn.params["dimension"] not in self._dims(eqn.outputs[0]):
             return False
-        operands = [a for a in eqn.inputs if isinstance(a, int)]
-        sliced = [e for a in operands if (e := self.producer.get(a)) is not None and e.name == "slice"]
+        sliced = [e for a in eqn.read if (e := self.producer.get(a)) is not None and e.name == "slice"]
         if len(sliced) == len(eqn.inputs) and len({e.inputs[0] for e in sliced}) == 1:
             return False  # slices of one value, as of a batch that is rolled
-        return any(a in self.data and eqn.params["dimension"] not in self._dims(a) for a in operands)
+        return any(a in self.data and eqn.params["dimension"] not in self._dims(a) for a in eqn.read)
 
     def _makes_pairs(self, eqn: FlatEqn) -> bool:
         if eqn.name == "dot_general":
@@ -281,7 +279,7 @@ class SampleMixing:
             return mixes or all(x[0] and x[2] for x in (one, other))
         if len(self._dims(eqn.outputs[0])) < 2:
             return False
-        own = [self._own_dims(a) for a in eqn.inputs if isinstance(a, int) and a in self.data]
+        own = [self._own_dims(a) for a in eqn.read if a in self.data]
         return any(a and b and not a & b for i, a in enumerate(own) for b in own[:i])
 
     def _own_dims(self, atom: int) -> set[int]:
@@ -292,14 +290,13 @@ class SampleMixing:
         return self.own[atom]
 
     def _made_own(self, eqn: FlatEqn, atom: int) -> set[int]:
-        operands = [a for a in eqn.inputs if isinstance(a, int)]
         if eqn.name == "broadcast_in_dim":
             to = eqn.params["broadcast_dimensions"]
-            return {to[d] for d in self._own_dims(operands[0])}
+            return {to[d] for d in self._own_dims(eqn.read[0])}
         shape = self.small.avals[atom].shape
-        if any(self.small.avals[a].shape != shape for a in operands) or eqn.name in _ALONG:
+        if any(self.small.avals[a].shape != shape for a in eqn.read) or eqn.name in _ALONG:
             return self._dims(atom)
-        return set().union(*(self._own_dims(a) for a in operands if a in self.data))
+        return set().union(*(self._own_dims(a) for a in eqn.read if a in self.data))
 
 
 def _places(program: Program) -> set[int]:

@@ -57,7 +57,7 @@ def statistics_read(
     sorted_: set[int] = set()  # of these what is in order, of which the one at a place is a quantile
     found: dict[Read, int] = {}
     for eqn in program.eqns:
-        values = [a for a in eqn.inputs if isinstance(a, int) and a not in program.consts]
+        values = [a for a in eqn.read if a not in program.consts]
         is_drawn = any(is_key(program.aval(a)) for a in (*eqn.inputs, *eqn.outputs))
         is_picked = any(map(has_samples, values)) and not any(map(has_samples, eqn.outputs)) and eqn.name not in _OVER_SAMPLES
         if eqn.name == "sort" or not sorted_.isdisjoint(values):
@@ -99,7 +99,7 @@ def part_for(program: Program, values: Collection[Atom]) -> tuple[Program, set[i
     for eqn in reversed(program.eqns):
         if not needed.isdisjoint(eqn.outputs):
             eqns.append(eqn)
-            needed.update(a for a in eqn.inputs if isinstance(a, int))
+            needed.update(eqn.read)
     return dataclasses.replace(program, eqns=tuple(reversed(eqns)), outputs=tuple(values)), needed & set(program.inputs)
 
 

@@ -123,7 +123,7 @@ class _Walk:
         made = self.values.producer.get(first.root)
         if made is None or first.shift:
             self.is_broken = True
-        elif any(isinstance(a, int) for a in made.inputs) and not self.sum(first.root):
+        elif made.read and not self.sum(first.root):
             self._summand(first.root)
 
     def _summand(self, root: int) -> None:

@@ -38,7 +38,7 @@ def check_program(program: Program) -> None:
     def visit(p: Program, known: set[int]) -> None:
         known = known | set(p.inputs)
         for eqn in p.eqns:
-            if lost := [a for a in eqn.inputs if isinstance(a, int) and a not in known]:
+            if lost := [a for a in eqn.read if a not in known]:
                 found.wrong(f"equation {eqn.key} ({eqn.name})", f"reads values {lost}", "values made before")
             if eqn.body is not None:
                 visit(eqn.body, set(program.consts))
@@ -83,7 +83,7 @@ def check_units(units: list[Unit], updates: list[FlatEqn], values: Values, phase
         found.wrong("updates", f"equations {twice}", "equations of no unit")
     left = {o for e in updates for o in e.outputs}
     for i, unit in enumerate(units):
-        if lost := {values.of(a).root for e in unit.eqns for a in e.inputs if isinstance(a, int)} & left:
+        if lost := {values.of(a).root for e in unit.eqns for a in e.read} & left:
             found.wrong(f"unit {i} ({unit.kind})", f"reads values {sorted(lost)} of the updates", "values that units make")
     for i, needs in enumerate(reads_between(units, values)):
         if late := [j for j in needs if j > i]:

@@ -187,7 +187,7 @@ class DimClasses:
                 return  # another reader of the same indices
             cotangents = cotangents[:1] if is_scatter else cotangents[2:]
         original = self.values.original
-        read = {original[x].root for e in unit.eqns for x in e.inputs if isinstance(x, int)}
+        read = {original[x].root for e in unit.eqns for x in e.read}
         result = unit.eqns[-1].outputs[0]
         is_square = first.heavy.name == "dot_general" and len(set(self._shape(result))) < len(self._shape(result))
         for mine, other in () if is_square else ((a, b), (b, a)):
@@ -241,8 +241,8 @@ class DimClasses:
         seen: set[int] = set()
         for unit in units:
             for e in unit.eqns:
-                for a in (*e.inputs, *e.outputs):
-                    if isinstance(a, int) and a not in seen:
+                for a in (*e.read, *e.outputs):
+                    if a not in seen:
                         seen.add(a)
                         root, shift = self.values.original[a]
                         for d in range(max(0, shift), len(self._shape(a))):

@@ -46,7 +46,7 @@ def _parameter_path(unit: Unit, values: Values, phases: Phases, parameters: tupl
 
     In a loop of updates that is what the loop starts from; a moment counts for its parameter.
     """
-    roots = {values.first(a) for e in unit.eqns for a in e.inputs if isinstance(a, int)}
+    roots = {values.first(a) for e in unit.eqns for a in e.read}
     known = parameters[unit.phase == UPDATE]
     first = min((known[root] for root in roots if root in known), default=None)
     if first is None:

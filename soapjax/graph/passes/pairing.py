@@ -70,7 +70,7 @@ class Pairing:
         unit = self.units[i]
         self.operators[op].append(i)
         if unit.heavy is not None:
-            read = {self.peel(a) for a in unit.heavy.inputs if isinstance(a, int)}
+            read = {self.peel(a) for a in unit.heavy.read}
             self.reads[op] |= read
             for root in read:
                 self.readers.setdefault(root, set()).add(op)
@@ -160,7 +160,7 @@ class Pairing:
 
     def _heavy_partner(self, unit: Unit) -> int | None:
         partners = _PARTNERS.get(unit.kind, set())
-        reads = {self.peel(a) for a in unit.heavy.inputs if isinstance(a, int)}
+        reads = {self.peel(a) for a in unit.heavy.read}
         path = module_path(unit.heavy.stack)
         best, best_score = None, 2
         alike: list[int] = []  # same module: where it has one such product, the path alone tells (operands recomputed)

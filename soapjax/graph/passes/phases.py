@@ -141,7 +141,7 @@ def find_phases(step: TracedStep, values: Values) -> Phases:
         for eqn, _ in reversed([*program.walk()]):
             if eqn.body is not None:  # behind its body; what it starts from may be read by no equation of it
                 if any(phase[inner.key] != UPDATE and inner.key not in waits for inner in eqn.body.leaves):
-                    read_before.update(values.of(a).root for a in eqn.inputs if isinstance(a, int))
+                    read_before.update(values.of(a).root for a in eqn.read)
                 continue
             if not read_before.isdisjoint(eqn.outputs):
                 waits.discard(eqn.key)
@@ -241,7 +241,7 @@ def _gradient_of(
             rank = max((len(program.aval(a).shape) for a in producer.inputs), default=0)
             if producer.name in ("reduce_sum", "dot_general") and rank > len(shape):
                 sums.append(root)
-            fresh = [a for a in producer.inputs if isinstance(a, int) and a not in seen]
+            fresh = [a for a in producer.read if a not in seen]
             fresh = [a for a in fresh if tuple(program.avals[a].shape) == shape]
             seen.update(fresh)
             queue.extend(fresh)

@@ -110,7 +110,7 @@ class SampleDims:
         of_something = set(program.inputs)
         follow(program, of_something)
         for eqn in program.leaves:
-            of = {own.get(original[a].root) for a in eqn.inputs if isinstance(a, int) and a in of_something}
+            of = {own.get(original[a].root) for a in eqn.read if a in of_something}
             if len(of) == 1 and None not in of:
                 own.update(dict.fromkeys(eqn.outputs, of.pop()))
             elif any(map(has_samples, (*eqn.inputs, *eqn.outputs))):
@@ -156,14 +156,14 @@ class SampleDims:
             made = {lab for labs in labels.outputs for lab in labs}
             atoms = zip(eqn.inputs, labels.inputs, strict=True)
             gone = [(a, d) for a, labs in atoms if isinstance(a, int) for d, lab in enumerate(labs) if lab not in (*made, BLOCKED)]
-            data = [a for a in eqn.inputs if isinstance(a, int) and a in of_inputs]
+            data = [a for a in eqn.read if a in of_inputs]
             if gone and eqn.name == "dot_general" and len(data) == 1:
                 queue.append(values.original[data[0]].root)
             elif gone:
                 found |= {self.uf.find(node) for a, d in gone if (node := values.node(a, d)) is not None}
             else:
                 size = avals[eqn.outputs[0]].size
-                queue += [values.original[a].root for a in eqn.inputs if isinstance(a, int) and avals[a].size == size]
+                queue += [values.original[a].root for a in eqn.read if avals[a].size == size]
         return found
 
     def _drawn(self, sizes: set[int], trained: set[int]) -> set[tuple[int, int]]:

@@ -181,8 +181,8 @@ class TaskBuilder:
         found: dict[int, set[str | None]] = {}
         of_root = self.tensors.of_root
         for e in unit.eqns:
-            for a in e.inputs:
-                root = self.values.tensor(a).root if isinstance(a, int) else None
+            for a in e.read:
+                root = self.values.tensor(a).root
                 if (tensor := of_root.get(root, -1)) in tensors:
                     is_cast = e.name == "convert_element_type"
                     found.setdefault(tensor, set()).add(self._narrower(root, e.params["new_dtype"]) if is_cast else None)
@@ -254,9 +254,9 @@ class TaskBuilder:
                 if root not in self.generated and math.prod(self.program.avals[root].shape) > 1:
                     found[self.tensors.index(root)] = None
                 continue
-            for a in e.inputs:
-                root = self.values.of(a).root if isinstance(a, int) else None
-                if root is not None and root not in seen:
+            for a in e.read:
+                root = self.values.of(a).root
+                if root not in seen:
                     seen.add(root)
                     queue.append(root)
         return tuple(found)

@@ -218,7 +218,7 @@ def _meets_its_transpose(host: Unit, eqns: list[FlatEqn], program: Program) -> b
     """Whether one of the equations that follow a product reads a square value of it laid out in two ways."""
     ways = {o: {0} for e in host.eqns for o in e.outputs}  # value -> how many square transposes it is away, modulo 2
     for eqn in eqns:
-        read = set().union(*(ways.get(a, ()) for a in eqn.inputs if isinstance(a, int)))
+        read = set().union(*(ways.get(a, ()) for a in eqn.read))
         if len(read) > 1:
             return True
         is_turned = eqn.name == "transpose" and program.aval(eqn.inputs[0]).shape == program.aval(eqn.outputs[0]).shape
@@ -230,8 +230,8 @@ def _sink_additions(light, keys, values: Values, uses: Uses) -> None:
     """Sums of many values are added up by one region, the last: what comes early waits there (joint_sums.py)."""
     additions = {e.outputs[0]: e for e in light if e.name in ADDITIONS}
     for eqn in reversed(additions.values()):
-        for a in eqn.inputs:
-            before = additions.get(a) if isinstance(a, int) else None
+        for a in eqn.read:
+            before = additions.get(a)
             if before is None or not uses.is_private(a, eqn) or values.of(a).root != a:
                 continue
             if a not in uses.carried and keys[before.key][:2] == keys[eqn.key][:2]:

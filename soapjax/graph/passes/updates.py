@@ -18,7 +18,7 @@ def update_work(updates: list[FlatEqn], program: Program, values: Values, phases
     work = [0.0] * len(phases.parameters)
     equations: list[list[str]] = [[] for _ in work]
     for e in updates:
-        mine = {owner[r] for a in e.inputs if isinstance(a, int) and (r := values.of(a).root) in owner}
+        mine = {owner[r] for a in e.read if (r := values.of(a).root) in owner}
         if len(mine) == 1:
             p = mine.pop()
             work[p] += flops_of(e, program)

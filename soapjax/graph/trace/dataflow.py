@@ -38,7 +38,7 @@ def needed_for(program: Program, wanted: set[int]) -> Iterator[FlatEqn]:
         if eqn.name == "optimization_barrier":
             wanted.update(a for a, o in zip(eqn.inputs, eqn.outputs, strict=True) if isinstance(a, int) and o in wanted)
             continue
-        wanted.update(a for a in eqn.inputs if isinstance(a, int))
+        wanted.update(eqn.read)
         if eqn.body is None:
             yield eqn
         else:

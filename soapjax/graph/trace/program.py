@@ -75,6 +75,11 @@ class FlatEqn:
         """The line of the user's code that it comes from, "" where that is not known."""
         return line_of_equation(self.source_info)
 
+    @functools.cached_property
+    def read(self) -> tuple[int, ...]:
+        """The values among its inputs: all but the literals."""
+        return tuple(a for a in self.inputs if isinstance(a, int))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:

@@ -73,7 +73,7 @@ class TracedStep:
     @functools.cached_property
     def is_read(self) -> tuple[bool, ...]:
         """Per input leaf whether an equation reads it, or the step returns it."""
-        read = {a for eqn, _ in self.program.walk() for a in eqn.inputs if isinstance(a, int)}
+        read = {a for eqn, _ in self.program.walk() for a in eqn.read}
         read.update(a for a in self.program.outputs if isinstance(a, int))
         return tuple(i in read for i in self.program.inputs)
 

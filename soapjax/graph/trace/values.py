@@ -84,7 +84,7 @@ class Values:
         for eqn in program.eqns:
             self.order[eqn.key] = len(self.order)
             self.scope[eqn.key] = scope
-            self.reads[eqn.key] = tuple([alias[a].root for a in eqn.inputs if isinstance(a, int)])
+            self.reads[eqn.key] = tuple([alias[a].root for a in eqn.read])
             if eqn.name in IDENTITIES and all(isinstance(a, int) for a in eqn.inputs):
                 for out, a in zip(eqn.outputs, eqn.inputs, strict=True):
                     self.alias[out] = self.of(a)
