@@ -46,17 +46,16 @@ def lifetimes(graph: OperatorGraph) -> Lifetimes:
             last_use[i] = max(last_use[i], early.get((k, i), k))
             is_fused[i] &= access.operand < 0 and task.parameter < 0 and scope.get(i, "") == task.scope
     for task in reversed(graph.tasks):
-        free = [i not in kept and is_fused[i] and last_use[i] >= 0 for i in (a.tensor for a in task.writes)]
-        stands_for = _stand_in(graph, task, free)
+        free = {i: sources for i, sources in task.sources.items() if i not in kept and is_fused[i] and last_use[i] >= 0}
+        stands_for = _stand_in(graph, free)
         if stands_for >= 0:
             is_stand_in[stands_for] = True
             kept_bytes = task.memory.result_bytes * task.memory.keeps_result + task.memory.costly_bytes
             scale[stands_for] = kept_bytes / graph.tensors[stands_for].size_bytes
         elif task.memory.costly_bytes and (own := _own_result(task, free)) >= 0:
             scale[own] += task.memory.costly_bytes / graph.tensors[own].size_bytes
-        for access, sources, is_free in zip(task.writes, task.memory.recomputed_from, free, strict=False):
-            i = access.tensor
-            if is_free and sources is not None and i != stands_for:
+        for i, sources in free.items():
+            if sources is not None and i != stands_for:
                 is_stored[i] = False
                 for s in sources:
                     s = stands_for if s == HEAVY_RESULT else s
@@ -95,7 +94,7 @@ def kept_between_passes(
         if lives.is_stored[tensor] or not is_here(task):
             kept.add(tensor)
             continue
-        for s in task.memory.recomputed_from[[a.tensor for a in task.writes].index(tensor)] or ():
+        for s in task.sources[tensor] or ():
             if s == HEAVY_RESULT:
                 s = next(a.tensor for a in task.writes if lives.is_stand_in[a.tensor])
             if s not in seen and maker[s] >= 0:
@@ -107,33 +106,29 @@ def kept_between_passes(
 def kept_for_result(graph: OperatorGraph, lives: Lifetimes, task: Task) -> tuple[int, ...]:
     """The tensors that one program gives another for a heavy equation's own result; none where that one is smaller, or a tensor."""
     made = [
-        a.tensor for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False)
-        if sources is not None and HEAVY_RESULT in sources and (lives.is_stand_in[a.tensor] or not lives.is_stored[a.tensor])
+        i for i, sources in task.sources.items()
+        if sources is not None and HEAVY_RESULT in sources and (lives.is_stand_in[i] or not lives.is_stored[i])
     ]  # fmt: skip
     has_stand_in = any(lives.is_stand_in[t] for t in made)
     return tuple(made) if has_stand_in and sum(graph.tensors[t].size_bytes for t in made) < task.memory.result_bytes else ()
 
 
-def _stand_in(graph: OperatorGraph, task: Task, free: list[bool]) -> int:
+def _stand_in(graph: OperatorGraph, free: dict[int, tuple[int, ...] | None]) -> int:
     """The result that is counted for the heavy equation's own, where others are computed from that one: the largest."""
-    found = [
-        a.tensor for a, sources, is_free in zip(task.writes, task.memory.recomputed_from, free, strict=False)
-        if is_free and sources is not None and HEAVY_RESULT in sources
-    ]  # fmt: skip
+    found = [i for i, sources in free.items() if sources is not None and HEAVY_RESULT in sources]
     return max(found, key=lambda i: graph.tensors[i].size_bytes, default=-1)
 
 
-def _own_result(task: Task, free: list[bool]) -> int:
+def _own_result(task: Task, free: dict[int, tuple[int, ...] | None]) -> int:
     """The heavy equation's own result, where it is a tensor from which others are computed; -1."""
-    own = next((a.tensor for a, sources in zip(task.writes, task.memory.recomputed_from, strict=False) if sources is None), -1)
-    read = {s for sources, is_free in zip(task.memory.recomputed_from, free, strict=False) if is_free for s in sources or ()}
-    return own if own in read else -1
+    own = next((i for i, sources in task.sources.items() if sources is None), -1)
+    return own if any(own in (sources or ()) for sources in free.values()) else -1
 
 
 def _reused(graph: OperatorGraph, is_stored: np.ndarray, last_use: np.ndarray, kept: set[int]) -> np.ndarray:
     reused = np.zeros(len(graph.tensors), bool)
     passing = {a.tensor for t in graph.tasks for a in t.writes} - kept
-    sources = {a.tensor: s for t in graph.tasks for a, s in zip(t.writes, t.memory.recomputed_from, strict=False)}
+    sources = {i: found for t in graph.tasks for i, found in t.sources.items()}
     scattered = {a.tensor for t in graph.tasks if t.memory.adds_to_sum for a in t.writes}
     for k, task in enumerate(graph.tasks):
         if task.is_heavy:

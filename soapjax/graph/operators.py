@@ -118,6 +118,11 @@ class Task(NamedTuple):
     def is_heavy(self) -> bool:
         return bool(self.equations.heavy)
 
+    @property
+    def sources(self) -> dict[int, tuple[int, ...] | None]:
+        """By result, a tensor, from which ones a reader can compute it (`recomputed_from`)."""
+        return dict(zip((a.tensor for a in self.writes), self.memory.recomputed_from, strict=False))
+
 
 class Tensor(NamedTuple):
     """A value that crosses from one task to another, or into or out of the step."""
