@@ -69,9 +69,9 @@ def node_and_network(data: Mapping[str, Any], *, place: str) -> tuple[DeviceTopo
     TableReader(data, place, problems, separator=": ").text("description", default="none")
     if NETWORK in data:
         reader = TableReader(data[NETWORK], f"{place}: {NETWORK}", problems)
-        for key in {"name", "size"} & (data[NETWORK].keys() if reader.is_table else set()):
-            reader.report(key, shown(reader.get(key)), "no such key here", "remove it: the number of nodes is given by hosts")
         if reader.is_table:
+            for key in [k for k in ("name", "size") if reader.offers(k)]:
+                reader.report(key, shown(reader.get(key)), "no such key here", "remove it: the number of nodes is given by hosts")
             network = read_level(TableReader(data[NETWORK] | {"name": HOST, "size": 1}, f"{place}: {NETWORK}", problems))
     try:
         rest = {k: v for k, v in data.items() if k not in FILE_KEYS}

@@ -34,24 +34,23 @@ def ordered(units: list[Unit], values: Values) -> list[Unit]:
     needs = reads_between(units, values)
     order = sorted(range(len(units)), key=lambda i: values.order[(units[i].heavy or units[i].eqns[-1]).key])
     placed: list[Unit] = []
-    state = [0] * len(units)
+    seen: set[int] = set()
 
     def place(i: int) -> None:
+        seen.add(i)
         stack = [(i, iter(sorted(needs[i])))]
-        state[i] = 1
         while stack:
             k, rest = stack[-1]
-            nxt = next((j for j in rest if state[j] == 0), None)
+            nxt = next((j for j in rest if j not in seen), None)
             if nxt is None:
                 stack.pop()
-                state[k] = 2
                 placed.append(units[k])
             else:
-                state[nxt] = 1
+                seen.add(nxt)
                 stack.append((nxt, iter(sorted(needs[nxt]))))
 
     for i in order:
-        if state[i] == 0:
+        if i not in seen:
             place(i)
     return placed
 
