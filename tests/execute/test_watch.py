@@ -12,6 +12,7 @@ from ranks import ROOT, environment
 from soapjax.execute.processes.calls import Calls
 from soapjax.execute.processes.start_up import Peer
 from soapjax.execute.processes.watch import IDLE, Watch
+from soapjax.helpers.files import OWN_FOLDER
 
 TIMEOUT_S = 10.0
 
@@ -279,6 +280,12 @@ def test_who_runs_what_another_waits_to_agree_on(cpu_s):
         cpu_s[id(job.calls[1])] = cpu_s.get(id(job.calls[1]), 0.0) + 1.0
         said = said or job.live(1)
     assert "rank 1 (node1" in said and "rank 0 is in call 1 of train_step (waiting for all at train_step#4/plan)" in said
+
+
+def test_a_folder_beside_the_package_is_the_users():
+    found = {"calls": Calls()}
+    exec(compile("where = calls.where()", f"{OWN_FOLDER}_training/train.py", "exec"), found)
+    assert found["where"].at == "train.py:1 (<module>)"
 
 
 def test_where_it_is_reads_as_a_sentence():

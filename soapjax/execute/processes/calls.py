@@ -25,7 +25,8 @@ import jax
 
 from soapjax.helpers.files import OWN_FOLDER
 
-_NOT_THE_USERS = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__), str(OWN_FOLDER), "<")
+_FOLDERS = sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__), OWN_FOLDER
+_NOT_THE_USERS = (*(os.path.join(folder, "") for folder in _FOLDERS), "<")
 NUM_RECENT = 8
 DISPATCHING, RUNNING, WAITING = "dispatching", "running", "waiting for"
 
