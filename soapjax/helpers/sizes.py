@@ -20,7 +20,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?(?:e\+?[0-9]{1,2})?) *([a-z]*
 def size(n: float) -> str:
     """Three digits and a unit."""
     for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
+        if n < 999.5:  # else three digits of it are 1e+03
             return f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} TB"
