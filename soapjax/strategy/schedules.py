@@ -377,7 +377,7 @@ def _check_own(pipeline: Pipeline, groups: tuple[tuple[int, ...], ...]) -> list[
         place = f"pipeline.order[{g}]"
         seen: dict[tuple[str, int, int], list[int]] = {}
         for k, word in enumerate(words):
-            found = re.fullmatch(r"([FRBW])(\d+)(?:\.(\d+))?", word)
+            found = re.fullmatch(r"([FRBW])(\d{1,9})(?:\.(\d{1,9}))?", word)
             stage = int(found[3]) if found and found[3] else group[0]
             if not found or int(found[2]) >= pipeline.num_microbatches or stage not in group:
                 expected = f"F, R, B or W and one of {pipeline.num_microbatches} micro-batches (F0, or F0.{group[-1]} of a stage)"

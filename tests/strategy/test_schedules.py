@@ -162,6 +162,7 @@ def test_an_own_order_is_what_it_says():
     ((("F0", "B0", "F1", "B1"), ("F0", "B0", "F1")), "F1 before B1, each once"),
     ((("F0", "B0", "F1", "B1"), ("B0", "F0", "F1", "B1")), "F0 before B0, each once"),
     ((("F0", "B0", "F1", "B1"), ("F0", "X7", "F1", "B1")), "F, R, B or W and one of 2 micro-batches"),
+    ((("F0", "B0", "F1", "B1"), ("F0", "B" + 5000 * "9", "F1", "B1")), "F, R, B or W and one of 2 micro-batches"),
     ((("F0", "B0", "F1", "B1"), ("F0", "B0", "W0", "F1", "B1")), "F1 before B1 before W1"),
     ((("F0", "B0", "F1", "B1"), ("F1", "F0", "B0", "B1")), "deadlock: the groups wait at B0 of stage 0, F1 of stage 1"),
 ])  # fmt: skip
