@@ -449,6 +449,16 @@ def test_window_positions_of_a_convolution_by_enumeration():
         assert window_pairs(n, w, m, stride, low, wide, far) == expected
 
 
+@pytest.mark.parametrize("left_side", [True, False])
+def test_a_triangular_solve_counts_its_right_hand_sides_on_either_side(left_side):
+    def solve(a, b):
+        return jax.lax.linalg.triangular_solve(a, b, left_side=left_side)
+
+    program = trace(solve, jnp.ones((8, 8)), jnp.ones((8, 3) if left_side else (3, 8))).program
+    (eqn,) = [e for e in program.eqns if e.name == "triangular_solve"]
+    assert flops_of(eqn, program) == 8 * 8 * 3
+
+
 def test_the_gradient_of_an_update_that_loops_over_earlier_ones_is_found():
     tx = optax.lbfgs(0.1, linesearch=None)
     w = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 8))}

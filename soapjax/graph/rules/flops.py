@@ -49,7 +49,7 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
     if name in ("while", "cond"):
         return sum(share * flops_of(e, body) * n for body, share in body_flops(eqn) for e, n in body.walk() if e.body is None)
     if name in linalg_rules.NAMES:
-        return linalg_rules.linalg_flops(name, ins)
+        return linalg_rules.linalg_flops(eqn, ins)
     if name == "random_bits":
         return _PER_RANDOM_WORD * math.prod(out)
     if name == "integer_pow":

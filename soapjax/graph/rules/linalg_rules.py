@@ -44,11 +44,12 @@ def _batched(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels(tuple(map(labelled, ins)), tuple(map(labelled, outs)))
 
 
-def linalg_flops(name: str, ins: list[tuple[int, ...]]) -> float:
+def linalg_flops(eqn: FlatEqn, ins: list[tuple[int, ...]]) -> float:
     """FLOPs of a decomposition or solver for operands of these shapes."""
-    batch = _batch_rank(name, ins)
+    name, batch = eqn.name, _batch_rank(eqn.name, ins)
     m, n = (ins[0][batch:] * 2)[:2] if name in _VECTORS else ins[0][batch:]
-    k = ins[-1][-1] if len(ins[-1]) > batch + 1 else 1
+    side = -1 if eqn.params.get("left_side", True) else -2  # of x a = b the right-hand sides are rows
+    k = ins[-1][side] if len(ins[-1]) > batch + 1 else 1
     return float(math.prod(ins[0][:batch]) * _FLOPS[name](m, n, k))
 
 
