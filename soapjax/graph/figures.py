@@ -168,7 +168,8 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         recomputed = [t for sources in task.memory.recomputed_from for t in sources or ()]
         within(f"{at}: tensors", [a.tensor for a in accesses] + [t for t, _ in task.casts], 0, tensors)
         within(f"{at}: tensors", [task.memory.choices_of, *recomputed], min(-1, HEAVY_RESULT), tensors)
-        within(f"{at}: dims of tensors", [d for a in accesses for d in a.dims], NOT_SPLIT, dims)
+        heavy = (*task.equations.operand_dims, task.equations.result_dims)
+        within(f"{at}: dims of tensors", [d for of in (*(a.dims for a in accesses), *heavy) for d in of], NOT_SPLIT, dims)
         parts: tuple[Work | InnerSum | Halo, ...] = (*task.work, *task.sums, *task.halos)
         own = [d for a in accesses for d in a.reduced] + [d for s in task.sums for d in s.reduced]
         own += [d for part in parts for d in part.dims] + [d for h in task.halos for d in h.edges]

@@ -89,6 +89,7 @@ WRONG = {
     "a tensor that is not there": (("tasks", 0, 5, 0, 0), 10**6),
     "a tensor of minus two": (("tasks", 0, 5, 0, 0), -2),
     "a dim that is not there": (("tasks", 0, 4, 0, 1), [40]),
+    "a dim of a result that is not there": (("tasks", 0, 15, 3), [40]),
     "infinite work": (("tasks", 0, 4, 0, 0), float("inf")),
     "work that is none": (("tasks", 0, 4, 0, 0), float("nan")),
     "negative work": (("tasks", 0, 4, 0, 0), -1.0),
