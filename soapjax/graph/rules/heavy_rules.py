@@ -126,34 +126,28 @@ def _conv(eqn: FlatEqn, ins, outs) -> Labels:
 @register("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
 def _reduce_window(eqn: FlatEqn, ins, outs) -> Labels:
     """Batch and channel dims pass through; windowed dims only where windows do not cross the border of a shard."""
-    p = eqn.params
-    shape, out = ins[0], outs[0]
-
-    def label(i: int) -> int:
-        w, s, pad = p["window_dimensions"][i], p["window_strides"][i], tuple(p["padding"][i])
-        untouched = w == 1 and s == 1 and pad == (0, 0)
-        tiled = w == s and pad == (0, 0) and shape[i] == out[i] * s and out[i] > 1
-        dilated = p.get("base_dilation", (1,) * len(shape))[i] != 1 or p.get("window_dilation", (1,) * len(shape))[i] != 1
-        return i if (untouched or tiled) and not dilated else BLOCKED
-
-    labels = tuple(label(i) for i in range(len(shape)))
-    inputs = tuple(labels if len(s) == len(shape) else (BLOCKED,) * len(s) for s in ins)
+    labels = _window_labels(eqn, ins[0], outs[0])
+    inputs = tuple(labels if len(s) == len(labels) else (BLOCKED,) * len(s) for s in ins)
     return Labels(inputs, tuple(labels for _ in outs))
 
 
 @register("select_and_scatter_add")
 def _select_and_scatter_add(eqn: FlatEqn, ins, outs) -> Labels:
-    p = eqn.params
-    source, operand = ins[0], ins[1]
-
-    def label(i: int) -> int:
-        w, s, pad = p["window_dimensions"][i], p["window_strides"][i], tuple(p["padding"][i])
-        untouched = w == 1 and s == 1 and pad == (0, 0)
-        tiled = w == s and pad == (0, 0) and operand[i] == source[i] * s and source[i] > 1
-        return i if untouched or tiled else BLOCKED
-
-    labels = tuple(label(i) for i in range(len(operand)))
+    labels = _window_labels(eqn, ins[1], ins[0])
     return Labels((labels, labels, *((BLOCKED,) * len(s) for s in ins[2:])), (labels,))
+
+
+def _window_labels(eqn: FlatEqn, image: tuple[int, ...], windows: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the dims of an image, and of what has a value for each of its windows."""
+    p, rank = eqn.params, len(image)
+    dilations = (p.get(name, (1,) * rank) for name in ("base_dilation", "window_dilation"))
+
+    def label(d: int, w: int, stride: int, padding: tuple[int, int], *dilated: int) -> int:
+        untouched = w == 1 and stride == 1
+        tiled = w == stride and image[d] == windows[d] * stride and windows[d] > 1
+        return d if (untouched or tiled) and tuple(padding) == (0, 0) and set(dilated) == {1} else BLOCKED
+
+    return tuple(map(label, range(rank), p["window_dimensions"], p["window_strides"], p["padding"], *dilations))
 
 
 @register("gather")
