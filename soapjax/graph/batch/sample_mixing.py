@@ -28,14 +28,10 @@ import numpy as np
 
 from soapjax.graph.batch.batch_scaling import is_backward
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.rules.light_rules import ALONG
 from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
 
-# Primitives along dims, and which of their parameters says so.
-_ALONG = {
-    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
-    "cumlogsumexp": "axis",
-}  # fmt: skip
 _LINEAR = {
     "add", "sub", "add_any", "neg", "reduce_sum", "cumsum", "real", "imag", "conj", "convert_element_type", "stop_gradient", "name",
     "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
@@ -171,8 +167,8 @@ class SampleMixing:
             return not is_backward(eqn) and self._puts_side_by_side(eqn)
         if eqn.name in _WINDOWS:
             return any(p["window_dimensions"][d] > 1 for d in dims)
-        along = p.get(_ALONG[eqn.name]) if eqn.name in _ALONG else len(self.small.avals[source].shape) - 1
-        named = eqn.name in _ALONG or eqn.name == "top_k"
+        along = p.get(ALONG[eqn.name]) if eqn.name in ALONG else len(self.small.avals[source].shape) - 1
+        named = eqn.name in ALONG or eqn.name == "top_k"
         return named and not dims.isdisjoint(along if isinstance(along, tuple) else (along,))
 
     def _meets_places(self, eqn: FlatEqn) -> bool:
@@ -294,7 +290,7 @@ class SampleMixing:
             to = eqn.params["broadcast_dimensions"]
             return {to[d] for d in self._own_dims(eqn.read[0])}
         shape = self.small.avals[atom].shape
-        if any(self.small.avals[a].shape != shape for a in eqn.read) or eqn.name in _ALONG:
+        if any(self.small.avals[a].shape != shape for a in eqn.read) or eqn.name in ALONG:
             return self._dims(atom)
         return set().union(*(self._own_dims(a) for a in eqn.read if a in self.data))
 

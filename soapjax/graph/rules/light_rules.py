@@ -11,8 +11,8 @@ from soapjax.graph.rules.rule_table import BLOCKED, Labels, MadeOf, is_known, la
 from soapjax.graph.trace.program import FlatEqn
 
 __all__ = [
-    "BLOCKED", "ELEMENTWISE", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated", "shard_map_axes",
-    "user_spec",
+    "ALONG", "BLOCKED", "ELEMENTWISE", "LIGHT", "Labels", "MadeOf", "is_known", "labels_of", "register", "replicated",
+    "shard_map_axes", "user_spec",
 ]  # fmt: skip
 
 ELEMENTWISE = frozenset(
@@ -22,7 +22,7 @@ convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp ex
 imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square
 optimization_barrier or polygamma population_count pow random_gamma real reduce_precision regularized_incomplete_beta rem round
 rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
-threefry2x32 xor eq_to le_to lt_to name zeta clz erf_inv mulhi pvary
+threefry2x32 xor eq_to le_to lt_to name zeta clz mulhi pvary
 """.split()
 )
 
@@ -156,14 +156,18 @@ def _tied_except(blocked: set[int], ins, outs) -> Labels:
     return Labels(tuple(map(one, ins)), tuple(map(one, outs)), made_of=made_of)
 
 
-@register("concatenate")
-def _concatenate(eqn: FlatEqn, ins, outs) -> Labels:
-    return _tied_except({eqn.params["dimension"]}, ins, outs)
+# Primitives that put in order, or add up, along dims, and which of their parameters says so.
+ALONG = {
+    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
+    "cumlogsumexp": "axis",
+}  # fmt: skip
+_WHOLE = {**ALONG, "concatenate": "dimension", "split": "axis"}
 
 
-@register("split")
-def _split(eqn: FlatEqn, ins, outs) -> Labels:
-    return _tied_except({eqn.params["axis"]}, ins, outs)
+@register(*_WHOLE)
+def _along(eqn: FlatEqn, ins, outs) -> Labels:
+    along = eqn.params[_WHOLE[eqn.name]]
+    return _tied_except(set(along) if isinstance(along, tuple) else {along}, ins, outs)
 
 
 @register("stack")
@@ -185,26 +189,11 @@ def _tile(eqn: FlatEqn, ins, outs) -> Labels:
     return _tied_except({i for i, n in enumerate(eqn.params["reps"]) if n != 1}, ins, outs)
 
 
-@register("rev")
-def _rev(eqn: FlatEqn, ins, outs) -> Labels:
-    return _tied_except(set(eqn.params["dimensions"]), ins, outs)
-
-
-@register("sort")
-def _sort(eqn: FlatEqn, ins, outs) -> Labels:
-    return _tied_except({eqn.params["dimension"]}, ins, outs)
-
-
 @register("top_k", "approx_top_k")
 def _top_k(eqn: FlatEqn, ins, outs) -> Labels:
     rank = len(ins[0])
     axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", rank - 1)) % rank
     return _tied_except({axis}, ins, outs)
-
-
-@register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(eqn: FlatEqn, ins, outs) -> Labels:
-    return _tied_except({eqn.params["axis"]}, ins, outs)
 
 
 @register("fft")
@@ -220,13 +209,8 @@ def _pad(eqn: FlatEqn, ins, outs) -> Labels:
     return tied._replace(inputs=(*tied.inputs, ()))
 
 
-@register("slice")
+@register("slice", "dynamic_slice")
 def _slice(eqn: FlatEqn, ins, outs) -> Labels:
-    return _tied_except({i for i, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)) if n != m}, ins, outs)
-
-
-@register("dynamic_slice")
-def _dynamic_slice(eqn: FlatEqn, ins, outs) -> Labels:
     cut = {i for i, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)) if n != m}
     tied = _tied_except(cut, ins[:1], outs)
     return tied._replace(inputs=(*tied.inputs, *((),) * (len(ins) - 1)))
