@@ -640,3 +640,10 @@ def test_the_executor_splits_every_dim(name):
     case = Case(fn, args)
     for start in range(0, max(len(op.dims) for op in case.graph.operators), 3):  # three axes move on together
         case.check(rotated(case.space, start))
+
+
+def test_values_that_are_moved_together_keep_dims_of_their_own():
+    fn, arguments = FUNCTIONS["moved"][0]()
+    program = flatten(jax.jit(fn).trace(*arguments).jaxpr)
+    (eqn,) = program.eqns
+    assert eqn.name == "device_put" and labels_of(eqn, program).inputs == labels_of(eqn, program).outputs == ((0, 1), (2,))

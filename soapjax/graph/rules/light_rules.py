@@ -6,6 +6,8 @@ algebra (linalg_rules.py) and of `while` and `cond` (control_rules.py) too.
 
 from __future__ import annotations
 
+import itertools
+
 from soapjax.graph.rules import control_rules, heavy_rules, linalg_rules  # noqa: F401 - they register their rules
 from soapjax.graph.rules.rule_table import BLOCKED, Labels, MadeOf, is_known, labels_of, register, replicated, user_spec
 from soapjax.graph.trace.program import FlatEqn
@@ -33,23 +35,20 @@ LIGHT = {
 }  # fmt: skip
 
 
-@register(*ELEMENTWISE, by_shapes=True)
+@register(*ELEMENTWISE - {"optimization_barrier"}, by_shapes=True)
 def _elementwise(eqn: FlatEqn, ins, outs) -> Labels:
-    if eqn.name == "optimization_barrier":
-        start, apart = 0, []
-        for s in ins:
-            apart.append(tuple(range(start, start + len(s))))
-            start += len(s)
-        return Labels(tuple(apart), tuple(apart))
     rank = max((len(s) for s in outs), default=0)
     # Scalars mix with any shape; a dim of size 1 is broadcast (cleaned to BLOCKED by the caller).
     inputs = tuple(tuple(range(rank)) if len(s) == rank else (BLOCKED,) * len(s) for s in ins)
     return Labels(inputs, tuple(tuple(range(len(s))) for s in outs))
 
 
-@register("device_put")
-def _device_put(eqn: FlatEqn, ins, outs) -> Labels:
-    return Labels(tuple(tuple(range(len(s))) for s in ins), tuple(tuple(range(len(s))) for s in outs))
+@register("optimization_barrier", "device_put", "sharding_constraint", "reshard", by_shapes=True)
+def _each(eqn: FlatEqn, ins, outs) -> Labels:
+    """Of one value, or of many, each as it was."""
+    starts = itertools.accumulate(map(len, ins), initial=0)
+    apart = tuple(tuple(range(n, n + len(s))) for n, s in zip(starts, ins, strict=False))
+    return Labels(apart, apart)
 
 
 @register("bitcast_convert_type")
@@ -221,11 +220,6 @@ def _dynamic_update_slice(eqn: FlatEqn, ins, outs) -> Labels:
     cut = {i for i, (n, m) in enumerate(zip(ins[0], ins[1], strict=True)) if n != m}
     tied = _tied_except(cut, ins[:2], outs)
     return tied._replace(inputs=(*tied.inputs, *((),) * (len(ins) - 2)))
-
-
-@register("sharding_constraint", "reshard")
-def _sharding_constraint(eqn: FlatEqn, ins, outs) -> Labels:
-    return Labels((tuple(range(len(ins[0]))),), (tuple(range(len(outs[0]))),))
 
 
 @register("shard_map")
