@@ -12,7 +12,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.graph.passes.phases import PHASE_NAMES
 from soapjax.graph.trace.tracing import Unroll
-from soapjax.strategy.configs import PIN, REPLICATE, Strategy
+from soapjax.strategy.configs import PIN, REPLICATE, Strategy, replicated
 from soapjax.strategy.layout import REPLICATED, spec_of
 from soapjax.strategy.plan import (
     MeshPart,
@@ -143,7 +143,7 @@ def topology_of(plan: Plan, *, place: str = "plan") -> tuple[DeviceTopology, Fac
     mesh = factor_mesh(topology)
     found, wanted = (plan.mesh.axis_names, plan.mesh.axis_sizes), (mesh.axis_names, mesh.axis_sizes)
     if found != wanted:
-        value, expected = (f"{names} of {sizes}" for names, sizes in (found, wanted))
+        value, expected = "{} of {}".format(*found), "{} of {}".format(*wanted)
         remedy = f"restore it, or plan anew for {topology.num_devices} devices"
         raise SoapjaxError(Problem(f"{place}: mesh", value, f"{expected}, the topology's", remedy))
     if sorted(plan.mesh.device_order) != list(range(mesh.num_devices)):
@@ -158,52 +158,38 @@ def strategy_of(plan: MeshPlan, space: SearchSpace, *, place: str = "plan") -> S
     Raises: SoapjaxError naming every operator, axis, dim and storage that does not fit the graph and the mesh.
     """
     graph, mesh = space.graph, space.mesh
-    problems = []
-    remedy = "restore the entry, or plan anew"
+    problems: list[Problem] = []
+    restore, choose = "restore the entry, or plan anew", "choose one of these"
+
+    def wrong(entry: str, value: str, expected: str, remedy: str) -> None:
+        problems.append(Problem(f"{place}: {entry}", value, expected, remedy))
+
     for name in sorted(plan.operators.keys() - {o.name for o in graph.operators}):
-        problems.append(Problem(f"{place}: operators.{name}", "an unknown operator", "an operator of this step", remedy))
-    if tuple(plan.mesh.axis_names) != mesh.axis_names or tuple(plan.mesh.axis_sizes) != mesh.axis_sizes:
-        problems.append(
-            Problem(
-                f"{place}: mesh",
-                f"{plan.mesh.axis_names} of {plan.mesh.axis_sizes}",
-                f"{mesh.axis_names} of {mesh.axis_sizes}",
-                "plan anew for this topology",
-            )
-        )
-    n = graph.num_operators
-    strategy = Strategy(np.full((n, space.num_axes), REPLICATE, np.int8), np.zeros(n, np.int8))
+        wrong(f"operators.{name}", "an unknown operator", "an operator of this step", restore)
+    found, wanted = (plan.mesh.axis_names, plan.mesh.axis_sizes), (mesh.axis_names, mesh.axis_sizes)
+    if found != wanted:
+        wrong("mesh", "{} of {}".format(*found), "{} of {}".format(*wanted), "plan anew for this topology")
+    strategy = replicated(graph, mesh)
     storages = {s.describe(mesh.axis_names): k for k, s in enumerate(space.storages)}
     for i, op in enumerate(graph.operators):
-        part = plan.operators.get(op.name)
+        entry, part = f"operators.{op.name}", plan.operators.get(op.name)
         if part is None:
-            problems.append(Problem(f"{place}: operators.{op.name}", "missing", "an entry for every operator", remedy))
+            wrong(entry, "missing", "an entry for every operator", restore)
             continue
         dims = {d.name: k for k, d in enumerate(op.dims)} | {"replicate": REPLICATE}
         for a in sorted(part.axes.keys() - set(mesh.axis_names)):
-            problems.append(
-                Problem(f"{place}: operators.{op.name}.axes.{a}", "an unknown axis", f"one of {mesh.axis_names}", remedy)
-            )
+            wrong(f"{entry}.axes.{a}", "an unknown axis", f"one of {mesh.axis_names}", restore)
         for k, a in enumerate(mesh.axis_names):
             value = part.axes.get(a)
             choices = dims | ({f"pin({c})": PIN(c) for c in range(mesh.axis_sizes[k])} if space.may_pin(i) else {})
-            if value not in choices:
-                problems.append(
-                    Problem(f"{place}: operators.{op.name}.axes.{a}", repr(value), " or ".join(choices), "choose one of these")
-                )
-            else:
+            if value in choices:
                 strategy.axes[i, k] = choices[value]
-        if part.storage not in storages:
-            problems.append(
-                Problem(
-                    f"{place}: operators.{op.name}.storage",
-                    repr(part.storage),
-                    " or ".join(map(repr, storages)),
-                    "choose one of these",
-                )
-            )
-        else:
+            else:
+                wrong(f"{entry}.axes.{a}", repr(value), " or ".join(choices), choose)
+        if part.storage in storages:
             strategy.storage[i] = storages[part.storage]
+        else:
+            wrong(f"{entry}.storage", repr(part.storage), " or ".join(map(repr, storages)), choose)
     problems += [p._replace(place=f"{place}: {p.place}") for p in space.violations(strategy)] if not problems else []
     if problems:
         raise SoapjaxError(problems)
