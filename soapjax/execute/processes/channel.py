@@ -207,11 +207,15 @@ class Channel:
             if len(self._strangers) > MAX_STRANGERS:
                 self._drop(self._strangers[0])
         else:
-            if (old := self._links.pop(link.rank, None)) is not None:
-                self._close(old)
-            self._links[link.rank] = link
+            self._replace(link)
         self._selector.register(link.socket, selectors.EVENT_READ, link)
         link.flush()
+
+    def _replace(self, link: PeerLink) -> None:
+        """From now on this is the one connection to its rank."""
+        if (old := self._links.pop(link.rank, None)) is not None:
+            self._close(old)
+        self._links[link.rank] = link
 
     def _admit(self) -> None:
         with contextlib.suppress(OSError):
@@ -236,9 +240,7 @@ class Channel:
             messages = link.session.receive(data)
         except BlockingIOError:
             return
-        except StrangerError:
-            data, messages = b"", []
-        except OSError:
+        except (StrangerError, OSError):
             data, messages = b"", []
         if link.session.can_seal and not could_seal and link.is_caller:
             link.pending += link.session.seal({"rank": self.watch.rank})
@@ -249,9 +251,7 @@ class Channel:
             if link in self._strangers:
                 self._strangers.remove(link)
                 link.rank = message["rank"]
-                if (old := self._links.pop(link.rank, None)) is not None:
-                    self._close(old)
-                self._links[link.rank] = link
+                self._replace(link)
                 self._say(self.watch.table())
             self.watch.hear(message)
             self._has_news = self._has_news or "stopped" in message
