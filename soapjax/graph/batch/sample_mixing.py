@@ -28,6 +28,7 @@ import numpy as np
 
 from soapjax.graph.batch.batch_scaling import is_backward
 from soapjax.graph.batch.draws import is_key
+from soapjax.graph.rules.heavy_rules import POOLS
 from soapjax.graph.rules.light_rules import ALONG
 from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -39,7 +40,7 @@ _LINEAR = {
 }  # fmt: skip
 BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
 _COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
-_WINDOWS = {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add"}
+_WINDOWS = {*POOLS, "select_and_scatter_add"}
 
 
 class SampleMixing:

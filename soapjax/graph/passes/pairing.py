@@ -16,16 +16,8 @@ from soapjax.graph.passes.units import LAYOUT_ONLY, Unit
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.values import Values
 
-_PARTNERS = {
-    "dot": {"dot"},
-    "ragged_dot": {"ragged_dot"},
-    "conv": {"conv"},
-    "gather": {"gather", "scatter"},
-    "scatter": {"gather", "scatter"},
-    "pool": {"pool"},
-    "sort": {"sort"},
-    "fft": {"fft"},
-}
+_PARTNERS = {kind: {kind} for kind in ("dot", "ragged_dot", "conv", "pool", "sort", "fft")}
+_PARTNERS |= dict.fromkeys(("gather", "scatter"), {"gather", "scatter"})
 
 
 class Pairing:

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Set
 from soapjax.graph.passes.order import Unit, ordered, without_circles
 from soapjax.graph.passes.phases import FORWARD, UPDATE, Phases, is_recompute
 from soapjax.graph.rules import linalg_rules
+from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import is_known
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.graph.trace.union_find import UnionFind
@@ -25,18 +26,8 @@ HEAVY = {
     "ragged_dot_general": "ragged_dot",  # no "dot": compilers make masked products or calls of it, which no proof counts
     "conv_general_dilated": "conv",
     "gather": "gather",
-    "scatter": "scatter",
-    "scatter-add": "scatter",
-    "scatter-sub": "scatter",
-    "scatter-mul": "scatter",
-    "scatter-min": "scatter",
-    "scatter-max": "scatter",
-    "reduce_window": "pool",
-    "reduce_window_sum": "pool",
-    "reduce_window_max": "pool",
-    "reduce_window_min": "pool",
-    "select_and_scatter_add": "pool",
-    "select_and_gather_add": "pool",
+    **dict.fromkeys(SCATTERS, "scatter"),
+    **dict.fromkeys((*POOLS, "select_and_scatter_add", "select_and_gather_add"), "pool"),
     "sort": "sort",
     "top_k": "sort",
     "fft": "fft",

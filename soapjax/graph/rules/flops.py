@@ -13,6 +13,7 @@ import math
 
 from soapjax.graph.rules import linalg_rules
 from soapjax.graph.rules.control_rules import body_flops
+from soapjax.graph.rules.heavy_rules import POOLS
 from soapjax.graph.trace.program import FlatEqn, Program
 
 _FREE = {
@@ -55,7 +56,7 @@ def flops_of(eqn: FlatEqn, program: Program) -> float:
     if name == "integer_pow":
         power = abs(eqn.params["y"])
         return float(math.prod(out) * max(0, power.bit_length() - 1 + power.bit_count() - 1))
-    if name in ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"):
+    if name in POOLS:
         return float(math.prod(out) * (math.prod(eqn.params["window_dimensions"]) - 1))
     if name == "select_and_scatter_add":
         return float(math.prod(ins[0]) * math.prod(eqn.params["window_dimensions"]))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from soapjax.graph.rules.rule_table import BLOCKED, Labels, MadeOf, register, replicated
 from soapjax.graph.trace.program import FlatEqn
 
+SCATTERS = ("scatter-add", "scatter-sub", "scatter", "scatter-mul", "scatter-min", "scatter-max")
+POOLS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
+
 
 @register("dot_general")
 def _dot_general(eqn: FlatEqn, ins, outs) -> Labels:
@@ -123,7 +126,7 @@ def _conv(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(lhs), tuple(rhs)), (tuple(out),), spatial)
 
 
-@register("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
+@register(*POOLS, "select_and_gather_add")
 def _reduce_window(eqn: FlatEqn, ins, outs) -> Labels:
     """Batch and channel dims pass through; windowed dims only where windows do not cross the border of a shard."""
     labels = _window_labels(eqn, ins[0], outs[0])
@@ -176,7 +179,7 @@ def _gather(eqn: FlatEqn, ins, outs) -> Labels:
     return Labels((tuple(table), tuple(index)), (out,), made_of=made_of)
 
 
-@register("scatter-add", "scatter-sub", "scatter", "scatter-mul", "scatter-min", "scatter-max")
+@register(*SCATTERS)
 def _scatter(eqn: FlatEqn, ins, outs) -> Labels:
     """Labels: operand dims by position, then the scattered dims of the updates (reduced, for sums only).
 
