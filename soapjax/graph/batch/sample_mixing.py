@@ -28,7 +28,7 @@ import numpy as np
 
 from soapjax.graph.batch.batch_scaling import is_backward
 from soapjax.graph.batch.draws import is_key
-from soapjax.graph.rules.heavy_rules import POOLS
+from soapjax.graph.rules.heavy_rules import POOLS, SCATTERS
 from soapjax.graph.rules.light_rules import ALONG
 from soapjax.graph.trace.dataflow import follow, needed_for
 from soapjax.graph.trace.program import Atom, FlatEqn, Program
@@ -38,7 +38,7 @@ _LINEAR = {
     "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "copy",
     "slice", "split", "concatenate", "stack", "pad", "rev",
 }  # fmt: skip
-BY_NUMBER = {"gather", "dynamic_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"}
+BY_NUMBER = {"gather", "dynamic_slice", *SCATTERS}
 _COUNTS = {"iota", "sort", "top_k", "argmax", "argmin"}
 _WINDOWS = {*POOLS, "select_and_scatter_add"}
 
