@@ -75,6 +75,8 @@ def graph_of(figures: dict[str, Any], *, place: str = "operator_graph") -> Opera
         ) from None
     found = _Ranges(place)
     _check_ranges(graph, found)
+    found.raise_any()  # what follows looks operators and tensors up
+    _check_tasks(graph, found)
     found.raise_any()
     try:
         check_graph(graph)
@@ -156,7 +158,10 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
     within("state_pairs: inputs", [i for i, _ in graph.state_pairs], 0, inputs)
     within("state_pairs: outputs", [o for _, o in graph.state_pairs], 0, outputs)
     within("leaf_of", graph.leaf_of, 0, inputs)
-    found.raise_any()  # what follows looks operators and tensors up
+
+
+def _check_tasks(graph: OperatorGraph, found: _Ranges) -> None:
+    within, tensors, parameters = found.within, len(graph.tensors), len(graph.parameters)
     for i, parameter in enumerate(graph.parameters):
         within(f"parameters.{i}: storage_dims", parameter.storage_dims, 0, len(graph.tensors[parameter.tensor].shape))
     for k, task in enumerate(graph.tasks):
@@ -179,4 +184,3 @@ def _check_ranges(graph: OperatorGraph, found: _Ranges) -> None:
         sizes = [s.size_bytes for s in task.sums] + [h.size_bytes for h in task.halos]
         amounts = [*(w.flops for w in task.work), *sizes, task.memory.result_bytes, task.memory.costly_bytes]
         within(f"{at}: FLOPs and bytes", amounts, 0, 1e30)
-    found.raise_any()
