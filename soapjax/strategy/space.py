@@ -1,8 +1,7 @@
 """The SOAP space of a graph on a mesh: what the search may choose, and nothing that cannot run.
 
 An axis may split any dim that its size divides; together the axes on a dim must
-divide it. Pins (the O dimension) are offered on request: such plans
-places programs yet.
+divide it. Pins (the O dimension) are offered on request: the paper's whole space.
 """
 
 from __future__ import annotations
