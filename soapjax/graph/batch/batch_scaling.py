@@ -119,7 +119,7 @@ class _Scaler:
                 continue
             if not self.data.isdisjoint(eqn.read):
                 self.data.update(eqn.outputs)
-            if all(not isinstance(a, int) or a in self.own or a in self.small.consts for a in eqn.inputs):
+            if all(a in self.own or a in self.small.consts for a in eqn.read):
                 self.own.update(o for o in eqn.outputs if self.own and self.sample_dims(o))
             read = eqn.inputs[1:] if eqn.name == "select_n" else () if eqn.name in _COMPARE else eqn.inputs
             if any(isinstance(a, int) and a in self.smooth for a in read):
