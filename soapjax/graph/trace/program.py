@@ -133,11 +133,8 @@ class _Flattener:
         in_scan: bool = False,
     ) -> list[Atom]:  # fmt: skip
         """Appends the equations of an open jaxpr to `out`; returns its outputs as atoms."""
-        env: dict[Any, Atom] = {}
-        env.update(zip(jaxpr.constvars, consts, strict=True))
-        if barrier:
-            args = self._barrier(args, stack, out)
-        env.update(zip(jaxpr.invars, args, strict=True))
+        args = self._barrier(args, stack, out) if barrier else args
+        env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(v: Any) -> Atom:
             return v if isinstance(v, jex_core.Literal) else env[v]
@@ -160,13 +157,11 @@ class _Flattener:
                 keep = bool(is_again and (in_scan or eqn.params.get("prevent_cse", False)))
                 results = self.inline(open_jaxpr, sub_consts, inputs, path, out, barrier=keep, in_scan=in_scan)
             elif name == "custom_linear_solve":  # differentiated already: what is left to run is the solver
-                closed, args = _solver(eqn.params, inputs)
-                results = self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, path, out, in_scan=in_scan)
+                results = self.inline_closed(*_solver(eqn.params, inputs), path, out, in_scan=in_scan)
             elif name in _OVER_DIMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
-                consts = [self._const(c, out) for c in closed.consts]
-                results = self.inline(closed.jaxpr, consts, inputs, path, out, in_scan=in_scan)
+                results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
             elif name == "scan" and self.unroll:
                 results = self._unrolled(eqn, inputs, path, out)
             else:
@@ -189,6 +184,10 @@ class _Flattener:
                 env[var] = atom
         return [read(v) for v in jaxpr.outvars]
 
+    def inline_closed(self, closed: Any, args: Sequence[Atom], stack: str, out: list[dict], *, in_scan: bool = False) -> list[Atom]:
+        """As `inline`, of a ClosedJaxpr."""
+        return self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, stack, out, in_scan=in_scan)
+
     def _reduced(self, name: str, axes: tuple[int, ...], a: Atom, stack: str, out: list[dict]) -> Atom:
         """A collective over a vmapped axis is a reduction over a dim; over none it is its operand."""
         return self._traced(lambda x: _OVER_DIMS[name](x, axes), [a], stack, out)[0] if axes else a
@@ -197,7 +196,7 @@ class _Flattener:
         """Inlines a small function of our own over atoms."""
         structs = [jax.ShapeDtypeStruct(self._aval(a).shape, self._aval(a).dtype) for a in args]
         closed = jax.make_jaxpr(fn)(*structs)
-        return self.inline(closed.jaxpr, [self._const(c, out) for c in closed.consts], args, stack, out)
+        return self.inline_closed(closed, args, stack, out)
 
     def _aval(self, atom: Atom) -> Any:
         return self.avals[atom] if isinstance(atom, int) else atom.aval
@@ -223,7 +222,7 @@ class _Flattener:
         # Constants of the body are values of the outermost level: a body has no constants of its own.
         consts = [self._const(c, out) for c in closed.consts]
         args = [self.fresh(v.aval) for v in closed.jaxpr.invars]
-        results = self.inline(closed.jaxpr, list(consts), list(args), path, inner, in_scan=True)
+        results = self.inline(closed.jaxpr, consts, args, path, inner, in_scan=True)
         out.extend(e for e in inner if "const" in e)
         return args, results, [e for e in inner if "const" not in e]
 
@@ -300,8 +299,7 @@ def flatten(
     f = _Flattener(unroll, has_rule)
     args = [f.fresh(v.aval) for v in closed.jaxpr.invars]
     records: list[dict] = []
-    consts = [f._const(c, records) for c in closed.consts]
-    results = f.inline(closed.jaxpr, list(consts), list(args), "", records)
+    results = f.inline_closed(closed, args, "", records)
     found = Unstacked(records, [(a,) for a in args], [(a,) for a in results])
     if apart is not None:
         found = Unstacking(records, args, results, apart, avals=f.avals, elementwise=elementwise, traced=f._traced).run()
