@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.processes.calls import HERE
-from soapjax.execute.processes.coordination import Store
+from soapjax.execute.processes.coordination import KeyValueStore
 from soapjax.execute.processes.start_up import missing_ranks
 
 ROOT = "soapjax"
@@ -46,7 +46,7 @@ def sha256(text: str) -> str:
 
 
 def agree(
-    store: Store, name: str, fields: Mapping[str, str], *, timeout_s: float, details: Callable[[], Any] | None = None
+    store: KeyValueStore, name: str, fields: Mapping[str, str], *, timeout_s: float, details: Callable[[], Any] | None = None
 ) -> None:
     """A barrier of all ranks that checks that their `fields` are equal.
 
@@ -98,7 +98,7 @@ def _flat(data: Any, path: str = "") -> dict[str, str]:
     return {path: json.dumps(data)}
 
 
-def gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
+def gathered(store: KeyValueStore, name: str, timeout_s: float) -> dict[str, bytes]:
     """The records of all ranks. The first rank whose time is up decides for all who is missing."""
     folder = f"{ROOT}/agree/{name}"
 
@@ -123,12 +123,12 @@ def gathered(store: Store, name: str, timeout_s: float) -> dict[str, bytes]:
     return records
 
 
-def _left(store: Store) -> set[int]:
+def _left(store: KeyValueStore) -> set[int]:
     """Ranks that have ended. Asked before anything that they may have written before: else one could come and go in between."""
     return {int(r) for r in store.items(LEFT)}
 
 
-def _raise_for_left(store: Store, name: str, left: set[int]) -> None:
+def _raise_for_left(store: KeyValueStore, name: str, left: set[int]) -> None:
     """Ranks that left before they came here never will."""
     if left:
         ranks = _listed(sorted(left))
@@ -148,7 +148,7 @@ def _wait(found: Callable[[], Any], timeout_s: float) -> Any:
         pause_s = min(2 * pause_s, 0.25)
 
 
-def made_by_first(store: Store, name: str, make: Callable[[], str], *, timeout_s: float, making_s: float) -> str:
+def made_by_first(store: KeyValueStore, name: str, make: Callable[[], str], *, timeout_s: float, making_s: float) -> str:
     """The text that rank 0 makes, on all ranks.
 
     Others wait `timeout_s` for rank 0 to begin, and `making_s` for it to end. Where `make` raises SoapjaxError, all raise it.
@@ -190,7 +190,7 @@ def made_by_first(store: Store, name: str, make: Callable[[], str], *, timeout_s
     return result["text"]
 
 
-def leave_store(store: Store | None, status: int) -> NoReturn:
+def leave_store(store: KeyValueStore | None, status: int) -> NoReturn:
     """Ends this process with `status` at once, and lets the other ranks know by the store alone.
 
     Rank 0 stays a moment longer than the others, since the store that tells them why lives in it.

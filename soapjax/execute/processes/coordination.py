@@ -13,7 +13,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,23 +25,13 @@ from soapjax.execute.processes.relay import Relay
 ANSWER_S = 60.0  # within which rank 0 answers; not more than `silence_s` of the job (soapjax.distributed)
 
 
-class Store(Protocol):
-    """What agreement.py needs: keys are paths, a key is written once."""
-
-    rank: int
-    num_ranks: int
-
-    def put(self, key: str, data: bytes) -> None: ...
-
-    def items(self, folder: str) -> dict[str, bytes]:
-        """The keys below `folder/`, without it, with their data."""
-        ...
-
-
 class KeyValueStore:
-    """The store of the job that this process belongs to. No call to it takes longer than `answer_s` seconds."""
+    """The store of the job that this process belongs to: keys are paths, a key is written once.
 
-    def __init__(self, answer_s: float = ANSWER_S):
+    No call to it takes longer than `answer_s` seconds.
+    """
+
+    def __init__(self):
         state = _distributed.global_state
         if state.client is None:
             raise SoapjaxError(
@@ -50,7 +40,7 @@ class KeyValueStore:
                     "call soapjax.distributed.initialize() before anything else",
                 )
             )  # fmt: skip
-        self._client, self.answer_s = state.client, answer_s
+        self._client, self.answer_s = state.client, ANSWER_S
         self.rank: int = state.process_id
         self.num_ranks: int = state.num_processes
         self.coordinator_address: str = state.coordinator_address
@@ -59,6 +49,7 @@ class KeyValueStore:
         self._ask(self._client.key_value_set_bytes, key, data, True)
 
     def items(self, folder: str) -> dict[str, bytes]:
+        """The keys below `folder/`, without it, with their data."""
         found = self._ask(self._client.key_value_dir_get_bytes, folder + "/")
         return {k.removeprefix(folder + "/"): bytes(v) for k, v in found}
 
