@@ -2,44 +2,23 @@
 
 Both say one thing per *name* (or per mesh axis) for the whole model; a plan says one per operator. Where operators differ there
 are no such words, and the error names them.
+
+A `Plan`, which has both as methods, is no import here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.topology import DeviceTopology, factor_mesh
-
-
-class OperatorWords(Protocol):
-    """What is read of one operator of a plan."""
-
-    kind: str
-    dims: dict[str, int]
-    axes: dict[str, str]
-    storage: str
-
-
-class PlanWords(Protocol):
-    """What is read of a `Plan` (which has these functions as methods, and is no import here)."""
-
-    logical_axes: dict[str, str]
-    arguments: dict[str, str]
-    topology: dict[str, Any]
-    mesh: Any
-
-    @property
-    def operators(self) -> Mapping[str, OperatorWords]: ...
-
 
 SAMPLE = "sample"
 _REMEDY = "run the plan itself with soap_shard(plan=...), or plan with planner='fsdp' or 'data_parallel'"
 
 
-def logical_axis_rules(plan: PlanWords) -> list[tuple[str, tuple[str, ...] | None]]:
+def logical_axis_rules(plan: Any) -> list[tuple[str, tuple[str, ...] | None]]:
     """(logical name, mesh axes or None) pairs for `flax.linen.logical_axis_rules`, from the names in the parameters' metadata.
 
     "batch" stands for the samples of all activations, beside the names that the model gives its parameters' dims.
@@ -79,13 +58,13 @@ def logical_axis_rules(plan: PlanWords) -> list[tuple[str, tuple[str, ...] | Non
     return [("batch", batch or None), *((name, axes or None) for name, axes in rules.items() if name != "batch")]
 
 
-def _operators_at(plan: PlanWords, path: str) -> str:
+def _operators_at(plan: Any, path: str) -> str:
     dotted = f".{path}."
     found = [name for name in plan.operators if "." + name.replace("/", ".") + "." in dotted]
     return f" (operator {max(found, key=len)})" if found else ""
 
 
-def to_maxtext(plan: PlanWords) -> dict[str, int]:
+def to_maxtext(plan: Any) -> dict[str, int]:
     """MaxText's degrees: `ici_data_parallelism`, `ici_fsdp_parallelism`, `ici_tensor_parallelism`, and `dcn_...` between hosts.
 
     Every mesh axis must be one of these for all operators: it splits samples and nothing that is stored (data), samples and stored
@@ -120,7 +99,7 @@ def to_maxtext(plan: PlanWords) -> dict[str, int]:
     return degrees
 
 
-def _kind(part: OperatorWords, axis: str) -> str:
+def _kind(part: Any, axis: str) -> str:
     """What an axis is to an operator: "data", "fsdp", "tensor"; "other" where that has no name; "" where it says nothing."""
     value = part.axes.get(axis, "replicate")
     stored = re.match(r"sharded\(([^)]*)\)", part.storage)
