@@ -28,9 +28,7 @@ class TracedAccumulation:
     relayouts: dict[str, str]  # key of an equation between a product and its addition -> key of the product's equation
 
 
-def find_accumulations(
-    program: Program, values: Values, phases: Phases, generated: Set[int]
-) -> dict[int, TracedAccumulation]:
+def find_accumulations(program: Program, values: Values, phases: Phases, generated: Set[int]) -> dict[int, TracedAccumulation]:
     """Parameter index -> how its gradient is summed up, where there is more than one summand.
 
     `generated`: values that every device makes of constants (the gradient of a mean); a sum with such a summand is none of these.
