@@ -59,6 +59,7 @@ LOSSES = {
     "parameters alone": lambda w, x: (hidden(w, x) ** 2).mean() + jnp.sqrt((w**2).sum()),
     "a mask": lambda w, x: jnp.where(x[:, :1] > 0, hidden(w, x), 0.0).mean(),
     "its own places": lambda w, x: jnp.take_along_axis(hidden(w, x), (x[:, :2] > 0).astype(int), 1).mean(),
+    "a product of vectors": lambda w, x: jnp.dot(hidden(w, x).mean(0), w[0]),
     "subtracted at its own places": lambda w, x: (hidden(w, x).at[jnp.arange(len(x)), 0].subtract(1.0) ** 2).mean(),
     "flattened": lambda w, x: hidden(w, x).reshape(-1)[jnp.arange(len(x)) * WIDTH + (x[:, 0] > 0)].mean(),
     "a metric beside": lambda w, x: (hidden(w, x) ** 2).mean() + jax.lax.stop_gradient((x @ x.T).mean()) * 0,

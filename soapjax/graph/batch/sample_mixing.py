@@ -268,7 +268,7 @@ class SampleMixing:
         if eqn.name == "dot_general":
             contracted, batched = eqn.params["dimension_numbers"]
             one, other = (
-                (a in self.data, self._dims(a) & set(c), self._dims(a) - {*c, *b})
+                (isinstance(a, int) and a in self.data, self._dims(a) & set(c), self._dims(a) - {*c, *b})
                 for a, c, b in zip(eqn.inputs, contracted, batched, strict=True)
             )
             # A matrix of all samples by all, the same whatever they are, such as the cotangent of a mean over pairs.
