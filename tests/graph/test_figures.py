@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 
+import jax
 import jax.numpy as jnp
 import pytest
 from command_line import call, plan_text
@@ -38,6 +39,20 @@ def test_any_step_has_figures(name):
     read = graph_of(figures_of(graph))
     assert read == dataclasses.replace(graph, tasks=tuple(without_keys(t) for t in graph.tasks))
     assert read.fingerprint() == graph.fingerprint()
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_loop_of_no_trips_is_none(unroll):
+    def step(w, x):
+        def loss(w):
+            h, before = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), h), x, jnp.ones((0, 3)))
+            return (h @ w).sum() + before.sum()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    graph, _ = build_graph(trace(step, jnp.ones((8, 8)), jnp.ones((16, 8)), unroll=unroll))
+    assert graph_of(figures_of(graph)).fingerprint() == graph.fingerprint()
+    assert not any(task.scope for task in graph.tasks)
 
 
 def without_keys(task):

@@ -162,7 +162,7 @@ class _Flattener:
                 results = [self._reduced(name, eqn.params["axes"], a, path, out) for a in inputs]
             elif not self.has_rule(name) and (closed := made_of(eqn)) is not None:
                 results = self.inline_closed(closed, inputs, path, out, in_scan=in_scan)
-            elif name == "scan" and self.unroll:
+            elif name == "scan" and (self.unroll or not eqn.params["length"]):
                 results = self._unrolled(eqn, inputs, path, out)
             else:
                 results = [self.fresh(v.aval) for v in eqn.outvars]
@@ -244,8 +244,14 @@ class _Flattener:
             carry = results[:num_carry]
             for column, y in zip(ys, results[num_carry:], strict=True):
                 column.append(y)
-        ordered = [column[::-1] if p["reverse"] else column for column in ys]
-        return [*carry, *(self._traced(lambda *rows: jax.numpy.stack(rows), column, path, out)[0] for column in ordered)]
+
+        def stacked(column: list[Atom], aval: Any) -> Atom:
+            rows = column[::-1] if p["reverse"] else column
+            if not rows:  # a loop of no trips
+                return self._traced(lambda: jax.numpy.zeros(aval.shape, aval.dtype), [], path, out)[0]
+            return self._traced(lambda *rows: jax.numpy.stack(rows), rows, path, out)[0]
+
+        return [*carry, *(stacked(column, v.aval) for column, v in zip(ys, eqn.outvars[num_carry:], strict=True))]
 
 
 def loop_params(params: dict[str, Any]) -> dict[str, Any]:
