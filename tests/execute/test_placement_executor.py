@@ -94,6 +94,17 @@ def test_a_part_runs_on_its_own_devices_alone():
     assert sum(len(p.own) for p in placed.parts) == len({k for p in placed.parts for k in p.own})
 
 
+def test_every_step_keeps_its_list_of_dispatches():
+    """What was compiled ahead is what runs, also where several steps take turns."""
+    _, _, _, traced, problem = made("mlp")
+    plans = [plan_of_strategy(problem, problem.space.random(np.random.default_rng(seed))) for seed in range(3)]
+    steps = [PlacedStep(bind_plan(traced, plan)) for plan in plans]
+    before = [step.dispatches() for step in steps]
+    assert [step.dispatches(with_gradients=False) for step in steps] == before
+    assert all(step.dispatches(with_gradients=True) is not mine for step, mine in zip(steps, before, strict=True))
+    assert [step.dispatches() for step in steps] == before
+
+
 @pytest.mark.slow
 def test_a_loop_is_on_one_set_of_devices():
     _, _, _, traced, problem = made("lm_scan")

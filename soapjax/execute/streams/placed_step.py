@@ -64,6 +64,7 @@ class PlacedStep:
         self.places = [Place(b, is_float64=is_float64) for b in bound]
         self.parts, self.updates = self._cut()
         self.in_shardings = [self.places[self.updates.home[v]].sharding(v) for v in self.step.program.inputs]
+        self._stream = functools.cache(self._emit)  # with and without gradients
 
     # Cutting.
 
@@ -134,7 +135,7 @@ class PlacedStep:
 
     def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
         """Outputs (flat), and gradients by the graph's parameters where they are wanted."""
-        return self._outputs(self.dispatches(with_gradients).run(self.place(leaves)))
+        return self._outputs(self.dispatches(with_gradients=with_gradients).run(self.place(leaves)))
 
     def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
         results, events = self.dispatches().run_traced(self.place(leaves))
@@ -160,8 +161,10 @@ class PlacedStep:
         inputs, outputs = self.step.program.inputs, self.step.program.outputs
         return {inputs[k]: new for k, o in self.step.state_pairs.items() if k in leaves and isinstance(new := outputs[o], int)}
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - with and without gradients; lives as long as the step
-    def dispatches(self, with_gradients: bool = False) -> Stream:
+    def dispatches(self, *, with_gradients: bool = False) -> Stream:
+        return self._stream(with_gradients)
+
+    def _emit(self, with_gradients: bool) -> Stream:
         program, updates, out = self.step.program, self.updates, StreamBuilder()
         rounds = [[p for p in updates.update if p.outputs], [p for p in updates.mixed if p is not None]]
         readers: dict[int, list[int]] = {}
