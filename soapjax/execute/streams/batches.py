@@ -15,23 +15,18 @@ from jax.sharding import Mesh, NamedSharding
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.parts.stage_cut import StageCut
-from soapjax.execute.streams.stream import Event, Stream
+from soapjax.execute.streams.stream import Streamed
 from soapjax.execute.transfers.arrivals import place, place_all
 from soapjax.execute.transfers.on_meshes import blocks_as
-from soapjax.execute.transfers.stacked_state import Pieces
 
 
-class MicroBatched(abc.ABC):
+class MicroBatched(Streamed):
     """The state lies where the stages hold it; the batch is taken apart, and put where it is read."""
 
     micro: MicroStep
     as_run: MicroStep  # as the dispatches take and return it: with pieces of stacked state for its rows, where they do
     cut: StageCut
-    pieces: Pieces | None  # None: rows
     in_shardings: list[NamedSharding | None]  # of flat arguments; None of the batch, which is taken as it comes
-
-    @abc.abstractmethod
-    def dispatches(self, *, with_gradients: bool = False) -> Stream: ...
 
     @property
     @abc.abstractmethod
@@ -43,12 +38,11 @@ class MicroBatched(abc.ABC):
         return place_all(leaves, self.in_shardings)
 
     def arguments(self, leaves: Sequence[Any]) -> list[Any]:
-        """What the list of dispatches takes: the state, placed, and the batch where stages read it."""
+        """The state, placed, and the batch where stages read it."""
         state = [x for k, x in enumerate(self.place(leaves)) if k not in self.as_run.batch_leaves]
         return [*state, *_put_batch([leaves[leaf] for leaf, _ in self.feeds], self._fed, self.micro.num_microbatches)]
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and layouts of `arguments`."""
         avals, num = self.as_run.step.in_avals, self.micro.num_microbatches
         fed = [(avals[leaf], s) for (leaf, _), s in zip(self.feeds, self._fed, strict=True)]
         given = zip(avals, self.in_shardings, strict=True)
@@ -63,16 +57,7 @@ class MicroBatched(abc.ABC):
         inputs = self.as_run.step.program.inputs
         return [where.bound.sharding(((), *where.spec(inputs[leaf]))) for leaf, where in self.feeds]
 
-    def run(self, leaves: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """Outputs (flat), and what the dispatches return beside them; `options`: as for `dispatches`."""
-        return self._outputs(self.dispatches(**options).run(self.arguments(leaves)), leaves)
-
-    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
-        """Outputs, and what ran when on which stage."""
-        results, events = self.dispatches().run_traced(self.arguments(leaves))
-        return self._outputs(results, leaves)[0], events
-
-    def _outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         program, whole, found, outputs = self.as_run.step.program, self.micro.full.program.outputs, iter(results), []
         batch = {program.inputs[k]: k for k in self.as_run.batch_leaves}
         of_whole = whole if len(whole) == len(program.outputs) else program.outputs  # layers' rows may have become stacks

@@ -337,7 +337,7 @@ class PipeDreamStep(MicroBatched):
     def all_places(self) -> list[Place]:
         return [place for replicas in self.places for place in replicas]
 
-    def dispatches(self, **options: Any) -> Stream:
+    def dispatches(self, *, with_gradients: bool = False) -> Stream:
         return self._stream
 
     @property

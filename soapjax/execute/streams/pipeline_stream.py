@@ -54,7 +54,7 @@ class PipelineStream:
         self.program, self.num = staged.micro.step.program, staged.micro.num_microbatches
         self.out = StreamBuilder()
         self.batch = {self.program.inputs[k] for k in staged.micro.batch_leaves}
-        self.feeds: list[tuple[int, int]] = []  # (leaf, stage): the parts of the batch that the stream takes
+        self.feeds: list[tuple[int, Place]] = []  # the parts of the batch that the stream takes: (leaf, where it is read)
         self.moved_to: dict[int, list[int]] = {}  # value -> stages that read it
         for part in self.cut.passes:
             for v in part.inputs:
@@ -156,7 +156,7 @@ class PipelineStream:
             late = [s for s, values in self.read_late.items() if self.program.inputs[leaf] in values]
             for s in dict.fromkeys([*self.moved_to.get(self.program.inputs[leaf], ()), *of_all, *late]):
                 feeds.setdefault(s, []).append(leaf)
-        self.feeds = [(leaf, s) for s, leaves in feeds.items() for leaf in leaves]
+        self.feeds = [(leaf, self.places[s]) for s, leaves in feeds.items() for leaf in leaves]
         given = []
         for s, leaves in feeds.items():
             values = [self.program.inputs[leaf] for leaf in leaves]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from soapjax.execute.parts.part_program import evaluate_part, finished, jit_part
+from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_part
 from soapjax.execute.parts.stage_cut import Crossing
 from soapjax.execute.spmd.promotion import high
 from soapjax.execute.streams.pipeline_stream import PipelineStream, Staged
@@ -30,7 +30,7 @@ class StepStream(NamedTuple):
     """All dispatches of one step."""
 
     stream: Stream
-    feeds: list[tuple[int, int]]  # (leaf, stage): the parts of the batch that the stream takes
+    feeds: list[tuple[int, Place]]  # as of `PipelineStream`
 
 
 def step_stream(staged: Staged, *, with_gradients: bool) -> StepStream:

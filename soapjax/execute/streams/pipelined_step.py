@@ -59,7 +59,7 @@ class PipelineStep(MicroBatched):
                 place.have_stacks(stacks)
         self._receive()
         self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.as_run.step.in_paths))]
-        self._streams: dict[bool, StepStream] = {}
+        self._built = functools.cache(self._emit)  # with and without gradients
 
     def _defer(self, gradients: Sequence[int]) -> None:
         """What is done once per step: sums of gradients over a stage's devices, and copies of parameters (gathered.py)."""
@@ -102,15 +102,13 @@ class PipelineStep(MicroBatched):
         """Those of a step, which then also returns gradients by `gradient_paths`."""
         return self._built(with_gradients).stream
 
-    def _built(self, with_gradients: bool) -> StepStream:
-        if with_gradients not in self._streams:
-            staged = Staged(self.as_run, self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
-            self._streams[with_gradients] = step_stream(staged, with_gradients=with_gradients)
-        return self._streams[with_gradients]
+    def _emit(self, with_gradients: bool) -> StepStream:
+        staged = Staged(self.as_run, self.micro, self.pipeline, self.cut, self.places, self._joinings, self.donate)
+        return step_stream(staged, with_gradients=with_gradients)
 
-    @functools.cached_property
+    @property
     def feeds(self) -> list[tuple[int, Place]]:
-        return [(leaf, self.places[s]) for leaf, s in self._built(False).feeds]
+        return self._built(False).feeds
 
 
 class Joined(NamedTuple):

@@ -22,9 +22,8 @@ from soapjax.execute.parts.cut import Part, make_part, tasks_of, with_outputs
 from soapjax.execute.parts.part_program import Place, jit_part
 from soapjax.execute.parts.stage_cut import Cutter, cut_updates
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.stream import Event, Stream, StreamBuilder
+from soapjax.execute.streams.stream import Stream, Streamed, StreamBuilder
 from soapjax.execute.transfers.arrivals import place_all
-from soapjax.execute.transfers.stacked_state import Pieces
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.plan import MeshPlan
 
@@ -43,7 +42,7 @@ def sub_mesh(mesh: Mesh, pins: Pins) -> Mesh:
     return Mesh(devices if names else np.array([devices]), names or ("all",))
 
 
-class PlacedStep:
+class PlacedStep(Streamed):
     """A step under a plan with pins, ready to run.
 
     Args:
@@ -51,8 +50,6 @@ class PlacedStep:
       donate: reuse the memory of parameters and optimizer state for their new values.
     Raises: SoapjaxError where the operators of one loop are on different devices.
     """
-
-    pieces: Pieces | None = None
 
     def __init__(self, program: BoundStep, *, donate: bool = True, is_float64: bool = False):
         self.program, self.step, self.donate = program, program.step, donate
@@ -74,7 +71,6 @@ class PlacedStep:
             value, expected = "updates between two gradients", "a step with one update, at its end"
             raise SoapjaxError(Problem("plan: operators", value, expected, 'plan in the space "soap": without pins'))
         c = Cutter(self.step, graph, binding, len(self.places), range(len(self.step.in_paths)))
-        c.of_batch = set(c.phase)  # every value is made once
         order = self._ordered(c)
         free = c.keys(None)
         parts: list[Part] = []
@@ -133,15 +129,7 @@ class PlacedStep:
 
     arguments = place
 
-    def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
-        """Outputs (flat), and gradients by the graph's parameters where they are wanted."""
-        return self._outputs(self.dispatches(with_gradients=with_gradients).run(self.place(leaves)))
-
-    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
-        results, events = self.dispatches().run_traced(self.place(leaves))
-        return self._outputs(results)[0], events
-
-    def _outputs(self, results: list[Any]) -> tuple[list[Any], list[Any]]:
+    def outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         found, program = iter(results), self.step.program
         outputs = [
             next(found) if isinstance(out, int) else jnp.asarray(out.val, program.aval(out).dtype) for out in program.outputs
@@ -149,7 +137,6 @@ class PlacedStep:
         return outputs, list(found)
 
     def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and layouts of `arguments`."""
         return [
             jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(self.step.in_avals, self.in_shardings, strict=True)
         ]

@@ -10,6 +10,7 @@ between processes is dispatched when the earlier ones of this process have ended
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import jax
 from soapjax.execute.parts.cut import Part
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.transfers.on_meshes import regrouped
+from soapjax.execute.transfers.stacked_state import Pieces
 from soapjax.execute.transfers.transfer import mover, processes_of
 
 Name = Hashable
@@ -220,6 +222,43 @@ class Stream:
         for pool in pools.values():
             pool.shutdown()
         return [slots[s] for s in self.wanted], events
+
+
+class Streamed(abc.ABC):
+    """A step of flat arguments that runs as such a list: `PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
+
+    in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
+    donate: bool
+    pieces: Pieces | None = None  # what it takes and returns for every leaf; None: rows
+
+    @property
+    @abc.abstractmethod
+    def all_places(self) -> list[Place]:
+        """Of stages and their replicas."""
+
+    @abc.abstractmethod
+    def dispatches(self, *, with_gradients: bool = False) -> Stream: ...
+
+    @abc.abstractmethod
+    def arguments(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the list of dispatches takes."""
+
+    @abc.abstractmethod
+    def argument_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and layouts of `arguments`."""
+
+    @abc.abstractmethod
+    def outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Of what the dispatches return: the step's outputs (flat), and what comes beside them."""
+
+    def run(self, leaves: Sequence[Any], *, with_gradients: bool = False) -> tuple[list[Any], list[Any]]:
+        """Outputs, and the gradients by the graph's parameters where they are wanted."""
+        return self.outputs(self.dispatches(with_gradients=with_gradients).run(self.arguments(leaves)), leaves)
+
+    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]:
+        """Outputs, and what ran when and where."""
+        results, events = self.dispatches().run_traced(self.arguments(leaves))
+        return self.outputs(results, leaves)[0], events
 
 
 def _let_go(entry: Dispatch, slots: list[Any]) -> None:

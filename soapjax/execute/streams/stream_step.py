@@ -6,37 +6,20 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.part_program import Place
 from soapjax.execute.spmd.compiled_step import CompiledStep, ShapesChanged
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
-from soapjax.execute.streams.stream import Event, Stream
+from soapjax.execute.streams.stream import Event, Streamed
 from soapjax.execute.transfers.arrivals import place_all, require_arrays
 from soapjax.execute.transfers.pieces import on_every_process, piecewise
 from soapjax.execute.transfers.stacked_state import Pieces, StackedState
 from soapjax.graph.trace.tracing import TracedStep, signature
 from soapjax.helpers.own_config import compiled_as_planned
-
-
-class Streamed(Protocol):
-    """`PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
-
-    in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
-    donate: bool
-    pieces: Pieces | None  # what it takes and returns for every leaf; None: rows
-
-    @property
-    def all_places(self) -> list[Place]: ...  # of stages and their replicas
-    def dispatches(self) -> Stream: ...
-    def arguments(self, leaves: Sequence[Any]) -> list[Any]: ...  # those of the dispatches
-    def run(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]: ...
-    def run_traced(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Event]]: ...
-    def argument_structs(self) -> list[jax.ShapeDtypeStruct]: ...  # shapes and layouts of these
 
 
 class StreamStep:
