@@ -65,6 +65,11 @@ class StageCut:
         """What runs for every micro-batch."""
         return (*self.forward, *self.backward, *(p for p in (*self.weights, *self.recompute) if p is not None))
 
+    @property
+    def updates(self) -> tuple[Part, ...]:
+        """What runs once, after all micro-batches."""
+        return tuple(p for p in (*self.update, *self.mixed) if p is not None)
+
 
 def stage_of_operators(graph: OperatorGraph, pipeline: Pipeline) -> list[int]:
     """The stage of every operator.
@@ -397,12 +402,14 @@ def cut_stages(micro: MicroStep, graph: OperatorGraph, binding: Binding, pipelin
             recompute.append(make_part(f"recompute {s}", s, step.program, (), free | own, made))
     passes = [*forward, *backward, *weights, *recompute]
     updates = cut_updates(c, passes)
+    batch = {step.program.inputs[k] for k in micro.batch_leaves}
+    home = {v: s for v, s in updates.home.items() if v not in batch}
     # What is computed again the forward pass does not hand on.
     again_of = {f"backward {p.place}": set(p.outputs) for p in recompute}
     reads = [dataclasses.replace(p, inputs=tuple(v for v in p.inputs if v not in again_of.get(p.name, ()))) for p in passes]
     done = {p.name: dataclasses.replace(p, inputs=q.inputs) for p, q in zip(with_outputs(reads), passes, strict=True)}
     kinds = ("forward", "backward", "weights", "recompute")
-    return StageCut(*(tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds), *updates)
+    return StageCut(*(tuple(done.get(f"{kind} {s}") for s in range(c.num)) for kind in kinds), *updates._replace(home=home))
 
 
 def _put_off(c: Cutter, free: Collection[str]) -> set[str]:

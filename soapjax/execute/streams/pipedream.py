@@ -68,9 +68,8 @@ class PipeDreamStep(MicroBatched):
         self._require_stages_alone()
         self.updates = [self._update_part(s) for s in range(len(places))]
         self._check_crossings()
-        self.in_shardings = [
-            None if v in self.batch else self.stages[self.cut.home[v]].place.sharding(v) for v in self.program.inputs
-        ]  # fmt: skip
+        home = self.cut.home
+        self.in_shardings = [self.stages[home[v]].place.sharding(v) if v in home else None for v in self.program.inputs]
         self._feeds: list[tuple[int, Place]] = []
         self._stream = self._emit()
 
@@ -99,9 +98,9 @@ class PipeDreamStep(MicroBatched):
 
     def state_of(self, s: int) -> list[int]:
         """The state that a stage reads or holds: its own copy, which it brings forward itself."""
-        own = [v for v, at in self.cut.home.items() if at == s and v not in self.batch]
+        own = [v for v, at in self.cut.home.items() if at == s]
         parts = (self.cut.forward[s], self.cut.backward[s], self.cut.update[s])
-        read = [v for p in parts for v in p.inputs if v in self.cut.home and v not in self.batch]
+        read = [v for p in parts for v in p.inputs if v in self.cut.home]
         return list(dict.fromkeys([*own, *read]))
 
     def _update_part(self, s: int) -> Part:

@@ -80,8 +80,8 @@ class PipelineStream:
     def _find_read_late(self) -> dict[int, list[int]]:
         """Stage -> arguments of the batch that its update reads: all of it, since it runs once."""
         found: dict[int, set[int]] = {}
-        for part in (*self.cut.update, *self.cut.mixed):
-            if part is not None and (mine := self.batch.intersection(part.inputs)):
+        for part in self.cut.updates:
+            if mine := self.batch.intersection(part.inputs):
                 found.setdefault(part.place, set()).update(mine)
         return {s: sorted(values) for s, values in found.items()}
 
@@ -102,8 +102,7 @@ class PipelineStream:
 
     def _emit(self) -> list[tuple]:
         """Adds the passes; the names of what the stream takes."""
-        leaves = self.staged.micro.batch_leaves
-        given = [("value", v, self.cut.home[v], None) for k, v in enumerate(self.program.inputs) if k not in leaves]
+        given = [("value", v, self.cut.home[v], None) for v in self.program.inputs if v in self.cut.home]
         for n in given:
             self.out.slot(n)
         given += self._feed()
@@ -127,7 +126,7 @@ class PipelineStream:
         return f"stage {stage}"
 
     def name(self, v: int, stage: int, m: int | None) -> tuple:
-        return ("value", v, stage, None if v in self.cut.home and v not in self.batch else m)
+        return ("value", v, stage, None if v in self.cut.home else m)
 
     def sum_name(self, v: int, stage: int) -> tuple:
         return ("sum", v, stage, self.version[v, stage])
@@ -173,11 +172,11 @@ class PipelineStream:
 
     def _move_state(self) -> None:
         """Parameters and other state to the stages that read what another holds."""
-        late = [(v, p.place) for p in (*self.cut.update, *self.cut.mixed) if p is not None for v in p.inputs if v in self.cut.home]
-        reads = [(v, s) for v, stages in self.moved_to.items() for s in stages if v in self.cut.home and v not in self.batch]
+        late = [(v, p.place) for p in self.cut.updates for v in p.inputs if v in self.cut.home]
+        reads = [(v, s) for v, stages in self.moved_to.items() for s in stages if v in self.cut.home]
         moves: dict[tuple[int, int], list[int]] = {}
         for v, s in dict.fromkeys([*reads, *late]):
-            if v not in self.batch and s != self.cut.home[v]:
+            if s != self.cut.home[v]:
                 moves.setdefault((self.cut.home[v], s), []).append(v)
         for (source, target), values in moves.items():
             self.move(values, source, target, None)

@@ -58,7 +58,8 @@ class PipelineStep(MicroBatched):
             for place in places:
                 place.have_stacks(stacks)
         self._receive()
-        self.in_shardings = [self._leaf_sharding(k) for k in range(len(self.as_run.step.in_paths))]
+        home = self.cut.home
+        self.in_shardings = [self.places[home[v]].sharding(v) if v in home else None for v in self.as_run.step.program.inputs]
         self._built = functools.cache(self._emit)  # with and without gradients
 
     def _defer(self, gradients: Sequence[int]) -> None:
@@ -77,20 +78,12 @@ class PipelineStep(MicroBatched):
     def _receive(self) -> None:
         """What each stage gets from another comes in the layout that it has there."""
         parts = self.cut.passes
-        batch = {self.as_run.step.program.inputs[k] for k in self.as_run.batch_leaves}
-        made = {v: p.place for p in parts for v in p.outputs} | {v: s for v, s in self.cut.home.items() if v not in batch}
-        late = [p for p in (*self.cut.update, *self.cut.mixed) if p is not None]
-        moves = [(v, made[v], p.place) for p in (*parts, *late) for v in p.inputs if v in made]
+        made = {v: p.place for p in parts for v in p.outputs} | self.cut.home
+        moves = [(v, made[v], p.place) for p in (*parts, *self.cut.updates) for v in p.inputs if v in made]
         moves += [(v, s, c.site) for c in self.cut.crossings for s, v in c.summands]
         for v, source, target in moves:
             if source != target:
                 self.places[target].receive(v, self.places[source])
-
-    def _leaf_sharding(self, leaf: int) -> Any:
-        if leaf in self.as_run.batch_leaves:
-            return None
-        value = self.as_run.step.program.inputs[leaf]
-        return self.places[self.cut.home.get(value, 0)].sharding(value)
 
     # Running.
 
@@ -192,7 +185,7 @@ def _own_meshes(cut: StageCut, pipeline: Pipeline) -> list[Problem]:
 def _read_late(micro: MicroStep, cut: StageCut) -> list[Problem]:
     """Arguments of the batch that an update reads itself: it runs once, when all micro-batches are over."""
     batch = {micro.step.program.inputs[k]: micro.step.in_paths[k] for k in micro.batch_leaves}
-    late = {v for part in (*cut.update, *cut.mixed) if part is not None for v in part.inputs if v in batch}
+    late = {v for part in cut.updates for v in part.inputs if v in batch}
     expected = "data of forward and backward passes: the update follows all micro-batches"
     remedy = "compute what it needs of the data in the loss, and return that from there as a mean; or plan without a pipeline"
     value = "read by an update (of moving statistics, say)"
