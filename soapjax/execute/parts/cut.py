@@ -79,6 +79,27 @@ def with_outputs(parts: Sequence[Part], also: Iterable[int] = ()) -> list[Part]:
     return done
 
 
+def read_at(parts: Iterable[Part]) -> dict[int, list[int]]:
+    """Value -> the places whose parts read it, each once."""
+    found: dict[int, list[int]] = {}
+    for part in parts:
+        for v in part.inputs:
+            places = found.setdefault(v, [])
+            if part.place not in places:
+                places.append(part.place)
+    return found
+
+
+def sent_on(values: Iterable[int], readers: Mapping[int, Sequence[int]], source: int) -> list[tuple[int, list[int]]]:
+    """By place what is read of `values` elsewhere than at `source`."""
+    found: dict[int, list[int]] = {}
+    for v in values:
+        for place in readers.get(v, ()):
+            if place != source:
+                found.setdefault(place, []).append(v)
+    return sorted(found.items())
+
+
 def keys_of(eqn: FlatEqn) -> Iterable[str]:
     """The keys of an equation and, for a loop, of all that its body holds."""
     yield eqn.key

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from soapjax.execute.parts.cut import Part
+from soapjax.execute.parts.cut import Part, read_at
 from soapjax.execute.parts.joinings import Joining
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Place
@@ -117,10 +117,7 @@ class _Rolling:
         ins, outs = program.rows
         starts = _starts(ins)
         out_of = self.micro.step.state_pairs
-        readers: dict[int, set[int]] = {}
-        for (_, s), part in self.parts.items():
-            for v in part.inputs:
-                readers.setdefault(v, set()).add(s)
+        readers = read_at(self.parts.values())
         read = {v for rolled in self.rolled.values() for rows in rolled.tuples() for v in rows}
         for leaf, num in enumerate(ins):
             at = range(starts[leaf], starts[leaf] + num)
@@ -135,10 +132,10 @@ class _Rolling:
                     found.append(piece)
         return found
 
-    def _is_one(self, piece: _Piece, readers: Mapping[int, set[int]]) -> bool:
+    def _is_one(self, piece: _Piece, readers: Mapping[int, Sequence[int]]) -> bool:
         """Whether rows may be one array: read on one stage alone, all laid out alike, and made there by one program."""
         s = piece.stage
-        if any(not readers.get(v, {s}) <= {s} for v in piece.inputs) or not self._is_alike(s, piece.inputs):
+        if any(readers.get(v, [s]) != [s] for v in piece.inputs) or not self._is_alike(s, piece.inputs):
             return False
         if piece.outputs == piece.inputs:
             return True

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.cut import Part, depends_on, keys_of, make_part, phase_of, tasks_of, with_outputs
+from soapjax.execute.parts.cut import Part, depends_on, keys_of, make_part, phase_of, read_at, tasks_of, with_outputs
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.graph.batch.whole_equations import as_whole
 from soapjax.graph.lifespans import kept_between_passes, kept_for_result, lifetimes, makers
@@ -243,10 +243,7 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
     """
     program, phases = c.program, c.binding.phases
     free = c.keys(None) | c.keys(UPDATE) | (c.once & c.stage.keys())
-    readers: dict[int, list[int]] = {}
-    for part in passes:
-        for v in part.inputs:
-            readers.setdefault(v, []).append(part.place)
+    readers = read_at(passes)
     gradients = c.gradient_values()
     owner: dict[int, int] = {}  # input leaf -> stage
     site: dict[int, int] = {}

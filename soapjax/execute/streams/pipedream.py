@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.cut import Part, make_part, phase_of
+from soapjax.execute.parts.cut import Part, make_part, phase_of, read_at, sent_on
 from soapjax.execute.parts.joinings import joining
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.parts.part_program import Place, evaluate_part, finished, jit_numbers, jit_part, keys_in
@@ -83,12 +83,8 @@ class PipeDreamStep(MicroBatched):
         if any(p is not None for p in self.cut.mixed):
             value = "an update that reads the gradients of several stages (a global norm, for instance)"
             problems.append(Problem("schedule 'pipedream'", value, "an update per stage: stages update at different times", remedy))
-        stages: dict[int, set[int]] = {}
-        for part in (*self.cut.forward, *self.cut.backward):
-            for v in set(part.inputs) & trained:
-                stages.setdefault(v, set()).add(part.place)
-        for v, found in stages.items():
-            if len(found) > 1:
+        for v, found in read_at((*self.cut.forward, *self.cut.backward)).items():
+            if v in trained and len(found) > 1:
                 value = f"a parameter of stages {sorted(found)}"
                 problems.append(
                     Problem(paths[v], value, "parameters of one stage each", f"put its users into one stage, or {remedy}")
@@ -146,10 +142,7 @@ class PipeDreamStep(MicroBatched):
         }
         updates = [self._jit_update(s, out.lent) for s in range(len(self.places))]
         self.versions: dict[Action, int] = {}  # of forward passes, for those who ask
-        readers: dict[int, list[int]] = {}
-        for part in (*cut.forward, *cut.backward):
-            for v in part.inputs:
-                readers.setdefault(v, []).append(part.place)
+        readers = read_at((*cut.forward, *cut.backward))
         for action in dispatch_order(self.pipeline):
             s, m = action.stage, action.microbatch
             r = self.pipeline.stages[s].replicas
@@ -169,12 +162,7 @@ class PipeDreamStep(MicroBatched):
             outs = [("made", v, s, m) for v in part.outputs] + [("share", v, s, m) for v in self._shares(part)]
             runs = (self.places[s][m % r], part)
             out.call(f"{action.kind} {s}, minibatch {m}", self._track(s, m % r), fn, ins, outs, part=runs)
-            targets: dict[int, list[int]] = {}
-            for v in part.outputs:
-                for t in dict.fromkeys(readers.get(v, ())):
-                    if t != s:
-                        targets.setdefault(t, []).append(v)
-            for t, values in sorted(targets.items()):
+            for t, values in sent_on(part.outputs, readers, s):
                 target = self.places[t][m % self.pipeline.stages[t].replicas]
                 out.move(
                     f"send {s} to {t}, minibatch {m}", f"link {s} to {t}", [("made", v, s, m) for v in values],

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from soapjax.execute.parts.batch_statistics import BatchStatistics
-from soapjax.execute.parts.cut import Part
+from soapjax.execute.parts.cut import Part, read_at, sent_on
 from soapjax.execute.parts.gathered import gather_program
 from soapjax.execute.parts.joinings import Joining
 from soapjax.execute.parts.microbatches import MicroStep
@@ -55,10 +55,7 @@ class PipelineStream:
         self.out = StreamBuilder()
         self.batch = {self.program.inputs[k] for k in staged.micro.batch_leaves}
         self.feeds: list[tuple[int, Place]] = []  # the parts of the batch that the stream takes: (leaf, where it is read)
-        self.moved_to: dict[int, list[int]] = {}  # value -> stages that read it
-        for part in self.cut.passes:
-            for v in part.inputs:
-                self.moved_to.setdefault(v, []).append(part.place)
+        self.moved_to = read_at(self.cut.passes)
         self.read_late = self._find_read_late()
         self.statistics = self._find_statistics()
         self.sums: dict[int, list[Accumulated]] = {s: [] for s in range(len(self.places))}
@@ -255,10 +252,5 @@ class PipelineStream:
         ins += [("number", s, m)] if keys_in(part, self.staged.micro.draws) else []
         ins += [("statistic", k, s) for k in keys_in(part, self.staged.micro.whole)]
         self.out.call(f"{action.kind} {s}, micro-batch {m}", self.track(s), fn, ins, outs, takes=sums, part=(self.places[s], part))
-        targets: dict[int, list[int]] = {}
-        for v in part.outputs:
-            for t in dict.fromkeys(self.moved_to.get(v, ())):
-                if t != s and not is_again:
-                    targets.setdefault(t, []).append(v)
-        for t, values in sorted(targets.items()):
+        for t, values in () if is_again else sent_on(part.outputs, self.moved_to, s):
             self.move(values, s, t, m)

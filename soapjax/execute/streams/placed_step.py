@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from soapjax.errors import Problem, SoapjaxError
-from soapjax.execute.parts.cut import Part, make_part, tasks_of, with_outputs
+from soapjax.execute.parts.cut import Part, make_part, read_at, tasks_of, with_outputs
 from soapjax.execute.parts.part_program import Place, jit_part
 from soapjax.execute.parts.stage_cut import Cutter, cut_updates
 from soapjax.execute.spmd.planned_evaluator import BoundStep
@@ -154,10 +154,7 @@ class PlacedStep(Streamed):
     def _emit(self, with_gradients: bool) -> Stream:
         program, updates, out = self.step.program, self.updates, StreamBuilder()
         rounds = [[p for p in updates.update if p.outputs], [p for p in updates.mixed if p is not None]]
-        readers: dict[int, list[int]] = {}
-        for part in (*self.parts, *rounds[0], *rounds[1]):
-            for v in part.inputs:
-                readers.setdefault(v, []).append(part.place)
+        readers = read_at((*self.parts, *rounds[0], *rounds[1]))
         wanted = [(v, at) for at, v in (r for r in updates.results if r is not None)]
         wanted += [(v, at) for at, v in updates.gradients] if with_gradients else []
         for v, at in wanted:
