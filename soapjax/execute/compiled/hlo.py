@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from soapjax.execute.spmd.plan_layouts import axes_on, split_of
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.graph.operators import NOT_SPLIT
 from soapjax.graph.rules.flops import conv_flops_by_shape, flops_of, window_pairs
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+) = (\S+) ([\w\-]+)\((.*)$")
@@ -116,8 +116,8 @@ def planned_flops(program: BoundStep, task: int) -> Flops:
     op = graph.operators[found.operator]
     eqn = program.eqn(found.equations.heavy)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
-    dims = {op.dims[d].name for one in (*found.equations.operand_dims, found.equations.result_dims) for d in one if d != NOT_SPLIT}
-    ways = math.prod(sizes[a] for a, d in plan.operators[op.name].axes.items() if d in dims)
+    dims = [d for one in (*found.equations.operand_dims, found.equations.result_dims) for d in one]
+    ways = math.prod(sizes[a] for a in axes_on(plan, op, dims))
     by_shape = flops_of(eqn, program.step.program)
     if eqn.name == "conv_general_dilated":
         by_shape = conv_flops_by_shape(eqn, program.step.program)
@@ -138,7 +138,7 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
             by_task.setdefault(h.task, []).append(h.flops)
         else:
             nameless[h.kind].append(h.flops)
-    planned = as_planned = unchecked = 0
+    planned = as_planned = 0
     differences: dict[int, str] = {}
     missing: list[Flops] = []
     of_groups: list[tuple[Flops, int]] = []
@@ -177,7 +177,7 @@ def check_ops(program: BoundStep, text: str, tasks: Iterable[int] | None = None)
             for f in others:
                 missing.remove(f)
             as_planned += 1 + len(others)
-    return OpsCheck(planned, as_planned, unchecked + len(missing), (*differences.values(), *namesakes(text)))
+    return OpsCheck(planned, as_planned, len(missing), (*differences.values(), *namesakes(text)))
 
 
 def _sum(found: Iterable[Flops]) -> Flops:
@@ -254,10 +254,7 @@ def replicated_tasks(program: BoundStep, text: str) -> list[str]:
         op = graph.operators[task.operator]
         for access in task.writes:
             shape = graph.tensors[access.tensor].shape
-            parts = [
-                math.prod(sizes[a] for a, dim in plan.operators[op.name].axes.items() if d != NOT_SPLIT and dim == op.dims[d].name)
-                for d in access.dims
-            ]
+            parts = [math.prod(sizes[a] for a in names) for names in split_of(plan, op, access.dims)]
             local = [n // p for n, p in zip(shape, parts, strict=True)]
             whole, own = (_sorted_dims(",".join(map(str, x))) for x in (shape, local))
             if whole != own and k in shapes and whole in shapes[k] and own not in shapes[k]:

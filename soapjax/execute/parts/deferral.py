@@ -10,6 +10,7 @@ from __future__ import annotations
 from soapjax.execute.parts.cut import Part
 from soapjax.execute.parts.part_program import Place
 from soapjax.execute.spmd.gradient_sums import DeferredSum
+from soapjax.execute.spmd.plan_layouts import axes_on, split_of
 from soapjax.strategy.configs import StorageName
 
 
@@ -31,11 +32,6 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
             continue
         task, access = writes[tensor]
         operator = graph.operators[task.operator]
-        chosen = bound.plan.operators[operator.name].axes
-        names = [[a for a in place.mesh.axis_names if chosen.get(a) == d.name] for d in operator.dims]
-        axes = {a for d in access.reduced for a in names[d]}
-        if axes:
-            spec = tuple(() if d < 0 else tuple(names[d]) for d in access.dims)
-            ordered = tuple(a for a in place.mesh.axis_names if a in axes)
-            found[value] = DeferredSum(value, ordered, spec, place.spec(value))
+        if axes := axes_on(bound.plan, operator, access.reduced):
+            found[value] = DeferredSum(axes, split_of(bound.plan, operator, access.dims), place.spec(value))
     return found

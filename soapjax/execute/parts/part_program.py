@@ -20,9 +20,9 @@ from soapjax.execute.parts.gathered import Gathered, passing
 from soapjax.execute.parts.stacked_rows import RowsAndStacks, StackedRows
 from soapjax.execute.spmd.evaluator import OfMicroBatch
 from soapjax.execute.spmd.gradient_sums import DeferredSum
+from soapjax.execute.spmd.plan_layouts import split_of
 from soapjax.execute.spmd.planned_evaluator import BoundStep, PlannedEvaluator
 from soapjax.execute.spmd.promotion import high
-from soapjax.graph.operators import NOT_SPLIT
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import parse_spec
 
@@ -61,8 +61,8 @@ class Place:
         if bound.plan.pinned:
             return PlannedEvaluator(bound, is_float64=self.is_float64, keeps_sums=False)
         evaluator = bound.evaluator(is_float64=self.is_float64, keeps_sums=False)
-        for deferred in self.deferred.values():
-            evaluator.sums.defer(deferred)
+        for value, deferred in self.deferred.items():
+            evaluator.sums.defer(value, deferred)
         return evaluator
 
     def spec(self, value: int) -> Spec:
@@ -89,13 +89,12 @@ class Place:
             return ()
         found = dims.results[min(eqn.outputs.index(value), len(dims.results) - 1)]
         op = self.bound.graph.operators[self.bound.graph.tasks[task].operator]
-        axes = self.bound.plan.operators[op.name].axes
-        names = [() if d == NOT_SPLIT else tuple(a for a in self.mesh.axis_names if axes.get(a) == op.dims[d].name) for d in found]
+        names = self._here(split_of(self.bound.plan, op, found))
         shape = self.bound.step.program.avals[value].shape
         is_even = len(names) == len(shape) and all(
             n % math.prod(self.mesh.shape[a] for a in own) == 0 for n, own in zip(shape, names, strict=True)
         )
-        return tuple(names) if is_even else ()
+        return names if is_even else ()
 
     def have_stacks(self, stacks: StackedRows) -> None:
         """The place's programs take and make stacks; of gathered parameters, too."""

@@ -149,7 +149,7 @@ class _Rolling:
     def _is_alike(self, s: int, values: Sequence[int]) -> bool:
         place, avals = self.places[s], self.program.avals
         types = {(avals[v].shape, avals[v].dtype) for v in values}
-        how = {repr(place.deferred.get(v) and dataclasses.replace(place.deferred[v], value=0)) for v in values}
+        how = {place.deferred.get(v) for v in values}
         gathered = {place.gathered.get(v) for v in values}
         return all(len(found) == 1 for found in ({place.spec(v) for v in values}, types, how, gathered))
 

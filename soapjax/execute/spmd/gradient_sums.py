@@ -28,7 +28,6 @@ from soapjax.strategy.layout import Spec
 class DeferredSum:
     """A gradient, or what a stage adds to one, that is a sum over `axes` of a stage's mesh, made by another program."""
 
-    value: int
     axes: tuple[str, ...]
     spec: Spec  # of what each device adds up
     home: Spec  # of the sum over devices
@@ -75,13 +74,12 @@ class GradientSums:
     """
 
     def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], accumulations: tuple[Accumulation, ...]):
-        graph, binding = layouts.graph, layouts.binding
+        binding = layouts.binding
         self.layouts, self.bind, self.binding, self.mesh = layouts, bind, binding, layouts.mesh
         self.values = binding.values
         self._loops = {e.key: e for e, _ in layouts.program.walk() if e.body is not None}
-        writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
         self._of_summand: dict[int, _Sum] = {}  # root of a summand
-        self._made_as: dict[int, tuple[Spec, bool]] = {}  # root of a summand -> its layout as it is made, whether it is a sum
+        self._made_as: dict[int, tuple[Spec, tuple[str, ...]]] = {}  # root of a summand -> as `PlanLayouts.made_as`
         self._of_start: dict[int, _Sum] = {}  # argument of a loop's body
         self._of_addition: dict[str, _Sum] = {}
         self._of_product: dict[str, _Sum] = {}  # the equation that a summand comes from, perhaps laid out anew
@@ -89,17 +87,11 @@ class GradientSums:
         self._relayouts: set[str] = set()
         for found in accumulations:
             chain = binding.sums[found.parameter]
-            k, access = writer[found.layout_of]
-            operator = graph.tasks[k].operator
-            one = _Sum(
-                chain, layouts.axes_on(operator, access.reduced), layouts.spec_from(operator, access.dims),
-                layouts.home[found.total], found.is_carried, writer[found.total][0],
-            )  # fmt: skip
+            spec, axes = layouts.made_as(found.layout_of)
+            task, _ = layouts.writer[found.total]
+            one = _Sum(chain, axes, spec, layouts.home[found.total], found.is_carried, task)
             self._of_summand.update(dict.fromkeys(chain.summands, one))
-            for root in chain.summands:
-                maker, made = writer[binding.tensor_of[root]]
-                operator = graph.tasks[maker].operator
-                self._made_as[root] = layouts.spec_from(operator, made.dims), bool(layouts.axes_on(operator, made.reduced))
+            self._made_as.update((root, layouts.made_as(binding.tensor_of[root])) for root in chain.summands)
             self._of_start.update(dict.fromkeys(chain.starts, one))
             self._of_addition.update(dict.fromkeys(chain.additions, one))
             self._of_product.update(dict.fromkeys(chain.relayouts.values(), one))
@@ -107,13 +99,12 @@ class GradientSums:
             self._of_total[chain.total] = one
             self._relayouts |= chain.relayouts.keys()
 
-    def defer(self, deferred: DeferredSum) -> None:
+    def defer(self, value: int, deferred: DeferredSum) -> None:
         """Leaves a gradient apart that is no sum of products: its total is made by another program."""
-        binding, value = self.binding, deferred.value
-        chain = summand_alone(value, self.layouts.program, self.values, binding.phases)
+        chain = summand_alone(value, self.layouts.program, self.values, self.binding.phases)
         one = _Sum(chain, deferred.axes, deferred.spec, deferred.home, is_carried=True, task=-1)
         self._of_summand[value] = one
-        self._made_as[value] = deferred.spec, True
+        self._made_as[value] = deferred.spec, deferred.axes
         self._of_product.update(dict.fromkeys((self.values.producer[value].key, *chain.relayouts.values()), one))
         self._relayouts |= chain.relayouts.keys()
 
@@ -154,8 +145,8 @@ class GradientSums:
         one = self._of_summand.get(out)
         if one is None:
             return x
-        source, is_sum = self._made_as[out]
-        is_resolved = is_sum and not isinstance(x, Partial)  # towards the common layout already
+        source, sums = self._made_as[out]
+        is_resolved = bool(sums) and not isinstance(x, Partial)  # towards the common layout already
         return split_off(x, one.axes, one.spec, self.mesh, None if is_resolved else source)
 
     def start(self, argument: int, x: Any) -> Any:

@@ -9,13 +9,26 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from soapjax.execute.spmd.on_blocks import partition_spec
+from soapjax.execute.spmd.on_blocks import axes_of, partition_spec
 from soapjax.execute.spmd.resharder import reshard
-from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
+from soapjax.graph.operators import NOT_SPLIT, Operator, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.program import FlatEqn, Program
 from soapjax.strategy.layout import Spec
 from soapjax.strategy.plan import MeshPlan, TaskPart, parse_spec
+
+
+def split_of(plan: MeshPlan, operator: Operator, dims: Iterable[int]) -> Spec:
+    """The mesh axes over which a plan splits dims of an operator, in mesh order."""
+    axes = plan.operators[operator.name].axes
+    names = (None if d == NOT_SPLIT else operator.dims[d].name for d in dims)
+    return tuple(tuple(a for a in plan.mesh.axis_names if axes.get(a, "") == name) for name in names)
+
+
+def axes_on(plan: MeshPlan, operator: Operator, dims: Iterable[int]) -> tuple[str, ...]:
+    """All of these axes, in mesh order."""
+    found = axes_of(split_of(plan, operator, dims))
+    return tuple(a for a in plan.mesh.axis_names if a in found)
 
 
 class PlanLayouts:
@@ -32,13 +45,8 @@ class PlanLayouts:
     ):  # fmt: skip
         self.program, self.graph, self.binding, self.mesh = program, graph, binding, mesh
         self.values = binding.values
-        self._axes: list[dict[str, list[str]]] = []  # per operator: dim name -> axes in mesh order
-        for op in graph.operators:
-            chosen: dict[str, list[str]] = {}
-            for a in plan.mesh.axis_names:
-                chosen.setdefault(plan.operators[op.name].axes[a], []).append(a)
-            self._axes.append(chosen)
-        self._axis_names = plan.mesh.axis_names
+        self._plan = plan
+        self.writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}  # tensor -> task, its result
         # Per task: tensor -> spec as used (by operand position for heavy equations), tensor -> spec as kept.
         self.used: list[dict[tuple[int, int], Spec]] = []
         self.kept: list[dict[int, Spec]] = []
@@ -54,19 +62,18 @@ class PlanLayouts:
 
     def spec_from(self, operator: int, dims: tuple[int, ...]) -> Spec:
         """The spec of an operand from its operator's config."""
-        names = self.graph.operators[operator].dims
-        return tuple(() if d == NOT_SPLIT else tuple(self._axes[operator].get(names[d].name, ())) for d in dims)
+        return split_of(self._plan, self.graph.operators[operator], dims)
 
-    def axes_on(self, operator: int, dims: tuple[int, ...]) -> tuple[str, ...]:
-        """The mesh axes that an operator's config assigns to some of its dims, in mesh order."""
-        names = self.graph.operators[operator].dims
-        found = {a for d in dims for a in self._axes[operator].get(names[d].name, ())}
-        return tuple(a for a in self._axis_names if a in found)
+    def made_as(self, tensor: int) -> tuple[Spec, tuple[str, ...]]:
+        """How a tensor lies where it is made, and the axes over which it is a partial sum there."""
+        k, access = self.writer[tensor]
+        operator = self.graph.operators[self.graph.tasks[k].operator]
+        return split_of(self._plan, operator, access.dims), axes_on(self._plan, operator, access.reduced)
 
     def left(self, parameter: int, again: tuple[str, ...]) -> Spec:
         """What the forward pass leaves of a parameter that is gathered `again` over some axes: a slice of what it reads."""
         read = next(spec for used in self.used for (tensor, _), spec in used.items() if tensor == parameter)
-        place = {name: i for i, name in enumerate(self._axis_names)}
+        place = {name: i for i, name in enumerate(self._plan.mesh.axis_names)}
         found = []
         for stored, used in zip(self.home[parameter], read, strict=True):
             last = max((place[n] for n in used), default=-1)

@@ -42,23 +42,16 @@ class JointSums:
     def __init__(self, layouts: PlanLayouts, bind: Callable[..., list[Any]], operand: Callable[..., Any]):
         graph, binding = layouts.graph, layouts.binding
         self.layouts, self.bind, self.operand, self.mesh = layouts, bind, operand, layouts.mesh
-        writer = {a.tensor: (k, a) for k, task in enumerate(graph.tasks) for a in task.writes}
         self._of_addition: dict[str, _Sum] = {}
         self._of_summand: dict[int, _Sum] = {}
         self._products: set[str] = set()
         self._relayouts: set[str] = set()
-
-        def made_as(tensor: int) -> tuple[Spec, tuple[str, ...]]:
-            k, access = writer[tensor]
-            operator = graph.tasks[k].operator
-            return layouts.spec_from(operator, access.dims), layouts.axes_on(operator, access.reduced)
-
         for traced, tensors in zip(binding.joint_sums, graph.joint_sums, strict=True):
-            made = [made_as(t) for t in tensors.summands]
+            made = [layouts.made_as(t) for t in tensors.summands]
             joined = tuple(s for s, m in zip(traced.summands, made, strict=True) if m == made[-1])
             if len(joined) > 1 and made[-1][1]:
                 last = tensors.summands[-1]
-                one = _Sum(traced, joined, made[-1][0], last, writer[last][0])
+                one = _Sum(traced, joined, made[-1][0], last, layouts.writer[last][0])
                 self._of_addition.update(dict.fromkeys(traced.additions, one))
                 self._of_summand.update(dict.fromkeys(joined, one))
                 self._products.update(traced.products[s] for s in joined)
