@@ -22,6 +22,7 @@ import numpy as np
 
 from soapjax.execute.compiled.device_times import seconds_of_calls
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
+from soapjax.execute.spmd.heavy import with_local_groups
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph, Task
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.passes.units import generated_values
@@ -273,10 +274,7 @@ def _local_params(eqn: FlatEqn, program: Any, ins: list[tuple[int, ...]], outs: 
     p = dict(eqn.params)
     full = [tuple(program.aval(a).shape) for a in eqn.inputs]
     if eqn.name in ("broadcast_in_dim", "iota", "random_bits", "empty"):
-        if eqn.name == "random_bits":
-            p["shape"] = outs[0][len(ins[0]) :]
-        else:
-            p["shape"] = outs[0]
+        p["shape"] = outs[0][len(ins[0]) :] if eqn.name == "random_bits" else outs[0]
     elif eqn.name == "reshape":
         p["new_sizes"] = outs[0]
     elif eqn.name == "slice":
@@ -287,9 +285,5 @@ def _local_params(eqn: FlatEqn, program: Any, ins: list[tuple[int, ...]], outs: 
     elif eqn.name == "gather":
         p["slice_sizes"] = tuple(n if s == f else s for s, n, f in zip(p["slice_sizes"], ins[0], full[0], strict=True))
     elif eqn.name == "conv_general_dilated":
-        dn = p["dimension_numbers"]
-        if p["feature_group_count"] > 1:
-            p["feature_group_count"] //= full[0][dn.lhs_spec[1]] // ins[0][dn.lhs_spec[1]]
-        if p["batch_group_count"] > 1:
-            p["batch_group_count"] //= full[0][dn.lhs_spec[0]] // ins[0][dn.lhs_spec[0]]
+        p = with_local_groups(p, [f // n for f, n in zip(full[0], ins[0], strict=True)])
     return p

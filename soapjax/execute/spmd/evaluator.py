@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from soapjax.execute.spmd.max_pool import pool_gradient
-from soapjax.execute.spmd.promotion import high, promote, promoted_bind
+from soapjax.execute.spmd.promotion import high, promote, promoted_bind, results_of
 from soapjax.execute.spmd.slicing import block_slice
 from soapjax.graph.batch.draws import is_key
 from soapjax.graph.passes.phases import module_path
@@ -147,8 +147,7 @@ class ProgramEvaluator:
         if self.is_float64:
             dtypes = [self.program.aval(a).dtype for a in eqn.inputs]
             return promoted_bind(eqn, inputs, dtypes, params)
-        out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
-        return list(out) if eqn.primitive.multiple_results else [out]
+        return results_of(eqn, inputs, params)
 
     def loop(self, eqn: FlatEqn, env: Env) -> list[Any]:
         """A scan, its body evaluated in the same way."""

@@ -6,12 +6,12 @@ Blocks of an image exchange their halos where a spatial dim is split (halo.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from soapjax.execute.spmd.halo import halos, params_with_halos, with_halos
 from soapjax.execute.spmd.on_blocks import OnBlocks, combined, executes
@@ -28,7 +28,8 @@ def run_product(eqn: FlatEqn, inputs: list[Any], blocks: OnBlocks) -> Any:
     params, found = eqn.params, []
     if eqn.name == "conv_general_dilated":
         found = halos(eqn, [x.shape for x in inputs], blocks.in_specs, blocks.raw_spec, blocks.mesh)
-        params = params_with_halos(eqn, _local_params(eqn, blocks.in_specs, blocks.mesh), found)
+        ways = [math.prod(blocks.mesh.shape[n] for n in names) for names in blocks.in_specs[0]]
+        params = params_with_halos(eqn, with_local_groups(params, ways), found)
     as_it_is = tuple(range(len(blocks.home_spec)))
     order = as_it_is if blocks.order is None or blocks.kept or not blocks.contracted else blocks.order
     ordered = tuple(blocks.home_spec[d] for d in order)
@@ -67,16 +68,10 @@ def _own_groups(eqn: FlatEqn, rows: Any, sizes: Any, in_specs: list[Spec]) -> An
     return jnp.maximum(jnp.minimum(ends, begin + count) - jnp.maximum(ends - sizes, begin), 0)
 
 
-def _local_params(eqn: FlatEqn, in_specs: list[Spec], mesh: Mesh) -> dict[str, Any]:
-    """Group counts of a convolution whose groups are split."""
-    dn = eqn.params["dimension_numbers"]
-
-    def ways(d: int) -> int:
-        return math.prod(mesh.shape[n] for n in in_specs[0][d])
-
-    params = dict(eqn.params)
-    if params["feature_group_count"] > 1:
-        params["feature_group_count"] //= ways(dn.lhs_spec[1])
-    if params["batch_group_count"] > 1:
-        params["batch_group_count"] //= ways(dn.lhs_spec[0])
-    return params
+def with_local_groups(params: dict[str, Any], ways: Sequence[int]) -> dict[str, Any]:
+    """The parameters of a convolution of blocks of an image, whose dims are split so many ways: its groups are split with them."""
+    dims, local = params["dimension_numbers"].lhs_spec, dict(params)
+    for count, d in (("batch_group_count", dims[0]), ("feature_group_count", dims[1])):
+        if params[count] > 1:
+            local[count] //= ways[d]
+    return local

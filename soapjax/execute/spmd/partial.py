@@ -7,6 +7,7 @@ over which it is a sum, split over that axis: adding two of them needs no commun
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +22,12 @@ from soapjax.strategy.layout import Spec
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=["axes"])
+@dataclasses.dataclass(frozen=True, eq=False)
 class Partial:
     """A value that is the sum over the leading dims, one for each of `axes` (in mesh order), of `blocks`."""
 
-    def __init__(self, blocks: Any, axes: tuple[str, ...]):
-        self.blocks, self.axes = blocks, axes
-
-    def __repr__(self) -> str:
-        return f"Partial({self.blocks}, {self.axes})"
+    blocks: Any
+    axes: tuple[str, ...]
 
 
 def constrained(partial: Partial, spec: Spec, mesh: Mesh) -> Partial:

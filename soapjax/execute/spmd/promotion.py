@@ -17,14 +17,7 @@ from soapjax.graph.trace.program import FlatEqn
 
 _HIGH = {"float32": "float64", "bfloat16": "float64", "float16": "float64", "complex64": "complex128"}
 _BITS = {"bitcast_convert_type", "random_bits", "rng_bit_generator", "random_wrap", "random_unwrap", "nextafter"}
-_SCATTERS = {
-    "scatter-add": jax.lax.scatter_add,
-    "scatter": jax.lax.scatter,
-    "scatter-sub": jax.lax.scatter_sub,
-    "scatter-mul": jax.lax.scatter_mul,
-    "scatter-min": jax.lax.scatter_min,
-    "scatter-max": jax.lax.scatter_max,
-}
+_SCATTERS = {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 
 
 def is_low(dtype: Any) -> bool:
@@ -48,16 +41,16 @@ def promoted_bind(eqn: FlatEqn, inputs: list[Any], in_dtypes: list[Any], params:
         return list(inputs)
     if name in _SCATTERS and (name != "scatter" or params["update_jaxpr"] is None):
         keep = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        return [_SCATTERS[name](*inputs, **{k: params[k] for k in keep})]
+        return [getattr(jax.lax, name.replace("-", "_"))(*inputs, **{k: params[k] for k in keep})]
     if name not in _BITS and not any(k.endswith(("jaxpr", "branches")) for k in params):
         try:
-            return _listed(eqn, inputs, {k: _promoted_param(v) for k, v in params.items()})
+            return results_of(eqn, inputs, {k: _promoted_param(v) for k, v in params.items()})
         except Exception:
             if is_known(name):
                 raise
             # A primitive of another library, which holds the types of its operands in a way of its own: evaluated in them.
     low = [jnp.asarray(x, d) if is_low(d) else x for x, d in zip(inputs, in_dtypes, strict=True)]
-    return [promote(x) for x in _listed(eqn, low, params)]
+    return [promote(x) for x in results_of(eqn, low, params)]
 
 
 def _promoted_param(value: Any) -> Any:
@@ -65,6 +58,7 @@ def _promoted_param(value: Any) -> Any:
     return high(np.dtype(value)) if is_dtype else value
 
 
-def _listed(eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+def results_of(eqn: FlatEqn, inputs: list[Any], params: dict[str, Any]) -> list[Any]:
+    """What an equation makes of such inputs."""
     out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -11,6 +11,7 @@ between processes is dispatched when the earlier ones of this process have ended
 from __future__ import annotations
 
 import abc
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -134,16 +135,15 @@ class StreamBuilder:
         return found
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-    """Args:
-    given, wanted: slots of arguments and of results.
-    taken: slots whose memory a program reuses, or that the stream lets go.
-    """
+    """The list, by slots."""
 
-    def __init__(
-        self, dispatches: list[Dispatch], num_slots: int, given: list[int], wanted: list[int], taken: frozenset[int] = frozenset()
-    ):
-        self.dispatches, self._num_slots, self.given, self.wanted, self.taken = dispatches, num_slots, given, wanted, taken
+    dispatches: list[Dispatch]
+    num_slots: int
+    given: list[int]  # slots of arguments
+    wanted: list[int]  # of results
+    taken: frozenset[int]  # whose memory a program reuses, or that the stream lets go
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         slots = self._filled(arguments)
@@ -178,7 +178,7 @@ class Stream:
                 slots[s] = result
 
     def _filled(self, arguments: Sequence[Any]) -> list[Any]:
-        slots: list[Any] = [None] * self._num_slots
+        slots: list[Any] = [None] * self.num_slots
         for s, a in zip(self.given, arguments, strict=True):
             slots[s] = a
         return slots
