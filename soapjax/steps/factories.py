@@ -97,10 +97,7 @@ def _check_module(name: str, folder: Path, place: str) -> None:
     if not where and name.partition(".")[0] not in sys.stdlib_module_names:
         parts = name.split(".")
         missing = next(m for m in (".".join(parts[: k + 1]) for k in range(len(parts))) if not _places(m))
-        raise SoapjaxError(
-            Problem(place, f"No module named {missing!r}", "a module importable from the working folder",
-                    f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp")
-        )  # fmt: skip
+        raise _not_importable(place, f"No module named {missing!r}")
     own_models = OWN_FOLDER.parent / "models"  # of a checkout
     is_ours = is_within(name, "models") and not _is_installed(own_models) and all(p.is_relative_to(own_models) for p in where)
     is_here = all(p.is_relative_to(folder) and not _is_installed(p) for p in where)
@@ -109,6 +106,11 @@ def _check_module(name: str, folder: Path, place: str) -> None:
     expected = f"a module under the working folder, or of an installed package that declares factories ({DECLARED_BY})"
     remedy = "run it where your module lies, or declare the module as an entry point of its package (docs/planning.md)"
     raise SoapjaxError(Problem(place, str(where[0]) if where else "a module of the standard library", expected, remedy))
+
+
+def _not_importable(place: str, value: str) -> SoapjaxError:
+    remedy = f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp"
+    return SoapjaxError(Problem(place, value, "a module importable from the working folder", remedy))
 
 
 def _places(name: str) -> list[Path]:
@@ -159,10 +161,7 @@ def _imported(name: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        raise SoapjaxError(
-            Problem(place, str(e), "a module importable from the working folder",
-                    f"write package.module or package.module:factory; soapjax's own are e.g. {OWN_MODELS}.mlp")
-        ) from None  # fmt: skip
+        raise _not_importable(place, str(e)) from None
     except (Exception, SystemExit) as e:  # the user's own code may raise anything; its words are passed on
         remedy = f"run python -c 'import {name}' to see the error"
         raise SoapjaxError(Problem(place, f"{type(e).__name__}: {str(e)[:200]}", "a module that imports", remedy)) from None

@@ -80,8 +80,8 @@ def compare_by_kind(plan: Plan, collectives: Sequence[Collective]) -> dict[str, 
     return {k: {"predicted": plan.prediction.bytes_by_collective.get(k, 0), "compiled": compiled[k]} for k in KINDS}
 
 
-def differences(plan: Plan, collectives: Sequence[Collective], *, at_least: float = 0.01) -> list[Difference]:
-    """Largest first; differences of less than the share `at_least` of all bytes are left out."""
+def differences(plan: Plan, collectives: Sequence[Collective]) -> list[Difference]:
+    """Largest first; those of less than a hundredth of all bytes are left out."""
     parent: dict[int, int] = {}
 
     def find(k: int) -> int:
@@ -110,7 +110,7 @@ def differences(plan: Plan, collectives: Sequence[Collective], *, at_least: floa
         parts, made = predicted.get(group, []), compiled.get(group, [])
         planned = {k: sum(p.bytes.get(k, 0) for p in parts) for k in KINDS}
         measured = {k: round(sum(c.step_bytes for c in made if c.kind == k)) for k in KINDS}
-        if sum(abs(planned[k] - measured[k]) for k in KINDS) >= at_least * total:
+        if sum(abs(planned[k] - measured[k]) for k in KINDS) >= 0.01 * total:
             members = dict.fromkeys(p.operator for p in parts)
             shown = [
                 f"{c.kind} {round(c.step_bytes)} B in groups of {len(c.group)}: {c.op_name[-100:] or 'nameless'}" for c in made
