@@ -204,3 +204,15 @@ def test_a_pipeline_in_loops_is_proven(schedule, short_loops):
 
     found = verify_pipeline(of_precision, leaves, inspected.ops)
     assert made.pieces is not None and found.numbers.is_proven and inspected.ops.planned_ops > 0, found
+
+
+def test_the_size_of_the_batch_is_the_whole_ones_in_loops_too(short_loops):
+    step, args = transformer()
+
+    def sized(state, tokens):
+        state, metrics = step(state, tokens)
+        return state, metrics | {"size": tokens.shape[0]}
+
+    plan, _ = soapjax.plan_pipeline(sized, *args, pipeline="gpipe", stages=2, microbatches=4, proposals=5, topology="cpu8")
+    run = step_of_plan(sized, *args, plan=plan, donate=False)
+    assert run.streamed.pieces is not None and run(*args)[1]["size"] == 16

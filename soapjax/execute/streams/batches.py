@@ -58,13 +58,15 @@ class MicroBatched(Streamed):
         return [where.bound.sharding(((), *where.spec(inputs[leaf]))) for leaf, where in self.feeds]
 
     def outputs(self, results: list[Any], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        program, whole, found, outputs = self.as_run.step.program, self.micro.full.program.outputs, iter(results), []
+        program, found, outputs = self.as_run.step.program, iter(results), []
         batch = {program.inputs[k]: k for k in self.as_run.batch_leaves}
-        of_whole = whole if len(whole) == len(program.outputs) else program.outputs  # layers' rows may have become stacks
-        for out, own, result in zip(program.outputs, of_whole, self.cut.results, strict=True):
+        own, whole = self.micro.step.program.outputs, self.micro.full.program.outputs
+        whole = whole if len(whole) == len(own) else own
+        # Of the whole batch: its size, say. (Layers' rows may have become stacks: of these none is a literal.)
+        literals = iter([b if not isinstance(b, int) else a for a, b in zip(own, whole, strict=True) if not isinstance(a, int)])
+        for out, result in zip(program.outputs, self.cut.results, strict=True):
             if not isinstance(out, int):
-                literal = out if isinstance(own, int) else own  # the size of the batch, say
-                outputs.append(jnp.asarray(literal.val, program.aval(out).dtype))
+                outputs.append(jnp.asarray(next(literals).val, program.aval(out).dtype))
             else:
                 outputs.append(leaves[batch[result[1]]] if result[1] in batch else next(found))
         return outputs, list(found)
