@@ -166,6 +166,29 @@ def test_the_proof_knows_what_a_micro_batch_draws():
     assert found.reference == "its micro-batches" and found.numbers.is_proven_in_float64
 
 
+def test_the_proof_knows_what_a_sample_has_of_a_mean():
+    """A gradient of every sample is of a mean over the whole batch, not over its micro-batch."""
+
+    def step(w, key, batch):
+        def loss_fn(w, x):
+            return (jnp.where(drawn(key, x.shape), jnp.tanh(x @ w), 0) ** 2).mean()
+
+        loss, (grad, of_x) = jax.value_and_grad(loss_fn, (0, 1))(w, batch["x"])
+        return w - 0.1 * grad, {"loss": loss, "of_x": of_x}
+
+    state, batch = arguments()
+    args = state["w"][0], state["key"], {"x": batch["x"]}
+    graph = build_graph(micro_step(step, *args, num_microbatches=4).step)[0]
+    pipeline = balanced_pipeline(graph, 1, num_microbatches=4, num_stages=1)
+
+    def make(is_float64):
+        with jax.enable_x64(is_float64):
+            return pipelined(step, *args, pipeline=pipeline, topology="cpu8", donate=False, is_float64=is_float64).streamed
+
+    found = verify_pipeline(make, jax.tree_util.tree_leaves(args), OpsCheck(0, 0, 0, ()))
+    assert found.reference == "its micro-batches" and found.numbers.is_proven_in_float64
+
+
 def test_minibatches_of_replicas_draw_their_own():
     """One round of two replicas: the mean of two minibatches' gradients, applied at once."""
     state, batch = arguments()

@@ -26,7 +26,7 @@ from soapjax.execute.compiled.proof import (
 )
 from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, in_precision
 from soapjax.execute.parts.batch_statistics import BatchStatistics
-from soapjax.execute.parts.joinings import joining
+from soapjax.execute.parts.joinings import Joining, joining
 from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.graph.passes.build import build_graph
@@ -67,7 +67,8 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     _, binding = build_graph(micro.step)
     # What is recomputed has equations of its own, and so do these draw and divide.
     one = OneDevice(dataclasses.replace(micro.step, traced_program=None), gradient_ids(micro.step, binding), micro.draws)
-    hows = [_joined_by(micro, v, step.reduction) for v in micro.step.program.outputs]
+    outputs = micro.step.program.outputs
+    hows = [joining(micro, v, step.reduction) if isinstance(v, int) else None for v in outputs]
 
     def run(arguments: list[Any], *, is_float64: bool = False) -> Numbers:
         parts, statistics = [], BatchStatistics(micro, [*micro.whole], is_float64=is_float64)
@@ -84,16 +85,14 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
     return Reference(run(arguments), run(arguments, is_float64=True), run, arguments)
 
 
-def _joined_by(micro: MicroStep, value: Any, reduction: str) -> tuple[str, int]:
-    found = joining(micro, value, reduction) if isinstance(value, int) and value in micro.step.program.avals else None
-    return ("last", 0) if found is None else (found.how, found.dim)
-
-
-def _joined(parts: list[Numbers], hows: list[tuple[str, int]], reduction: str) -> Numbers:
-    def join(values: list[Any], how: str, dim: int) -> Any:
-        if how == "last" or values[0] is None:
+def _joined(parts: list[Numbers], hows: list[Joining | None], reduction: str) -> Numbers:
+    def join(values: list[Any], how: Joining | None) -> Any:
+        if how is None or values[0] is None:
             return values[-1]
-        return np.concatenate(values, dim) if how == "join" else getattr(np, how)(np.stack(values), axis=0)
+        if how.how != "join":
+            return getattr(np, how.how)(np.stack(values), axis=0)
+        found = np.concatenate(values, how.dim)
+        return found if how.scale == 1 else (found * how.scale).astype(found.dtype)
 
-    outputs = [join([p[0][k] for p in parts], *how) for k, how in enumerate(hows)]
-    return outputs, [join([p[1][k] for p in parts], reduction, 0) for k in range(len(parts[0][1]))]
+    outputs = [join([p[0][k] for p in parts], how) for k, how in enumerate(hows)]
+    return outputs, [join([p[1][k] for p in parts], Joining(reduction)) for k in range(len(parts[0][1]))]
