@@ -224,7 +224,7 @@ def _of_all_pairs(wanted: Flops, groups: int, nameless: list[Flops]) -> Flops | 
 def namesakes(text: str) -> list[str]:
     """Instructions of one fusion that XLA's emitters take for one another (slicing.py), in words."""
     found = []
-    for computation in re.split(r"^(?=%)", text, flags=re.M):
+    for computation in re.split(r"^(?=%|ENTRY)", text, flags=re.M):
         if not computation.startswith("%fused"):
             continue
         seen: dict[str, str] = {}
