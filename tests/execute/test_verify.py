@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import soapjax
 from soapjax.execute.compiled.collectives import collectives_of
-from soapjax.execute.compiled.hlo import check_ops, heavy_instructions
+from soapjax.execute.compiled.hlo import Flops, _under_its_name, check_ops, heavy_instructions
 from soapjax.execute.compiled.inspection import inspect
 from soapjax.execute.compiled.proof import reference, verify
 from soapjax.execute.spmd import planned_evaluator
@@ -199,6 +199,11 @@ def test_check_ops_reads_every_instruction():
     more = text + text.replace("%d =", "%e =").replace("[2,32]", "[2,8]").replace("[16,32]", "[16,8]")
     (said,) = check_ops(program, more).differences
     assert "planned 2048 FLOPs per device, compiled 2560" in said  # no other planned product is so small
+
+
+def test_many_instructions_of_one_name_are_not_tried_in_every_combination():
+    assert _under_its_name(Flops(2, 2), [Flops(3, 3)] * 40, []) == []
+    assert _under_its_name(Flops(2, 2), [Flops(3, 3)] * 39 + [Flops(2, 2)], [Flops(3, 3)] * 39) == [Flops(3, 3)] * 39
 
 
 @pytest.mark.parametrize("unroll", [1, 2, 3, True])

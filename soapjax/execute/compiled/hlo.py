@@ -199,7 +199,7 @@ def _under_its_name(wanted: Flops, found: Sequence[Flops], missing: Sequence[Flo
     count = round(_sum(found).by_shape / wanted.by_shape)
     if 2 <= count <= len(equal) + 1 and math.isclose(_sum(found).by_shape, count * wanted.by_shape, rel_tol=1e-6):
         return equal[: count - 1]
-    for number in range(1, len(found)):
+    for number in range(max(1, len(found) - len(missing)), len(found)):  # each of the others is one of `missing`
         for own in itertools.combinations(range(len(found)), number):
             left, others = list(missing), []
             for f in (f for i, f in enumerate(found) if i not in own):
