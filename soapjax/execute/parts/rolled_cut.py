@@ -270,15 +270,14 @@ class _Rolling:
             self._read_singly(key)
         read = {v for inputs in self.inputs.values() for v in inputs}
         parts = {key: self._part(key, read) for key in self.parts}
-        chosen = {k: tuple(parts.get((k, s)) for s in range(len(self.places))) for k in (*PASSES, *LATE)}
+        chosen: dict[str, Any] = {k: tuple(parts.get((k, s)) for s in range(len(self.places))) for k in (*PASSES, *LATE)}
         crossings = [c for c in self.cut.crossings if c.value not in self.sums]
         for stack, mine in self.stacked_crossings.items():
             ((s, _),) = mine[0].summands
             crossings.append(Crossing(stack, mine[0].site, ((s, self.stacks.of([v for c in mine for _, v in c.summands])),)))
         home = {self.state.get(v, v): s for v, s in self.cut.home.items()}
         micro, pieces, results = self._interface()
-        changed: dict[str, Any] = dict(chosen, crossings=tuple(crossings), home=home, results=results)
-        cut = dataclasses.replace(self.cut, **changed)
+        cut = dataclasses.replace(self.cut, **chosen, crossings=tuple(crossings), home=home, results=results)
         return RolledStep(micro, cut, self.joinings, self.stacks, pieces)
 
     def _part(self, key: tuple[str, int], read: Iterable[int]) -> Part:

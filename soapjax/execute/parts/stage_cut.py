@@ -251,16 +251,19 @@ def cut_updates(c: Cutter, passes: Sequence[Part], owners: Mapping[int, int] | N
         stage = min(readers.get(parameter.value, [0])) if owners is None else owners[parameter.leaf]
         owner.update(dict.fromkeys((parameter.leaf, *parameter.state_leaves), stage))
         site[gradient] = stage
-    # On which stages' gradients every value of the update depends.
     depends: dict[int, frozenset[int]] = {}
-    for eqn in program.eqns:
-        if eqn.key in free:
-            found = [depends[a] if a in depends else _at(c, site, a) for a in eqn.inputs if isinstance(a, int)]
-            depends.update(dict.fromkeys(eqn.outputs, frozenset().union(*found)))
 
     def stages_of(v: int) -> frozenset[int]:
-        return depends[v] if v in depends else _at(c, site, v)
+        """The stages on whose gradients, or other crossing values, it depends; none of an input of the step."""
+        if v in depends:
+            return depends[v]
+        stage = site.get(v, c.value_stage.get(v))
+        return frozenset() if stage is None else frozenset({stage})
 
+    for eqn in program.eqns:
+        if eqn.key in free:
+            found = (stages_of(a) for a in eqn.inputs if isinstance(a, int))
+            depends.update(dict.fromkeys(eqn.outputs, frozenset[int]().union(*found)))
     inverse = {o: i for i, o in c.step.state_pairs.items()}
     home: dict[int, int] = {}
     results: list[tuple[int, int] | None] = []
@@ -315,12 +318,6 @@ def _update_parts(
                 (t,) = stages_of(v)
                 alone[t] += [v] if v not in alone[t] else []
     return [make_part(f"update {s}", s, program, (), free, alone[s]) for s in range(c.num)], mixed
-
-
-def _at(c: Cutter, site: dict[int, int], value: int) -> frozenset[int]:
-    """The stage of a value that crosses into the update; none of an input of the step."""
-    stage = site.get(value, c.value_stage.get(value))
-    return frozenset() if stage is None else frozenset({stage})
 
 
 def _kept_tensors(c: Cutter) -> dict[int, set[int]]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.cut import Part, make_part, read_at, tasks_of, with_outputs
 from soapjax.execute.parts.part_program import Place, jit_part
-from soapjax.execute.parts.stage_cut import Cutter, cut_updates
+from soapjax.execute.parts.stage_cut import Cutter, Updates, cut_updates
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.stream import Stream, Streamed, StreamBuilder
 from soapjax.execute.transfers.arrivals import place_all
@@ -65,7 +65,7 @@ class PlacedStep(Streamed):
 
     # Cutting.
 
-    def _cut(self) -> tuple[list[Part], Any]:
+    def _cut(self) -> tuple[list[Part], Updates]:
         program, graph, binding = self.step.program, self.program.graph, self.program.binding
         if binding.phases.is_single_phase:
             value, expected = "updates between two gradients", "a step with one update, at its end"
@@ -82,7 +82,10 @@ class PlacedStep(Streamed):
                 parts.append(make_part(f"program {len(parts)}", place, program, run, free))
                 run = []
         owners = {p.leaf: self._place_of[p.owner] for p in self.program.graph.parameters}
-        return with_outputs_for(parts, updates := cut_updates(c, parts, owners)), updates
+        updates = cut_updates(c, parts, owners)
+        later = [p for p in (*updates.update, *updates.mixed) if p is not None]
+        also = {v for p in later for v in p.inputs} | {v for _, v in updates.gradients}
+        return with_outputs(parts, also), updates
 
     def _ordered(self, c: Cutter) -> list[list[str]]:
         """Keys of equations, task by task in plan order (a loop counts as its last task), each after what it reads."""
@@ -203,13 +206,6 @@ class PlacedStep(Streamed):
         inputs = self.step.program.inputs
         leaf = next((inverse[k] for k, o in enumerate(self.step.program.outputs) if o is v or o == v if k in inverse), None)
         return None if leaf is None else self.places[place].sharding(inputs[leaf])
-
-
-def with_outputs_for(parts: Sequence[Part], updates: Any) -> list[Part]:
-    """Parts with what other parts, the updates and the results read of them as outputs."""
-    later = [p for p in (*updates.update, *updates.mixed) if p is not None]
-    also = {v for p in later for v in p.inputs} | {v for _, v in updates.gradients}
-    return with_outputs(parts, also)
 
 
 def _topological(needs: dict[int, set[int]]) -> list[int]:

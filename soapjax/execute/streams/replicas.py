@@ -34,7 +34,7 @@ class Replicas:
 
     def __init__(self, places: Sequence[Place]):
         first = places[0].bound
-        self.num, self.places = len(places), list(places)
+        self.num = len(places)
         mesh = together([p.mesh for p in places], "replica")
         self.axis = mesh.axis_names[0]
         self.place = Place(BoundStep(first.step, first.plan, first.graph, first.binding, mesh), is_float64=places[0].is_float64)
