@@ -70,8 +70,7 @@ class LocalStep:
             raise Unmeasurable("no equations of its own")
         local = self._local_shapes(task, eqns, degrees)
         made = {values.of(o).root for e in eqns for o in e.outputs}
-        arguments: dict[tuple[int, tuple[int, ...]], int] = {}
-        types: list[jax.ShapeDtypeStruct] = []
+        types: dict[tuple[int, tuple[int, ...]], jax.ShapeDtypeStruct] = {}  # of what comes from outside
         inner: dict[tuple[int, tuple[int, ...]], Any] = {}
         generated = self._generated
         for e in eqns:
@@ -81,13 +80,12 @@ class LocalStep:
                 key, aval = (a, shape), program.aval(a)
                 if root in generated and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
                     inner[key] = aval.dtype
-                elif key not in arguments:
-                    arguments[key] = len(types)
-                    types.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+                else:
+                    types[key] = jax.ShapeDtypeStruct(shape, aval.dtype)
         read_outside = self._read_outside(k, eqns)
 
         def run(*blocks: Any) -> list[Any]:
-            env: dict[Any, Any] = {key: blocks[i] for key, i in arguments.items()}
+            env: dict[Any, Any] = dict(zip(types, blocks, strict=True))
             env.update({key: _generated_block(key[1], dtype) for key, dtype in inner.items()})
             for e in eqns:
                 inputs = []
@@ -108,7 +106,7 @@ class LocalStep:
                     env[values.of(o).root] = x
             return [env[values.of(o).root] for o in read_outside]
 
-        return run, types
+        return run, list(types.values())
 
     def _local_shapes(self, task: Task, eqns: Sequence[FlatEqn], degrees: Sequence[int]) -> dict[str, tuple[Shapes, Shapes]]:
         """Of what each equation reads, and of what it makes."""

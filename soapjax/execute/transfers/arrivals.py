@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.transfers.pieces import piecewise
+from soapjax.execute.transfers.transfer import as_words, of_words
+from soapjax.graph.batch.draws import is_key
 
 
 def require_arrays(leaves: Sequence[Any], paths: Sequence[str] = ()) -> None:
@@ -74,11 +76,9 @@ def place_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding | None]) 
             moved.append(k)
     if moved:
         # Keys go as the words that they consist of: JAX compiles programs to copy and to cut up keys.
-        impls = {k: jax.random.key_impl(leaves[k]) for k in moved if _is_key(leaves[k])}
-        arrays = [jax.random.key_data(leaves[k]) if k in impls else leaves[k] for k in moved]
-        copies = jax.device_put(_copied(arrays), [shardings[k] for k in moved])
+        copies = jax.device_put(_copied([as_words(leaves[k]) for k in moved]), [shardings[k] for k in moved])
         for k, x in zip(moved, copies, strict=True):
-            placed[k] = jax.random.wrap_key_data(x, impl=impls[k]) if k in impls else x
+            placed[k] = of_words(x, leaves[k])
     return placed
 
 
@@ -120,14 +120,9 @@ def _copied(leaves: list[Any]) -> list[Any]:
     return copies
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _own_part(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if _is_key(x):
-        words = _own_part(jax.random.key_data(x), NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec)))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    if is_key(x):
+        return of_words(_own_part(as_words(x), NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec))), x)
     whole = np.asarray(x)
     # A copy, which the step may use up: on CPUs an array may share its memory with what it was made from.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]), dtype=whole.dtype)

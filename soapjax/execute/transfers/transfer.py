@@ -30,25 +30,25 @@ def mover(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) ->
     copy = _mover(sources, targets)
     move: list[Callable[..., Sequence[Any]]] = []
 
+    def by_words(*arrays: Any) -> list[Any]:
+        return list(map(of_words, copy(*map(as_words, arrays)), arrays))
+
     def moved(*arrays: Any) -> Sequence[Any]:
         if not move:
-            move.append(_of_words(copy) if any(map(is_key, arrays)) else copy)
+            move.append(by_words if any(map(is_key, arrays)) else copy)
         return move[0](*arrays)
 
     return moved
 
 
-def _of_words(copy: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """`copy` for arrays among which are random keys: of these it moves the words."""
+def as_words(x: Any) -> Any:
+    """Random keys as the words that they consist of; anything else as it is."""
+    return jax.random.key_data(x) if is_key(x) else x
 
-    def moved(*arrays: Any) -> list[Any]:
-        found = copy(*(jax.random.key_data(x) if is_key(x) else x for x in arrays))
-        return [
-            jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if is_key(x) else y
-            for x, y in zip(arrays, found, strict=True)
-        ]  # fmt: skip
 
-    return moved
+def of_words(words: Any, like: Any) -> Any:
+    """What `as_words` made of an array such as `like`, as that was."""
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like)) if is_key(like) else words
 
 
 def _mover(sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]) -> Callable[..., Sequence[Any]]:
