@@ -87,12 +87,7 @@ def _by_micro_batch(step: PipelineStep, arguments: list[Any]) -> Reference:
 
 def _joined(parts: list[Numbers], hows: list[Joining | None], reduction: str) -> Numbers:
     def join(values: list[Any], how: Joining | None) -> Any:
-        if how is None or values[0] is None:
-            return values[-1]
-        if how.how != "join":
-            return getattr(np, how.how)(np.stack(values), axis=0)
-        found = np.concatenate(values, how.dim)
-        return found if how.scale == 1 else (found * how.scale).astype(found.dtype)
+        return values[-1] if how is None or values[0] is None else how.of(values, np)
 
     outputs = [join([p[0][k] for p in parts], how) for k, how in enumerate(hows)]
     return outputs, [join([p[1][k] for p in parts], Joining(reduction)) for k in range(len(parts[0][1]))]

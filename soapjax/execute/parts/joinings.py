@@ -43,11 +43,11 @@ class Joining(NamedTuple):
         """Whether a running sum is all that is kept; of the others every micro-batch's value is."""
         return self.how in ("mean", "sum")
 
-    def of(self, values: Sequence[jax.Array]) -> jax.Array:
+    def of(self, values: Sequence[Any], numpy: Any = jnp) -> Any:
         """The one of all micro-batches' values, where no running sum is kept."""
         if self.how != "join":
-            return getattr(jnp, self.how)(jnp.stack(values), axis=0)
-        found = jnp.concatenate(values, self.dim)
+            return getattr(numpy, self.how)(numpy.stack(values), axis=0)
+        found = numpy.concatenate(values, self.dim)
         return found if self.scale == 1 else (found * self.scale).astype(found.dtype)
 
 
