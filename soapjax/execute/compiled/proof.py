@@ -25,6 +25,7 @@ from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, PlannedR
 from soapjax.execute.compiled.stream_inspection import inspect_stream
 from soapjax.execute.spmd.planned_evaluator import BoundStep
 from soapjax.execute.streams.placed_step import PlacedStep
+from soapjax.execute.streams.stream import Streamed
 from soapjax.execute.transfers.stacked_state import as_pieces, as_rows
 from soapjax.graph.passes.build import Binding
 from soapjax.graph.trace.tracing import TracedStep
@@ -189,8 +190,8 @@ def single_device(one: OneDevice, arguments: list[Any]) -> Reference:
     return Reference(one(arguments), one(arguments, is_float64=True), one, arguments)
 
 
-def run_stream(step: Any, arguments: list[Any], *, is_float64: bool) -> Numbers:
-    """Outputs and gradients of a `PlacedStep` or `PipelineStep`."""
+def run_stream(step: Streamed, arguments: list[Any], *, is_float64: bool) -> Numbers:
+    """Outputs and gradients of a step of several programs."""
     with in_precision(step.step.program, is_float64):
         pieces = step.pieces
         outputs, gradients = step.run(arguments if pieces is None else as_pieces(arguments, pieces), with_gradients=True)

@@ -24,6 +24,7 @@ from soapjax.execute.parts.part_program import Place
 from soapjax.execute.transfers.on_meshes import regrouped
 from soapjax.execute.transfers.stacked_state import Pieces
 from soapjax.execute.transfers.transfer import mover, processes_of
+from soapjax.graph.trace.tracing import TracedStep
 
 Name = Hashable
 
@@ -227,6 +228,7 @@ class Stream:
 class Streamed(abc.ABC):
     """A step of flat arguments that runs as such a list: `PipelineStep`, `PlacedStep` and `PipeDreamStep`."""
 
+    step: TracedStep
     in_shardings: list[Any]  # of flat arguments; None where an argument is taken as it comes (a batch that is split)
     donate: bool
     pieces: Pieces | None = None  # what it takes and returns for every leaf; None: rows
