@@ -101,11 +101,8 @@ class PieceMover:
     def __init__(self, source: Sharding, target: NamedSharding, shape: Sequence[int]):
         self.target, self.shape = target, tuple(shape)
         self.pieces = pieces_of(source, target, shape)
-        mine = jax.process_index()
-        self._own = [
-            (device, list(group)) for device, group in itertools.groupby(self.pieces, key=lambda p: p.target)
-            if device.process_index == mine
-        ]  # fmt: skip
+        groups = itertools.groupby(range(len(self.pieces)), key=lambda k: self.pieces[k].target)
+        self._own = [list(own) for device, own in groups if device.process_index == jax.process_index()]  # which pieces, by target
 
     def start(self, x: jax.Array) -> tuple[list[jax.Array], list[Any]]:
         """What `send_alone` takes: the pieces where they are, and where they go."""
@@ -118,10 +115,7 @@ class PieceMover:
         return on_one_device([b - a for a, b in p.block], dtype, p.source, held)
 
     def finish(self, arrived: Sequence[jax.Array], dtype: Any) -> jax.Array:
-        by_target: dict[Any, list[jax.Array]] = {}
-        for p, x in zip(self.pieces, arrived, strict=True):
-            by_target.setdefault(p.target, []).append(x)
-        parts = [_joined([x.addressable_data(0) for x in by_target[device]], group) for device, group in self._own]
+        parts = [_joined([arrived[k].addressable_data(0) for k in own], [self.pieces[k] for k in own]) for own in self._own]
         return jax.make_array_from_single_device_arrays(self.shape, self.target, parts, dtype=dtype)
 
 
