@@ -27,7 +27,6 @@ from soapjax.execute.compiled.proof import (
 from soapjax.execute.compiled.proof_programs import Numbers, OneDevice, in_precision
 from soapjax.execute.parts.batch_statistics import BatchStatistics
 from soapjax.execute.parts.joinings import Joining, joining
-from soapjax.execute.parts.microbatches import MicroStep
 from soapjax.execute.streams.pipelined_step import PipelineStep
 from soapjax.graph.passes.build import build_graph
 

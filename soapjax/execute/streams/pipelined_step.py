@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.parts.deferral import deferred_sums

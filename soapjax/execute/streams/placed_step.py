@@ -22,7 +22,7 @@ from soapjax.execute.parts.cut import Part, make_part, read_at, tasks_of, with_o
 from soapjax.execute.parts.part_program import Place, jit_part
 from soapjax.execute.parts.stage_cut import Cutter, Updates, cut_updates
 from soapjax.execute.spmd.planned_evaluator import BoundStep
-from soapjax.execute.streams.stream import Stream, Streamed, StreamBuilder
+from soapjax.execute.streams.stream import Stream, StreamBuilder, Streamed
 from soapjax.execute.transfers.arrivals import place_all
 from soapjax.graph.passes.phases import UPDATE
 from soapjax.strategy.plan import MeshPlan
@@ -193,8 +193,8 @@ class PlacedStep(Streamed):
             donated = [v for v in taken if (v, part.place) not in out.lent]
             fn = jit_part(place, part, out_shardings=shardings, donated=donated)
             ins, outs = ([(v, part.place) for v in values] for values in (part.inputs, part.outputs))
-            taken = [(v, part.place) for v in donated]
-            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes=taken, part=(place, part))
+            takes = [(v, part.place) for v in donated]
+            out.call(part.name, f"devices {self._describe(part.place)}", fn, ins, outs, takes, part=(place, part))
             send(part.outputs, part.place)
         return out.build(given, wanted)
 
