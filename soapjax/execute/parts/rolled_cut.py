@@ -87,8 +87,7 @@ class _Rolling:
             for v in rolled.singly(self.taken[key]):
                 self.readers.setdefault(v, set()).add(key)
         for key, rolled in self.rolled.items():
-            wanted = self._outputs(key)
-            for v in wanted:
+            for v in self._outputs(key):
                 rolled.give_one(v)
             rolled.settle(self.taken[key])
         return self._built()

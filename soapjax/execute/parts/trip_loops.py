@@ -335,8 +335,7 @@ class _Order:
         for c in reversed(order):
             if ways[c] == SAME and members[c][0] < len(self.families) and after[c]:
                 time[c] = max(time[c], min(self._latest(time[d], kinds, members[d]) for d, kinds in after[c].items()))
-        found = [time[int(c)] for c in of]
-        return found
+        return [time[int(c)] for c in of]
 
     def _direction(self, nodes: list[int], own: set[int | None], before: dict[int, set[int | None]]) -> int:
         """The order of trips in which a component can run; SAME: any."""
