@@ -20,7 +20,7 @@ def deferred_sums(place: Place, part: Part, gradients: dict[int, int]) -> dict[i
     if place.mesh.size == 1:
         return {}
     read = {a for e in part.eqns for a in e.inputs if isinstance(a, int)}
-    made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+    made = part.made
     writes = {a.tensor: (task, a) for task in graph.tasks for a in task.writes}
     found = {}
     for value, parameter in gradients.items():

@@ -219,7 +219,7 @@ class PipeDreamStep(MicroBatched):
 
     def _shares(self, part: Part) -> list[int]:
         """What the update of a stage reads of one of its passes."""
-        made = {o for e in part.eqns if e.key in part.own for o in e.outputs}
+        made = part.made
         return [v for v in self.updates[part.place].inputs if v in made]
 
     def _emit_batch(self, out: StreamBuilder, given: list[tuple]) -> None:
@@ -227,8 +227,9 @@ class PipeDreamStep(MicroBatched):
         for s, replicas in enumerate(self.places):
             read = {v for p in (self.cut.forward[s], self.cut.backward[s]) for v in p.inputs if v in self.batch}
             for q, place in enumerate(replicas):
+                mine = range(q, num, len(replicas))
                 for v in sorted(read):
-                    name, mine = ("all", v, s, q), range(q, num, len(replicas))
+                    name = ("all", v, s, q)
                     self._feeds.append((self.batch[v], place))
                     out.slot(name)
                     given.append(name)
@@ -236,7 +237,6 @@ class PipeDreamStep(MicroBatched):
                     outs = [("batch", v, s, m) for m in mine]
                     out.call(f"minibatches {s}", self._track(s, q), fn, [name], outs)
                 if any(keys_in(p, self.micro.draws) for p in (self.cut.forward[s], self.cut.backward[s])):
-                    mine = range(q, num, len(replicas))
                     out.call(f"numbers {s}", self._track(s, q), jit_numbers(place, mine), [], [("number", s, m) for m in mine])
 
     def _show(self, out: StreamBuilder, s: int, version: int, kept: Collection[int]) -> None:
