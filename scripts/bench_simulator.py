@@ -53,6 +53,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import soapjax
+from soapjax.costs.evaluate import Durations
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.planning.entry import planning_problem
 from soapjax.search.chain.block_steps import MOST_BLOCKS, draws
@@ -63,6 +64,8 @@ from soapjax.search.chain.starting_points import starts
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.event import simulate
 from soapjax.simulate.event_delta import DeltaSimulation
+from soapjax.simulate.items import Items
+from soapjax.simulate.schedule import RESHARD, RESOLVE, SUM
 from soapjax.simulate.simulator import BATCH
 from soapjax.steps.sourced_models import abstract_model, parse_settings
 from soapjax.strategy.configs import Strategy
@@ -257,9 +260,19 @@ def _worst(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(a, np.float64) / np.asarray(b, np.float64) - 1)))
 
 
+def _item_seconds(items: Items, d: Durations) -> np.ndarray:
+    """float32 [..., T, S] of every item on every stream, from the cost model's figures."""
+    found = np.zeros((*d.compute_s.shape[:-1], items.num_items, 1 + d.sum_s.shape[-1]), np.float32)
+    found[..., items.is_compute, 0] = d.compute_s[..., items.source[items.is_compute]]
+    for kind, seconds in ((SUM, d.sum_s), (RESOLVE, d.resolve_s), (RESHARD, d.reshard_s)):
+        here = items.kind == kind
+        found[..., here, 1:] = seconds[..., items.source[here], :]
+    return found
+
+
 def dump(path: str, problem: PlanningProblem, base, costs, step_s: np.ndarray) -> None:
     items = problem.simulator.items
-    before, after = (np.asarray(items.durations(jax.tree.map(jnp.asarray, c.durations))) for c in (base, costs))
+    before, after = (_item_seconds(items, c.durations) for c in (base, costs))
     changed = [np.flatnonzero((a != before).any(1)) for a in after]
     schedule = problem.simulator.schedule
     occupies = None if base.holders is None else schedule.occupies_of_groups(base.holders)

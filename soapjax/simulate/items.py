@@ -18,12 +18,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from soapjax.costs.evaluate import Durations, Holders
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.jit.array_types import Array
 from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
 
 LINK = 5  # a wait for an input that is never resharded
@@ -50,37 +47,6 @@ class Items(NamedTuple):
     @property
     def is_barrier(self) -> np.ndarray:
         return self.kind == BARRIER
-
-    def rows_of(self, num_k: int, num_s: int, num_t: int, num_e: int) -> np.ndarray:
-        """Rows [T] of the figures of K tasks, S inner collectives, T' resolutions, E reshards and a row of zeros, stacked."""
-        first = np.zeros(6, np.int32)
-        first[[COMPUTE, SUM, RESOLVE, RESHARD]] = np.cumsum([0, num_k, num_s, num_t])
-        first[[BARRIER, LINK]] = num_k + num_s + num_t + num_e
-        return (first[self.kind] + np.where(np.isin(self.kind, (BARRIER, LINK)), 0, self.source)).astype(np.int32)
-
-    def durations(self, d: Durations) -> Array:
-        """Seconds [..., T, 1 + L] of every item on every stream, from the cost model's figures."""
-        sizes = (x.shape[-2] for x in (d.sum_s, d.resolve_s, d.reshard_s))
-        figures = with_nothing(by_stream(*d))
-        return figures[..., self.rows_of(d.compute_s.shape[-1], *sizes), :]
-
-    def holders(self, h: Holders) -> Array:
-        """bool [..., T, G]: which groups of devices take part in every item."""
-        every = (h.compute, h.sum, h.resolve, h.reshard)
-        return with_nothing(jnp.concatenate(every, -2))[..., self.rows_of(*(x.shape[-2] for x in every)), :]
-
-
-def by_stream(compute_s: Array, resolve_s: Array, reshard_s: Array, sum_s: Array) -> Array:
-    """Seconds [..., K + S + T' + E, 1 + L] on every stream, in the order of `Items.rows_of`, of figures [..., K] and [..., L]."""
-    levels = reshard_s.shape[-1]
-    compute = jnp.concatenate([compute_s[..., None], jnp.zeros((*compute_s.shape, levels), compute_s.dtype)], -1)
-    sent = jnp.concatenate([sum_s, resolve_s, reshard_s], -2)
-    return jnp.concatenate([compute, jnp.concatenate([jnp.zeros((*sent.shape[:-1], 1), sent.dtype), sent], -1)], -2)
-
-
-def with_nothing(figures: Array) -> Array:
-    """`figures` [..., rows, X] and a row of zeros behind them: of waits and barriers."""
-    return jnp.concatenate([figures, jnp.zeros((*figures.shape[:-2], 1, figures.shape[-1]), figures.dtype)], -2)
 
 
 def items_of(tables: CostTables, schedule: Schedule) -> Items:
