@@ -39,20 +39,15 @@ class Schedule:
         """The predecessors of every task, without padding."""
         return [row[row < self.num_tasks].tolist() for row in self.predecessors]
 
-    def durations(self, d: Durations):
+    def durations(self, d: Durations) -> np.ndarray:
         """Seconds of every scheduled task, [..., T], gathered from the cost model's figures."""
-        xp = np if isinstance(d.compute_s, np.ndarray) else _jnp()
-        lead = d.compute_s.shape[:-1]
-        flat = xp.concatenate(
-            [d.compute_s, *(x.reshape(*lead, -1) for x in (d.sum_s, d.resolve_s, d.reshard_s)), xp.zeros((*lead, 1))], axis=-1
-        )
-        levels = d.resolve_s.shape[-1]
-        num_k, num_s, num_t = d.compute_s.shape[-1], d.sum_s.shape[-2], d.resolve_s.shape[-2]
-        start = np.array([0, num_k, num_k + num_s * levels, num_k + (num_s + num_t) * levels, flat.shape[-1] - 1])
-        stride = np.array([1, levels, levels, levels, 0])
-        index = start[self.kind] + self.source * stride[self.kind] + np.maximum(self.level, 0) * (self.kind != COMPUTE)
-        index = np.where(self.kind == BARRIER, flat.shape[-1] - 1, index)
-        return flat[..., index]
+        found = np.zeros((*d.compute_s.shape[:-1], self.num_tasks))
+        here = self.kind == COMPUTE
+        found[..., here] = d.compute_s[..., self.source[here]]
+        for kind, seconds in ((SUM, d.sum_s), (RESOLVE, d.resolve_s), (RESHARD, d.reshard_s)):
+            here = self.kind == kind
+            found[..., here] = seconds[..., self.source[here], self.level[here]]
+        return found
 
     def without_overlap(self) -> Schedule:
         """The same where all communication occupies the compute stream too: a device does one thing at a time."""
@@ -93,12 +88,6 @@ class Schedule:
             where = self.kind == kind
             takes_part[where] = np.asarray(mask)[self.source[where]]
         return takes_part
-
-
-def _jnp():
-    import jax.numpy as jnp
-
-    return jnp
 
 
 def schedule_of(tables: CostTables) -> Schedule:
