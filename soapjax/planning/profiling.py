@@ -23,7 +23,6 @@ from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, figure
 from soapjax.costs.measured.profile import Profile, installed_versions, is_same_kind, merged
 from soapjax.costs.measured.profile_parts import Calibration, Device, Measurement
 from soapjax.costs.tables.problem_tables import CostTables
-from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.execute.compiled.measure import LocalStep, Timing, Unmeasurable
 from soapjax.execute.compiled.measure_links import time_collectives
@@ -96,7 +95,7 @@ def requests_of(tables: CostTables, simulator: Simulator, strategies: Sequence[S
         degrees, seconds = asked_degrees(tables, simulator, strategy)
         own: dict[tuple, Request] = {}
         for k in range(len(graph.tasks)):
-            local = local_task(graph, k, degrees[k], trip_bytes)
+            local = local_task(graph, k, degrees[k])
             before = own[local.identity].step_s if local.identity in own else 0.0
             own[local.identity] = Request(k, degrees[k], local, before + float(seconds[k]))
         covered, total = 0.0, sum(r.step_s for r in own.values())
@@ -305,11 +304,11 @@ def compute_figures(simulator: Simulator, strategy: Strategy) -> tuple[list[str]
     tables = simulator.tables
     graph = tables.graph
     degrees, seconds = asked_degrees(tables, simulator, strategy)
-    at = np.zeros((len(degrees), max(tables.measured.degrees.shape[-1], 1)), np.float32)
+    at = np.zeros((len(degrees), tables.measured.degrees.shape[1]), np.float32)
     for k, found in enumerate(degrees):
         at[k, : len(found)] = np.log2(found)
     is_fitted = np.array([tables.rates.is_fitted(t.kind, t.dtype) for t in graph.tasks], bool)
-    sources = figures_of(tables.measured, at[:, : tables.measured.degrees.shape[-1]], is_fitted)
+    sources = figures_of(tables.measured, at, is_fitted)
     order = ("measured", "calibrated", "analytic")
     seconds = np.asarray(seconds, np.float64)  # thousands of tasks, whose shares must not add up to more than all
     total = max(float(seconds.sum()), 1e-30)

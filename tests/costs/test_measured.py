@@ -11,7 +11,6 @@ from soapjax.costs.measured.fit import fitted_rates
 from soapjax.costs.measured.interpolation import degrees_behind, local_task, visible_dims
 from soapjax.costs.measured.profile import Profile, installed_versions
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
-from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.planning.profiling import asked_degrees, compute_figures, requests_of, scaled_prediction
 from soapjax.search.chain.engine import Engine
 from soapjax.search.experts.baselines import data_parallel_strategy
@@ -46,7 +45,7 @@ def measured(problem, strategies, seed=0):
     for strategy in strategies:
         degrees, _ = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
         for k, task in enumerate(graph.tasks):
-            local = local_task(graph, k, degrees[k], trip_bytes)
+            local = local_task(graph, k, degrees[k])
             found.setdefault(
                 local.identity,
                 Measurement(
@@ -76,7 +75,7 @@ def test_a_measured_task_costs_what_was_measured(model):
     for strategy in strategies:
         degrees, seconds = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
         for k, task in enumerate(problem.graph.tasks):
-            wanted = table[local_task(problem.graph, k, degrees[k], trip_bytes).identity].seconds * task.trip_count
+            wanted = table[local_task(problem.graph, k, degrees[k]).identity].seconds * task.trip_count
             assert seconds[k] == pytest.approx(wanted, rel=1e-4), (k, degrees[k])
         figures, shares = compute_figures(problem.simulator, strategy)
         assert set(figures) == {"measured"} and shares == {"measured": 1.0}
@@ -110,11 +109,11 @@ def test_degrees_are_found_again_from_local_shapes(model):
                 label="", structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads, writes=local.writes,
                 elements=local.elements, flops=local.flops, moved_bytes=local.moved_bytes, seconds=1.0,
             )  # fmt: skip
-            found = degrees_behind(problem.graph, request.task, m, trip_bytes)
+            found = degrees_behind(problem.graph, request.task, m)
             visible = visible_dims(problem.graph, request.task)
             assert [found[d] for d in visible] == [request.degrees[d] for d in visible]
             other = m.model_copy(update={"flops": 3 * m.flops + 1})
-            assert degrees_behind(problem.graph, request.task, other, trip_bytes) is None
+            assert degrees_behind(problem.graph, request.task, other) is None
 
 
 def test_between_measurements_the_ratio_to_the_roofline_is_interpolated():
@@ -126,7 +125,7 @@ def test_between_measurements_the_ratio_to_the_roofline_is_interpolated():
     for factor, strategy in ((2.0, strategies[0]), (4.0, strategies[1])):
         degrees, seconds = asked_degrees(plain.simulator.tables, plain.simulator, strategy)
         for k in range(len(plain.graph.tasks)):
-            local = local_task(plain.graph, k, degrees[k], trip_bytes)
+            local = local_task(plain.graph, k, degrees[k])
             like = next(m for m in table.values() if m.structure == local.structure)
             update = dict(
                 reads=local.reads, writes=local.writes, elements=local.elements, flops=local.flops,
@@ -163,7 +162,7 @@ def test_a_fitted_roofline_replaces_the_topology_s():
     problem = problem_of("mlp", profile_with((), rates=rates))
     _, seconds = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
     k = next(k for k, t in enumerate(problem.graph.tasks) if t.kind == "dot")
-    local = local_task(problem.graph, k, asked_degrees(problem.simulator.tables, problem.simulator, strategy)[0][k], trip_bytes)
+    local = local_task(problem.graph, k, asked_degrees(problem.simulator.tables, problem.simulator, strategy)[0][k])
     wanted = max(local.flops / rates.flops_per_s["dot float32"], local.moved_bytes / rates.memory_bytes_per_s) + rates.launch_s
     assert seconds[k] == pytest.approx(wanted, rel=1e-4)
     assert set(compute_figures(problem.simulator, strategy)[1]) == {"calibrated"}

@@ -12,7 +12,6 @@ from planned import data_parallel, rotated
 from problems import MODELS, topology_of
 
 from soapjax.costs.measured.interpolation import local_task
-from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.execute.compiled.measure import COLD_BYTES, LARGE_BYTES, MAX_COPIES, LocalStep, Unmeasurable, _cold, time_calls
 from soapjax.execute.compiled.measure_links import KINDS, time_collectives
 from soapjax.execute.spmd.evaluator import ProgramEvaluator
@@ -55,7 +54,7 @@ def test_every_task_has_a_local_form_with_the_planned_work(model):
     for strategy in (data_parallel(space), rotated(space, 0), rotated(space, 2)):
         degrees, _ = asked_degrees(problem.simulator.tables, problem.simulator, strategy)
         for k, task in enumerate(graph.tasks):
-            wanted = local_task(graph, k, degrees[k], trip_bytes)
+            wanted = local_task(graph, k, degrees[k])
             if wanted.identity in seen:
                 continue
             seen.add(wanted.identity)

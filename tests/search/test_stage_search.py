@@ -13,7 +13,6 @@ from problems import MODELS, graph_of, graph_with, topology_of
 from soapjax.costs.measured.interpolation import local_task
 from soapjax.costs.measured.profile import Profile, installed_versions
 from soapjax.costs.measured.profile_parts import Calibration, Device, Link, Measurement
-from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.errors import SoapjaxError
 from soapjax.graph.condensing import prefix_crossing
 from soapjax.graph.microbatch import micro_batch, sample_divisor
@@ -104,7 +103,7 @@ def measured_in_micro_batches(graph):
     """A profile of every task at a quarter of the batch on one device, with seconds drawn at random."""
     rng, small, found = np.random.default_rng(0), micro_batch(graph, NUM), []
     for k, task in enumerate(small.tasks):
-        local = local_task(small, k, [1] * max(1, len(small.operators[task.operator].dims)), trip_bytes)
+        local = local_task(small, k, [1] * max(1, len(small.operators[task.operator].dims)))
         found.append(
             Measurement(
                 label="", structure=local.structure, kind=task.kind, dtype=task.dtype, reads=local.reads, writes=local.writes,
@@ -138,7 +137,7 @@ def test_a_stage_takes_what_was_measured_of_its_micro_batch(model):
     assert loads.topology.levels[0].achieved_bytes_per_s == pytest.approx(6e9 / 3)
     # What is measured for such stages is found again as tasks of the whole step.
     for request in in_stages(graph, machine, NUM):
-        assert local_task(graph, request.task, request.degrees, trip_bytes).identity == request.local.identity
+        assert local_task(graph, request.task, request.degrees).identity == request.local.identity
 
 
 def test_a_pipeline_plan_keeps_what_its_times_come_from():

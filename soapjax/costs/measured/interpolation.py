@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.measured.profile_parts import Measurement, Rates
+from soapjax.costs.tables.tensor_tables import trip_bytes
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.topology import DeviceTopology
 
@@ -43,14 +44,8 @@ class LocalTask(NamedTuple):
         return self.structure, self.reads, self.writes, self.elements, f"{self.flops:.6g}"
 
 
-TripBytes = Callable[[OperatorGraph, int, int], float]
-
-
-def local_task(graph: OperatorGraph, k: int, degrees: Sequence[int], trip_bytes: TripBytes) -> LocalTask:
-    """Task `k` split by `degrees` per dim of its operator; of an update by one degree, the shards of the parameter.
-
-    `trip_bytes(graph, tensor, task)` says what one trip of a loop touches of a tensor.
-    """
+def local_task(graph: OperatorGraph, k: int, degrees: Sequence[int]) -> LocalTask:
+    """Task `k` split by `degrees` per dim of its operator; of an update by one degree, the shards of the parameter."""
     task = graph.tasks[k]
     if task.parameter >= 0:
         parameter = graph.parameters[task.parameter]
@@ -74,7 +69,7 @@ def local_task(graph: OperatorGraph, k: int, degrees: Sequence[int], trip_bytes:
     return LocalTask(task.structure, shapes(task.reads), shapes(task.writes), 0, flops, moved)
 
 
-def degrees_behind(graph: OperatorGraph, k: int, m: Measurement, trip_bytes: TripBytes) -> tuple[int, ...] | None:
+def degrees_behind(graph: OperatorGraph, k: int, m: Measurement) -> tuple[int, ...] | None:
     """The degrees under which task `k` is what was measured; None where there are none."""
     task = graph.tasks[k]
     if task.structure != m.structure:
@@ -110,10 +105,10 @@ def degrees_behind(graph: OperatorGraph, k: int, m: Measurement, trip_bytes: Tri
             guess = [max(1, n) for n in found]
             for d, n in zip(hidden, chosen, strict=True):
                 guess[d] = n
-            if local_task(graph, k, guess, trip_bytes).identity == m.identity:
+            if local_task(graph, k, guess).identity == m.identity:
                 return tuple(guess)
         return None
-    return degrees if local_task(graph, k, degrees, trip_bytes).identity == m.identity else None
+    return degrees if local_task(graph, k, degrees).identity == m.identity else None
 
 
 def visible_dims(graph: OperatorGraph, k: int) -> list[int]:
@@ -126,70 +121,58 @@ def visible_dims(graph: OperatorGraph, k: int) -> list[int]:
 
 
 class MeasuredArrays(NamedTuple):
-    """K tasks, M points each, D dims."""
+    """M points of K tasks, task by task; D dims."""
 
-    degrees: np.ndarray  # float32 [K, M, D]: log2; -1 of a dim that the task does not depend on
-    log_ratio: np.ndarray  # float32 [K, M]: of measured to roofline
-    weight: np.ndarray  # float32 [K, M]: 1, 0 of a pad
-
-    def __bool__(self) -> bool:
-        return bool(self.weight.size and self.weight.any())
+    number: np.ndarray  # int [K]: how many points each task has
+    degrees: np.ndarray  # float32 [M, D]: log2; -1 of a dim that the task does not depend on
+    log_ratio: np.ndarray  # float32 [M]: of measured to roofline
 
 
-def no_points(num_tasks: int, num_dims: int) -> MeasuredArrays:
-    return MeasuredArrays(
-        np.zeros((num_tasks, 0, num_dims), np.float32), np.zeros((num_tasks, 0), np.float32), np.zeros((num_tasks, 0), np.float32)
-    )
-
-
-def measured_arrays(
-    graph: OperatorGraph, profile: Profile, num_dims: int, trip_bytes: TripBytes, roofline_s: Callable[[int, LocalTask], float]
-) -> MeasuredArrays:
-    """The points of every task; `roofline_s(task, local)` is what the cost model says of one trip."""
+def measured_arrays(graph: OperatorGraph, rates: ComputeRates, num_dims: int) -> MeasuredArrays:
+    """The points of every task, beside what `rates` say of one trip; none without a profile."""
     by_structure: dict[str, list[Measurement]] = {}
-    for m in profile.operators:
+    for m in rates.profile.operators if rates.profile is not None else ():
         by_structure.setdefault(m.structure, []).append(m)
     cache: dict[tuple, list[tuple[tuple[int, ...], float]]] = {}
-    rows = []
+    number: list[int] = []
+    every: list[tuple[list[int], tuple[int, ...], float]] = []  # the dims that a task depends on, degrees, log ratio
     for k, task in enumerate(graph.tasks):
+        if task.structure not in by_structure:
+            number.append(0)
+            continue
         # Repeated layers ask for the same.
         shapes = tuple((graph.tensors[a.tensor].shape, a.dims) for a in (*task.reads, *task.writes))
         of = graph.tensors[graph.parameters[task.parameter].tensor].shape if task.parameter >= 0 else ()
         key = (task.structure, shapes, task.work, task.dtype, task.trip_count, of, task.parameter >= 0)
         if key not in cache:
             points = []
-            for m in by_structure.get(task.structure, []):
-                degrees = degrees_behind(graph, k, m, trip_bytes)
+            for m in by_structure[task.structure]:
+                degrees = degrees_behind(graph, k, m)
                 if degrees is not None:
-                    local = local_task(graph, k, degrees, trip_bytes)
-                    points.append((degrees, math.log(m.seconds / roofline_s(k, local))))
+                    roofline_s = rates.roofline_s(task.kind, task.dtype, local_task(graph, k, degrees))
+                    points.append((degrees, math.log(m.seconds / roofline_s)))
             points.sort(key=lambda p: (-math.prod(p[0]), p[0]))
             cache[key] = points[:MAX_POINTS]
-        rows.append(cache[key])
-    width = max(map(len, rows), default=0)
-    shape = (len(rows), width)
-    num_dims = max(num_dims, 1)  # the shards of updates, where nothing else can be split
-    point, ratio, weight = np.zeros((*shape, num_dims), np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for k, points in enumerate(rows):
-        for i, (found, log_ratio) in enumerate(points):
-            point[k, i] = -1.0
-            for d in visible_dims(graph, k):
-                point[k, i, d] = np.log2(found[d])
-            ratio[k, i], weight[k, i] = log_ratio, 1.0
-    return MeasuredArrays(point, ratio, weight)
+        number.append(len(cache[key]))
+        every += [(visible_dims(graph, k), *point) for point in cache[key]]
+    # One dim at least: the shards of updates, where nothing else can be split.
+    log_degrees = np.full((len(every), max(num_dims, 1)), -1, np.float32)
+    for i, (dims, degrees, _) in enumerate(every):
+        for d in dims:
+            log_degrees[i, d] = np.log2(degrees[d])
+    return MeasuredArrays(np.array(number, int), log_degrees, np.array([ratio for *_, ratio in every], np.float32))
 
 
 def figures_of(arrays: MeasuredArrays, at: np.ndarray, is_fitted: np.ndarray) -> list[str]:
     """Where each task's seconds come from at [K, D]: a measurement; measurements nearby or a fit; the topology's figures."""
     out = []
-    for k in range(len(at)):
-        known = arrays.weight[k] > 0 if arrays.weight.size else np.zeros(0, bool)
-        distance = np.where(arrays.degrees[k] < 0, 0, np.abs(arrays.degrees[k] - at[k])).sum(-1)
-        near = distance[known] if known.any() else np.zeros(0)
-        if near.size and near.min() < _EXACT:
+    for k, stop in enumerate(np.cumsum(arrays.number)):
+        degrees = arrays.degrees[stop - arrays.number[k] : stop]
+        distance = np.where(degrees < 0, 0, np.abs(degrees - at[k])).sum(-1)
+        if len(distance) and distance.min() < _EXACT:
             out.append(MEASURED)
         else:
-            out.append(CALIBRATED if near.size or is_fitted[k] else ANALYTIC)
+            out.append(CALIBRATED if len(distance) or is_fitted[k] else ANALYTIC)
     return out
 
 

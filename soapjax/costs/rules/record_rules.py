@@ -125,9 +125,9 @@ def compute_s(p: CostArrays, which: Array, work: Array, config: Array, is_update
 
         def of_point(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             point = row(p.point, i)
-            apart = jnp.where((point[2:] < 0)[:, None], 0.0, jnp.abs(point[2:, None] - at))
+            apart = jnp.where((point[1:] < 0)[:, None], 0.0, jnp.abs(point[1:, None] - at))
             distance = functools.reduce(jnp.add, [apart[k] for k in range(op_dims)])
-            nearness = point[1] / (distance * distance + NEAR)
+            nearness = 1 / (distance * distance + NEAR)
             return sums[0] + nearness * point[0], sums[1] + nearness
 
         nothing = jnp.zeros_like(roofline_s)

@@ -121,7 +121,7 @@ class CostArrays(NamedTuple):
     # tasks
     task_float: Array  # float32 [K + 1, 2]: trips, bytes of an update
     task_points: Array  # int32 [K + 1, 2]: first measured point and their number
-    point: Array  # float32 [M, 2 + D]: log ratio, weight, log2 of degrees (-1: any)
+    point: Array  # float32 [M, 1 + D]: log ratio, log2 of degrees (-1: any)
     # parameters
     # int32 [P + 1, 5]: dim of extra storage, its size, axes that are fixed, dims that the gradient lacks, whether a part is left
     parameter_int: Array
@@ -163,12 +163,12 @@ def need_of(tables: CostTables) -> Bucket:
     space, links = tables.space, tables.links
     num_u, num_p, num_s = len(tables.access_op), len(tables.parameter_op), len(tables.sum_task)
     num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
-    points = int((tables.measured.weight > 0).sum())
     return Bucket(
         operators=len(space.graph.operators), slots=tables.replicated_slot + 1 + num_s, parameters=num_p, tasks=tables.num_tasks,
         tensors=num_t, edges=num_e, rows=num_t + num_e + num_s, slot_records=num_u + num_s + len(tables.work_task) + 1,
-        stops=2 * num_e + 3 * num_t, points=points, dims=max(tables.tensor_shape.shape[1], 1 + tables.num_edges),
-        op_dims=space.allowed.shape[2] - 1, levels=links.num_levels, groups=len(space.groups) if space.offers_pins else 0,
+        stops=2 * num_e + 3 * num_t, points=len(tables.measured.log_ratio),
+        dims=max(tables.tensor_shape.shape[1], 1 + tables.num_edges), op_dims=space.allowed.shape[2] - 1, levels=links.num_levels,
+        groups=len(space.groups) if space.offers_pins else 0,
     )  # fmt: skip
 
 
@@ -220,14 +220,9 @@ def _axes(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
 
 def _tasks(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
     """Tasks, and what was measured of them."""
-    known = tables.measured.weight > 0
-    number = known.sum(1) if known.size else np.zeros(tables.num_tasks, int)
-    points = np.zeros((b.points + 1, 2 + b.op_dims), np.float32)
-    points[:, 2:] = -1
-    if known.any():
-        degrees = tables.measured.degrees[known]
-        points[: known.sum(), 0], points[: known.sum(), 1] = tables.measured.log_ratio[known], tables.measured.weight[known]
-        points[: known.sum(), 2 : 2 + degrees.shape[1]] = degrees
+    number, degrees, log_ratio = tables.measured
+    points = np.full((b.points + 1, 1 + b.op_dims), -1, np.float32)
+    points[: len(degrees), 0], points[: len(degrees), 1 : 1 + degrees.shape[1]] = log_ratio, degrees
     return {
         "task_float": padded(np.stack([tables.task_trips, tables.update_bytes], 1).astype(np.float32), b.tasks + 1),
         "task_points": padded(np.stack([np.cumsum(number) - number, number], 1).astype(np.int32), b.tasks + 1),

@@ -20,7 +20,7 @@ import numpy as np
 
 from soapjax.costs.compilers.compiler_model import CompilerModel, Reshards
 from soapjax.costs.compilers.of_backend import compiler_of
-from soapjax.costs.measured.interpolation import ComputeRates, LocalTask, MeasuredArrays, linked, measured_arrays, no_points
+from soapjax.costs.measured.interpolation import ComputeRates, MeasuredArrays, linked, measured_arrays
 from soapjax.costs.measured.profile import Profile
 from soapjax.costs.memory.memory_order import MemoryOrder, least_until
 from soapjax.costs.memory.working_sets import WorkingMemory, working_memory
@@ -113,7 +113,7 @@ class CostTables:
 
     profile: Profile | None  # what was measured, None: the topology's figures
     rates: ComputeRates
-    measured: MeasuredArrays  # K tasks
+    measured: MeasuredArrays
 
     @functools.cached_property
     def work_flops(self) -> np.ndarray:
@@ -172,13 +172,6 @@ def cost_tables(
     reader_groups(graph, edges, t)
     rates = ComputeRates(topology, profile)
     _work(graph, rates, width, t)
-    measured = no_points(len(graph.tasks), width - 1)
-    if profile is not None:
-
-        def roofline_s(k: int, local: LocalTask) -> float:
-            return rates.roofline_s(graph.tasks[k].kind, graph.tasks[k].dtype, local)
-
-        measured = measured_arrays(graph, profile, width - 1, trip_bytes, roofline_s)
     t["storage_masks"] = np.array([s.axes for s in space.storages], bool).reshape(len(space.storages), num_axes)
     t["storage_left"] = np.array([s.left for s in space.storages], bool).reshape(len(space.storages), num_axes)
     compiler = compiler_of(topology)
@@ -207,7 +200,7 @@ def cost_tables(
     return CostTables(
         graph=graph, space=space, topology=topology, links=links,
         usable_memory_bytes=topology.device.usable_memory_bytes, compiler=compiler, working=working, order=order, profile=profile,
-        rates=rates, measured=measured, **t,
+        rates=rates, measured=measured_arrays(graph, rates, width - 1), **t,
     )  # fmt: skip
 
 
