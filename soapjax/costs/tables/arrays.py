@@ -179,8 +179,7 @@ def padded(x: np.ndarray, count: int, value: float = 0) -> np.ndarray:
 
 def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
     """The arrays of a problem in a bucket that holds it."""
-    links, working, f32 = tables.links, tables.working, np.float32
-    rates = tables.rates
+    links, working, rates, n, f32 = tables.links, tables.working, tables.rates, need_of(tables), np.float32
     scalars = [rates.memory_bytes_per_s, rates.launch_s, tables.usable_memory_bytes, tables.compiler.merged_bytes]
     return CostArrays(
         mesh=mesh_of(links.axis_sizes), network=network_of(links, b.levels),
@@ -188,20 +187,11 @@ def cost_arrays(tables: CostTables, b: Bucket) -> CostArrays:
         flags=np.array([tables.compiler.sums_in_place], np.int32),
         waiting=np.stack([working.most_waiting, working.operand_share]).astype(f32),
         merged_at=np.int32(working.merged_at),
-        counts=_counts(tables),
+        counts=np.array([n.operators, n.parameters, n.tasks, n.tensors, n.edges, n.rows, n.slot_records, n.slots], np.int32),
         storage_again=np.int32(sum(1 << i for i, x in enumerate(tables.storage_again) if x)),
         **_axes(tables, b), **_tasks(tables, b), **_parameters(tables, b), **_rows(tables, b), **_tensor_lives(tables, b),
         **_reshards(tables, b),
     )  # fmt: skip
-
-
-def _counts(tables: CostTables) -> np.ndarray:
-    num_u, num_p, num_s = len(tables.access_op), len(tables.parameter_op), len(tables.sum_task)
-    num_t, num_e = len(tables.tensor_bytes), len(tables.edge_task)
-    return np.array([
-        tables.graph.num_operators, num_p, tables.num_tasks, num_t, num_e, num_t + num_e + num_s,
-        num_u + num_s + len(tables.work_task) + 1, tables.replicated_slot + 1 + num_s,
-    ], np.int32)  # fmt: skip
 
 
 def _axes(tables: CostTables, b: Bucket) -> dict[str, np.ndarray]:
