@@ -18,12 +18,11 @@ from soapjax.simulate.schedule import Schedule
 
 
 class PathStep(NamedTuple):
-    """A task on the path, and what it waited for."""
+    """A task on the path."""
 
     task: int
     start_s: float
     duration_s: float
-    waits_for: str  # "begin", "input", or "stream": the task before it on a stream, of which it needs nothing
 
 
 def critical_path(schedule: Schedule, durations: Sequence[float] | np.ndarray, occupies: np.ndarray) -> list[PathStep]:
@@ -41,15 +40,11 @@ def critical_path(schedule: Schedule, durations: Sequence[float] | np.ndarray, o
     t: int | None = int(np.argmax(times.end_s))
     path: list[PathStep] = []
     while t is not None:
-        found, waits_for = None, "begin"
-        if times.start_s[t] > 0:
-            for candidates, word in ((graph.inputs[t], "input"), (before[t], "stream")):
-                at_once = [p for p in candidates if times.end_s[p] == times.start_s[t]]
-                if at_once and found is None:
-                    found, waits_for = at_once[-1], word
         if durations[t] > 0:
-            path.append(PathStep(t, times.start_s[t], float(durations[t]), waits_for))
-        t = found
+            path.append(PathStep(t, times.start_s[t], float(durations[t])))
+        start_s = times.start_s[t]
+        earlier = (*graph.inputs[t][::-1], *before[t][::-1]) if start_s > 0 else ()
+        t = next((p for p in earlier if times.end_s[p] == start_s), None)
     return path[::-1]
 
 
@@ -67,7 +62,6 @@ def pipeline_path(tasks: Sequence[PipelineTask]) -> list[PathStep]:
         near = ends[np.abs(ends - task.start_s) <= 1e-9 * ends[-1]] if task.start_s > 0 else ()
         before = [p for e in near for p in by_end[e] if p != t and tasks[p].start_s < task.start_s]
         shared = [p for p in before if set(tasks[p].devices) & set(task.devices)]
-        found = (shared or before or [None])[-1]
-        path.append(PathStep(t, task.start_s, task.duration_s, "begin" if found is None else "input" if shared else "other"))
-        t = found
+        path.append(PathStep(t, task.start_s, task.duration_s))
+        t = (shared or before or [None])[-1]
     return path[::-1]

@@ -105,7 +105,6 @@ class PipelineTimeline(NamedTuple):
     step_time_s: float
     makespan_s: float
     tasks: tuple[PipelineTask, ...]  # that take time, by start
-    idle_fraction: tuple[float, ...]  # [stages]: of the makespan that the stage's devices do not compute
     memory_bytes: tuple[float, ...]  # [stages]: peak on each of the stage's devices; stages that share devices are added up
     in_flight: tuple[int, ...]  # [stages]: most micro-batches held
 
@@ -160,12 +159,6 @@ def simulate_pipeline(
     step = makespan
     if not kind_of(pipeline).is_synchronous:
         step = _steady_s(simulated, [times.end_s[i] for i in tasks.updates]) * pipeline.num_microbatches
-    busy = [0.0] * len(pipeline.stages)
-    for row, start, end in zip(tasks.rows, times.start_s, times.end_s, strict=True):
-        if row.level < 0:
-            busy[row.stage] += (end - start) * len(row.devices) / len(pipeline.stages[row.stage].devices)
-    groups = {i: group for group in groups_of(pipeline) for i in group}
-    idle = [1 - sum(busy[j] for j in groups[i]) / makespan if makespan else 0.0 for i in range(len(busy))]
     timeline = sorted(
         (
             PipelineTask(r.name, r.stage, r.devices, r.level, s, r.seconds)
@@ -174,7 +167,7 @@ def simulate_pipeline(
         ),
         key=lambda t: (t.start_s, t.stage),
     )  # fmt: skip
-    return PipelineTimeline(step, makespan, tuple(timeline), tuple(idle), *memory_of(pipeline, loads))
+    return PipelineTimeline(step, makespan, tuple(timeline), *memory_of(pipeline, loads))
 
 
 def predicted_times(
