@@ -67,7 +67,7 @@ class Engine:
     def _walk_arguments(self) -> tuple[Any, ...]:
         """Arguments like those of the walk."""
         nothing_sent = np.zeros(max(self.sizes.bucket.groups, 1), np.float32)
-        at = Position(no_base(self.sizes), no_trace(*self._trace_sizes()), no_alive(self.sizes), nothing_sent)
+        at = Position(no_base(self.sizes.bucket), no_trace(*self._trace_sizes()), no_alive(self.sizes), nothing_sent)
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
         walker, keys = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, 2), np.uint32)
         return self.tables, self.moves, one, one, keys, walker, count
@@ -82,7 +82,7 @@ class Engine:
 
     def _position(self, batch: Batch, i: int, strategy: Strategy) -> Position:
         part, lane = divmod(i, LANES)
-        base = base_of(batch.evaluator, batch.parts[part], lane, strategy.axes, strategy.storage)
+        base = base_of(self.sizes.bucket, batch.parts[part].per_record, lane, strategy.axes, strategy.storage)
         return self.programs.position(self.tables, base)
 
     def at(self, strategy: Strategy) -> Position:

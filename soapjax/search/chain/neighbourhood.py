@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
-from soapjax.costs.evaluate import Evaluator
 from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
 from soapjax.costs.rules.copies import all_previous
@@ -23,7 +22,7 @@ from soapjax.costs.rules.record_rules import config_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
 from soapjax.costs.tables.operator_records import OwnRecords, OwnSizes, own_records
-from soapjax.costs.whole import Evaluated
+from soapjax.costs.whole import PerRecord, nothing_yet
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import any_of, in_kernel, largest, row
 from soapjax.search.objective import cost_by, limits_of
@@ -105,9 +104,9 @@ def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
     return Scratch(nothing_changed(tables.costs, sizes.own, lanes), jnp.zeros((sizes.items.places + 1, lanes)), steps)
 
 
-def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
+def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
     """The summands of one of the strategies that were judged together; who pays is found by `position`."""
-    b, each, rows = evaluator.bucket, of.per_record, of.per_record.rows
+    rows = each.rows
     padded_axes = np.full((b.operators, MAX_AXES), -1, np.int8)
     padded_axes[: len(axes), : axes.shape[1]] = axes
     padded_storage = np.zeros(b.operators, np.int8)
@@ -125,22 +124,9 @@ def base_of(evaluator: Evaluator, of: Evaluated, lane: int, axes: np.ndarray, st
     )  # fmt: skip
 
 
-def no_base(sizes: Sizes) -> Base:
+def no_base(b: Bucket) -> Base:
     """Of no strategy: to say which shapes there are."""
-    b, groups = sizes.bucket, max(sizes.bucket.groups, 1)
-
-    def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-        return np.zeros(shape, dtype)
-
-    rows, tensors, edges, tasks, parameters = (n + 1 for n in (b.rows, b.tensors, b.edges, b.tasks, b.parameters))
-    return Base(
-        axes=zeros(b.operators, MAX_AXES, dtype=np.int8), storage=zeros(b.operators, dtype=np.int8),
-        layout=zeros(b.slots + 1, b.width, dtype=np.int16), compute_s=zeros(tasks), full_s=zeros(rows, b.levels),
-        paid_s=zeros(rows, b.levels), sent=zeros(rows, groups), previous=zeros(edges, dtype=np.int32), held=zeros(tensors),
-        copy=zeros(edges), is_sent=zeros(edges, dtype=bool), transient=zeros(tensors), waiting=zeros(tensors, 2),
-        state_bytes=zeros(parameters), on=zeros(rows, groups, dtype=bool), on_kept=zeros(rows, groups, dtype=bool),
-        on_compute=zeros(tasks, groups, dtype=bool), on_stored=zeros(parameters, groups, dtype=bool),
-    )  # fmt: skip
+    return base_of(b, nothing_yet(b, 1), 0, np.zeros((0, 0), np.int8), np.zeros(0, np.int8))
 
 
 def no_alive(sizes: Sizes) -> Alive:
