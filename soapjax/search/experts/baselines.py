@@ -66,15 +66,12 @@ def data_parallel_strategy(problem: PlanningProblem, axes: Sequence[int] | None 
                 lowered.add((problem.graph.operators[like].dims[dim].divisor, reached))
         return found
 
-    strategy = replicated(problem.graph, space.mesh)
+    strategy = replicate_all(problem)
     for n, (op, like) in enumerate(zip(problem.graph.operators, space.alike, strict=True)):
-        strategy.axes[n] = config(like) if op.fixed is None else _only_config(problem, n)
+        if op.fixed is None:
+            strategy.axes[n] = config(like)
     notes = tuple(f"a sample dim of {size} does not split {wanted} ways: {reached} used" for size, reached in sorted(lowered))
     return strategy, notes
-
-
-def _only_config(problem: PlanningProblem, n: int) -> np.ndarray:
-    return problem.space.allowed[n].argmax(axis=1) - 1
 
 
 def tensor_parallel_strategy(problem: PlanningProblem, axes: Sequence[int], *, sequence_parallel: bool = False) -> Strategy:
@@ -146,9 +143,9 @@ def _fits(problem: PlanningProblem, n: int, dim: int, axes: Sequence[int]) -> bo
     return bool(problem.space.divisors[n, dim] % taken == 0 and problem.space.allowed[n, list(axes), dim + 1].all())
 
 
-def _result(problem: PlanningProblem, strategies: list[Strategy], start: float, notes: tuple[str, ...] = ()) -> SearchResult:
-    evaluations = problem.evaluate(strategies)
-    best = min(evaluations, key=lambda e: e.rank)
+def result_of(problem: PlanningProblem, strategies: list[Strategy], start: float, notes: tuple[str, ...] = ()) -> SearchResult:
+    """The best of a few strategies, by a planner that began at `start`."""
+    best = min(problem.evaluate(strategies), key=lambda e: e.rank)
     return SearchResult(best, len(strategies), time.monotonic() - start, "complete", (), notes)
 
 
@@ -156,7 +153,7 @@ def data_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> S
     """Replicated parameters, split batch, gradients summed once."""
     start = time.monotonic()
     strategy, notes = data_parallel_strategy(problem)
-    return _result(problem, [strategy], start, notes)
+    return result_of(problem, [strategy], start, notes)
 
 
 def fsdp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
@@ -168,7 +165,7 @@ def fsdp(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResu
         if any(storage.axes) or len(problem.space.storages) == 1:
             chosen = np.where(problem.space.owns_parameters, k, 0).astype(np.int8)
             variants.append(Strategy(_updated_in_shards(problem, strategy, storage.axes), chosen))
-    return _result(problem, variants, start, notes)
+    return result_of(problem, variants, start, notes)
 
 
 def _updated_in_shards(problem: PlanningProblem, strategy: Strategy, stored: Sequence[bool]) -> np.ndarray:
@@ -198,7 +195,7 @@ def tensor_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) ->
             one = Strategy(strategy.axes, storage)
             variants.setdefault(one.key(), one)
     valid = [s for s in variants.values() if problem.space.is_valid(s)] or [data_parallel_strategy(problem)[0]]
-    return _result(problem, valid, start)
+    return result_of(problem, valid, start)
 
 
 def replicate_all(problem: PlanningProblem) -> Strategy:
@@ -206,7 +203,7 @@ def replicate_all(problem: PlanningProblem) -> Strategy:
     strategy = replicated(problem.graph, problem.space.mesh)
     for n, op in enumerate(problem.graph.operators):
         if op.fixed is not None:
-            strategy.axes[n] = _only_config(problem, n)
+            strategy.axes[n] = problem.space.allowed[n].argmax(axis=1) - 1  # its only config
     return strategy
 
 

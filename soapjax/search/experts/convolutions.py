@@ -12,7 +12,7 @@ import time
 
 from soapjax.graph.operators import NOT_SPLIT
 from soapjax.jit.array_types import Array
-from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
+from soapjax.search.experts.baselines import data_parallel_strategy, result_of, split_axes
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.configs import REPLICATE, Strategy
 
@@ -55,4 +55,4 @@ def expert_cnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
     """One weird trick: convolutions data parallel, dense layers split on their outputs."""
     start = time.monotonic()
     strategy, notes = expert_cnn_strategy(problem)
-    return SearchResult(problem.evaluate([strategy])[0], 1, time.monotonic() - start, "complete", (), notes)
+    return result_of(problem, [strategy], start, notes)

@@ -18,8 +18,9 @@ import time
 import numpy as np
 
 from soapjax.jit.array_types import Array
+from soapjax.search.experts.baselines import result_of
 from soapjax.search.experts.layers import Layer, forward_edges, layers_of
-from soapjax.search.experts.placement import placed, require_pins
+from soapjax.search.experts.placement import placed, placed_layers, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.configs import Strategy
 
@@ -28,26 +29,23 @@ def single_device(rng_key: Array, problem: PlanningProblem, budget: Budget) -> S
     """Every operator on the first device."""
     begin = time.monotonic()
     require_pins(problem, "single_device")
-    strategy = placed(problem, np.zeros(problem.graph.num_operators, int))
-    return SearchResult(problem.evaluate([strategy])[0], 1, time.monotonic() - begin, "complete")
+    return result_of(problem, [placed(problem, np.zeros(problem.graph.num_operators, int))], begin)
 
 
 def layered_expert(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
     """Whole layers on devices, as an expert places them; the better way where there are two."""
     begin = time.monotonic()
     require_pins(problem, "layered_expert")
-    ways = problem.evaluate(layered_expert_strategies(problem))
-    best = min(ways, key=lambda e: e.rank)
-    return SearchResult(best, len(ways), time.monotonic() - begin, "complete")
+    return result_of(problem, layered_expert_strategies(problem), begin)
 
 
 def layered_expert_strategies(problem: PlanningProblem) -> list[Strategy]:
     graph, count = problem.graph, problem.space.mesh.num_devices
     layers = layers_of(graph)
     if any(layer.is_recurrent for layer in layers):
-        return [placed(problem, _of_operators(graph.num_operators, layers, _recurrent_homes(graph, layers, count)))]
+        return [placed_layers(problem, layers, _recurrent_homes(graph, layers, count))]
     runs = np.arange(len(layers)) * count // max(len(layers), 1)
-    return [placed(problem, _of_operators(graph.num_operators, layers, home)) for home in (runs, np.zeros_like(runs))]
+    return [placed_layers(problem, layers, home) for home in (runs, np.zeros_like(runs))]
 
 
 def _recurrent_homes(graph, layers: tuple[Layer, ...], count: int) -> np.ndarray:
@@ -66,10 +64,3 @@ def _recurrent_homes(graph, layers: tuple[Layer, ...], count: int) -> np.ndarray
             is_fed = any(i in reads[j] for j in range(len(layers)) if layers[j].is_recurrent)
             home[i] = fed[0] if fed and not is_fed else last
     return home
-
-
-def _of_operators(num_operators: int, layers: tuple[Layer, ...], home: np.ndarray) -> np.ndarray:
-    device = np.zeros(num_operators, int)
-    for layer, d in zip(layers, home, strict=True):
-        device[list(layer.operators)] = d
-    return device

@@ -18,8 +18,8 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.jit.array_types import Array
-from soapjax.search.experts.baselines import replicate_all
-from soapjax.search.experts.layers import layers_of
+from soapjax.search.experts.baselines import replicate_all, result_of
+from soapjax.search.experts.layers import Layer, layers_of
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
 from soapjax.strategy.configs import PIN, REPLICATE, Strategy
 
@@ -90,17 +90,22 @@ def placed(problem: PlanningProblem, device: np.ndarray) -> Strategy:
     return strategy
 
 
+def placed_layers(problem: PlanningProblem, layers: Sequence[Layer], home: Sequence[int] | np.ndarray) -> Strategy:
+    """Every layer on the device that `home` says."""
+    device = np.zeros(problem.graph.num_operators, int)
+    for layer, d in zip(layers, home, strict=True):
+        device[list(layer.operators)] = d
+    return placed(problem, device)
+
+
 def model_parallel_strategy(problem: PlanningProblem) -> tuple[Strategy, tuple[str, ...]]:
     """Runs of layers on devices, balanced by compute; notes where devices are left over."""
     seconds = operator_seconds(problem)
     layers = layers_of(problem.graph)
     run = balanced_runs([seconds[list(layer.operators)].sum() for layer in layers], problem.space.mesh.num_devices)
-    device = np.zeros(problem.graph.num_operators, int)
-    for layer, d in zip(layers, run, strict=True):
-        device[list(layer.operators)] = d
     used, count = len(set(run)), problem.space.mesh.num_devices
     notes = [f"{used} of {count} devices used: with more, the busiest would have no less to do"] if used < count else []
-    return placed(problem, device), tuple(notes)
+    return placed_layers(problem, layers, run), tuple(notes)
 
 
 def model_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> SearchResult:
@@ -108,4 +113,4 @@ def model_parallel(rng_key: Array, problem: PlanningProblem, budget: Budget) -> 
     start = time.monotonic()
     require_pins(problem, "model_parallel")
     strategy, notes = model_parallel_strategy(problem)
-    return SearchResult(problem.evaluate([strategy])[0], 1, time.monotonic() - start, "complete", (), notes)
+    return result_of(problem, [strategy], start, notes)

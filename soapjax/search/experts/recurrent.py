@@ -23,7 +23,7 @@ import numpy as np
 
 from soapjax.graph.operators import NOT_SPLIT, OperatorGraph
 from soapjax.jit.array_types import Array
-from soapjax.search.experts.baselines import data_parallel_strategy, split_axes
+from soapjax.search.experts.baselines import data_parallel_strategy, result_of, split_axes
 from soapjax.search.experts.layers import LOOP, Layer, forward_edges, layers_of, steps_of, transitive
 from soapjax.search.experts.placement import balanced_runs, operator_seconds, pins_of_devices, require_pins
 from soapjax.search.problem import Budget, PlanningProblem, SearchResult
@@ -178,5 +178,4 @@ def expert_rnn(rng_key: Array, problem: PlanningProblem, budget: Budget) -> Sear
     start = time.monotonic()
     require_pins(problem, "expert_rnn")
     variants, notes = expert_rnn_strategies(problem)
-    best = min(problem.evaluate(variants), key=lambda e: e.rank)
-    return SearchResult(best, len(variants), time.monotonic() - start, "complete", (), notes)
+    return result_of(problem, variants, start, notes)
