@@ -134,7 +134,6 @@ def streams_of(schedule: Schedule, order: Order) -> np.ndarray:
 def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
     """Inputs are the schedule's predecessors and, for "fifo", the barrier before the task."""
     schedule = ordered(schedule, order)
-    n = schedule.num_tasks
     is_barrier = schedule.is_barrier.tolist()
     inputs, phase = [], []
     barriers: list[int] = []
@@ -146,11 +145,16 @@ def task_graph(schedule: Schedule, order: Order = "static") -> TaskGraph:
         phase.append(len(barriers))
         if is_barrier[t]:
             barriers.append(t)
-    successors: list[list[int]] = [[] for _ in range(n)]
+    return TaskGraph(order, tuple(inputs), successors_of(inputs), tuple(phase), tuple(is_barrier))
+
+
+def successors_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Which tasks wait for each."""
+    found: list[list[int]] = [[] for _ in inputs]
     for t, before in enumerate(inputs):
         for p in before:
-            successors[p].append(t)
-    return TaskGraph(order, tuple(inputs), tuple(map(tuple, successors)), tuple(phase), tuple(is_barrier))
+            found[p].append(t)
+    return tuple(map(tuple, found))
 
 
 def occupied_streams(

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soapjax.simulate.event import TaskGraph, run
+from soapjax.simulate.event import TaskGraph, run, successors_of
 from soapjax.strategy.pipeline import Action, Pipeline
 from soapjax.strategy.schedules import (
     actions,
@@ -132,13 +132,9 @@ class _Tasks:
         self.inputs.append(list(inputs))
 
     def graph(self) -> TaskGraph:
-        n = len(self.rows)
         inputs = [tuple(sorted({self.index[k] for k in mine if k in self.index})) for mine in self.inputs]
-        successors: list[list[int]] = [[] for _ in range(n)]
-        for t, mine in enumerate(inputs):
-            for i in mine:
-                successors[i].append(t)
-        return TaskGraph("fifo", tuple(inputs), tuple(map(tuple, successors)), (0,) * n, (False,) * n)
+        n = len(inputs)
+        return TaskGraph("fifo", tuple(inputs), successors_of(inputs), (0,) * n, (False,) * n)
 
 
 def simulate_pipeline(

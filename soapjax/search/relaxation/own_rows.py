@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from soapjax.costs.evaluate import LANES, Evaluator
-from soapjax.costs.rules.links import Links
 from soapjax.costs.rules.many_reshards import reshard_costs
 from soapjax.costs.tables.tensor_tables import FROM_FIXED, FROM_READER
 from soapjax.search.relaxation.candidates import Candidates
@@ -45,7 +44,6 @@ class OwnRows:
         self.slot_op = np.concatenate([tables.access_op, owner, owner, owner, [-1]])
         self.index = [np.arange(k) for k in self.counts]  # of each operator's candidates in the arrays
         self.gathers_again = tables.may_gather_again.tolist()
-        self.reshard_s = _reshard_s(tables.links)
 
     def restricted(self, candidates: list[Candidates], keep: list[np.ndarray]) -> OwnRows:
         """Only these candidates; the arrays are shared."""
@@ -78,6 +76,15 @@ class OwnRows:
             rows = np.where(rows == PARTIAL, np.int8(REPLICATED), rows)
         return n, rows
 
+    def reshard_s(self, source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
+        """Seconds [n, L] of bringing tensors of a shape [R] from layouts `source` to `target` [n, A]."""
+        links = self.tables.links
+        out = np.zeros((len(source), links.num_levels), np.float32)
+        moves = np.flatnonzero((source != target).any(axis=1))
+        shapes = np.broadcast_to(shape, (len(moves), len(shape)))
+        out[moves] = reshard_costs(source[moves], target[moves], size_bytes, links, share, shape=shapes).seconds
+        return out
+
 
 def _by_operator(
     evaluator: Evaluator, axes: np.ndarray, storage: np.ndarray, deadline: float
@@ -87,16 +94,3 @@ def _by_operator(
         if time.monotonic() > deadline:
             raise TimeoutError("the candidates' own costs were not done in time")
         yield evaluator.by_operator(axes[k : k + LANES], storage[k : k + LANES])
-
-
-def _reshard_s(links: Links) -> Callable[..., np.ndarray]:
-    """(source [n, A], target [n, A], bytes, latency share, shape [R]) -> seconds [n, L]."""
-
-    def reshard_s(source: np.ndarray, target: np.ndarray, size_bytes: float, share: float, shape: np.ndarray) -> np.ndarray:
-        out = np.zeros((len(source), links.num_levels), np.float32)
-        moves = np.flatnonzero((source != target).any(axis=1))
-        shapes = np.broadcast_to(shape, (len(moves), len(shape)))
-        out[moves] = reshard_costs(source[moves], target[moves], size_bytes, links, share, shape=shapes).seconds
-        return out
-
-    return reshard_s
