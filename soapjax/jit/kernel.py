@@ -76,11 +76,6 @@ def row(x: Array, i: Array | Scalar) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
 
 
-def rows(x: jax.Array, index: Array) -> jax.Array:
-    """`x[index]` of indices that are trusted."""
-    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-
 def added_at(x: Array, places: tuple[Array, ...], values: tuple[Array, ...]) -> jax.Array:
     """`x` with `values` added at `places`, one after the other: in a loop, since between two adds XLA would copy the array."""
     index, value = jnp.stack(places), jnp.stack([jnp.broadcast_to(v, x.shape[1:]) for v in values])

@@ -174,15 +174,13 @@ class Simulator:
             return schedule.queues
         return schedule.queues_of_groups(holders, self.tables.edge_tensor, makers(self.tables.graph))
 
-    def _simulated(self, costs: Costs | Outline, schedule: Schedule) -> Timeline:
-        return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs))
-
     def without_overlap_s(self, costs: Costs | Outline) -> float:
         """The step time if every device did one thing at a time: communication and computing one after the other."""
         if costs.holders is None:
             # Every task runs on every device: one after the other.
             return float(np.sum(self.schedule.durations(costs.durations), dtype=np.float64))
-        return self._simulated(costs, self.schedule.without_overlap()).makespan_s
+        schedule = self.schedule.without_overlap()
+        return simulate(schedule, schedule.durations(costs.durations), occupied_by(schedule, costs)).makespan_s
 
     def figures(self, strategies: Sequence[Strategy]) -> list[StrategyFigures]:
         """What strategies are compared by."""

@@ -184,16 +184,12 @@ def programs(sizes: Sizes) -> Programs:
 
         return lax.fori_loop(0, count, one, (walker, scratch_of(tables, sizes, LANES)))[0]
 
-    at = _position_like()
+    at = Position._make([_zeros(Base), _zeros(Trace), _zeros(Alive), 0])
     return Programs(
         PlannerProgram(take_apart, name=f"position {sizes}", results=at, is_urgent=True),
         PlannerProgram(walk, name=f"walk {sizes}", results=Walker._make([at, 0, 0, 0, 0, _zeros(State)])),
         leaps_program(sizes.bucket),
     )  # fmt: skip
-
-
-def _position_like() -> Position:
-    return Position._make([_zeros(Base), _zeros(Trace), _zeros(Alive), 0])
 
 
 def _zeros(of: type[NamedTuple]) -> Any:

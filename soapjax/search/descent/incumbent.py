@@ -30,13 +30,9 @@ class Incumbent:
         """Evaluations of those that have not been simulated before."""
         new = list({s.key(): s for s in strategies if s.key() not in self.known}.values())
         self.known |= {s.key() for s in new}
-        out: list[Evaluation] = []
-        for k in range(0, len(new), 32):
-            found = self.problem.evaluate(new[k : k + 32])
-            self.evaluated += len(found)
-            out += found
-            every = found if self.best is None else [self.best, *found]
-            self.best = min(every, key=lambda e: e.rank)
+        out = self.problem.evaluate(new) if new else []
+        self.evaluated += len(out)
+        self.best = min([*([] if self.best is None else [self.best]), *out], key=lambda e: e.rank)
         if self.budget.progress is not None:
             self.budget.progress(self.evaluated, self.best.step_time_s, time.monotonic() - self.begin)
         return out
