@@ -185,37 +185,31 @@ class Simulator:
     def figures(self, strategies: Sequence[Strategy]) -> list[StrategyFigures]:
         """What strategies are compared by."""
         found = self.batch(*_stacked(strategies))
-        figures = [
-            StrategyFigures(
-                step_time_s=_rounded(found.scores.step_time_s[i]), without_overlap_s=_rounded(self.without_overlap_s(costs)),
-                split_flops_share=share_of(*split_flops(self.tables, strategy.axes, self.tables.stored(costs.layouts.slots))),
-                memory_bytes_per_device=int(costs.memory_bytes[3]), sent_bytes=int(costs.bytes_by_collective.sum()),
-                peak_sent_bytes=int(costs.sent_bytes), feasible=self._is_feasible(costs),
-            )
-            for i, (strategy, costs) in enumerate(zip(strategies, map(found.costs, range(len(strategies))), strict=True))
-        ]  # fmt: skip
+        times = found.scores.step_time_s
+        figures = [self._figures(strategy, found.costs(i), times[i]) for i, strategy in enumerate(strategies)]
         found.done()
         return figures
 
-    def _is_feasible(self, costs: Costs) -> bool:
-        return bool(costs.memory_bytes[3] <= self.tables.usable_memory_bytes) and not int(costs.penalty)
+    def _figures(self, strategy: Strategy, costs: Costs, step_time_s: SupportsFloat) -> StrategyFigures:
+        return StrategyFigures(
+            step_time_s=_rounded(step_time_s), without_overlap_s=_rounded(self.without_overlap_s(costs)),
+            split_flops_share=share_of(*split_flops(self.tables, strategy.axes, self.tables.stored(costs.layouts.slots))),
+            memory_bytes_per_device=int(costs.memory_bytes[3]), sent_bytes=int(costs.bytes_by_collective.sum()),
+            peak_sent_bytes=int(costs.sent_bytes),
+            feasible=bool(costs.memory_bytes[3] <= self.tables.usable_memory_bytes) and not int(costs.penalty),
+        )  # fmt: skip
 
     def prediction(self, strategy: Strategy, compute_figures: dict[str, float] | None = None) -> Prediction:
         costs = self.costs(strategy)
-        time = float(self.step_times([strategy]).step_time_s[0])
+        figures = self._figures(strategy, costs, self.step_times([strategy]).step_time_s[0])
         parts = dict(zip(("parameters_and_state", "activations_and_gradients", "transient"), costs.memory_bytes, strict=False))
         return Prediction(
-            step_time_s=_rounded(time),
-            memory_bytes_per_device=int(costs.memory_bytes[3]),
+            **figures.model_dump(exclude={"sent_bytes"}),
             usable_memory_bytes=self.tables.usable_memory_bytes,
             memory_parts_bytes={k: int(v) for k, v in parts.items()},
-            feasible=self._is_feasible(costs),
             sends=sent_parts(self.tables, costs.layouts, strategy),
             bytes_by_collective={k: int(v) for k, v in zip(COLLECTIVES, costs.bytes_by_collective, strict=True)},
-            peak_sent_bytes=int(costs.sent_bytes),
             compute_figures=compute_figures or {},
-            without_overlap_s=_rounded(self.without_overlap_s(costs)),
-            split_flops_share=share_of(*split_flops(self.tables, strategy.axes, self.tables.stored(costs.layouts.slots))),
         )
 
 
