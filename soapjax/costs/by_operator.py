@@ -17,6 +17,7 @@ from soapjax.costs.evaluate import Costs
 from soapjax.costs.memory.memory_over_time import memory_curve
 from soapjax.costs.split_share import split_flops
 from soapjax.costs.tables.problem_tables import CostTables
+from soapjax.graph.lifespans import makers
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.plan import OperatorCost, SentPart
 
@@ -31,12 +32,9 @@ class Owners(NamedTuple):
 
 
 def owners(tables: CostTables) -> Owners:
-    graph, num_k = tables.graph, tables.num_tasks
-    maker = np.full(len(tables.tensor_bytes), -1)
-    for task in graph.tasks:
-        for access in task.writes:
-            maker[access.tensor] = task.operator
-    of_task = np.append(tables.task_op, -1)  # and the step's end
+    num_k = tables.num_tasks
+    of_task = np.append(tables.task_op, -1)  # and the step's end, and nobody
+    maker = of_task[makers(tables.graph)]
     of_edge = np.where(tables.edge_task < num_k, of_task[np.minimum(tables.edge_task, num_k)], maker[tables.edge_tensor])
     return Owners(of_task[:-1], maker, of_edge, of_task[tables.sum_task])
 
