@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import time
@@ -23,6 +24,7 @@ MAX_BYTES = 512 << 20  # of all kept programs; the oldest go first
 ORPHAN_S = 24 * 3600.0  # a temporary file of this age has no writer any more
 _CHECKSUM = 32  # bytes
 _TEMPORARY = ".writing-"
+_OWN_NAME = re.compile(rf"[0-9a-f]{{64}}|{re.escape(_TEMPORARY)}.*")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -133,17 +135,16 @@ def _tell(folder: Path, reason: str) -> None:
 
 
 def _sweep(at: int) -> None:
-    """Removes what killed writers left, and the oldest programs beyond the limit."""
+    """Removes what killed writers left, and the oldest programs beyond the limit; other files in the folder are somebody else's."""
     total, now, found = 0, time.time(), []
     for name in os.listdir(at):
         with contextlib.suppress(OSError):  # another process sweeps too
             of = os.stat(name, dir_fd=at, follow_symlinks=False)
-            if stat.S_ISREG(of.st_mode):
+            if stat.S_ISREG(of.st_mode) and _OWN_NAME.fullmatch(name):
                 found.append((of.st_mtime, of.st_size, name))
     for modified, size, name in sorted(found, reverse=True):
         total += size
-        # Older versions named their temporary files by a dot alone.
-        is_orphan = name.startswith(".") and now - modified > ORPHAN_S
+        is_orphan = name.startswith(_TEMPORARY) and now - modified > ORPHAN_S
         if is_orphan or total > MAX_BYTES:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=at)

@@ -220,13 +220,26 @@ def test_a_sum_without_the_key_is_not_enough(folder, unpickled):
 
 def test_what_killed_writers_left_is_swept_after_a_day(folder, monkeypatch):
     kept = planted(folder)
-    old, new, older = folder / ".writing-old", folder / ".writing-new", folder / ".tmpabcdef"
-    for path, age_s in ((old, 90_000), (new, 3_600), (older, 90_000)):
+    old, new = folder / ".writing-old", folder / ".writing-new"
+    for path, age_s in ((old, 90_000), (new, 3_600)):
         path.write_bytes(b"half")
         os.utime(path, (time.time() - age_s,) * 2)
     monkeypatch.setattr(kept_programs, "_swept", set())
     assert right(PlannerProgram(double_of_sines))
     assert set(folder.iterdir()) == {kept, new}
+
+
+def test_other_files_in_the_folder_are_not_swept(folder, monkeypatch):
+    """A user may name any folder, their home say."""
+    kept = planted(folder)
+    others = {folder / name for name in (".profile", ".tmpabcdef", "thesis.tex", "0" * 63)}
+    for path in others:
+        path.write_bytes(b"x" * 2000)
+        os.utime(path, (time.time() - 1e7,) * 2)
+    monkeypatch.setattr(kept_programs, "_swept", set())
+    monkeypatch.setattr(kept_programs, "MAX_BYTES", kept.stat().st_size)
+    assert right(PlannerProgram(double_of_sines))
+    assert set(folder.iterdir()) == {kept, *others}
 
 
 def test_a_full_disk_leaves_nothing(folder, monkeypatch):
