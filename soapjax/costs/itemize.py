@@ -51,9 +51,9 @@ def sent_items(tables: CostTables, found: Layouts, strategy: Strategy) -> list[S
             moved = {k: sent[k] * float(trips) for k in COLLECTIVES if sent[k]}
             items.append(Sent(task, tensor, reason, tuple(map(int, source)), tuple(map(int, target)), moved))
 
-    for t in tables.partial:
+    for t in np.flatnonzero(tables.may_be_partial).tolist():
         raw, target = found.raw[t], found.resolved[t]
-        add(int(tables.tensor_birth[t]), int(t), "resolve", raw, target, tables.resolve_bytes[t], tables.tensor_trips[t])
+        add(int(tables.tensor_birth[t]), t, "resolve", raw, target, tables.resolve_bytes[t], tables.tensor_trips[t])
     gathers_again = tables.may_gather_again
     for e in np.flatnonzero(~np.asarray(found.is_shared)):
         t = int(tables.edge_tensor[e])

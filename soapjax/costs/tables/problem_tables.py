@@ -129,11 +129,6 @@ class CostTables:
         return len(self.task_op)
 
     @property
-    def partial(self) -> np.ndarray:
-        """int [R]: the tensors that may be resolved."""
-        return np.flatnonzero(self.may_be_partial)
-
-    @property
     def may_gather_again(self) -> np.ndarray:
         """bool [E]: readers of parameters in the backward pass, which by some storages does not share the forward pass's copies."""
         of = self.edge_parameter

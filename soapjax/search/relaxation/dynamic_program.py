@@ -121,7 +121,7 @@ def seeds(problem: PlanningProblem) -> list[Strategy]:
     space = problem.space
     plain = [replicate_all(problem), data_parallel_strategy(problem)[0]]
     pairs = [tensor_parallel_strategy(problem, range(a, space.num_axes)) for a in range(space.num_axes)]
-    plain += [s for s in pairs if _divides(problem, s)]
+    plain += [s for s in pairs if space.is_valid(s)]
     storages = range(len(space.storages) if space.owns_parameters.any() else 1)
     return [Strategy(s.axes, np.where(space.owns_parameters, k, 0).astype(np.int8)) for s in plain for k in storages]
 
@@ -137,14 +137,6 @@ def seeded_relaxation(problem: PlanningProblem, deadline: float = math.inf) -> R
     if not _last or _last[0].problem is not problem:
         _last[:] = [relax(problem, max_candidates=MAX_CANDIDATES, seeds=seeds(problem), deadline=deadline)]
     return _last[0]
-
-
-def _divides(problem: PlanningProblem, strategy: Strategy) -> bool:
-    """Whether every degree divides its dim; all operators at once."""
-    space = problem.space
-    sizes = np.array(space.mesh.axis_sizes)
-    split = np.stack([np.where(strategy.axes == k, sizes, 1).prod(axis=1) for k in range(space.divisors.shape[1])], axis=1)
-    return bool((space.divisors % split == 0).all())
 
 
 def tied_solution(
