@@ -22,7 +22,7 @@ from jax import lax
 
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import largest, put, row
-from soapjax.simulate.walk import MAX_PHASES, ItemRecords, latest_of, stream_times
+from soapjax.simulate.walk import MAX_PHASES, ItemCosts, ItemRecords, costs_of_item, latest_of, stream_times
 
 NEVER = -jnp.inf
 
@@ -39,15 +39,6 @@ class Trace(NamedTuple):
     length: Array  # [F]
 
 
-class ItemCosts(NamedTuple):
-    """What items take: seconds [K + 1] of tasks and [X + 1, L] of rows as they are paid, and who takes part [.., G], or None."""
-
-    compute_s: Array
-    paid_s: Array
-    on_compute: Array | None
-    on_rows: Array | None
-
-
 def no_trace(num_items: int, num_levels: int, groups: int) -> Trace:
     """To be made anew from the first item on; `groups` is 0 without pins."""
     streams = (num_items + 1, 1 + num_levels, *((groups,) if groups else ()))
@@ -56,17 +47,6 @@ def no_trace(num_items: int, num_levels: int, groups: int) -> Trace:
         end=line, free=free, gathered=line, rest_of_free=free, rest_of_gathered=line + NEVER, rest_of_begin=line,
         length=jnp.zeros(MAX_PHASES),
     )  # fmt: skip
-
-
-def costs_of_item(of: ItemCosts, item: Array) -> tuple[list[Array], Array | None]:
-    """Seconds per stream of one item, and who takes part."""
-    is_compute, source = item[1] != 0, item[6]
-    task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, of.paid_s.shape[0] - 1, source)
-    seconds = row(of.paid_s, sent)
-    own: list[Array] = [jnp.where(is_compute, row(of.compute_s, task), 0.0), *(seconds[lv] for lv in range(seconds.shape[0]))]
-    if of.on_rows is None:
-        return own, None
-    return own, jnp.where(is_compute, row(of.on_compute, task), row(of.on_rows, sent))
 
 
 def forward(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, count: Array) -> tuple[Array, ...]:
@@ -83,7 +63,7 @@ def forward(items: ItemRecords, of: ItemCosts, old: Trace, first: Array, count: 
         is_compute, is_link, is_barrier = (item[i] != 0 for i in (1, 2, 3))
         own, on = costs_of_item(of, item)
         start = jnp.where(is_compute, gathered, row(ends, item[0]))
-        streams, end = stream_times([free[s] for s in range(free.shape[0])], start, own, items.overlap, on, 0.0)
+        streams, end = stream_times([free[s] for s in range(free.shape[0])], start, own, items.overlap, on)
         length = put(length, item[4], latest_of(streams, pins=pins))
         gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
         free = jnp.where(is_barrier, 0.0, jnp.stack(streams))

@@ -137,19 +137,18 @@ def latest_of(free: Sequence[Array], *, pins: bool) -> Array:
 
 
 def stream_times(
-    free: Sequence[Array], end: Array, own: Sequence[Array], overlap: Array | np.bool_, on: Array | None, never: float
+    free: Sequence[Array], end: Array, own: Sequence[Array], overlap: Array | np.bool_, on: Array | None
 ) -> tuple[list[Array], Array]:
     """Runs one item: (times at which each stream is free, its end), of [Q], or [G, Q] and [Q] where groups take part (`on`).
 
     `own` are its seconds per stream, 0 of computing first; a communication occupies the computing stream too without overlap.
-    `never` is the time of a stream that nothing has used.
     """
     free = list(free)
 
     def latest(stream: Array) -> Array:
         if on is None:
             return stream
-        return largest(jnp.where(on, stream, never))
+        return largest(jnp.where(on, stream, 0.0))
 
     def taken(stream: Array, takes: Array, end: Array) -> Array:
         return jnp.where(takes if on is None else takes & on, end, stream)
@@ -158,7 +157,7 @@ def stream_times(
         takes = seconds > 0
         busy = latest(free[s])
         if s:
-            busy = jnp.maximum(busy, jnp.where(overlap, never, latest(free[0])))
+            busy = jnp.maximum(busy, jnp.where(overlap, 0.0, latest(free[0])))
         end = jnp.where(takes, jnp.maximum(end, busy) + seconds, end)
         free[s] = taken(free[s], takes, end)
         if s:
@@ -166,15 +165,33 @@ def stream_times(
     return free, end
 
 
-def makespans(
-    items: ItemRecords, num_places: int, compute_s: Array, row_s: Array, on_compute: Array | None, on_rows: Array | None
-) -> Array:
-    """Step times [Q] of strategies with seconds [K + 1, Q] of tasks and [X + 1, L, Q] of rows.
+class ItemCosts(NamedTuple):
+    """What items take: seconds [K + 1] of tasks and [X + 1, L] of rows as they are paid, and who takes part [.., G], or None.
 
-    `on_compute` bool [K + 1, G, Q] and `on_rows` bool [X + 1, G, Q] say which groups of devices take part; None where there is one.
+    Of one strategy, or of Q side by side, [.., Q].
     """
-    levels, q = row_s.shape[1:]
-    groups = () if on_compute is None else (on_compute.shape[1],)
+
+    compute_s: Array
+    paid_s: Array
+    on_compute: Array | None
+    on_rows: Array | None
+
+
+def costs_of_item(of: ItemCosts, item: Array) -> tuple[list[Array], Array | None]:
+    """Seconds per stream of one item, and who takes part."""
+    is_compute, source = item[1] != 0, item[6]
+    task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, of.paid_s.shape[0] - 1, source)
+    seconds = row(of.paid_s, sent)
+    own: list[Array] = [jnp.where(is_compute, row(of.compute_s, task), 0.0), *(seconds[lv] for lv in range(seconds.shape[0]))]
+    if of.on_rows is None:
+        return own, None
+    return own, jnp.where(is_compute, row(of.on_compute, task), row(of.on_rows, sent))
+
+
+def makespans(items: ItemRecords, num_places: int, of: ItemCosts) -> Array:
+    """Step times [Q] of strategies."""
+    levels, q = of.paid_s.shape[1:]
+    groups = () if of.on_compute is None else (of.on_compute.shape[1],)
     zeros = jnp.zeros(q)
 
     def body(t: Array, state: tuple):
@@ -182,13 +199,10 @@ def makespans(
         # An end is written one item late, so that the loop reads and writes the array of ends in one place and in that order.
         ends = put(ends, last_place, last_end)
         item = row(items.item, t)
-        before, is_compute, is_link, is_barrier, source = item[0], item[1] != 0, item[2] != 0, item[3] != 0, item[6]
+        before, is_compute, is_link, is_barrier = item[0], item[1] != 0, item[2] != 0, item[3] != 0
         ready = jnp.where(before < items.item.shape[0] - 1, row(ends, row(items.item, before)[5]), 0.0)
-        task, sent = jnp.where(is_compute, source, 0), jnp.where(is_compute, row_s.shape[0] - 1, source)
-        seconds = row(row_s, sent)
-        own = [jnp.where(is_compute, row(compute_s, task), 0.0), *(seconds[lv] for lv in range(levels))]
-        on = None if on_compute is None else jnp.where(is_compute, row(on_compute, task), row(on_rows, sent))
-        free, end = stream_times(list(free), jnp.where(is_compute, gathered, ready), own, items.overlap, on, 0.0)
+        own, on = costs_of_item(of, item)
+        free, end = stream_times(list(free), jnp.where(is_compute, gathered, ready), own, items.overlap, on)
         gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
         latest = latest_of(free, pins=bool(groups))
         free = tuple(jnp.where(is_barrier, latest, x) for x in free)
@@ -208,7 +222,7 @@ def program(sizes: ItemSizes, b: Bucket) -> PlannerProgram:
         groups = (on_compute, on_rows) if b.groups else ()
 
         def run(items: ItemRecords, compute_s: Array, row_s: Array, *on: Array) -> Array:
-            return makespans(items, sizes.places, compute_s, row_s, *(on or (None, None)))
+            return makespans(items, sizes.places, ItemCosts(compute_s, row_s, *(on or (None, None))))
 
         return in_kernel(run, items, compute_s, row_s, *groups)
 

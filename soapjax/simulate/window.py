@@ -15,8 +15,8 @@ from jax import lax
 
 from soapjax.jit.array_types import Array
 from soapjax.jit.kernel import largest, put, row
-from soapjax.simulate.simulated_trace import NEVER, ItemCosts, Trace, costs_of_item
-from soapjax.simulate.walk import MAX_PHASES, ItemRecords, stream_times
+from soapjax.simulate.simulated_trace import NEVER, Trace
+from soapjax.simulate.walk import MAX_PHASES, ItemCosts, ItemRecords, costs_of_item, stream_times
 
 FAR = 1 << 30
 
@@ -104,7 +104,7 @@ def window_times(
                 on = jnp.where(r > 0, row(changed.on_rows, r), base_on[:, None])
                 on = jnp.where(k > 0, row(changed.on_compute, jnp.maximum(k - 1, 0)), on)
             streams, end = stream_times(
-                [free[s] for s in range(num_streams)], jnp.where(is_compute, gathered, ready), own, items.overlap, on, 0.0
+                [free[s] for s in range(num_streams)], jnp.where(is_compute, gathered, ready), own, items.overlap, on
             )  # fmt: skip
             gathered = jnp.where(is_link, jnp.maximum(gathered, end), jnp.where(is_compute, 0.0, gathered))
 

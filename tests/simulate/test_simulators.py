@@ -18,9 +18,9 @@ from soapjax.search.problem import PlanningProblem
 from soapjax.simulate.event import simulate
 from soapjax.simulate.items import LINK, NONE, Items
 from soapjax.simulate.schedule import BARRIER, COMPUTE, RESHARD, RESOLVE, SUM, Schedule
-from soapjax.simulate.simulated_trace import ItemCosts, no_trace, traced
+from soapjax.simulate.simulated_trace import no_trace, traced
 from soapjax.simulate.simulator import Simulator
-from soapjax.simulate.walk import ItemSizes, makespans, records_of_items
+from soapjax.simulate.walk import ItemCosts, ItemSizes, makespans, records_of_items
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 from soapjax.strategy.space import search_space
 from soapjax.topology import factor_mesh
@@ -145,7 +145,7 @@ def figures(seconds, on) -> ItemCosts:
 
 @jax.jit
 def batched(items, seconds, on):
-    return makespans(items, items.item.shape[0] - 1, *figures(seconds, on))
+    return makespans(items, items.item.shape[0] - 1, figures(seconds, on))
 
 
 def run_batched(schedule: Schedule, durations) -> np.ndarray:

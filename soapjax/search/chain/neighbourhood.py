@@ -27,8 +27,8 @@ from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import any_of, in_kernel, largest, row
 from soapjax.search.objective import cost_by, limits_of
 from soapjax.search.problem import PlanningProblem
-from soapjax.simulate.simulated_trace import ItemCosts, Trace, no_trace, traced
-from soapjax.simulate.walk import ItemRecords, ItemSizes
+from soapjax.simulate.simulated_trace import Trace, no_trace, traced
+from soapjax.simulate.walk import ItemCosts, ItemRecords, ItemSizes
 from soapjax.simulate.window import Changed, no_windows, passing_by, widened, window_times
 
 
