@@ -118,25 +118,6 @@ class _Row(NamedTuple):
     streams: tuple[int, ...]
 
 
-class _Tasks:
-    """Grows a task graph; inputs may be named before they exist."""
-
-    def __init__(self):
-        self.rows: list[_Row] = []
-        self.inputs: list[list[object]] = []  # keys
-        self.index: dict[object, int] = {}
-
-    def add(self, key: object, row: _Row, inputs: Sequence[object]) -> None:
-        self.index[key] = len(self.rows)
-        self.rows.append(row)
-        self.inputs.append(list(inputs))
-
-    def graph(self) -> TaskGraph:
-        inputs = [tuple(sorted({self.index[k] for k in mine if k in self.index})) for mine in self.inputs]
-        n = len(inputs)
-        return TaskGraph("fifo", tuple(inputs), successors_of(inputs), (0,) * n, (False,) * n)
-
-
 def simulate_pipeline(
     pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer], *, overlap: bool = True
 ) -> PipelineTimeline:
@@ -260,11 +241,13 @@ def _memory(pipeline: Pipeline, stage: int, load: StageLoad, most: int) -> tuple
     return stays, own
 
 
-class _Expansion(_Tasks):
-    """All tasks of a step; `updates` are those of the first stage."""
+class _Expansion:
+    """All tasks of a step; `updates` are those of the first stage. Inputs may be named before they exist."""
 
     def __init__(self, pipeline: Pipeline, loads: Sequence[StageLoad], transfers: Sequence[Transfer], overlap: bool):
-        super().__init__()
+        self.rows: list[_Row] = []
+        self.inputs: list[list[object]] = []  # keys
+        self.index: dict[object, int] = {}
         self.pipeline, self.stages, self.loads, self.overlap = pipeline, pipeline.stages, loads, overlap
         self.group_of = {i: g for g, group in enumerate(groups_of(pipeline)) for i in group}
         self.levels = 1 + max([t.level for t in transfers] + [load.sync_level for load in loads], default=0)
@@ -278,6 +261,16 @@ class _Expansion(_Tasks):
                 self._send_once(t, "parameters", t.parameters_s, ())
         for order in actions(pipeline):
             self._add_actions(order)
+
+    def add(self, key: object, row: _Row, inputs: Sequence[object]) -> None:
+        self.index[key] = len(self.rows)
+        self.rows.append(row)
+        self.inputs.append(list(inputs))
+
+    def graph(self) -> TaskGraph:
+        inputs = [tuple(sorted({self.index[k] for k in mine if k in self.index})) for mine in self.inputs]
+        n = len(inputs)
+        return TaskGraph("fifo", tuple(inputs), successors_of(inputs), (0,) * n, (False,) * n)
 
     # Streams.
     def _compute(self, i: int, replica: int) -> int:
