@@ -45,7 +45,7 @@ class Layouts(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Summands, for those who update them one operator at a time (change.py). G groups of devices, 1 without pins."""
+    """Of single records, for those who tell apart what a strategy's memory and seconds are made of."""
 
     reshard_s: Array  # [E, L]: as if no copy were shared
     held_bytes: Array  # [T]: of a tensor as it is kept, on a device that holds it

@@ -2,7 +2,7 @@
 
 A layout is [W, Q] sets of axes (sets.py), a config [K, Q] such sets, and where pins are, one of the pinned axes and their
 coordinates' digits behind them. Full evaluation (whole.py) applies the rules to all records, lanes being strategies; the chain
-(delta.py) to the records that one operator's config can change, lanes being its candidates.
+(change.py) to the records that one operator's config can change, lanes being its candidates.
 """
 
 from __future__ import annotations

@@ -67,13 +67,11 @@ class Engine:
     def _walk_arguments(self) -> tuple[Any, ...]:
         """Arguments like those of the walk."""
         nothing_sent = np.zeros(max(self.sizes.bucket.groups, 1), np.float32)
-        at = Position(no_base(self.sizes.bucket), no_trace(*self._trace_sizes()), no_alive(self.sizes), nothing_sent)
+        trace = no_trace(self.sizes.items.items, self.sizes.bucket.levels, self.sizes.bucket.groups)
+        at = Position(no_base(self.sizes.bucket), trace, no_alive(self.sizes), nothing_sent)
         state, one, count = State(at.base.axes, at.base.storage), np.float32(1), np.int32(0)
         walker, keys = Walker(at, one, count, count, one, state), np.zeros((MOST_BLOCKS, 2), np.uint32)
         return self.tables, self.moves, one, one, keys, walker, count
-
-    def _trace_sizes(self) -> tuple[int, int, int]:
-        return self.sizes.items.items, self.sizes.bucket.levels, self.sizes.bucket.groups
 
     def walker(self, strategy: Strategy, cost: float | np.floating) -> Walker:
         """A chain that begins at `strategy`."""
