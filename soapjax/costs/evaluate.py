@@ -155,7 +155,8 @@ class Evaluator:
         """All figures of one of the strategies."""
         t, each, rows = self.tables, of.per_record, of.per_record.rows
         num_t, num_e, num_p = len(t.tensor_bytes), len(t.edge_task), len(t.parameter_op)
-        since = _own(each.since, lane, num_e)
+        previous = _own(each.previous, lane, num_e)
+        since = np.where(previous >= 0, t.edge_task[previous] + 1, 0)
         found = Layouts(
             self._layouts(each.layout, lane, t.replicated_slot + 1), self._layouts(rows.home, lane, num_t),
             self._layouts(rows.raw, lane, num_t), self._layouts(rows.resolved, lane, num_t), since > 0, since,

@@ -74,7 +74,7 @@ class PerRecord(NamedTuple):
     rows: Rows
     state_bytes: Array  # [P + 1, Q]
     on_stored: Array  # bool [P + 1, G, Q]
-    since: Array  # int32 [E + 1, Q]: the task after the last earlier reader of the same copy, 0 where this reader pays
+    previous: Array  # int32 [E + 1, Q]: the last reader before it of the same copy, -1 where it pays
     memory: Array  # [K + 1, Q]: bytes while each task runs, of the device that holds most then
 
 
@@ -142,7 +142,7 @@ def tasks_pass(
 
 
 def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Array:
-    """`PerRecord.since` of slots [n, W, Q] and `again` bool [N, Q]: whose parameters are gathered anew for the backward pass.
+    """`PerRecord.previous` of slots [n, W, Q] and `again` bool [N, Q]: whose parameters are gathered anew for the backward pass.
 
     A reader whose copy an earlier reader of the same tensor has made already, in the same layout, is its heir and pays nothing.
     """
@@ -151,25 +151,24 @@ def sharing_pass(p: CostArrays, layout: Array, again: Array, begun: Array) -> Ar
         op = row(p.edge_group, e)[3]
         return row(again, jnp.maximum(op, 0)) & (op >= 0)
 
-    def of_edge(e: Array, since: Array) -> Array:
+    def of_edge(e: Array, previous: Array) -> Array:
         first, place = row(p.edge_group, e)[0], row(p.edge_group, e)[1]
         wanted, own = row(layout, row(p.edge_life, e)[3]), own_copy(e)
 
         def earlier(state: tuple[Array, Array]) -> tuple[Array, Array]:
             c, found = state
             y = row(p.members, c)
-            life = row(p.edge_life, y)
-            same = every(row(layout, life[3]) == wanted) & (own_copy(y) == own)
-            return c - 1, jnp.where((found == 0) & same, life[2], found)
+            same = every(row(layout, row(p.edge_life, y)[3]) == wanted) & (own_copy(y) == own)
+            return c - 1, jnp.where((found < 0) & same, y, found)
 
-        start: tuple[Array, Array] = place - 1, jnp.zeros(since.shape[1:], since.dtype)
-        return put(since, e, lax.while_loop(lambda x: (x[0] >= first) & (x[1] == 0).any(), earlier, start)[1])
+        start: tuple[Array, Array] = place - 1, jnp.full(previous.shape[1:], -1, previous.dtype)
+        return put(previous, e, lax.while_loop(lambda x: (x[0] >= first) & (x[1] < 0).any(), earlier, start)[1])
 
     return lax.fori_loop(0, p.counts[4], of_edge, begun)
 
 
 def rows_pass(
-    p: CostArrays, records: Records, layout: Array, since: Array, begun: Rows
+    p: CostArrays, records: Records, layout: Array, previous: Array, begun: Rows
 ) -> tuple[Rows, Array, Array]:
     """All rows of a problem, and what is sent in them as they are paid: [6, Q] by collective, [G, Q] by a device of each group."""
     num_t, q = p.counts[3], layout.shape[2]
@@ -181,7 +180,7 @@ def rows_pass(
         of = row_costs(p, record, *(row(layout, record[i]) for i in range(1, 5)))
         t = jnp.where(x < num_t, x, t_pad)
         e = edge_of(p, x)
-        pays = (row(since, e) == 0).astype(jnp.float32)
+        pays = (row(previous, e) < 0).astype(jnp.float32)
         rows = Rows(
             raw=put(rows.raw, t, of.raw), home=put(rows.home, t, of.home), resolved=put(rows.resolved, t, of.resolved),
             full_s=put(rows.full_s, x, of.seconds), paid_s=put(rows.paid_s, x, of.seconds * pays),
@@ -253,19 +252,19 @@ def evaluate(p: CostArrays, records: Records, axes: Array, storage: Array, over:
     found = in_kernel(slots, p, records, config, over.layout)
     stored = in_kernel(parameters, p, records, storage, found.layout, over.state_bytes)
     seconds = in_kernel(tasks, p, records, config, found, stored.shards, over.compute_s)
-    since = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), over.since)
-    rows, sent, sent_on = in_kernel(rows_pass, p, records, stored.layout, since, over.rows)
+    previous = in_kernel(sharing_pass, p, stored.layout, gathers_again(p, storage), over.previous)
+    rows, sent, sent_on = in_kernel(rows_pass, p, records, stored.layout, previous, over.rows)
     on_compute, on_stored = over.on_compute, over.on_stored
     if p.has_pins:
         on_compute, on_stored = in_kernel(on, p, records, config, stored.layout, on_compute, on_stored)
     lives = Lives(
-        held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, since=since,
+        held=rows.held, copy=rows.copy, is_sent=rows.is_sent, transient=rows.transient, waiting=rows.waiting, previous=previous,
         on=rows.on, on_kept=rows.on_kept,
     )  # fmt: skip
     memory, curve = in_kernel(memory_of, p, lives, stored.state_bytes, on_stored, over.memory)
     each = PerRecord(
         layout=stored.layout, compute_s=seconds, on_compute=on_compute, rows=rows, state_bytes=stored.state_bytes,
-        on_stored=on_stored, since=since, memory=curve,
+        on_stored=on_stored, previous=previous, memory=curve,
     )  # fmt: skip
     return Evaluated(each, sent, memory_bytes=memory, sent_bytes=sent_on.max(0), violations=in_kernel(bad, p, config))
 
@@ -293,5 +292,6 @@ def nothing_yet(b: Bucket, lanes: int) -> PerRecord:
     alike = not b.groups  # all devices do the same
     return PerRecord(
         layout=layouts(b.slots + 1), compute_s=zeros(tasks), on_compute=truths(tasks, alike), rows=of_rows,
-        state_bytes=zeros(parameters), on_stored=truths(parameters, alike), since=zeros(edges, dtype=np.int32), memory=zeros(tasks),
+        state_bytes=zeros(parameters), on_stored=truths(parameters, alike), memory=zeros(tasks),
+        previous=np.full((edges, lanes), -1, np.int32),
     )  # fmt: skip

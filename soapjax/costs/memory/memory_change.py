@@ -33,16 +33,10 @@ class Alive(NamedTuple):
     slack: Scalar  # []: what may have been added since
 
 
-def since_of(p: CostArrays, base: Base, e: Array) -> Array:
-    """int32 []: the task after the last earlier reader of the copy that reshard `e` wants, 0 where it pays."""
-    before = row(base.previous, e)
-    return jnp.where(before >= 0, row(p.edge_life, jnp.maximum(before, 0))[2], 0)
-
-
 def begin_of(p: CostArrays, base: Base, e: Array) -> Array:
-    """int32 []: the first task of its copy."""
-    since, last, made = since_of(p, base, e), row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-    return jnp.where(since > 0, jnp.minimum(since, last), made)
+    """int32 []: the first task of its copy: behind the last reader before it of the same one, or where it is made."""
+    before, last, made = row(base.previous, e), row(p.edge_life, e)[0], row(p.edge_life, e)[1]
+    return jnp.where(before >= 0, jnp.minimum(row(p.edge_life, jnp.maximum(before, 0))[2], last), made)
 
 
 def alive_of(p: CostArrays, base: Base) -> Alive:
@@ -51,8 +45,7 @@ def alive_of(p: CostArrays, base: Base) -> Alive:
     def one(x: Array) -> Array:
         return x[..., None]
 
-    since = lax.fori_loop(0, p.counts[4], lambda e, x: put(x, e, since_of(p, base, e)), jnp.zeros_like(base.previous))
-    figures = base.held, base.copy, base.is_sent, base.transient, base.waiting, since, base.on, base.on_kept
+    figures = base.held, base.copy, base.is_sent, base.transient, base.waiting, base.previous, base.on, base.on_kept
     lives = Lives(*map(one, figures))
     steps = steps_of(p, lives)
     groups = base.on.shape[1]

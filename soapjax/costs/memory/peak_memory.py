@@ -26,7 +26,7 @@ class Lives(NamedTuple):
     is_sent: Array  # bool [E + 1, Q]
     transient: Array  # [T + 1, Q]
     waiting: Array  # [T + 1, 2, Q]
-    since: Array  # int32 [E + 1, Q]
+    previous: Array  # int32 [E + 1, Q]: the last reader before it of the same copy, -1 where it makes one
     on: Array  # bool [X + 1, G, Q]: who makes it
     on_kept: Array  # bool [X + 1, G, Q]
 
@@ -62,7 +62,7 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
 
         def reader(c: Array, last: Array) -> Array:
             e = row(p.edges_of, c)
-            return jnp.maximum(last, needed_until(p, e, row(of.is_sent, e), row(of.since, e) > 0))
+            return jnp.maximum(last, needed_until(p, e, row(of.is_sent, e), row(of.previous, e) >= 0))
 
         last = lax.fori_loop(first, first + number, reader, jnp.full(q, -1, jnp.int32))
         until = jnp.where(waits, birth, jnp.minimum(jnp.maximum(last, at_least), death))
@@ -77,17 +77,17 @@ def steps_of(p: CostArrays, of: Lives) -> Steps:
 
     def copy(e: Array, alive: Array) -> Array:
         last, made = row(p.edge_life, e)[0], row(p.edge_life, e)[1]
-        since, bytes_ = row(of.since, e), only_if(row(of.on_kept, num_t + e), row(of.copy, e))
-        alive = added_at(alive, (made, last + 1), (only_if(since == 0, bytes_), -bytes_))
+        previous, bytes_ = row(of.previous, e), only_if(row(of.on_kept, num_t + e), row(of.copy, e))
+        alive = added_at(alive, (made, last + 1), (only_if(previous < 0, bytes_), -bytes_))
         first, place = row(p.edge_group, e)[0], row(p.edge_group, e)[1]
 
         def earlier(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             c, left, alive = state
-            task = row(p.edge_life, row(p.members, c))[2]
-            begins = left & (since == task)
-            return c - 1, left & ~begins, added(alive, jnp.minimum(task, last), only_if(begins, bytes_))
+            y = row(p.members, c)
+            begins = left & (previous == y)
+            return c - 1, left & ~begins, added(alive, jnp.minimum(row(p.edge_life, y)[2], last), only_if(begins, bytes_))
 
-        start: tuple[Array, Array, Array] = place - 1, since > 0, alive
+        start: tuple[Array, Array, Array] = place - 1, previous >= 0, alive
         return lax.while_loop(lambda x: (x[0] >= first) & x[1].any(), earlier, start)[2]
 
     nothing = jnp.zeros((places, groups, q))

@@ -155,13 +155,3 @@ def previous_in(p: CostArrays, layout: Array, storage: Array, begin: Array, numb
         return put(previous, e, jnp.where(found >= begin, row(p.members, jnp.maximum(found, 0)), -1))
 
     return lax.fori_loop(begin, begin + number, one, previous)
-
-
-def all_previous(p: CostArrays, layout: Array, storage: Array) -> Array:
-    """`Base.previous` [E + 1] of a strategy."""
-
-    def one(e: Array, previous: Array) -> Array:
-        first, place, number = row(p.edge_group, e)[0], row(p.edge_group, e)[1], row(p.edge_group, e)[2]
-        return previous_in(p, layout, storage, first, jnp.where(place == first, number, 0), previous)
-
-    return lax.fori_loop(0, p.counts[4], one, jnp.full(p.edge_life.shape[0], -1, jnp.int32))

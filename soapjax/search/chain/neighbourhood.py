@@ -17,7 +17,6 @@ from jax import lax
 from soapjax.costs.change import changed, cleaned, moved, sent_after, sent_by
 from soapjax.costs.memory.memory_change import Alive, alive_of, most_added, peaks_after, stored_more
 from soapjax.costs.rules.base import Base, Change, nothing_changed, span
-from soapjax.costs.rules.copies import all_previous
 from soapjax.costs.rules.record_rules import config_of, violations
 from soapjax.costs.rules.sets import MAX_AXES
 from soapjax.costs.tables.arrays import Bucket, CostArrays
@@ -105,7 +104,7 @@ def scratch_of(tables: Tables, sizes: Sizes, lanes: int) -> Scratch:
 
 
 def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np.ndarray) -> Base:
-    """The summands of one of the strategies that were judged together; who pays is found by `position`."""
+    """The summands of one of the strategies that were judged together."""
     rows = each.rows
     padded_axes = np.full((b.operators, MAX_AXES), -1, np.int8)
     padded_axes[: len(axes), : axes.shape[1]] = axes
@@ -117,7 +116,7 @@ def base_of(b: Bucket, each: PerRecord, lane: int, axes: np.ndarray, storage: np
 
     return Base(
         axes=padded_axes, storage=padded_storage, layout=one(each.layout), compute_s=one(each.compute_s), full_s=one(rows.full_s),
-        paid_s=one(rows.paid_s), sent=one(rows.full_bytes), previous=np.full(b.edges + 1, -1, np.int32), held=one(rows.held),
+        paid_s=one(rows.paid_s), sent=one(rows.full_bytes), previous=one(each.previous), held=one(rows.held),
         copy=one(rows.copy), is_sent=one(rows.is_sent), transient=one(rows.transient), waiting=one(rows.waiting),
         state_bytes=one(each.state_bytes), on=one(rows.on), on_kept=one(rows.on_kept), on_compute=one(each.on_compute),
         on_stored=one(each.on_stored),
@@ -142,8 +141,7 @@ def item_costs_of(base: Base, pins: bool) -> ItemCosts:
 
 
 def position(tables: Tables, sizes: Sizes, base: Base) -> Position:
-    """What `base` is, which says nothing of who pays yet."""
-    base = base._replace(previous=in_kernel(all_previous, tables.costs, base.layout, base.storage))
+    """What `base` is."""
     trace = no_trace(sizes.items.items, sizes.bucket.levels, sizes.bucket.groups)
     everything = jnp.int32(0), tables.items.num_items - 1, jnp.bool_(True)
     trace = in_kernel(traced, tables.items, item_costs_of(base, sizes.pins), trace, *everything)
