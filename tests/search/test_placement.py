@@ -317,3 +317,9 @@ def test_pins_of_any_space_can_be_refused():
     strategy.axes[0, 0] = PIN(2)
     assert [p.value for p in problem.space.violations(strategy)] == ["-4"]
     assert "pin(0) or pin(1)" in problem.space.violations(strategy)[0].expected
+
+
+@pytest.mark.parametrize("proposals", [1, 2])
+def test_a_proposal_or_two_are_a_budget(proposals):
+    result = get_planner("mcmc")(KEY, problem_of("mlp"), Budget(num_proposals=proposals))
+    assert result.stopped_by == "proposals" and 1 <= result.num_proposals <= proposals

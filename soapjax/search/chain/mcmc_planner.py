@@ -98,7 +98,7 @@ def _without_pins(key: Array, problem: PlanningProblem, record: Record) -> list[
     if not problem.space.offers_pins:
         return []
     budget = record.budget
-    proposals = None if record.limit is None else int(WITHOUT_PINS * record.limit)
+    proposals = None if record.limit is None else max(int(WITHOUT_PINS * record.limit), 1)
     seconds = None if budget.seconds is None else WITHOUT_PINS * budget.seconds
     found = mcmc(key, problem.without_pins(), budget._replace(num_proposals=proposals, seconds=seconds))
     record.done += found.num_proposals
