@@ -16,7 +16,17 @@ import numpy as np
 
 from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
-from soapjax.strategy.configs import FIRST_PIN, PIN, REPLICATE, Storage, Strategy, replicated, stage_storages, storage_options
+from soapjax.strategy.configs import (
+    FIRST_PIN,
+    MOST_PLACES,
+    PIN,
+    REPLICATE,
+    Storage,
+    Strategy,
+    replicated,
+    stage_storages,
+    storage_options,
+)
 from soapjax.strategy.layout import divides, layout_of
 from soapjax.topology.mesh import FactorMesh
 
@@ -184,8 +194,8 @@ def search_space(
     `pins` offers the paper's whole space: also operators on parts of the devices. `storages` are those of one program by default;
     with pins those of several.
 
-    Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, and every constraint of the
-    user's own code that this mesh cannot express.
+    Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, every constraint of the
+    user's own code that this mesh cannot express, and an axis that is too long for pins.
     """
     n, k = graph.num_operators, max((len(o.dims) for o in graph.operators), default=0)
     divisors = np.ones((n, max(k, 1)), np.int32)
@@ -201,6 +211,9 @@ def search_space(
             problems += _fix_operator(graph, mesh, i, allowed)
     owns = np.array([bool(o.parameters) for o in graph.operators])
     layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
+    if pins and (longest := max(mesh.axis_sizes, default=1)) > MOST_PLACES:
+        expected = f"levels whose sizes have no prime factor above {MOST_PLACES}"
+        problems.append(Problem("space", f"'paper' on an axis of {longest}", expected, "use the space soap, or another topology"))
     if problems:
         raise SoapjaxError(problems)
     if storages is None:

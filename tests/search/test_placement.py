@@ -323,3 +323,11 @@ def test_pins_of_any_space_can_be_refused():
 def test_a_proposal_or_two_are_a_budget(proposals):
     result = get_planner("mcmc")(KEY, problem_of("mlp"), Budget(num_proposals=proposals))
     assert result.stopped_by == "proposals" and 1 <= result.num_proposals <= proposals
+
+
+def test_more_places_along_an_axis_than_costs_tell_apart_are_refused():
+    """The ninth of eleven devices would cost as the first."""
+    with pytest.raises(SoapjaxError, match="an axis of 11"):
+        problem_of("mlp", "1x11")
+    assert planning_problem(traced("mlp"), topology_of("1x11")).space.mesh.num_devices == 11
+    assert problem_of("mlp", "1x7").space.offers_pins
