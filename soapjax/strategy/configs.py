@@ -20,6 +20,7 @@ REPLICATE = -1
 AS_USED = "as used"  # a storage: over no axes beyond those of the use
 FIRST_PIN = -2
 MOST_PLACES = 8  # along an axis, that operators may be pinned to: so many the cost model tells apart
+MOST_AXES = 15  # of a mesh: the cost model keeps sets of them in 16 bits
 
 
 def PIN(i: int) -> int:  # noqa: N802 - a constructor of config values, written as in the paper's notation

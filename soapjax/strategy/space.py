@@ -18,6 +18,7 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.graph.operators import OperatorGraph
 from soapjax.strategy.configs import (
     FIRST_PIN,
+    MOST_AXES,
     MOST_PLACES,
     PIN,
     REPLICATE,
@@ -195,7 +196,7 @@ def search_space(
     with pins those of several.
 
     Raises: SoapjaxError naming every fixed path that is unknown or whose spec does not fit, every constraint of the
-    user's own code that this mesh cannot express, and an axis that is too long for pins.
+    user's own code that this mesh cannot express, and a mesh of too many axes, or of one that is too long for pins.
     """
     n, k = graph.num_operators, max((len(o.dims) for o in graph.operators), default=0)
     divisors = np.ones((n, max(k, 1)), np.int32)
@@ -211,6 +212,9 @@ def search_space(
             problems += _fix_operator(graph, mesh, i, allowed)
     owns = np.array([bool(o.parameters) for o in graph.operators])
     layouts = _fixed_layouts(graph, mesh, fixed or {}, problems)
+    if len(mesh.axis_sizes) > MOST_AXES:
+        expected = f"at most {MOST_AXES} prime factors of the sizes of all levels"
+        problems.append(Problem("topology", f"{mesh.num_devices} devices", expected, "plan for a part of the devices"))
     if pins and (longest := max(mesh.axis_sizes, default=1)) > MOST_PLACES:
         expected = f"levels whose sizes have no prime factor above {MOST_PLACES}"
         problems.append(Problem("space", f"'paper' on an axis of {longest}", expected, "use the space soap, or another topology"))

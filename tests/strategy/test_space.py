@@ -276,3 +276,10 @@ def test_what_violates_the_space_is_found_one_operator_at_a_time(model, topology
             expected += [f"{op.name}.{d.name}" for k, d in enumerate(op.dims) if d.divisor % degree(axes[n], k, sizes)]
             expected += [f"{op.name}.storage"] if not 0 <= storage[n] < len(space.storages) else []
         assert [p.place for p in space.violations(Strategy(axes, storage))] == [f"operators.{place}" for place in expected]
+
+
+def test_a_mesh_of_more_axes_than_costs_have_bits_is_refused():
+    graph = graph_of("mlp")
+    assert search_space(graph, factor_mesh(topology_of("4096x8"))).num_axes == 15
+    with pytest.raises(SoapjaxError, match="65536 devices"):
+        search_space(graph, factor_mesh(topology_of("8192x8")))

@@ -19,11 +19,11 @@ from jax import lax
 
 from soapjax.jit.array_types import Array, Scalar
 from soapjax.jit.kernel import put, row
-from soapjax.strategy.configs import MOST_PLACES
+from soapjax.strategy.configs import MOST_AXES, MOST_PLACES
 from soapjax.strategy.layout import PARTIAL, PINNED, REPLICATED
 
 SET = jnp.int16
-MAX_AXES = 15
+MAX_AXES = MOST_AXES
 DIGITS = (MOST_PLACES - 1).bit_length()  # of coordinates
 
 
