@@ -16,7 +16,6 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,13 +215,3 @@ class BestKnown:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(self.path, json.dumps(self.entries, indent=1, sort_keys=True) + "\n")
         return found
-
-
-def stop_when(condition: Callable[[float, float], bool]) -> Callable[[int, float, float], None]:
-    """A `Budget.progress` that ends a search once `condition(best cost, elapsed seconds)` holds."""
-
-    def progress(done: int, best_s: float, elapsed_s: float) -> None:
-        if condition(best_s, elapsed_s):
-            raise KeyboardInterrupt
-
-    return progress

@@ -233,7 +233,10 @@ def test_table4_ends_a_start_when_it_is_good_enough(tmp_path, quick_search):
 
 def test_an_interrupted_search_is_no_row(quick_search):
     problem = Case("lenet", "p100", 2, tiny=True).problem()
-    stop = paper_problems.stop_when(lambda best, elapsed: True)
+
+    def stop(done: int, best_s: float, elapsed_s: float) -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         paper_problems.search("mcmc", problem, Budget(seconds=100, progress=stop), 0)
 

@@ -197,7 +197,6 @@ def test_heavy_weights_behind_light_activations_are_not_replicated():
     assert data_parallel_s(graph, machine) > found.bottleneck_s
     # Without weights to sum, nothing beats data parallelism: no bubble, no transfer.
     assert pipedream(chain([30.0] * 3, [50.0] * 3, [0.0] * 3), machine).config == "16"
-    assert pipedream(graph, machine, straight=True).config == "straight"
 
 
 def test_of_equally_fast_plans_the_one_with_fewest_workers():

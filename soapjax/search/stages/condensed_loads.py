@@ -12,8 +12,8 @@ import numpy as np
 
 from soapjax.graph.condensing import MOST_KEPT, Condensed, condense
 from soapjax.search.stages.stage_figures import Figures, Inside
-from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of, transfers_of
-from soapjax.simulate.pipeline_timeline import StageLoad, Transfer
+from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, sums_of
+from soapjax.simulate.pipeline_timeline import StageLoad
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import SearchSpace
 from soapjax.topology import FactorMesh
@@ -90,12 +90,6 @@ class CondensedLoads:
             return found
         one, two = (np.array(figures(b), np.float64) for b in pair)
         return found + left_out * np.maximum(two - one, 0.0)
-
-    def transfers(
-        self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
-    ) -> list[Transfer]:  # fmt: skip
-        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i]."""
-        return transfers_of(self.crossing(bounds, count, num, inside), self.topology, first, count)
 
     def crossing(
         self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]

@@ -122,9 +122,12 @@ class Grid:
 
     def _insides(self, width: int) -> list[tuple[str, int]]:
         """Names of inner strategies as used, with their degrees: those that a stage of so many devices may have."""
-        names = [x.name for x in self.problem.loads.choices(0, width, self.problem.microbatches[-1])]
-        plain = [n for n in names if not any(n.endswith(s) for s in STORED if s)]
+        plain = [n for n in self._names(width, self.problem.microbatches[-1]) if not any(n.endswith(s) for s in STORED if s)]
         return [(n, int(n.split(",")[0].split("/")[1]) if "/" in n else 1) for n in plain]
+
+    def _names(self, width: int, num: int) -> list[str]:
+        """Of all inner strategies of a stage of so many devices."""
+        return [x.name for x in self.problem.loads.choices(0, width, num)]
 
     def _widest(self) -> int:
         return self.topology.num_devices // min(self.problem.stages)
@@ -149,7 +152,7 @@ class Grid:
         found = []
         for samples in dict.fromkeys((1, two)):
             num = self.batch // samples
-            names = [x.name for x in problem.loads.choices(0, degree, num)]
+            names = self._names(degree, num)
             inner = names.index(inside) if inside in names else 0
             found.append(np.array(problem.loads.load(everything, 0, degree, num, inner), np.float64))
         return _Line(found[0], (found[-1] - found[0]) / max(two - 1, 1))
@@ -209,7 +212,7 @@ class Grid:
         bounds = self._bounds(p.groups * p.chunks)
         if bounds is None:
             return None
-        names = [x.name for x in self.problem.loads.choices(0, p.width, p.num_microbatches)]
+        names = self._names(p.width, p.num_microbatches)
         if p.inside + p.storage not in names:
             return None
         inner = names.index(p.inside + p.storage)

@@ -110,14 +110,12 @@ class Memory(NamedTuple):
 
 
 def pipedream(
-    graph: LayerGraph, topology: DeviceTopology, *, memory: Memory = Memory(), straight: bool = False,
-    num_stages: int | None = None, all_workers: bool = False, chain: bool = False,
-    rounds: int = 0,
+    graph: LayerGraph, topology: DeviceTopology, *, memory: Memory = Memory(), num_stages: int | None = None,
+    all_workers: bool = False, chain: bool = False, rounds: int = 0,
 ) -> StagePlan:  # fmt: skip
     """The stages with the smallest bottleneck; of equally fast ones that with fewest workers, then fewest replicated stages.
 
     Args:
-      straight: no replicated stages.
       num_stages: exactly so many (a pipeline inside units counts as one).
       chain: cut only between layers that follow one another, and let no units run pipelines inside.
       rounds: a number of minibatches that every stage's replicas must divide; 0: any number of replicas.
@@ -125,7 +123,7 @@ def pipedream(
     Raises: SoapjaxError where no partition fits into memory.
     """
     found_cuts = cuts(graph, max_cuts=1) if chain else cuts(graph)
-    solver = _Solver(found_cuts, Workers.of(topology), memory, straight, nests=not chain, rounds=rounds)
+    solver = _Solver(found_cuts, Workers.of(topology), memory, nests=not chain, rounds=rounds)
     found = solver.solve(num_stages, all_workers=all_workers)
     if found is None:
         largest = int(np.argmax(graph.parameter_bytes + graph.kept_bytes))
@@ -163,23 +161,22 @@ class _Solver:
     """The dynamic program on one unit of workers."""
 
     def __init__(
-        self, found: Cuts, workers: Workers, memory: Memory, straight: bool, after: int = 0, copies: int = 1, *,
-        nests: bool = True, rounds: int = 0,
-    ):  # fmt: skip
-        self.cuts, self.workers, self.memory, self.straight = found, workers, memory, straight
+        self, found: Cuts, workers: Workers, memory: Memory, after: int = 0, *, nests: bool = True, rounds: int = 0
+    ):
+        self.cuts, self.workers, self.memory = found, workers, memory
         self.total, self.rounds = workers.num_workers, rounds
-        # In flight of a nested pipeline: all that the line outside has at most, per copy of the unit.
-        self.line = max(self.total, after // copies)
+        # In flight of a nested pipeline: all that the line outside has at most, per copy of the unit; there are two or more.
+        self.line = max(self.total, after // 2)
         self.compute = found.compute_s[None, :] - found.compute_s[:, None]  # [S, S], k before j
         self.parameters = found.parameter_bytes[None, :] - found.parameter_bytes[:, None]
         self.kept = found.kept_bytes[None, :] - found.kept_bytes[:, None]
         self._stages: dict[tuple[float, int, int], np.ndarray] = {}
-        levels = range(len(workers.sizes) - 1) if nests and not straight else ()
+        levels = range(len(workers.sizes) - 1) if nests else ()
         self.nested = [self._nested(i) for i in levels if workers.sizes[i] > 1]
 
     def _nested(self, level: int) -> tuple[int, _Solver, np.ndarray]:
         """(workers of a unit, its solver, best bottleneck of every k → j on one unit)."""
-        inside = _Solver(self.cuts, self.workers.inside(level), self.memory, False, self.line, 2)
+        inside = _Solver(self.cuts, self.workers.inside(level), self.memory, self.line)
         return inside.total, inside, inside.all_pairs()
 
     def _join(self, compute: np.ndarray, sync_s_per_byte: float) -> np.ndarray:
@@ -279,7 +276,7 @@ class _Solver:
         came: dict[tuple[int, int, int], np.ndarray] = {}
         best[0, 0, levels, start] = 0.0
         for first in range(total):
-            for count in range(1, (1 if self.straight else total - first) + 1):
+            for count in range(1, total - first + 1):
                 if self.rounds and self.rounds % count:
                     continue
                 span = self.workers.span(first, first + count - 1)

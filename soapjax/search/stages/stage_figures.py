@@ -113,6 +113,7 @@ class Fabric:
         self.tables = cost_tables(graph, self.space, topology, profile)
         self.schedule = schedule_of(self.tables)
         self.evaluator = Evaluator(self.tables)
+        self._figures: dict[bytes, Figures] = {}
 
     @functools.cached_property
     def choices(self) -> list[Inside]:
@@ -129,7 +130,10 @@ class Fabric:
         return [place[s.key()] for s in strategies]
 
     def figures(self, strategy: Strategy) -> Figures:
-        return _figures(self, strategy)
+        """Of any strategy; kept once they are known."""
+        if (key := strategy.key()) not in self._figures:
+            self._figures[key] = _figures(self, strategy)
+        return self._figures[key]
 
 
 def _inner(graph: OperatorGraph, space: SearchSpace, topology: DeviceTopology) -> list[tuple[str, Strategy]]:

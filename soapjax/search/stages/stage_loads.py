@@ -100,7 +100,6 @@ class StageLoads:
         self._sent: dict[tuple, np.ndarray] = {}  # [phases, K + 1] by an inner strategy
         self._described: dict[int, tuple[Figures, list[tuple[Sent, SentPart]]]] = {}
         self._flows: dict[tuple[int, ...], list[Flow]] = {}
-        self._figures: dict[tuple, Figures] = {}
 
     def graph(self, num_microbatches: int) -> OperatorGraph:
         if num_microbatches not in self._graphs:
@@ -132,11 +131,7 @@ class StageLoads:
 
     def figures(self, first: int, count: int, num: int, strategy: Strategy) -> Figures:
         """Of any strategy of the graph on the stage's mesh."""
-        fabric = self._fabric(first, count, num)[0]
-        key = id(fabric), strategy.axes.tobytes(), strategy.storage.tobytes()
-        if key not in self._figures:
-            self._figures[key] = fabric.figures(strategy)
-        return self._figures[key]
+        return self._fabric(first, count, num)[0].figures(strategy)
 
     def load(self, bounds: tuple[int, int], first: int, count: int, num: int, inner: int) -> StageLoad:
         """Of the forward operators bounds[0] : bounds[1] on `count` devices from `first`, at `num` micro-batches."""
@@ -231,20 +226,14 @@ class StageLoads:
                 every[UPDATE if is_late else tables.graph.tasks[item.task].phase, item.task] += sum(item.bytes.values())
         return self._sent[key] @ np.append(self._mine(bounds)[own.operator], bounds[1] == len(self.forward)).astype(np.float64)
 
-    def transfers(
-        self, bounds: Sequence[int], first: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
-    ) -> list[Transfer]:  # fmt: skip
-        """Between the stages with forward operators bounds[i] : bounds[i + 1], on devices first[i] : first[i] + count[i].
+    def crossing(
+        self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
+    ) -> dict[tuple[int, int], CrossingBytes]:  # fmt: skip
+        """(earlier stage, later stage) -> what crosses.
 
         Args:
           inside: of every stage the figures of its strategy; a tensor is sent as the stage that gets it keeps it.
         """
-        return transfers_of(self.crossing(bounds, count, num, inside), self.topology, first, count)
-
-    def crossing(
-        self, bounds: Sequence[int], count: Sequence[int], num: int, inside: Sequence[Figures]
-    ) -> dict[tuple[int, int], CrossingBytes]:  # fmt: skip
-        """(earlier stage, later stage) -> what crosses."""
         return sums_of(self.flows(bounds), lambda f: inside[f.reader].shard_bytes[f.tensor] * count[f.reader])
 
     def flows(self, bounds: Sequence[int]) -> list[Flow]:

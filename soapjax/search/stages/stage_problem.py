@@ -26,7 +26,7 @@ from soapjax.search.objective import TIME, Objective
 from soapjax.search.stages.condensed_loads import CondensedLoads
 from soapjax.search.stages.stacks import Stacks, reaches
 from soapjax.search.stages.stage_figures import part_of
-from soapjax.search.stages.stage_loads import StageLoads, stage_of_operators
+from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, stage_of_operators, transfers_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, keeping_casts, memory_of, predicted_times
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.pipeline import Pipeline, ScheduleName, Stage
@@ -59,6 +59,17 @@ class Choice:
         """(first device, devices, inner strategy) of a stage."""
         g = stage % len(self.counts)
         return sum(self.counts[:g]), self.counts[g], self.inner[g]
+
+    @property
+    def groups(self) -> list[tuple[int, int, int]]:
+        """`group` of every stage."""
+        return [self.group(i) for i in range(self.num_stages)]
+
+    @property
+    def places(self) -> list[tuple[tuple[int, int], int, int, int, int]]:
+        """Of every stage what its loads are asked for by: its bounds, first device, devices, micro-batches, inner strategy."""
+        bounds, num = zip(self.bounds, self.bounds[1:], strict=False), self.num_microbatches
+        return [(b, first, count, num, inner) for b, (first, count, inner) in zip(bounds, self.groups, strict=True)]
 
 
 class Priced(NamedTuple):
@@ -133,7 +144,7 @@ class StageProblem:
 
     def is_even(self, choice: Choice) -> bool:
         """Whether stacked state can lie where its rows are used (stacks.py)."""
-        return not self.stacks or self.stacks.is_even(choice.bounds, [choice.group(i)[:2] for i in range(choice.num_stages)])
+        return not self.stacks or self.stacks.is_even(choice.bounds, [group[:2] for group in choice.groups])
 
     def _cuts_stacks_well(self, choice: Choice) -> bool:
         """Evenly where that is possible; with several stages on one group, which is never even, only where that is asked for."""
@@ -221,11 +232,7 @@ class StageProblem:
 
     def _loads_of(self, choice: Choice) -> list[StageLoad]:
         if self._looked_at is None or self._looked_at[0] is not choice:
-            loads = [
-                self.loads.load((choice.bounds[i], choice.bounds[i + 1]), first, count, choice.num_microbatches, inner)
-                for i, (first, count, inner) in enumerate(map(choice.group, range(choice.num_stages)))
-            ]
-            self._looked_at = choice, loads
+            self._looked_at = choice, [self.loads.load(*place) for place in choice.places]
         return self._looked_at[1]
 
     def _keeping_casts(self, pipeline: Pipeline, loads: list[StageLoad]) -> Pipeline:
@@ -246,45 +253,41 @@ class StageProblem:
         )  # fmt: skip
 
     def _transfers_of(self, choice: Choice) -> list[Transfer]:
-        num = choice.num_microbatches
-        key = (num, choice.bounds, choice.counts, choice.inner)
+        key = (choice.num_microbatches, choice.bounds, choice.counts, choice.inner)
         if key not in self._transfers:
-            groups = [choice.group(i) for i in range(choice.num_stages)]
-            inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
-            first, counts = [g[0] for g in groups], [g[1] for g in groups]
-            self._transfers[key] = self.loads.transfers(choice.bounds, first, counts, num, inside)
+            first, counts, _ = zip(*choice.groups, strict=True)
+            self._transfers[key] = transfers_of(self._crossing(choice), self.topology, first, counts)
         return self._transfers[key]
+
+    def _crossing(self, choice: Choice) -> dict[tuple[int, int], CrossingBytes]:
+        """(earlier stage, later stage) -> what crosses."""
+        num, groups = choice.num_microbatches, choice.groups
+        inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
+        return self.loads.crossing(choice.bounds, [count for _, count, _ in groups], num, inside)
 
     def _sent_bytes(self, choice: Choice) -> np.ndarray:
         """What each device of every group [G] sends in one step, inside its stages and to others."""
-        num = choice.num_microbatches
-        groups = [choice.group(i) for i in range(choice.num_stages)]
-        sent = np.zeros(len(choice.counts))
-        for i, (first, count, inner) in enumerate(groups):
-            own = self.loads.sent_bytes((choice.bounds[i], choice.bounds[i + 1]), first, count, num, inner)
+        num, groups = choice.num_microbatches, len(choice.counts)
+        sent = np.zeros(groups)
+        for i, place in enumerate(choice.places):
             passes = (num * (1 + choice.rematerialise[i]), num, 1)
-            sent[i % len(sent)] += float(own @ passes)
-        inside = [self.loads.choices(first, count, num)[inner].figures for first, count, inner in groups]
-        counts = [count for _, count, _ in groups]
-        for (a, b), sizes in self.loads.crossing(choice.bounds, counts, num, inside).items():
-            if a % len(sent) != b % len(sent):
-                sent[a % len(sent)] += (num * sizes.forward + sizes.parameters) / counts[a]
-                sent[b % len(sent)] += (num * sizes.backward + sizes.sums) / counts[b]
+            sent[i % groups] += float(self.loads.sent_bytes(*place) @ passes)
+        for (a, b), sizes in self._crossing(choice).items():
+            a, b = a % groups, b % groups
+            if a != b:
+                sent[a] += (num * sizes.forward + sizes.parameters) / choice.counts[a]
+                sent[b] += (num * sizes.backward + sizes.sums) / choice.counts[b]
         return sent
 
     def figures(self, priced: Priced) -> StrategyFigures:
         """A choice as plans are compared."""
-        choice, num = priced.choice, priced.choice.num_microbatches
-        where = [
-            ((choice.bounds[i], choice.bounds[i + 1]), *choice.group(i)[:2], num, choice.group(i)[2])
-            for i in range(choice.num_stages)
-        ]
-        alone = [self.loads.load(*w, overlap=False) for w in where]
+        choice = priced.choice
+        alone = [self.loads.load(*place, overlap=False) for place in choice.places]
         serial = predicted_times(self._keeping_casts(outline(choice), alone), alone, self._transfers_of(choice), overlap=False)
         sent = self._sent_bytes(choice)
         return StrategyFigures(
             step_time_s=priced.timeline.step_time_s, without_overlap_s=serial.step_time_s,
-            split_flops_share=share_of(*np.array([self.loads.split_flops(*w) for w in where]).T),
+            split_flops_share=share_of(*np.array([self.loads.split_flops(*place) for place in choice.places]).T),
             memory_bytes_per_device=int(priced.memory_bytes), feasible=priced.memory_bytes <= self.usable_bytes,
             sent_bytes=int(sent @ choice.counts) // self.topology.num_devices, peak_sent_bytes=int(sent.max()),
         )  # fmt: skip
@@ -295,7 +298,7 @@ class StageProblem:
         stages = "one stage" if choice.num_stages == 1 else f"{choice.num_stages} stages"
         if chunks > 1:
             stages += f", {chunks} on each of {groups} groups"
-        kinds = dict.fromkeys(map(self._inside, range(groups), [choice] * groups))
+        kinds = dict.fromkeys(self._inside(g, choice) for g in range(groups))
         again = sum(choice.rematerialise)
         passes = {0: "", choice.num_stages: ", every stage computed again"}.get(again, f", {again} stages computed again")
         own = f"{choice.num_microbatches} micro-batches, {choice.schedule}{passes}"
@@ -340,8 +343,7 @@ class StageProblem:
         """The pipeline as a plan has it."""
         stage = stage_of_operators(self.graph, choice.bounds, self.forward)
         stages = []
-        for i in range(choice.num_stages):
-            first, count, _ = choice.group(i)
+        for i, (first, count, _) in enumerate(choice.groups):
             mesh = self.loads.mesh(first, count, choice.num_microbatches)
             stages.append(
                 Stage(
@@ -357,15 +359,14 @@ class StageProblem:
 
 def outline(choice: Choice) -> Pipeline:
     """The pipeline of a choice without its operators, for the simulation."""
-    stages = []
-    for i in range(choice.num_stages):
-        first, count, _ = choice.group(i)
-        stages.append(Stage.model_construct(
-            operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=choice.rematerialise[i],
-            keeps_casts=False,
-        ))  # fmt: skip
+    stages = tuple(
+        Stage.model_construct(
+            operators=(), devices=tuple(range(first, first + count)), mesh={}, replicas=1, rematerialise=again, keeps_casts=False,
+        )
+        for (first, count, _), again in zip(choice.groups, choice.rematerialise, strict=True)
+    )  # fmt: skip
     return Pipeline.model_construct(
-        schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=tuple(stages), vertical_sync=False, order=()
+        schedule=choice.schedule, num_microbatches=choice.num_microbatches, stages=stages, vertical_sync=False, order=()
     )
 
 
