@@ -70,9 +70,7 @@ def profile_command(command: ProfileCommand, progress: Any = None) -> Result:
         less = "".join(f", {kind} at {fraction:.0%}" for kind, fraction in k.fractions.items())
         lines.append(f"{k.level}: {k.bytes_per_s / 1e9:.4g} GB/s{less}, {seconds(k.latency_s)} per step")
     lines += [*(f"note: {n}" for n in notes), f"written to {path}"]
-    table = TextTable(title="the largest measured tasks", title_justify="left")
-    for column in ("task", "measured", "spread"):
-        table.add_column(column, justify="left" if column == "task" else "right")
+    table = TextTable.of("the largest measured tasks", ("task",), ("measured", "spread"))
     for m in sorted(found.operators, key=lambda m: -m.seconds)[:10]:
         table.add_row(m.label, seconds(m.seconds), f"{m.spread:.0%}")
     return result, Group(table, Text("\n".join(lines))), 0
@@ -132,9 +130,7 @@ def calibrate_command(command: CalibrateCommand) -> Result:
     found = calibrated(merged(bases) if bases else None, device, fit, _command_line())
     saved = _saved(found, command.output)
     before = predict(1.0, 1.0)
-    table = TextTable(title="steps", title_justify="left")
-    for column in ("plan", "predicted before", "predicted", "measured", "error"):
-        table.add_column(column, justify="left" if column == "plan" else "right")
+    table = TextTable.of("steps", ("plan",), ("predicted before", "predicted", "measured", "error"))
     for (name, predicted, real), raw in zip(fit.steps, before, strict=True):
         table.add_row(name, seconds(raw), seconds(predicted), seconds(real), f"{predicted / real - 1:+.1%}")
     lines = [

@@ -101,9 +101,7 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
     """Totals, then operators that differ, those with the largest difference first."""
     if found.is_none:
         return Text("the plans are the same")
-    total = TextTable(title="predicted", title_justify="left")
-    for column in ("", "a", "b", "b against a"):
-        total.add_column(column, justify="left" if not column else "right")
+    total = TextTable.of("predicted", ("",), ("a", "b", "b against a"))
     for name, values, show in _totals(a, b):
         change = f"{(values[1] / values[0] - 1) * 100:+.2f} %" if None not in values and values[0] else ""
         total.add_row(name, *("" if v is None else show(v) for v in values), change)
@@ -111,9 +109,8 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
     if found.changed:
         is_known = any(c.alone is not None for c in found.changed)
         title = "operators that differ" + ("; what b's choice costs: in a, nothing else changed" if is_known else "")
-        table = TextTable(title=title, title_justify="left")
-        for column in ("operators", "a", "b", *(("step", "sends", "memory") if is_known else ("seconds in a", "in b"))):
-            table.add_column(column, justify="left" if column in ("operators", "a", "b") else "right", overflow="fold")
+        heads = ("step", "sends", "memory") if is_known else ("seconds in a", "in b")
+        table = TextTable.of(title, ("operators", "a", "b"), heads, overflow="fold")
         for c in found.changed[:MOST_ROWS]:
             title = c.names[0] if len(c.names) == 1 else f"{c.names[0]} … {c.names[-1]} ({len(c.names)})"
             sides = _shown(c.a, c.b), _shown(c.b, c.a)
@@ -127,13 +124,9 @@ def difference_report(a: Plan, b: Plan, found: PlanDifference) -> RenderableType
         if len(found.changed) > MOST_ROWS:
             table.add_row(f"{len(found.changed) - MOST_ROWS} more rows", *[""] * (len(table.columns) - 1))
         out.append(table)
-    lines = [*found.others]
-    lines += [f"only in {x}: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}" for x, names in _only(found) if names]
+    lines, only = [*found.others], (("a", found.only_a), ("b", found.only_b))
+    lines += [f"only in {x}: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}" for x, names in only if names]
     return Group(*out, Text("\n".join(lines)))
-
-
-def _only(found: PlanDifference) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return ("a", found.only_a), ("b", found.only_b)
 
 
 def _shown(side: Side, other: Side) -> str:

@@ -112,7 +112,7 @@ def explanation_report(plan: Plan, found: Explanation) -> RenderableType:
     step_s, out = plan.prediction.step_time_s, []
     if found.where:
         title = f"the critical path: what the step of {seconds(step_s)} is made of"
-        table = _table(title, "tasks", "where", "number", "time", "share")
+        table = TextTable.of(title, ("tasks", "where"), ("number", "time", "share"), overflow="fold")
         for part in found.path[:MOST_ROWS]:
             table.add_row(part.name, part.where, str(part.num_tasks), seconds(part.seconds), f"{part.seconds / step_s:.1%}")
         rest = found.path[MOST_ROWS:]
@@ -121,14 +121,15 @@ def explanation_report(plan: Plan, found: Explanation) -> RenderableType:
             table.add_row(f"{len(rest)} others", "", str(sum(p.num_tasks for p in rest)), seconds(took), f"{took / step_s:.1%}")
         out.append(table)
     if found.totals:
-        heads = ("operators", "number", "computing", "communicating", "sends", "memory")
-        table = _table("the largest costs of operators, hidden or not", *heads)
+        heads = ("number", "computing", "communicating", "sends", "memory")
+        table = TextTable.of("the largest costs of operators, hidden or not", ("operators",), heads, overflow="fold")
         for t in found.totals[:MOST_ROWS]:
             columns = seconds(t.compute_s), seconds(t.communication_s), size(t.sent_bytes), size(t.memory_bytes)
             table.add_row(t.name, str(t.num_operators), *columns)
         out.append(table)
     if sends := largest_sends(plan):
-        table = _table("what is sent most, per device and step", "in", "what, from which layout to which", "number", "bytes")
+        words = ("in", "what, from which layout to which")
+        table = TextTable.of("what is sent most, per device and step", words, ("number", "bytes"), overflow="fold")
         for where, reason, count, bytes_ in sends[:MOST_ROWS]:
             table.add_row(where, reason, str(count), size(bytes_))
         out.append(table)
@@ -152,7 +153,7 @@ def operator_report(plan: Plan, found: OperatorExplanation) -> RenderableType:
     out: list[RenderableType] = [Text("\n".join(lines))]
     if found.now is not None:
         title = "the plan, and what one change of this operator alone would make of it"
-        table = _table(title, "change", "step", "against the plan", "sends", "memory")
+        table = TextTable.of(title, ("change",), ("step", "against the plan", "sends", "memory"), overflow="fold")
         for row in (found.now, *found.neighbours[:MOST_ROWS]):
             table.add_row(*neighbour_columns(row, found.now))
         out += [table, Text("\n".join(verdict(found)))]
@@ -186,14 +187,6 @@ def verdict(found: OperatorExplanation) -> list[str]:
     if same:
         lines.append(f"{len(same)} take the same time")
     return lines
-
-
-def _table(title: str, *columns: str) -> TextTable:
-    table = TextTable(title=title, title_justify="left")
-    for column in columns:
-        words = column in ("tasks", "where", "operators", "in", "change") or column.startswith("what")
-        table.add_column(column, justify="left" if words else "right", overflow="fold")
-    return table
 
 
 def limit_lines(

@@ -193,10 +193,8 @@ def gain_lines(plan: Plan) -> list[str]:
 def comparison_table(plan: Plan) -> TextTable:
     """Predicted step times of the plan and of the baselines, with what they are made of."""
     title = "predicted step time; how much communication is hidden under compute, and the step if none were"
-    table = TextTable(title=title, title_justify="left")
-    for column in ("strategy", "step", "hidden", "if none", "FLOPs split", "sends", "memory"):
-        head = column.replace("FLOPs split", "FLOPs\nsplit")  # so that a terminal of 80 columns has room for the strategies' names
-        table.add_column(head, justify="left" if column == "strategy" else "right")
+    # A head of two lines, so that a terminal of 80 columns has room for the strategies' names.
+    table = TextTable.of(title, ("strategy",), ("step", "hidden", "if none", "FLOPs\nsplit", "sends", "memory"))
     p = plan.prediction
     known = plan.provenance.baseline_figures
     unfit = {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}
@@ -237,9 +235,7 @@ def overlap_words(plan: Plan) -> str:
 
 def verified_table(plan: Plan) -> TextTable:
     """What was run on the devices at hand; the fastest is the plan."""
-    table = TextTable(title="run on the devices at hand", title_justify="left")
-    for column in ("strategy", "predicted", "measured", "error"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    table = TextTable.of("run on the devices at hand", ("strategy",), ("predicted", "measured", "error"))
     for t in sorted(plan.provenance.verified, key=lambda t: t.measured_s):
         table.add_row(t.strategy, seconds(t.predicted_s), seconds(t.measured_s), f"{t.predicted_s / t.measured_s - 1:+.0%}")
     return table

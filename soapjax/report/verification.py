@@ -13,6 +13,7 @@ from soapjax.strategy.plan import Plan
 from soapjax.strategy.plan_strategy import topology_of
 
 MAX_DIFFERENCES = 12
+SIDES = ("predicted", "compiled", "difference")
 
 
 def numeric_lines(found: Any) -> list[str]:
@@ -37,19 +38,14 @@ def compiled_report(
       apart: operators that differ (`execute.traffic.Difference`), largest first.
       runs: whether the numbers were compared too.
     """
-    table = TextTable(title="each device sends per step", title_justify="left")
-    for column in ("collective", "predicted", "compiled", "difference"):
-        table.add_column(column, justify="left" if column == "collective" else "right")
+    table = TextTable.of("each device sends per step", ("collective",), SIDES)
     total = {side: sum(k[side] for k in by_kind.values()) for side in ("predicted", "compiled")}
     rows = {k: v for k, v in by_kind.items() if v["predicted"] or v["compiled"]} | {"all": total}
     rows["memory per device"] = {"predicted": plan.prediction.memory_bytes_per_device, "compiled": inspected.memory_bytes}
     for name, row in rows.items():
         table.add_row(name, size(row["predicted"]), size(row["compiled"]), _relative(**row))
-    ops = inspected.ops
     lines = [
-        f"{ops.ops_as_planned} of {ops.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
-        f"{ops.ops_unchecked} not found by name",
-        *(f"differs: {d}" for d in ops.differences),
+        *_op_lines(inspected.ops),
         *(f"rematerialised: {r}: the partitioner builds the whole tensor to change its layout" for r in inspected.rematerialised),
         *(f"replicated: {r}" for r in inspected.replicated),
     ]
@@ -63,6 +59,15 @@ def compiled_report(
     return [table, Text("\n".join(lines))]
 
 
+def _op_lines(ops: Any) -> list[str]:
+    """How many products are compiled as planned (`execute.compiled.hlo.OpsCheck`), and which are not."""
+    return [
+        f"{ops.ops_as_planned} of {ops.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
+        f"{ops.ops_unchecked} not found by name",
+        *(f"differs: {d}" for d in ops.differences),
+    ]
+
+
 def _available_bytes(plan: Plan) -> int:
     return topology_of(plan)[0].device.available_memory_bytes
 
@@ -73,24 +78,19 @@ def _relative(predicted: int, compiled: int) -> str:
 
 def programs_report(plan: Plan, found: Any, *, runs: bool, is_proven: bool, fits: bool) -> list[RenderableType]:
     """The compiled programs (`verify_programs.ProgramsVerified`) beside the plan's prediction."""
-    table = TextTable(title="each device of a program sends per step; transfers: all devices together", title_justify="left")
-    for column in ("program", "devices", "runs", "predicted", "compiled", "difference"):
-        table.add_column(column, justify="left" if column == "program" else "right", overflow="fold")
+    title = "each device of a program sends per step; transfers: all devices together"
+    table = TextTable.of(title, ("program",), ("devices", "runs", *SIDES), overflow="fold")
     for row in found.rows:
         totals = {side: sum(getattr(row, side).values()) for side in ("predicted", "compiled")}
         devices = "" if "transfer" in row.compiled else str(row.num_devices)
         shown = (", ".join(f"{k} {size(b)}" for k, b in getattr(row, side).items() if b) for side in totals)
         table.add_row(row.name, devices, str(row.runs), *shown, _relative(**totals))
-    memory = TextTable(title="memory per device", title_justify="left")
-    for column in ("", "predicted", "compiled", "difference"):
-        memory.add_column(column, justify="left" if not column else "right")
+    memory = TextTable.of("memory per device", ("",), SIDES)
     for name, (predicted, compiled) in found.memory.items():
         memory.add_row(name, size(predicted), size(compiled), _relative(predicted, compiled))
-    ops, parts = found.inspected.ops, found.inspected.parts
+    parts = found.inspected.parts
     lines = [
-        f"{ops.ops_as_planned} of {ops.planned_ops} dots and convolutions compiled with the planned local FLOPs, "
-        f"{ops.ops_unchecked} not found by name",
-        *(f"differs: {d}" for d in ops.differences),
+        *_op_lines(found.inspected.ops),
         *(f"{p.name}: rematerialised: {r}" for p in parts for r in p.rematerialised),
         *(f"{p.name}: replicated: {r}" for p in parts for r in p.replicated),
     ]
