@@ -121,33 +121,33 @@ def _progress(command: Any) -> Any:
     if not (isinstance(command, PlanCommand | ProfileCommand) and sys.stderr.isatty()):
         return None
     if isinstance(command, ProfileCommand):
-        return _measuring(command)
-    bar = rich.progress.Progress(
-        rich.progress.TextColumn("searching"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[best]}"),
-        rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
-    )  # fmt: skip
-    total = command.proposals if command.proposals else None
-    task = bar.add_task("search", total=command.seconds or total, best="")
+        return _measuring()
+    bar = _bar("searching")
+    task = bar.add_task("search", total=command.seconds or command.proposals or None, words="")
     bar.start()
 
     def update(done: int, best_s: float, elapsed_s: float) -> None:
-        bar.update(task, completed=elapsed_s if command.seconds else done, best=f"{done} proposals, best {best_s * 1e3:.4g} ms")
+        bar.update(task, completed=elapsed_s if command.seconds else done, words=f"{done} proposals, best {best_s * 1e3:.4g} ms")
 
     update.stop = bar.stop
     return update
 
 
-def _measuring(command: ProfileCommand) -> Any:
-    """A bar with the operator that is measured."""
-    bar = rich.progress.Progress(
-        rich.progress.TextColumn("measuring"), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[label]}"),
+def _bar(doing: str) -> rich.progress.Progress:
+    return rich.progress.Progress(
+        rich.progress.TextColumn(doing), rich.progress.BarColumn(), rich.progress.TextColumn("{task.fields[words]}"),
         rich.progress.TimeElapsedColumn(), console=terminal.console(sys.stderr, soft_wrap=True), transient=True,
     )  # fmt: skip
-    task = bar.add_task("profile", total=None, label="")
+
+
+def _measuring() -> Any:
+    """A bar with the operator that is measured."""
+    bar = _bar("measuring")
+    task = bar.add_task("profile", total=None, words="")
     bar.start()
 
     def update(done: int, total: int, elapsed_s: float, label: str) -> None:
-        bar.update(task, completed=done, total=total, label=f"{done} of {total}, {label}")
+        bar.update(task, completed=done, total=total, words=f"{done} of {total}, {label}")
 
     update.stop = bar.stop
     return update

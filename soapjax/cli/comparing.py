@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from soapjax.cli.explaining import costed
 from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.report.difference import Alone, PlanDifference
-from soapjax.simulate.simulator import BATCH
 from soapjax.strategy.configs import Strategy
 
 
@@ -24,19 +22,10 @@ def with_costs(found: PlanDifference, a: Opened, b: Opened) -> PlanDifference:
         mixed = Strategy(a.strategy.axes.copy(), a.strategy.storage.copy())
         mixed.axes[rows], mixed.storage[rows] = b.strategy.axes[rows], b.strategy.storage[rows]
         strategies.append(mixed)
-    times: list[float] = []
-    sent: list[float] = []
-    memory: list[float] = []
     with on_cpu():
-        for k in range(0, len(strategies), BATCH):
-            some = strategies[k : k + BATCH]
-            batch = problem.simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
-            times += batch.scores.step_time_s.tolist()
-            memory += batch.scores.memory_bytes.tolist()
-            sent += [float(batch.outline(i).bytes_by_collective.sum()) for i in range(len(some))]
-            batch.done()
-    alone = [
-        c._replace(alone=Alone(times[i] - times[0], int(sent[i] - sent[0]), int(memory[i] - memory[0])))
-        for i, c in enumerate(found.changed, 1)
-    ]
+        now, *others = costed(problem, strategies)
+    alone = []
+    for changed, c in zip(found.changed, others, strict=True):
+        sent, memory = int(c.sent_bytes - now.sent_bytes), int(c.memory_bytes - now.memory_bytes)
+        alone.append(changed._replace(alone=Alone(c.step_time_s - now.step_time_s, sent, memory)))
     return found._replace(changed=tuple(sorted(alone, key=lambda c: -abs(c.alone.step_s))))

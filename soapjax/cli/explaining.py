@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,16 +18,8 @@ from soapjax.errors import Problem, SoapjaxError
 from soapjax.helpers.own_config import on_cpu
 from soapjax.planning.plan_files import Opened
 from soapjax.planning.timelines import TaskNames
-from soapjax.report.explanation import (
-    Explanation,
-    Neighbour,
-    OperatorExplanation,
-    PathPart,
-    limit_lines,
-    merged_name,
-    totals_of,
-)
-from soapjax.report.plan_tables import short_storage, split_of
+from soapjax.report.explanation import Explanation, Neighbour, OperatorExplanation, PathPart, limit_lines, totals_of
+from soapjax.report.plan_tables import merged_name, short_storage, split_of
 from soapjax.search.experts.baselines import BASELINES
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.simulate.critical_tasks import PathStep, critical_path, pipeline_path
@@ -43,11 +36,8 @@ MOST_COUNTED = 100_000
 def explain(plan: Plan, opened: Opened | None = None) -> Explanation:
     """Of a whole plan; without `opened` from what is written in it."""
     totals = totals_of(plan)
-    named = plan.provenance.baseline_figures
-    large = [n for n, f in named.items() if not f.feasible and f.step_time_s < plan.prediction.step_time_s]
     if opened is None:
-        everywhere = {"compute": sum(t.compute_s for t in totals), "communication": sum(t.communication_s for t in totals)}
-        return Explanation((), {}, totals, limit_lines(plan, everywhere, large, of_what="all seconds of operators, hidden or not"))
+        return Explanation((), {}, totals, limit_lines(plan, {}))
     with on_cpu():
         placed = _path(opened)
     merged: dict[tuple[str, str], list[float]] = {}
@@ -58,7 +48,7 @@ def explain(plan: Plan, opened: Opened | None = None) -> Explanation:
     first = {merged_name(name): name for name, _, _ in reversed(placed)}
     parts = (PathPart(n if len(s) > 1 else first[n], w, len(s), sum(s)) for (n, w), s in merged.items())
     path = tuple(sorted(parts, key=lambda p: -p.seconds))
-    return Explanation(path, where, totals, limit_lines(plan, where, large))
+    return Explanation(path, where, totals, limit_lines(plan, where))
 
 
 def _path(opened: Opened) -> list[tuple[str, str, float]]:
@@ -104,7 +94,7 @@ def explain_operator(plan: Plan, name: str, opened: Opened | None = None, *, pla
     n = [op.name for op in problem.graph.operators].index(name)
     with on_cpu():
         neighbours, count = neighbours_of(plan, problem, strategy, n)
-        (now,) = _costed(problem, [strategy], [("as planned", ())])
+        (now,) = _titled(problem, [strategy], [("as planned", ())])
         owner = operator_of_scheduled(problem)
         seconds = sum(s.duration_s for s in path_of(problem, strategy) if owner[s.task] == n)
     return found._replace(seconds_on_path=seconds, neighbours=tuple(neighbours), num_neighbours=count, now=now)
@@ -155,21 +145,35 @@ def neighbours_of(plan: Plan, problem: PlanningProblem, strategy: Strategy, n: i
         words += [f"stored {short_storage(other.storage, plan)}"] if other.storage != now.storage else []
         strategies.append(moved)
         titles.append(("; ".join(words), tuple(like.get((axes, storage), ()))))
-    found = _costed(problem, strategies, titles)
+    found = _titled(problem, strategies, titles)
     return sorted(found, key=lambda x: (not x.is_feasible, x.step_time_s, x.sent_bytes)), count
 
 
-def _costed(
+def _titled(
     problem: PlanningProblem, strategies: Sequence[Strategy], titles: Sequence[tuple[str, tuple[str, ...]]]
 ) -> list[Neighbour]:  # fmt: skip
-    found: list[Neighbour] = []
+    found = []
+    for (changes, like), c in zip(titles, costed(problem, strategies), strict=True):
+        fits = c.memory_bytes <= problem.usable_memory_bytes and c.is_valid
+        found.append(Neighbour(changes, c.step_time_s, int(c.sent_bytes), int(c.memory_bytes), fits, like))
+    return found
+
+
+class Costed(NamedTuple):
+    """What one strategy costs."""
+
+    step_time_s: float
+    sent_bytes: float  # by each device that takes part in everything
+    memory_bytes: float
+    is_valid: bool  # every degree divides
+
+
+def costed(problem: PlanningProblem, strategies: Sequence[Strategy]) -> Iterator[Costed]:
+    """Of any number of strategies, one after the other."""
     for k in range(0, len(strategies), BATCH):
         some = strategies[k : k + BATCH]
         batch = problem.simulator.batch(np.stack([s.axes for s in some]), np.stack([s.storage for s in some]))
-        for i, (changes, like) in enumerate(titles[k : k + BATCH]):
-            memory = float(batch.scores.memory_bytes[i])
-            sent = int(batch.outline(i).bytes_by_collective.sum())
-            fits = memory <= problem.usable_memory_bytes and not batch.scores.violations[i]
-            found.append(Neighbour(changes, float(batch.scores.step_time_s[i]), sent, int(memory), bool(fits), like))
+        rows = zip(batch.scores.step_time_s, batch.scores.memory_bytes, batch.scores.violations, strict=True)
+        for i, (step_s, memory, violations) in enumerate(rows):
+            yield Costed(float(step_s), float(batch.outline(i).bytes_by_collective.sum()), float(memory), not violations)
         batch.done()
-    return found

@@ -26,9 +26,8 @@ from soapjax.strategy.plan_strategy import topology_of
 NO_GRAPH = "the plan carries no operator graph (older versions wrote none): this is what is written in the file"
 
 
-def _opened(path: str, *, plan_only: bool) -> tuple[Plan, Opened | None, list[str]]:
-    """A plan, with what its prediction is made from unless only the file counts; and remarks."""
-    raw = Plan.load(path)
+def _opened(raw: Plan, path: str, *, plan_only: bool) -> tuple[Plan, Opened | None, list[str]]:
+    """The plan of a file, with what its prediction is made from unless only the file counts; and remarks."""
     if plan_only or raw.operator_graph is None:
         _check_choices(raw, path)
         return raw, None, [] if plan_only else [NO_GRAPH]
@@ -53,7 +52,7 @@ def _check_choices(plan: Plan, place: str) -> None:
 
 
 def explain_command(command: ExplainCommand) -> Result:
-    plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
+    plan, found, remarks = _opened(Plan.load(command.plan), command.plan, plan_only=command.plan_only)
     if command.operator is not None:
         operator = explain_operator(plan, command.operator, found, place=f"{command.plan}: operators")
         if found is not None and found.problem is None:
@@ -74,14 +73,14 @@ def diff_command(command: DiffCommand) -> Result:
             problems += e.problems
     if problems:
         raise SoapjaxError(problems)
-    a, a_opened, remarks = _opened(command.a, plan_only=command.plan_only)
+    a, a_opened, remarks = _opened(raw[0], command.a, plan_only=command.plan_only)
     if a_opened is not None and _one_problem(*raw):
         # One problem prices both: its tables and programs are made once.
         with on_cpu():
             b_opened = reopened(raw[1], a_opened, place=command.b)
         b, found = b_opened.plan, with_costs(difference_of(a, b_opened.plan), a_opened, b_opened)
     else:
-        b, _, more = _opened(command.b, plan_only=command.plan_only)
+        b, _, more = _opened(raw[1], command.b, plan_only=command.plan_only)
         found, remarks = difference_of(a, b), list(dict.fromkeys([*remarks, *more]))
     steps = {"a": a.prediction.step_time_s, "b": b.prediction.step_time_s}
     result = plain(found) | {"same": found.is_none, "step_time_s": steps}
@@ -98,7 +97,7 @@ def _one_problem(a: Plan, b: Plan) -> bool:
 def report_command(command: ReportCommand) -> Result:
     if problems := output_problems(command.output, "--output", "report.html"):
         raise SoapjaxError(problems)
-    plan, found, remarks = _opened(command.plan, plan_only=command.plan_only)
+    plan, found, remarks = _opened(Plan.load(command.plan), command.plan, plan_only=command.plan_only)
     extras = Extras()
     if found is not None:
         with on_cpu():

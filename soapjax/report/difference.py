@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from soapjax.helpers.sizes import size
-from soapjax.report.explanation import merged_name
-from soapjax.report.plan_tables import percent, seconds, seconds_of, short_storage, split_of
+from soapjax.report.plan_tables import merged_name, percent, seconds, seconds_of, short_storage, split_of
 from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import Plan
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from soapjax.helpers.sizes import size
-from soapjax.report.plan_tables import comparison_table, gain_lines, percent, seconds
+from soapjax.report.plan_tables import comparison_table, gain_lines, merged_name, percent, seconds
 from soapjax.report.text_table import TextTable
 from soapjax.strategy.plan import OperatorCost, Plan
 
@@ -71,11 +69,6 @@ class OperatorExplanation(NamedTuple):
     neighbours: tuple[Neighbour, ...] = ()  # that were costed, fastest first
     num_neighbours: int = 0  # that the space has; more than were costed where it is large
     now: Neighbour | None = None  # the plan itself
-
-
-def merged_name(name: str) -> str:
-    """A name with its numbers as "#": those of the layers of a model are one."""
-    return re.sub(r"\d+", "#", name)
 
 
 def totals_of(plan: Plan) -> tuple[OperatorTotal, ...]:
@@ -189,16 +182,19 @@ def verdict(found: OperatorExplanation) -> list[str]:
     return lines
 
 
-def limit_lines(
-    plan: Plan, where: dict[str, float], faster_but_large: Sequence[str], *, of_what: str = "the critical path"
-) -> tuple[str, ...]:  # fmt: skip
+def limit_lines(plan: Plan, path: dict[str, float]) -> tuple[str, ...]:
     """Which limit binds: what most of the critical path is spent on, and whether memory keeps something faster out.
 
     Args:
-      where: seconds of `of_what` by stream.
-      faster_but_large: baselines that would be faster and do not fit.
+      path: seconds of the critical path by stream; of all operators, hidden or not, where it is empty.
     """
     p, lines = plan.prediction, []
+    where, of_what = path, "the critical path"
+    if not path:
+        totals, of_what = totals_of(plan), "all seconds of operators, hidden or not"
+        where = {"compute": sum(t.compute_s for t in totals), "communication": sum(t.communication_s for t in totals)}
+    named = plan.provenance.baseline_figures
+    faster_but_large = [n for n, f in named.items() if not f.feasible and f.step_time_s < p.step_time_s]
     total = sum(where.values())
     if total:
         shares = sorted(where.items(), key=lambda x: -x[1])

@@ -34,7 +34,7 @@ class FrontRow(NamedTuple):
     is_taken: bool = False
 
 
-def front_view(rows: Sequence[FrontRow], num_seen: int | None = None) -> RenderableType:
+def front_view(rows: Sequence[FrontRow]) -> RenderableType:
     """Table and plots."""
     if not rows:
         return Text("no front: nothing that was judged fits the devices")

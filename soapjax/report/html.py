@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from soapjax.helpers.sizes import size
-from soapjax.report.explanation import limit_lines, totals_of
-from soapjax.report.plan_tables import FOLDED, gains, operator_rows, percent, seconds, short_storage, split_of
+from soapjax.report.explanation import limit_lines
+from soapjax.report.plan_tables import FOLDED, folded, gains, operator_rows, percent, seconds, short_storage, split_of
 from soapjax.report.plan_tables import caveat as caveat_of
 from soapjax.strategy.plan import Plan
 
@@ -112,13 +112,7 @@ def _summary(plan: Plan, extras: Extras) -> str:
     out = [f'<ul class="cards">{found}</ul>']
     if own := caveat_of(p.split_flops_share, plan.num_devices):
         out.append(f'<p class="caveat">This plan {html.escape(own)}.</p>')
-    named = plan.provenance.baseline_figures
-    large = [n for n, f in named.items() if not f.feasible and f.step_time_s < p.step_time_s]
-    where, of_what = dict(extras.path), "the critical path"
-    if not where:
-        totals, of_what = totals_of(plan), "all seconds of operators, hidden or not"
-        where = {"compute": sum(t.compute_s for t in totals), "communication": sum(t.communication_s for t in totals)}
-    lines = limit_lines(plan, where, large, of_what=of_what)
+    lines = limit_lines(plan, dict(extras.path))
     out.append(f"<p>{'<br>'.join(html.escape(line[0].upper() + line[1:]) + '.' for line in lines)}</p>")
     out.append(f"<section><h2>Against the baselines</h2>{_baselines(plan)}</section>")
     if plan.pipeline is not None:
@@ -187,8 +181,7 @@ def _stages(plan: Plan) -> str:
 
 def _costs(plan: Plan) -> str:
     rows = operator_rows(plan)
-    small = [row for row in rows if row.time_share is not None and row.time_share < FOLDED]
-    small = small if len(small) > 1 else []
+    small = folded(rows)
     body = []
     for row in rows:
         costs = [c for c in (plan.operators[name].cost for name in row.names) if c is not None]

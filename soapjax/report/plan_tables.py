@@ -37,13 +37,18 @@ class OperatorRow(NamedTuple):
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
+def merged_name(name: str) -> str:
+    """A name with its numbers as "#": those of the layers of a model are one."""
+    return re.sub(r"\d+", "#", name)
+
+
 def operator_rows(plan: Plan) -> list[OperatorRow]:
     """Equal operators merged, in the plan's order."""
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     merged: dict[tuple, list[str]] = {}
     for name, part in plan.operators.items():
         storage = short_storage(part.storage, plan)
-        merged.setdefault((re.sub(r"\d+", "#", name), part.kind, split_of(part, sizes), storage), []).append(name)
+        merged.setdefault((merged_name(name), part.kind, split_of(part, sizes), storage), []).append(name)
     total = sum(seconds_of(part) for part in plan.operators.values())
     rows = []
     for (_, kind, split, storage), names in merged.items():
@@ -51,6 +56,12 @@ def operator_rows(plan: Plan) -> list[OperatorRow]:
         share = sum(seconds_of(plan.operators[name]) for name in names) / total if known else None
         rows.append(OperatorRow(tuple(names), kind, split, storage, share))
     return rows
+
+
+def folded(rows: list[OperatorRow]) -> list[OperatorRow]:
+    """Those that are shown as one: several that take less than FOLDED of the time."""
+    small = [row for row in rows if row.time_share is not None and row.time_share < FOLDED]
+    return small if len(small) > 1 else []
 
 
 def short_storage(storage: str, plan: Plan) -> str:
@@ -82,8 +93,7 @@ def operator_table(plan: Plan) -> TextTable:
         table.add_column(column, overflow="fold")
     table.add_column("time", justify="right")
     rows = operator_rows(plan)
-    small = [row for row in rows if row.time_share is not None and row.time_share < FOLDED]
-    small = small if len(small) > 1 else []
+    small = folded(rows)
     for row in rows:
         if row not in small:
             share = "" if row.time_share is None else f"{row.time_share:.1%}"
@@ -167,8 +177,7 @@ def percent(share: float | None) -> str:
 
 def gains(plan: Plan) -> dict[str, tuple[float, str]]:
     """Per baseline how many times as fast the plan is, and what to know of that figure: "" or a clause."""
-    known, notes = plan.provenance.baseline_figures, plan.provenance.notes
-    unfit = {n.split(":")[0] for n in notes if "does not fit" in n}
+    known, unfit = plan.provenance.baseline_figures, _unfit(plan)
     found = {}
     for name, s in plan.provenance.baselines.items():
         if s:
@@ -177,6 +186,11 @@ def gains(plan: Plan) -> dict[str, tuple[float, str]]:
             words = " and ".join(filter(None, (caveat(share, plan.num_devices), fits)))
             found[name] = (s / plan.prediction.step_time_s, words)
     return found
+
+
+def _unfit(plan: Plan) -> set[str]:
+    """The baselines that do not fit, as the notes say."""
+    return {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}
 
 
 def gain_lines(plan: Plan) -> list[str]:
@@ -196,8 +210,7 @@ def comparison_table(plan: Plan) -> TextTable:
     # A head of two lines, so that a terminal of 80 columns has room for the strategies' names.
     table = TextTable.of(title, ("strategy",), ("step", "hidden", "if none", "FLOPs\nsplit", "sends", "memory"))
     p = plan.prediction
-    known = plan.provenance.baseline_figures
-    unfit = {n.split(":")[0] for n in plan.provenance.notes if "does not fit" in n}
+    known, unfit = plan.provenance.baseline_figures, _unfit(plan)
 
     def overlapped(step_s: float, serial_s: float | None, share: float | None) -> tuple[str, str, str]:
         if serial_s is None:
