@@ -49,10 +49,6 @@ class AdditiveProblem:
         return len(self.num_strategies)
 
     @property
-    def num_edges(self) -> int:
-        return len(self.edges)
-
-    @property
     def node_offsets(self) -> np.ndarray:
         """Where each node's strategies begin, and the end of all: int64 [N + 1]."""
         return np.concatenate([[0], np.cumsum(self.num_strategies)])

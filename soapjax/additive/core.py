@@ -11,7 +11,6 @@ class Core:
     """Flat views of a `Reduced` problem: M nodes with K strategies each, F edges, T times, S spans of nodes' memory."""
 
     def __init__(self, reduced: Reduced):
-        self.reduced = reduced
         self.num_nodes, self.num_times = len(reduced.costs), len(reduced.capacity)
         self.capacity = reduced.capacity
         self.sizes = np.array([len(c) for c in reduced.costs], np.int64)

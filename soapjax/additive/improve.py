@@ -20,7 +20,6 @@ class Improver:
     def __init__(self, core: Core, rng: np.random.Generator):
         self.core, self.rng = core, rng
         self.blocks = Blocks(core)
-        self.max_table = MAX_TABLE
         # Gain per second of each size of region: sizes that pay are drawn more often.
         self.region_sizes = _region_sizes(core.num_nodes)
         self.rates = np.full(len(self.region_sizes), np.nan)
@@ -72,7 +71,7 @@ class Improver:
     ) -> np.ndarray | None:
         """A feasible choice near `choice`, or None: solves with `prices`, raised where memory lacks."""
         core = self.core
-        plan = self.blocks.plan(self.rng, free, choice, self.max_table, beliefs)
+        plan = self.blocks.plan(self.rng, free, choice, MAX_TABLE, beliefs)
         unit = max(float(prices.max(initial=0)), abs(core.cost(choice)) / max(float(core.capacity.max(initial=1)), 1e-9) * 1e-3)
         raised = 0.1
         for _ in range(tries):

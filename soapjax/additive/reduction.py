@@ -77,7 +77,7 @@ class Reducer(Shrinking):
         return False
 
     def alone(self, v: int) -> bool:
-        """No neighbours: decided, or kept with its best trades of cost against memory only."""
+        """No neighbours, and no memory: decided."""
         if self.adjacent[v]:
             return False
         _, usage = self.memory(v)
@@ -199,7 +199,7 @@ class Reducer(Shrinking):
                         if rule(v):
                             break
 
-    def drop_slack_times(self) -> int:
+    def drop_slack_times(self) -> None:
         """Times that cannot exceed the limit go, and with them memory that counts at no other; nodes left without wake up."""
         lives = np.flatnonzero(self.alive)
         num_times = len(self.capacity)
@@ -233,7 +233,7 @@ class Reducer(Shrinking):
                 stack.append(t)
         kept = np.array(stack, np.int64)
         if len(kept) == num_times:
-            return 0
+            return
         new = np.searchsorted(kept, np.arange(num_times + 1))
         self.capacity = self.capacity[kept]
         for v, (spans, usage) in memory.items():
@@ -242,7 +242,6 @@ class Reducer(Shrinking):
                 inside = spans[:, 0] < spans[:, 1]
                 self.pieces[v] = [(spans[inside], usage[:, inside])] if inside.any() else []
                 self.touch(v)
-        return num_times - len(kept)
 
     def run(self) -> Reduced:
         self.settle()
