@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from soapjax.costs.evaluate import forget_results
 from soapjax.errors import InfeasibleError, SoapjaxError
 from soapjax.execute.spmd.compiled_step import CompiledStep
@@ -30,7 +28,7 @@ from soapjax.planning.request import PlanRequest
 from soapjax.report.front_table import FrontRow
 from soapjax.search.objective import Objective
 from soapjax.search.stages.joint_search import DEFAULT_PROPOSALS
-from soapjax.simulate.simulator import Scores
+from soapjax.search.stages.stage_problem import rank_of, scores_of
 from soapjax.strategy.plan import Plan, Prediction, StrategyFigures
 
 LEAST_LEFT = 0.5  # of their part of the seconds, that pipelines have however long one program took
@@ -199,9 +197,8 @@ def _no_better(one: Chosen, wanted: Objective, schedule: str, figures: StrategyF
 
 
 def _rank(p: Prediction, wanted: Objective) -> tuple[bool, float, float]:
-    figures = p.step_time_s, p.memory_bytes_per_device, 0, p.peak_sent_bytes
-    found = wanted.standing(Scores(*(np.array([x], np.float64) for x in figures)), p.usable_memory_bytes)
-    return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
+    scores = scores_of(p.step_time_s, p.memory_bytes_per_device, p.peak_sent_bytes)
+    return rank_of(scores, p.usable_memory_bytes, wanted)
 
 
 def _with_note(plan: Plan, note: str, others: dict[str, StrategyFigures]) -> Plan:

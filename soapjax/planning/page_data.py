@@ -20,8 +20,8 @@ from soapjax.strategy.configs import Strategy
 from soapjax.topology import DeviceTopology
 
 UNITS = 10_000_000  # of a step: how finely times are written
-KINDS = {RESHARD: 3, RESOLVE: 4, SUM: 5}  # of spans, as page.js names them; 0 to 2 are the phases, 6 is a transfer
-TRANSFER = 6
+KINDS = {RESHARD: 3, RESOLVE: 4, SUM: 5}  # of spans, as page.js names them; 0 to 2 are the phases
+TRANSFER = 6  # likewise, from one stage to another
 MOST_TRACKS = 64
 
 
@@ -48,7 +48,7 @@ def extras_of(simulator: Simulator, strategy: Strategy) -> Extras:
             place = link.strip() or "compute"
             where[place] = where.get(place, 0.0) + (end_s - start_s)
         devices = (None,) if takes_part is None else takes_part(kind, source)
-        span = KINDS[kind] if kind != COMPUTE else _phase(tables.graph, source)
+        span = KINDS[kind] if kind != COMPUTE else tables.graph.tasks[source].phase
         rows += [(d, link, start_s, end_s - start_s, names[task], span, task in on_path) for d in devices]
     every = topology.num_devices
     note = f"All {every} devices do the same: one stands for all." if takes_part is None else f"{every} devices."
@@ -74,10 +74,6 @@ def pipeline_extras(timeline: PipelineTimeline, topology: DeviceTopology, graph:
     note = f"{topology.num_devices} devices; a pass's own collectives are in its time."
     path = tuple(sorted(where.items(), key=lambda x: -x[1]))
     return Extras(_timeline(rows, timeline.makespan_s, note), None, edges_of(graph), path)
-
-
-def _phase(graph: OperatorGraph, task: int) -> int:
-    return {FORWARD: 0, BACKWARD: 1, UPDATE: 2}[graph.tasks[task].phase]
 
 
 def _timeline(rows: list[tuple], makespan_s: float, note: str) -> TimelineView:

@@ -39,7 +39,7 @@ from soapjax.search.planners import BASELINES, get_planner
 from soapjax.search.problem import Budget, PlanningProblem
 from soapjax.search.stages.stage_figures import part_of
 from soapjax.simulate.event import simulate
-from soapjax.simulate.simulator import Simulator
+from soapjax.simulate.simulator import Simulator, occupied_by
 from soapjax.strategy.configs import Strategy
 from soapjax.strategy.space import search_space
 from soapjax.topology import DeviceTopology, factor_mesh
@@ -282,8 +282,7 @@ def scaled_prediction(simulator: Simulator, strategy: Strategy, compute_scale: f
         np.asarray(d.compute_s) * compute_scale, *(np.asarray(x) * network_scale for x in (d.resolve_s, d.reshard_s, d.sum_s))
     )
     schedule = simulator.schedule
-    occupies = schedule.occupies if costs.holders is None else schedule.occupies_of_groups(costs.holders)
-    return simulate(schedule, schedule.durations(scaled), occupies).makespan_s
+    return simulate(schedule, schedule.durations(scaled), occupied_by(schedule, costs)).makespan_s
 
 
 def communicates(simulator: Simulator, strategy: Strategy) -> bool:

@@ -38,7 +38,7 @@ def shortlist(candidates: Sequence[tuple[str, Evaluation]], count: int) -> list[
     """The `count` best distinct feasible strategies by predicted cost, and data parallelism."""
     distinct: dict[bytes, tuple[str, Evaluation]] = {}
     for name, e in candidates:
-        key = e.strategy.axes.tobytes() + e.strategy.storage.tobytes()
+        key = e.strategy.key()
         if e.is_feasible and (key not in distinct or name == "data_parallel"):
             distinct[key] = name, e
     ordered = sorted(distinct.values(), key=lambda x: x[1].cost)

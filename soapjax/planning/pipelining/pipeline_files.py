@@ -91,20 +91,16 @@ def recost_pipeline(
 def _bounds(pipeline: Pipeline, graph: OperatorGraph, loads: StageLoads, place: str) -> tuple[int, ...]:
     """Where the stages cut the forward operators."""
     position = {graph.operators[n].name: k for k, n in enumerate(loads.forward)}
-    problems, bounds = [], [0]
+    bounds, remedy = [0], "restore it, or plan anew"
     for i, stage in enumerate(pipeline.stages):
         mine = sorted(position[name] for name in stage.operators if name in position)
         where = f"{place}: pipeline.stages.{i}.operators"
         if mine != list(range(bounds[-1], bounds[-1] + len(mine))) or not mine:
             at = graph.operators[loads.forward[min(bounds[-1], len(loads.forward) - 1)]].name
             expected = f"the operators from {at!r} on, without a gap"
-            problems.append(Problem(where, ", ".join(stage.operators[:3]) or "none", expected, "restore it, or plan anew"))
-            break
+            raise SoapjaxError(Problem(where, ", ".join(stage.operators[:3]) or "none", expected, remedy))
         bounds.append(bounds[-1] + len(mine))
-    if not problems and bounds[-1] != len(loads.forward):
+    if bounds[-1] != len(loads.forward):
         left = graph.operators[loads.forward[bounds[-1]]].name
-        remedy = "restore it, or plan anew"
-        problems.append(Problem(f"{place}: pipeline.stages", f"{left!r} in no stage", "every operator in one", remedy))
-    if problems:
-        raise SoapjaxError(problems)
+        raise SoapjaxError(Problem(f"{place}: pipeline.stages", f"{left!r} in no stage", "every operator in one", remedy))
     return tuple(bounds)

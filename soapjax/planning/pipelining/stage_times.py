@@ -18,6 +18,7 @@ from soapjax.search.stages.pipedream_stages import Workers
 from soapjax.search.stages.stacks import Stacks
 from soapjax.search.stages.stage_figures import level_between
 from soapjax.search.stages.stage_loads import CrossingBytes, StageLoads, transfers_of
+from soapjax.search.stages.stage_problem import rank_of, scores_of
 from soapjax.simulate.pipeline_timeline import PipelineTimeline, StageLoad, Transfer, keeping_casts, simulate_pipeline
 from soapjax.simulate.simulator import Scores
 from soapjax.strategy.configs import Strategy
@@ -60,13 +61,10 @@ class StageTimes(NamedTuple):
         return peak_sent_bytes(self.pipeline, self.sends)
 
     def scores(self) -> Scores:
-        figures = self.timeline.step_time_s, max(self.timeline.memory_bytes), 0, self.peak_sent_bytes
-        return Scores(*(np.array([x], np.float64) for x in figures))
+        return scores_of(self.timeline.step_time_s, max(self.timeline.memory_bytes), self.peak_sent_bytes)
 
     def rank(self, objective: Objective) -> tuple[bool, float, float]:
-        """By this the best is the least, as in search/problem.py."""
-        found = objective.standing(self.scores(), self.usable_bytes)
-        return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
+        return rank_of(self.scores(), self.usable_bytes, objective)
 
 
 def _sums_of_replicas(graph: OperatorGraph, topology: DeviceTopology, stage: Stage) -> float:

@@ -87,6 +87,17 @@ class Priced(NamedTuple):
         return not self.is_feasible, self.excess, self.cost
 
 
+def scores_of(step_time_s: float, memory_bytes: float, sent_bytes: float) -> Scores:
+    """Of one plan, which is valid."""
+    return Scores(*(np.array([x], np.float64) for x in (step_time_s, memory_bytes, 0, sent_bytes)))
+
+
+def rank_of(scores: Scores, usable_bytes: float, objective: Objective) -> tuple[bool, float, float]:
+    """Of the first of some plans: by this the best is the least, as in search/problem.py."""
+    found = objective.standing(scores, usable_bytes)
+    return not found.is_feasible[0], float(found.excess[0]), float(found.cost[0])
+
+
 class StageProblem:
     """A graph and a topology to be cut into stages; prices choices."""
 
@@ -243,7 +254,7 @@ class StageProblem:
         timeline = predicted_times(self._keeping_casts(outline(choice), loads), loads, self._transfers_of(choice))
         memory = max(timeline.memory_bytes)
         sent = float(self._sent_bytes(choice).max()) if self.objective.limits_bytes or self.front is not None else 0.0
-        scores = Scores(*(np.array([x], np.float64) for x in (timeline.step_time_s, memory, 0, sent)))
+        scores = scores_of(timeline.step_time_s, memory, sent)
         if self.front is not None:
             self.front.offer(scores, [choice])
         found = self.objective.standing(scores, self.usable_bytes)
